@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
-from run_helpers import config_of, eval_records, train, write_config, write_corpus, write_instructions
+from run_helpers import config_of, eval_records, figures, train, write_config, write_corpus, write_instructions
 from tolerances import decoder_limits
 
+from trainer.checkpoint.store import newest_complete
 from trainer.checkpoint.weights import requested_weights
 from trainer.data import IGNORE_INDEX, build_eval_dataset
-from trainer.errors import RunError
+from trainer.errors import EXIT_SIGTERM, RunError, UserError
+from trainer.monitors.metrics import Monitor
+from trainer.report.curves import read_metrics
+from trainer.run.loop import run
 
 pytestmark = pytest.mark.slow
 
@@ -81,6 +87,72 @@ def test_it_is_the_one_made_while_training(path: Path, trained: Path) -> None:
     assert while_training["eval_loss"] == found["loss"]
     assert while_training["eval_tokens"] == found["tokens"]
     assert while_training["eval_perplexity"] == math.exp(found["loss"])
+
+
+SAMPLES = {
+    "do_eval": True, "eval_step_interval": 5, "sample_prompt": ["the cat", "ä", "the cat"],
+    "model.model_config.hidden_dropout": 0.3, "model.model_config.do_sample": True,
+    "model.model_config.max_new_tokens": 5,
+}  # fmt: skip
+
+
+def samples(output: Path) -> list[tuple[int, str, str]]:
+    records = map(json.loads, (output / "samples.jsonl").read_text().splitlines())
+    return [(record["step"], record["prompt"], record["text"]) for record in records]
+
+
+def test_samples_change_no_number_and_are_what_run_mode_predict_gives(home: Path, trained: Path) -> None:
+    path = write_config(home / "sampled", home / "data", SAMPLES)
+    output = train(path, runner_config__stop_step=5)
+    train(path, runner_config__stop_step=12, resume_training=True)
+    assert figures(output) == figures(trained)
+    assert eval_records(output)[-1]["eval_loss"] == eval_records(trained)[-1]["eval_loss"]
+    found = samples(output)
+    assert [(step, prompt) for step, prompt, _ in found] == [
+        (step, prompt) for step in (5, 10, 12) for prompt in SAMPLES["sample_prompt"]
+    ]
+    assert len({text for *_, text in found}) > 3
+    for step in (5, 12):
+        checkpoint = output / "checkpoints" / f"step-{step:08d}"
+        prompts = json.dumps(SAMPLES["sample_prompt"])
+        flags = {"load_checkpoint": checkpoint, "predict_data": prompts, "output_dir": home / "predicted"}
+        predicted = (train(path, run_mode="predict", **flags) / "predictions.jsonl").read_text().splitlines()
+        assert [json.loads(line)["text"] for line in predicted] == [text for at, _, text in found if at == step]
+    train(path, runner_config__stop_step=12, resume_training="step-00000005")
+    assert samples(output) == found
+    train(path, runner_config__stop_step=3, sample_prompt="a", do_eval=False)
+    assert samples(output)[0][:2] == (3, "a") and len(samples(output)) == 1
+    assert (output / "samples-1.jsonl").exists()
+    pauses = [one for one in read_metrics(output / "metrics-1.jsonl").pauses if one.kind == "sampling"]
+    assert [pause.step for pause in pauses] == [5, 10, 12] and all(pause.seconds > 0 for pause in pauses)
+
+
+class Interrupts(Monitor):
+    """Sends a signal when the run begins to sample."""
+
+    def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
+        if name == "sampling":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_while_it_samples_ends_the_run_with_a_checkpoint(home: Path) -> None:
+    path = write_config(home / "interrupted", home / "data", SAMPLES)
+    assert run(config_of(path), [Interrupts()]) == EXIT_SIGTERM
+    output = home / "interrupted" / "output"
+    assert not (output / "samples.jsonl").exists()
+    assert newest_complete(output / "checkpoints").name == "step-00000005"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "rule"),
+    [("x" * 16, "a prompt of 16 tokens leaves no room"), ("[a, '']", "a prompt is empty")],
+)
+def test_a_prompt_that_cannot_be_sampled_from_ends_a_run_before_it_begins(home: Path, prompt: str, rule: str) -> None:
+    path = write_config(home / "refused", home / "data", SAMPLES)
+    with pytest.raises(UserError, match=rule) as caught:
+        train(path, sample_prompt=prompt)
+    assert "flag --sample_prompt: sample_prompt = " in str(caught.value) and "Fix: " in str(caught.value)
+    assert not (home / "refused" / "output").exists()
 
 
 def test_max_batches_reads_only_so_many(path: Path, trained: Path) -> None:

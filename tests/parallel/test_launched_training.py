@@ -160,6 +160,7 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
         "runner_wrapper": {"use_clip_grad": True},
         "do_eval": True,
         "eval_step_interval": 6,
+        "sample_prompt": ["the cat", "on"],
     }
     alone, output = tmp_path / "alone" / "output", tmp_path / "together" / "output"
     done, ended_at = 0, set()
@@ -209,9 +210,22 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     assert len(step_records(alone)) == done and len(set(column(step_records(alone), "tokens"))) > 1
     assert len(set(column(step_records(alone)[:12], "epoch"))) > 2  # the first ranks come past the ends of epochs
     assert_same_training(output, alone, ended_at)
+    assert_samples(output, alone, signals=2)
     right = arrays_of(alone)
     for name, array in arrays_of(output).items():
         assert array == pytest.approx(right[name], rel=1e-3, abs=1e-6), name
+
+
+def assert_samples(output: Path, alone: Path, signals: int) -> None:
+    """Each evaluation has a sample of each prompt, once, but where a signal cut it short."""
+    for folder, cut in ((output, signals), (alone, 0)):
+        records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        steps = column(records, "step")[::2]
+        assert column(records, "step") == [step for step in steps for _ in range(2)]
+        assert column(records, "prompt") == ["the cat", "on"] * len(steps)
+        evaluated = column(eval_records(folder), "step")
+        assert steps == sorted(set(steps)) and set(steps) <= set(evaluated)
+        assert len(steps) >= len(evaluated) - cut, (steps, evaluated)
 
 
 def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:

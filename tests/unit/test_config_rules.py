@@ -364,3 +364,32 @@ def test_an_output_dir_that_is_a_file(tmp_path):
     file.write_text("")
     assert "is a file, not a folder" in run_error(BASE, f"output_dir={file}")
     assert f"{file} is a file" in run_error(BASE, f"output_dir={file / 'below'}")
+
+
+@pytest.mark.parametrize(
+    ("change", "prompt", "rule"),
+    [
+        ("", "[]", "sample_prompt = []: a prompt is empty"),
+        ("", "''", "sample_prompt = '': a prompt is empty"),
+        ("", "3", "sample_prompt = 3: must be a string"),
+        ("TextDataset->SyntheticDataset", "a", "sample_prompt = 'a': needs a tokenizer, and a SyntheticDataset holds"),
+        ("TextDataset->MegatronDataset", "a", "sample_prompt = 'a': needs a tokenizer, and a MegatronDataset holds"),
+    ],
+)
+def test_text_is_sampled_only_where_there_is_a_tokenizer(change, prompt, rule):
+    text = BASE.replace(*change.split("->")) if change else BASE
+    message = failure(lambda: preflight(load(text, f"sample_prompt={prompt}")))
+    assert rule in message and "Fix: " in message
+
+
+def test_where_text_can_be_sampled():
+    preflight(load(BASE, "sample_prompt=[a, b]"))
+    tokens = BASE.replace("TextDataset", "SyntheticDataset")
+    preflight(load(tokens, "sample_prompt=a", "train_dataset.tokenizer.type=huggingface"))
+    preflight(load(tokens))
+
+
+def test_a_classifier_samples_no_text():
+    text = "model: {arch: {type: MlpClassifier}}\ntrain_dataset: {data_loader: {type: MnistDataset}}\n"
+    message = failure(lambda: preflight(load(f"{text}sample_prompt: a\n")))
+    assert "a.yaml:3: sample_prompt = 'a': an MlpClassifier generates no text" in message

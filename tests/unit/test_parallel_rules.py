@@ -95,6 +95,10 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             "parallel_config: {context_parallel: 2, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 3}\n",
             ["ulysses_degree_in_cp = 3: must divide context_parallel 2, and", "set it to 1 or 2"],
         ),
+        (
+            "parallel: {parallel_mode: 1}\nsample_prompt: a\n",
+            ["sample_prompt = 'a': semi-automatic mode generates no text", "--run_mode predict --use_parallel False"],
+        ),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
         ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank alone, and this job has 8"]),
@@ -263,6 +267,7 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
         ),
         ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction divides a model on CPUs alone"),
         ("{model_parallel: 2}\nrun_mode: predict", "", "model_parallel = 2: prediction divides a model on CPUs alone"),
+        ("{model_parallel: 2}\nsample_prompt: a", "", "sample_prompt = 'a': ranks that divide a model (model_p"),
     ],
 )
 def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:

@@ -1,4 +1,5 @@
 """metrics.jsonl: one JSON object a line for each step, evaluation, restart and end, over all runs of one training.
+samples.jsonl beside it has the texts that were sampled while it trained.
 
 Numbers that are not finite are written as ``null``, because JSON has none; a reader sees a gap.
 """
@@ -9,7 +10,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -48,6 +49,9 @@ class JsonlMonitor(Monitor):
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write(eval_record(metrics))
 
+    def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
+        self._write({"step": step, "sample_seconds": seconds})
+
     def close(self, summary: RunSummary | None) -> None:
         if summary is not None and summary.save_wait_seconds:  # of the last checkpoint, which no step comes after
             with contextlib.suppress(RunError):  # the run has succeeded
@@ -68,6 +72,31 @@ class JsonlMonitor(Monitor):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
         except OSError as error:
             raise write_failure(self._path, error, "metrics", "metrics file") from error
+
+
+class SamplesMonitor(Monitor):
+    """Writes samples.jsonl, which begins and continues as metrics.jsonl does; a run without samples makes no file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def on_start(self, info: RunInfo) -> None:
+        try:
+            if info.start_step > 0:
+                cut_after(self._path, info.start_step)
+            else:
+                put_aside(self._path)
+        except OSError as error:
+            raise write_failure(self._path, error, "samples", "samples file") from error
+
+    def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
+        try:
+            # A prompt that was no UTF-8 holds lone surrogates; with a backslash they are JSON again.
+            with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                for prompt, text in samples:
+                    file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        except OSError as error:
+            raise write_failure(self._path, error, "samples", "samples file") from error
 
 
 def read_records(path: Path) -> Iterator[dict[str, object]]:

@@ -8,7 +8,7 @@ import sys
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,6 +130,9 @@ class Monitor:
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Called after an evaluation."""
+
+    def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
+        """Called with prompts, what the model of ``step`` adds to each, and how long that took."""
 
     def on_checkpoint(self, path: Path, step: int) -> None:
         """Called when the checkpoint of ``step`` is complete at ``path``."""

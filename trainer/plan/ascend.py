@@ -27,6 +27,10 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if divided and config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone"
         yield problem(config, f"parallel_config.{divided[0]}", "prediction divides a model on CPUs alone", fix)
+    if divided and config.trains and config.sample_prompt:
+        rule = f"ranks that divide a model ({divided[0]}) generate text on CPUs alone"
+        fix = "leave it out, and generate from the checkpoints: --run_mode predict --use_parallel False"
+        yield problem(config, "sample_prompt", rule, fix)
     if degrees.pipeline_stage > 1:
         yield from _pipeline_problems(config, degrees)
     if config.decoder.experts is not None:

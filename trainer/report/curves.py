@@ -166,7 +166,7 @@ class Pause(NamedTuple):
     """Time that the training waited between two steps."""
 
     step: int  # the one before it
-    kind: str  # "evaluation" or "checkpoint"
+    kind: str  # "evaluation", "sampling" or "checkpoint"
     seconds: float
 
 
@@ -210,6 +210,8 @@ class Metrics:
             self.pauses.append(Pause(step, "evaluation", seconds))
         elif "loss" in record:
             self._add_step(step, record)
+        elif "sample_seconds" in record:
+            self.pauses.append(Pause(step, "sampling", _number(record["sample_seconds"], 0.0)))
         elif isinstance(record.get("restart"), dict):
             self.restarts.append({**record["restart"], "step": step})  # type: ignore[dict-item]
         elif "save_wait_seconds" in record:  # of the last checkpoint, which no step comes after

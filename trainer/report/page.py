@@ -99,7 +99,7 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
     best = metrics.best
     evaluations = _spread(record.evaluations, _MOST_EVALUATIONS, keep=best)
     by_kind = {kind: sum(one.seconds for one in record.pauses if one.kind == kind) for kind in
-               ("evaluation", "checkpoint")}  # fmt: skip
+               ("evaluation", "sampling", "checkpoint")}  # fmt: skip
     training = curves.seconds[-1] if curves.seconds else 0.0
     waited = min(metrics.data_wait_seconds, training)
     samples_title, samples = read_samples(record.folder, _MOST_TEXT)

@@ -1,13 +1,16 @@
-"""What run modes predict and chat share: from the configuration to a generator, from text to tokens and back."""
+"""What generates text: from the configuration to a generator, from text to tokens and back. Run modes predict and chat
+share it with the texts that a training samples from its model."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from trainer.data import load_tokenizer
 from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh, model_copy
 
@@ -18,6 +21,10 @@ if TYPE_CHECKING:
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.host_group import HostGroup
     from trainer.parallel.world import World
+    from trainer.run.session import Session
+
+MOST_SAMPLED_TOKENS = 128
+"""Tokens of a sampled text where `max_new_tokens` does not say it: a training waits for it."""
 
 
 class SharedCopy(NamedTuple):
@@ -61,15 +68,63 @@ def open_generator(
     config: Config, weights: Mapping[str, np.ndarray], ends: Iterable[int], world: World, device: str
 ) -> tuple[Generator, Communicator, SharedCopy]:
     """The model with its weights, ready to generate; here MindSpore loads."""
-    from trainer.models.generate import Generator
     from trainer.run.session import open_session
 
     session = open_session(config, weights, world, device)
-    copy, of_stages = copy_of(session.communicator), {}
+    copy = copy_of(session.communicator)
+    return generator_of(session, ends, copy), session.communicator, copy
+
+
+def generator_of(session: Session, ends: Iterable[int], copy: SharedCopy) -> Generator:
+    """Generates with the weights that the model has now: in half precision it rounds them when it is made."""
+    from trainer.models.generate import Generator
+
+    of_stages = {}
     if session.pipeline is not None:
         of_stages = {"chunks": session.pipeline.generation_chunks(), "share": session.pipeline.share_logits}
-    generator = Generator(session.model, session.build_inputs, list(ends), **of_stages, agree=copy.agree)
-    return generator, session.communicator, copy
+    return Generator(session.model, session.build_inputs, list(ends), **of_stages, agree=copy.agree)
+
+
+class Sampler:
+    """Continues `sample_prompt` with the model that is being trained.
+
+    Raises:
+        UserError: There is no tokenizer, or a prompt is empty, too long, or has a token that the model does not know.
+    """
+
+    def __init__(self, config: Config) -> None:
+        given, key = config.sample_prompt, "sample_prompt"
+        self.config, self.tokenizer = config, load_tokenizer(config)
+        self.prompts = [given] if isinstance(given, str) else list(given or ())
+        self.encoded, self.limits, limit = [], [], context_length(config)
+        for prompt in self.prompts:
+            try:
+                ids = encode_prompt(config, self.tokenizer, prompt, with_bos=True)
+                if len(ids) >= limit:
+                    rule = f"a prompt of {len(ids)} tokens leaves no room for new ones in {limit}"
+                    raise UserError(rule, value=prompt, fix="shorten it")
+            except UserError as error:
+                raise error.at(config.source.where(key), key) from None
+            self.encoded.append(ids)
+            self.limits.append(min(limit - len(ids), config.decoder.max_new_tokens or MOST_SAMPLED_TOKENS))
+
+    def sample(self, session: Session, stop: Callable[[], bool]) -> list[str] | None:
+        """The text that follows each prompt, the same for the same weights; None where `stop` cut it short, and on
+        ranks that have nothing to do: the ranks of one copy of the model sample, but all ranks call this."""
+        copy = copy_of(session.communicator)
+        with session.whole_weights():
+            if copy.number > 0:
+                return None
+            generator = generator_of(session, end_ids(self.config, self.tokenizer), copy)
+            steps = generator.stream(self.encoded, self.limits, sampling_of(self.config))
+            texts = ["" for _ in self.prompts]
+            with contextlib.closing(steps):
+                for pieces in decoded(steps, len(texts), self.tokenizer, generator):
+                    # Ranks that divide the model stop together.
+                    if copy.any(stop()):
+                        return None
+                    texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
+        return texts
 
 
 def sampling_of(config: Config) -> Sampling:

@@ -32,7 +32,7 @@ from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
 from trainer.monitors.files import claimed_folder, write_text
-from trainer.monitors.jsonl import JsonlMonitor
+from trainer.monitors.jsonl import JsonlMonitor, SamplesMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, Totals, peak_rss_bytes, routing_details
 from trainer.monitors.trackers import tracker_monitors
 from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, StateLog, TrainingState
@@ -43,8 +43,10 @@ from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
 from trainer.report.monitor import ReportMonitor
+from trainer.report.samples import SAMPLES_FILE
 from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import eval_run, evaluate_now
+from trainer.run.generation import Sampler
 from trainer.run.prepare import Prepared, held_parts, prepare
 from trainer.run.stop_signals import EXIT_CODES, StopSignals
 
@@ -108,6 +110,8 @@ class _Training:
         self.position = self.resumed.position if self.resumed else Position()
         self.evaluations = self.resumed.evaluations if self.resumed else EvalHistory()
         self.saved_at = (self.position.step, self.evaluations.step)
+        self.sampler = Sampler(config) if config.sample_prompt else None
+        self.sampled_at: int | None = None  # the step
         self.stopped: signal.Signals | None = None
         self.held = contextlib.ExitStack()
         self.profiler: StepProfiler | None = None
@@ -314,6 +318,7 @@ class _Training:
                         self.save()
                     if self.stopped or self.ended():
                         break
+        self.sample(stop)
 
     def ended(self) -> bool:
         return self.position.step >= self.info.last_step or bool(self.stops_early())
@@ -449,6 +454,28 @@ class _Training:
             self.evaluations = self.evaluations.counted(found, self.early_stop.min_delta)
         if found in self.evaluations.best:
             self.save()
+        self.sample(stop)
+
+    def sample(self, stop: StopSignals) -> None:
+        """Samples text from the model, once a step; uses no random numbers of the training."""
+        step = self.position.step
+        if self.sampler is None or self.stopped or self.sampled_at == step:
+            return
+        self.sampled_at, began, texts = step, time.perf_counter(), None
+
+        def asked_to_stop() -> bool:
+            self.beat()
+            return bool(stop)
+
+        with self.activity("sampling"):
+            try:
+                texts = self.sampler.sample(self.session, asked_to_stop)
+            except RunError as error:  # weights that are not finite, for which the training has rules of its own
+                self.tell("on_notice", f"no sample of step {step}: {error}")
+        if texts is not None:
+            found = list(zip(self.sampler.prompts, texts, strict=True))
+            self.tell("on_samples", step, found, time.perf_counter() - began)
+        self.agree(stop)
 
     def save(self) -> None:
         """Saves a checkpoint where something has happened since the last one."""
@@ -529,6 +556,7 @@ def monitors_of(config: Config, folder: Path, world: World, device: str) -> list
 
     # Trackers before the lines, which show a last notice.
     monitors = [*tracker_monitors(config, notice), *lines, JsonlMonitor(folder / "metrics.jsonl")]
+    monitors.append(SamplesMonitor(folder / SAMPLES_FILE))
     monitors.append(StartMonitor(folder, device, world.size))
     state = TrainingState(config)
     if state.goes_to("log"):

@@ -43,6 +43,7 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
     yield from changed(config, "report", after=False)
     yield from changed(config, "trackers", [], "a smoke run is not recorded")
     yield from changed(config, "tensorboard.tensorboard_dir", None, "a smoke run is not recorded")
+    yield from changed(config, "sample_prompt", None, "a smoke run samples no text")
     yield from changed(config, "profile", after=False)
     for number, callback in enumerate(config.callbacks):
         if isinstance(callback, ProfileMonitor):  # what it writes stays in the folder of the smoke run

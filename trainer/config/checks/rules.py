@@ -9,12 +9,13 @@ from pathlib import Path
 
 from trainer.config.checks.model import model_problems
 from trainer.config.checks.moe import callback_problems, moe_problems
-from trainer.config.checks.parallel import parallel_problems
+from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
 from trainer.config.checks.problem import NO_VALUE, Problem, problem, raise_problems
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import asked_dtype
+from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import support_of
-from trainer.config.schema.root import Config
+from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.config.stages import stage_problems
 from trainer.input_files import why_missing
@@ -116,7 +117,7 @@ def preflight(config: Config, world: World = SINGLE_PROCESS, of_backend: Sequenc
 
 def run_problems(config: Config, world: World) -> list[Problem]:
     """The problems of `preflight` that do not depend on the backend."""
-    return [*_run(config), *parallel_problems(config, world)]
+    return [*_run(config), *(_samples(config, world) if config.trains else ()), *parallel_problems(config, world)]
 
 
 def _run(config: Config) -> Iterator[Problem]:
@@ -192,6 +193,23 @@ def _evaluates(config: Config) -> Iterator[Problem]:
         elif callback.type == "EarlyStop" and config.eval_step_interval < 1 and config.eval_epoch_interval < 1:
             rule = "needs evaluations while the run trains, and this run makes one, at its end"
             yield problem(config, key, rule, "set eval_step_interval or eval_epoch_interval")
+
+
+def _samples(config: Config, world: World) -> Iterator[Problem]:
+    """Text is sampled from a decoder with a tokenizer, in explicit mode."""
+    key, dataset = "sample_prompt", config.train_dataset
+    if config.sample_prompt is None:
+        return
+    fix = "leave it out, or generate from the checkpoints: --run_mode predict --use_parallel False"
+    if config.classifier is not None:
+        yield problem(config, key, f"an {CLASSIFIER} generates no text", "leave it out")
+    elif not config.sample_prompt:
+        yield problem(config, key, "a prompt is empty", 'give a text, for example "Once upon a time", or leave it out')
+    elif not dataset.data_loader.reads_text and dataset.tokenizer == TokenizerConfig():
+        rule = f"needs a tokenizer, and a {dataset.data_loader.type} holds tokens"
+        yield problem(config, key, rule, "name the tokenizer in train_dataset.tokenizer, or leave the prompt out")
+    elif runs_semi_auto(config, world):
+        yield problem(config, key, "semi-automatic mode generates no text", fix)
 
 
 def _exists(path: str | None) -> bool:

@@ -97,6 +97,9 @@ class Config(Section):
     do_eval: bool = setting(False, "Evaluate while training.")
     eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1, le=COUNT)
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1, le=COUNT)
+    sample_prompt: str | list[str] | None = setting(
+        None, "train, finetune: a prompt, or a few, that the model continues after each evaluation and at the end of"
+        " the run, for samples.jsonl; model_config has the sampling keys. Default null: none.")
     report: bool | Literal["live"] = setting(
         True, "Leave report.html and report.png: the curves of the run and what was run. live: serve it on this machine"
         " too, at an address that the run prints.")

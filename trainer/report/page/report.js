@@ -189,15 +189,15 @@ function rateExtras(spec, data) {
   spec.title = data.labels + "/s";
   const longest = Math.max(...data.pauses.map((pause) => pause[2]), 1e-9);
   spec.stems = data.pauses.map(([step, kind, seconds]) => ({ x: step, size: seconds / longest, color: color("pause-" + kind),
-    label: kind === "checkpoint" ? "pause: checkpoint" : "pause: evaluation", value: duration(seconds) }));
-  for (const kind of ["evaluation", "checkpoint"]) {
+    label: "pause: " + kind, value: duration(seconds) }));
+  for (const kind of ["evaluation", "sampling", "checkpoint"]) {
     if (data.pauses.some((pause) => pause[1] === kind)) spec.keys.push({ kind: "tick", color: color("pause-" + kind), label: "pause: " + kind });
   }
 }
 
 function timeCard(card, data) {
   const names = [["steps", color("train")], ["waiting for data", color("soft")], ["evaluation", color("pause-evaluation")],
-    ["checkpoints", color("pause-checkpoint")]];
+    ["sampling", color("pause-sampling")], ["checkpoints", color("pause-checkpoint")]];
   const total = data.time.reduce((sum, seconds) => sum + seconds, 0) || 1;
   const parts = names.map(([name, shade], at) => [name, shade, data.time[at]]).filter((part) => part[2] > 0);
   card.append(
