@@ -371,9 +371,8 @@ def test_an_output_dir_that_is_a_file(tmp_path):
     [
         ("", "[]", "sample_prompt = []: a prompt is empty"),
         ("", "''", "sample_prompt = '': a prompt is empty"),
-        ("", "3", "sample_prompt = 3: must be a string"),
         ("TextDataset->SyntheticDataset", "a", "sample_prompt = 'a': needs a tokenizer, and a SyntheticDataset holds"),
-        ("TextDataset->MegatronDataset", "a", "sample_prompt = 'a': needs a tokenizer, and a MegatronDataset holds"),
+        ("TextDataset->MindDataset", "a", "sample_prompt = 'a': needs a tokenizer, and a MindDataset holds"),
     ],
 )
 def test_text_is_sampled_only_where_there_is_a_tokenizer(change, prompt, rule):
