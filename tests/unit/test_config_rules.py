@@ -384,7 +384,8 @@ def test_text_is_sampled_only_where_there_is_a_tokenizer(change, prompt, rule):
 def test_where_text_can_be_sampled():
     preflight(load(BASE, "sample_prompt=[a, b]"))
     tokens = BASE.replace("TextDataset", "SyntheticDataset")
-    preflight(load(tokens, "sample_prompt=a", "train_dataset.tokenizer.type=huggingface"))
+    for tokenizer in ("bytes", "huggingface"):
+        preflight(load(tokens, "sample_prompt=a", f"train_dataset.tokenizer.type={tokenizer}"))
     preflight(load(tokens))
 
 

@@ -201,11 +201,12 @@ def _samples(config: Config, world: World) -> Iterator[Problem]:
     if config.sample_prompt is None:
         return
     fix = "leave it out, or generate from the checkpoints: --run_mode predict --use_parallel False"
+    names_tokenizer = dataset.tokenizer != TokenizerConfig() or config.source.where("train_dataset.tokenizer.type")
     if config.classifier is not None:
         yield problem(config, key, f"an {CLASSIFIER} generates no text", "leave it out")
     elif not config.sample_prompt:
         yield problem(config, key, "a prompt is empty", 'give a text, for example "Once upon a time", or leave it out')
-    elif not dataset.data_loader.reads_text and dataset.tokenizer == TokenizerConfig():
+    elif not (dataset.data_loader.reads_text or names_tokenizer):
         rule = f"needs a tokenizer, and a {dataset.data_loader.type} holds tokens"
         yield problem(config, key, rule, "name the tokenizer in train_dataset.tokenizer, or leave the prompt out")
     elif runs_semi_auto(config, world):
