@@ -125,7 +125,7 @@ def _draw_clip(axis: Axes, record: RunRecord) -> None:
     for number, one in enumerate(record.skipped[:200]):
         axis.axvline(one.step, color=_SKIPPED, linewidth=0.8, label="skipped" if number == 0 else None)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="small")
 
 
 def smoothed(values: Sequence[float], width: float) -> list[float]:
@@ -161,7 +161,7 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] 
     if panel.title == _LAYER_PANELS[DROP_RATE]:
         axis.set_ylim(bottom=0)
     if count > 1:
-        axis.legend(fontsize="x-small", ncols=4)
+        axis.legend(fontsize="small", ncols=4)
 
 
 def _layer(index: int, layers: Sequence[int]) -> int:
