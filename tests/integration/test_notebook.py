@@ -189,3 +189,28 @@ def test_the_examples_train(tmp_path: Path) -> None:
         losses = [float(loss) for loss in re.findall(rf"{start}loss ([\d.]+) ", done.stdout, re.M)]
         assert len(losses) == lines
         assert losses[-1] < losses[0] - 1
+
+
+_SCRIPT = """
+from trainer import train
+run = train({config!r}, stop_step=500, do_eval=False, sample_prompt=None, report=False, output_dir={folder!r})
+print("exit code", run.exit_code, run.checkpoint.name)
+"""
+
+
+def test_an_interrupt_ends_a_run_of_a_python_program_with_a_checkpoint(tmp_path: Path) -> None:
+    """Two signals within a moment, which MindSpore's own handler takes for a crash of the process."""
+    folder = tmp_path / "run"
+    script = _SCRIPT.format(config=str(REPOSITORY / "configs" / "quickstart.yaml"), folder=str(folder))
+    with (tmp_path / "out").open("w+") as out:
+        program = subprocess.Popen([sys.executable, "-c", script], cwd=REPOSITORY, stdout=out, stderr=out)
+        metrics, until = folder / "metrics.jsonl", time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert program.poll() is None and time.monotonic() < until, (tmp_path / "out").read_text()
+            time.sleep(0.05)
+        for _ in range(2):
+            program.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert program.wait(60) == 0, (tmp_path / "out").read_text()
+    last = (tmp_path / "out").read_text().splitlines()[-1]
+    assert last.startswith("exit code 130 step-")

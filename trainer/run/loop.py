@@ -338,6 +338,7 @@ class _Training:
             if not micro_batches:
                 return
             waited = time.perf_counter() - began
+            stop.renew()
             result = self.located_step(micro_batches, stop)
             yield self.after_step(result, len(micro_batches), time.perf_counter() - began, waited), result.votes
 

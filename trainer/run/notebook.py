@@ -46,6 +46,7 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | Config, **flags: 
         RunError: The run failed.
     """
     from trainer.run.loop import run
+    from trainer.run.stop_signals import signals_in_a_thread
 
     loaded = _configuration(config, flags)
     if not loaded.trains:
@@ -53,7 +54,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | Config, **flags: 
         raise UserError("is no training", where=loaded.source.where("run_mode"), key="run_mode", value=loaded.run_mode,
                         fix=fix)  # fmt: skip
     kept = _SummaryMonitor()
-    exit_code = run(loaded, [kept])
+    with signals_in_a_thread():
+        exit_code = run(loaded, [kept])
     return Run(Path(loaded.output_dir).expanduser(), exit_code, kept.summary)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
@@ -13,6 +16,7 @@ from trainer.launch import heartbeat
 
 EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
 _ECHO_SECONDS = 0.4
+_WAIT_SECONDS = 0.1
 
 
 class StopSignals:
@@ -36,6 +40,11 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def renew(self) -> None:
+        """Puts the handlers in their places again, see `signals_in_a_thread`."""
+        for number in self._before:
+            signal.signal(number, signal.getsignal(number))
+
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if now - self._remembered_at.setdefault(number, now) < _ECHO_SECONDS:
@@ -55,3 +64,34 @@ class StopSignals:
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.received] if self.received else EXIT_OK
+
+
+@contextlib.contextmanager
+def signals_in_a_thread() -> Iterator[None]:
+    """A thread receives SIGINT and SIGTERM for as long, and hands them to the main thread's Python handlers.
+
+    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
+    makes a SIGTERM of it and may crash the process. So the calling thread, and those that it starts, block both
+    signals. Threads that were there before, of NumPy or of a kernel of Jupyter, still take them: for these
+    `StopSignals.renew` puts Python's handlers back.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, ended = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES), threading.Event()
+
+    def forward() -> None:
+        while not ended.is_set():
+            if (found := signal.sigtimedwait(EXIT_CODES, _WAIT_SECONDS)) is not None:
+                _thread.interrupt_main(found.si_signo)
+
+    receiver = threading.Thread(target=forward, name="signals", daemon=True)
+    receiver.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        receiver.join()
+        for number in EXIT_CODES:  # in the place of MindSpore's
+            signal.signal(number, signal.getsignal(number))
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
