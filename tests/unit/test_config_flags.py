@@ -126,6 +126,12 @@ def test_prompts_are_taken_as_they_are(run, prompt):
     assert run("--predict_data", prompt, prompt).predict_data == [prompt, prompt]
 
 
+@pytest.mark.parametrize("words", [("wandb", "mlflow"), ("[wandb, mlflow]",), ("[]",)])
+def test_trackers_are_words_or_a_list_as_in_a_file(run, words):
+    expected = [] if words == ("[]",) else ["wandb", "mlflow"]
+    assert run("--trackers", *words).trackers == expected
+
+
 def test_resume_training_alone_with_a_name_and_off(run):
     assert run("--resume_training").resume_training is True
     assert run("--resume_training", "--seed", "2").resume_training is True

@@ -130,3 +130,22 @@ def test_wrong_arguments_are_found(tmp_path, arguments, part):
     with pytest.raises(UserError) as caught:
         dispatch([str(tmp_path / each) if each in ("A", "nothing") else each for each in arguments])
     assert part in str(caught.value)
+
+
+def test_exact_needs_steps_to_compare(tmp_path):
+    left, right = (str(write_run(tmp_path / name, [])) for name in ("left", "right"))
+    with pytest.raises(UserError, match="has no step"):
+        dispatch(["compare", left, right, "--exact"])
+    assert dispatch(["compare", left, right]) == 0
+
+
+def test_the_answer_is_the_same_where_nobody_reads_the_tables(tmp_path, monkeypatch):
+    runs = [str(write_run(tmp_path / "left")), str(write_run(tmp_path / "right"))]
+    other = str(write_run(tmp_path / "other", changed(1, loss=9.0)))
+
+    def gone(*texts: object, **options: object) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr("trainer.plan.render.print_sections", gone)
+    assert dispatch(["compare", *runs, "--exact"]) == 0
+    assert dispatch(["compare", *runs, other, "--exact"]) == 1

@@ -235,6 +235,8 @@ def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
     if flag.kind == "bool" and text.lower() not in ("true", "false"):
         fix = f"write {shown}, {shown} False or --no-{flag.name}"
         raise UserError("must be True or False", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
+    if flag.metavar == "NAME..." and len(texts) == 1 and text.lstrip().startswith("["):
+        texts = ()  # the list as a file has it
     overrides = [Override(flag.key, text, f"flag {shown}", texts=texts if flag.kind == "list" else ())]
     if flag.also:
         overrides.append(Override(flag.also, text, f"flag {shown}", only_if_present=True))

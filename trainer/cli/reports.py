@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -35,10 +36,15 @@ def _compare(
     if len(folders) < 2:
         raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
     comparison = compare([user_path(folder, "argument RUN") for folder in folders])
-    if json_:
-        print(json.dumps(as_dict(comparison, loss), indent=1))
-    else:
-        print_sections(sections(comparison, loss))
+    for folder, record in zip(folders, comparison.records, strict=True) if exact else ():
+        if not record.step and not record.evaluations:
+            fix = "name runs that have done a step"
+            raise UserError("metrics.jsonl has no step", where="argument RUN", value=str(folder), fix=fix)
+    with contextlib.suppress(BrokenPipeError):  # whoever reads may go away: the exit code is the answer
+        if json_:
+            print(json.dumps(as_dict(comparison, loss), indent=1))
+        else:
+            print_sections(sections(comparison, loss))
     if output is not None:
         from trainer.monitors.files import make_folder
         from trainer.report.compare_page import draw, write_page
