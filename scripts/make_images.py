@@ -92,7 +92,8 @@ def shrink(source: Path, path: Path) -> None:
 
 def main() -> None:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as parent:
+        folder = f"{parent}/quickstart"  # the title of the report
         words = [*_COMMAND.split(), *sys.argv[1:]]
         written = run_in_terminal([sys.executable, *words[1:], "--output_dir", folder])
         # The picture shows the folder that the command would use.
