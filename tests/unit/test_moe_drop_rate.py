@@ -112,19 +112,18 @@ def test_metrics_have_a_list_and_the_report_a_panel(tmp_path: Path) -> None:
     assert list(curves.means("drop_rate.1")) == [0.25, 0.25]
 
 
-def test_the_picture_grows_by_two_panels(tmp_path: Path) -> None:
+def test_the_picture_has_panels_of_the_layers(tmp_path: Path) -> None:
     dense, experts = tmp_path / "dense", tmp_path / "experts"
     for folder, details in ((dense, {}), (experts, routing_details(COUNTS))):
         folder.mkdir()
         write_metrics(folder / "metrics.jsonl", 20, **details)
         assert draw_report(read_run(folder), folder / "report.png")
-    heights = [picture(folder / "report.png").shape[0] for folder in (dense, experts)]
-    assert heights[1] - heights[0] == pytest.approx(2 * 2 * 110, abs=2), "two panels of two inches"
     # The colour of the second line of a panel; an antialiased third one may leave no pixel of its own.
-    assert 0xFF7F0E in colours(picture(experts / "report.png"))
+    third = 0x2CA02C
+    assert third in colours(picture(experts / "report.png")) and third not in colours(picture(dense / "report.png"))
 
 
-@pytest.mark.parametrize(("layers", "named"), [(1, 0), (3, 3), (8, 8), (60, 8)])
+@pytest.mark.parametrize(("layers", "named"), [(1, 0), (4, 4), (8, 4), (60, 4)])
 def test_a_panel_of_many_layers_draws_all_and_names_a_few(layers: int, named: int) -> None:
     from matplotlib.figure import Figure
 

@@ -13,7 +13,7 @@ import pytest
 
 from trainer.report.curves import read_metrics
 from trainer.report.monitor import ReportMonitor
-from trainer.report.picture import draw_report, panels, smoothed
+from trainer.report.picture import draw_figure, draw_report, panels, smoothed
 from trainer.report.record import read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -69,10 +69,27 @@ def test_the_picture(tmp_path: Path) -> None:
     assert TRAIN_BLUE in colours(without_eval) and EVAL_ORANGE not in colours(without_eval)
     write_metrics(metrics_path, 30, drop_rate=0.5)
     assert draw_report(read_run(tmp_path), report_path) is True
-    with_eval = picture(report_path)
-    assert {TRAIN_BLUE, EVAL_ORANGE} <= colours(with_eval)
-    assert with_eval.shape[0] > without_eval.shape[0], "one panel more"
+    assert {TRAIN_BLUE, EVAL_ORANGE} <= colours(picture(report_path))
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["metrics.jsonl", "report.png"]
+
+
+@pytest.mark.parametrize("count", [*range(10), 13, 30])
+def test_panels_fill_a_landscape_page_and_stay_as_large(tmp_path: Path, count: int) -> None:
+    write_metrics(tmp_path / "metrics.jsonl", 3)
+    records = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    fields = {f"value{number}": 1.0 for number in range(count)}
+    lines = [json.dumps({"step": json.loads(line)["step"], "loss": 1.0, **fields}) for line in records]
+    (tmp_path / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    figure = draw_figure(read_run(tmp_path))
+    assert len(figure.axes) == 1 + count
+    width, height = figure.get_size_inches()
+    assert 1.4 < width / height < 1.8
+    boxes = [axis.get_subplotspec().get_position(figure) for axis in figure.axes]
+    assert all(box.width * width > 2 and box.height * height > 0.8 for box in boxes)
+    overlaps = [one.overlaps(other) for at, one in enumerate(boxes) for other in boxes[:at]]
+    assert not any(overlaps)
+    shown = [axis for axis in figure.axes if axis.xaxis.get_tick_params()["labelbottom"]]
+    assert figure.axes[0] in shown, "the steps of the loss can be read"
 
 
 def test_smoothing_keeps_a_constant_and_gaps() -> None:

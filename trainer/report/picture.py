@@ -24,7 +24,10 @@ _NOT_DRAWN = frozenset(
 )
 # Lists with a number for each MoE layer, a panel each.
 _LAYER_PANELS = {DROP_RATE: "drop rate", LOAD_IMBALANCE: "busiest expert / mean"}
-_MAX_LEGEND_ENTRIES = 8
+_MAX_LEGEND_ENTRIES = 4
+_WIDTH, _HEIGHT = 9.6, 5.4  # inches: 1600 x 900 pixels; letters of 9 points can still be read in 600 x 400
+_DPI = 1600 / _WIDTH
+_MOST_BESIDE = 3  # panels right of the loss; with more it takes a corner of a grid
 _TRAIN, _EVAL, _RESUMED, _SKIPPED = "#1f77b4", "#ff7f0e", "#7f56d9", "#d62728"
 
 
@@ -53,7 +56,7 @@ def draw_report(record: RunRecord, path: Path) -> bool:
     if figure is None:
         return False
     unfinished = path.with_name(path.name + ".tmp")
-    figure.savefig(unfinished, format="png", dpi=110)
+    figure.savefig(unfinished, format="png")
     os.replace(unfinished, path)
     return True
 
@@ -66,25 +69,56 @@ def draw_figure(record: RunRecord) -> Figure | None:
     # Not pyplot, which keeps a global figure and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter
 
     shown = panels(curves)
-    figure = Figure(figsize=(9, 4 + 2 * len(shown)), layout="constrained")
+    figure, axes = _grid(Figure, len(shown))
     FigureCanvasAgg(figure)
-    heights = [2] + [1] * len(shown)
-    axes = list(figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0])
     _draw_loss(axes[0], record)
     for axis, panel in zip(axes[1:], shown, strict=True):
         _draw_panel(axis, curves, panel, record.moe_layers)
         if panel.fields == ["global_norm"]:
             _draw_clip(axis, record)
+    limits = [min(axis.get_xlim()[0] for axis in axes), max(axis.get_xlim()[1] for axis in axes)]
     for axis in axes:
+        axis.set_xlim(*limits)  # each with ticks of its own, which depend on its width
         axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=9)
+        for scale in (axis.xaxis, axis.yaxis):  # no common factor in a corner of the panel, where its title is
+            scale.set_major_formatter(FuncFormatter(lambda value, at: _tick_text(value)))
         for step in record.resumes:
             axis.axvline(step, color=_RESUMED, linestyle=(0, (5, 4)), linewidth=1)
-    figure.suptitle(_title(record), fontsize="medium")
-    figure.align_ylabels(axes)
-    axes[-1].set_xlabel("optimizer step")
+    figure.suptitle(_title(record), fontsize=10)
     return figure
+
+
+def _grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes]]:
+    """A landscape page with a large panel for the loss, and `count` small ones: beside it, or in a grid of which it takes
+    the upper left corner. The last one fills its row."""
+    if count <= _MOST_BESIDE:
+        rows, columns, large = max(count, 1), 1 + bool(count), (max(count, 1), 1)
+        ratios: list[float] = [1.5, 1.0][:columns]
+    else:
+        rows = 3 if count <= 5 else 4
+        columns, large = max(3, math.ceil((count + 4) / rows)), (2, 2)
+        ratios = [1.0] * columns
+    free = [(row, column) for row in range(rows) for column in range(columns) if row >= large[0] or column >= large[1]]
+    scale = max(columns / 3, 1)  # a wide grid is a larger picture, so that its panels stay as large
+    height = _HEIGHT if rows <= 3 else _WIDTH / 1.5
+    figure = figure_type(figsize=(_WIDTH * scale, height * scale), layout="constrained", dpi=_DPI)
+    cells = figure.add_gridspec(rows, columns, width_ratios=ratios)
+    axes = [figure.add_subplot(cells[: large[0], : large[1]])]
+    for row, column in free[:count]:
+        is_last = len(axes) == count
+        axes.append(figure.add_subplot(cells[row, column : columns if is_last else column + 1]))
+    spans = [axis.get_subplotspec() for axis in axes]
+    tops = {(span.rowspan.start, span.colspan) for span in spans}
+    for axis, span in zip(axes, spans, strict=True):
+        if (span.rowspan.stop, span.colspan) in tops:  # the panel below has the same steps in the same places
+            axis.tick_params(labelbottom=False)
+        if span.rowspan.stop == rows:
+            axis.set_xlabel("optimizer step", fontsize=9)
+    return figure, axes
 
 
 def _title(record: RunRecord) -> str:
@@ -113,8 +147,8 @@ def _draw_loss(axis: Axes, record: RunRecord) -> None:
                   markeredgecolor=_EVAL, label=f"best eval {best.loss:.4f} at step {best.step:,}")  # fmt: skip
     if record.resumes:
         axis.plot([], [], color=_RESUMED, linestyle=(0, (5, 4)), linewidth=1, label="resumed")
-    axis.set_ylabel("loss (nats a token)")
-    axis.legend()
+    axis.set_title("loss (nats a token)", fontsize=9, loc="left")
+    axis.legend(fontsize=9)
 
 
 def _draw_clip(axis: Axes, record: RunRecord) -> None:
@@ -125,7 +159,7 @@ def _draw_clip(axis: Axes, record: RunRecord) -> None:
     for number, one in enumerate(record.skipped[:200]):
         axis.axvline(one.step, color=_SKIPPED, linewidth=0.8, label="skipped" if number == 0 else None)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(fontsize="small")
+        axis.legend(fontsize=8)
 
 
 def smoothed(values: Sequence[float], width: float) -> list[float]:
@@ -157,11 +191,19 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] 
             suffix = name.partition(".")[2] or name
             style["label"] = f"layer {_layer(int(suffix), layers)}" if suffix.isdecimal() else suffix
         axis.plot(curves.steps, curves.means(name), linewidth=1, marker=_marker(curves.steps), **style)
-    axis.set_ylabel(panel.title)
+    axis.set_title(panel.title, fontsize=9, loc="left")
     if panel.title == _LAYER_PANELS[DROP_RATE]:
         axis.set_ylim(bottom=0)
     if count > 1:
-        axis.legend(fontsize="small", ncols=4)
+        axis.legend(fontsize=8, ncols=2, handlelength=1, columnspacing=1)
+
+
+def _tick_text(value: float) -> str:
+    """Short, for numbers of any size: 0.004, 2e-05, 12.5k."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.4g}{unit}"
+    return f"{value:.4g}"
 
 
 def _layer(index: int, layers: Sequence[int]) -> int:
