@@ -2,8 +2,9 @@
 """Plans every training file of MindSpore Transformers, unedited, runs `smoke` on it, and prints what came of each.
 
     git clone https://github.com/mindspore-lab/mindformers /tmp/mindformers
-    python scripts/check_peer_files.py /tmp/mindformers [/tmp/another_checkout ...] [-- flags of run_trainer.py]
+    python scripts/check_peer_files.py /tmp/mindformers [/tmp/another_checkout ...] [--ranks 8] [-- flags]
 
+The flags are those of run_trainer.py, `--ranks` is that of `smoke`; a file is planned for the job that it describes.
 A training file is a YAML file below `configs` or `research` with run_mode train or finetune. Exit code 1 where one of
 them is not accepted, does not pass, or ends in a traceback.
 """
@@ -43,7 +44,8 @@ class Result(NamedTuple):
     smoke_cpu_seconds: float = 0.0
     peak_gib: float = 0.0
     changes: int = 0
-    replaced: str = ""  # degrees of parallelism that something else stands for
+    kinds: str = ""  # of parallelism in the small copy
+    left_out: str = ""  # those of the file that it has not
 
 
 def training_files(folder: Path) -> Iterator[Path]:
@@ -71,12 +73,12 @@ def plan(file: Path, flags: list[str]) -> Result:
     return Result(file, first, int(number[1]) if number else 1, 0, seconds)
 
 
-def smoke(planned: Result, flags: list[str]) -> Result:
+def smoke(planned: Result, ranks: int, flags: list[str]) -> Result:
     """Runs `smoke` on a file that its plan accepts."""
     start, cpu = time.monotonic(), _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PROGRAM), "smoke", "--json", "--config", str(planned.file)]
-        command += ["--output_dir", folder, *flags]
+        command += ["--ranks", str(ranks), "--output_dir", folder, *flags]
         try:
             done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SMOKE_LIMIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -89,12 +91,10 @@ def smoke(planned: Result, flags: list[str]) -> Result:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         return planned._replace(smoke="fail", smoke_problem=f"exit {done.returncode}: {last}", smoke_seconds=seconds)
     changes = [change for change in verdict["changes"] if change["why"]]
-    replaced = [f"{change['key'].removeprefix('parallel_config.')} {change['before']}" for change in changes
-                if "in its place" in change["why"] and change["key"].startswith("parallel_config.")]
     return planned._replace(
         smoke=verdict["result"], smoke_problem=verdict["problem"].partition("\n")[0], smoke_seconds=seconds,
         smoke_cpu_seconds=cpu, peak_gib=verdict["peak_rss_bytes"] / (1 << 30), changes=len(changes),
-        replaced=", ".join(replaced),
+        kinds=", ".join(verdict["kinds"]), left_out=", ".join(verdict["left_out"]) if ranks > 1 else "",
     )  # fmt: skip
 
 
@@ -113,7 +113,8 @@ def shown(result: Result) -> str:
         return line
     line += f"  smoke: {result.smoke}, {result.smoke_seconds:.0f} s ({result.smoke_cpu_seconds:.0f} s of processors)"
     line += f", {result.peak_gib:.1f} GiB"
-    line += f", {result.changes} changes" + (f", replaced: {result.replaced}" if result.replaced else "")
+    line += f", {result.changes} changes" + (f", {result.kinds}" if result.kinds else "")
+    line += f", LEFT OUT: {result.left_out}" if result.left_out else ""
     return f"{line}  {result.smoke_problem}".rstrip()
 
 
@@ -131,12 +132,15 @@ def summary(results: list[Result], runs: bool) -> str:
         says += f"{max(times):.0f} s and {peak:.1f} GiB a file"
         processors = [result.smoke_cpu_seconds for result in accepted]
         says += f"; {statistics.median(processors):.0f} s of processors, at most {max(processors):.0f} s"
+        lacking = sum(bool(result.left_out) for result in accepted)
+        says += f"\n{lacking} small copies lack a kind of parallelism of their file" if lacking else ""
     return says
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a checkout of MindSpore Transformers")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that each smoke run trains on")
     parser.add_argument("--plan", action="store_true", help="plan alone")
     parser.add_argument("--json", action="store_true", help="for machines")
     own, flags = sys.argv[1:], []
@@ -146,7 +150,7 @@ def main() -> int:
     results = []
     for file in (file for folder in options.folders for file in training_files(folder)):
         result = plan(file, flags)
-        results.append(result if result.problem or options.plan else smoke(result, flags))
+        results.append(result if result.problem or options.plan else smoke(result, options.ranks, flags))
         print(shown(results[-1]), flush=True, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps([{**result._asdict(), "file": str(result.file)} for result in results], indent=1))

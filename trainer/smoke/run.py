@@ -18,7 +18,7 @@ from trainer.config.checks.parallel import in_job
 from trainer.config.checks.problem import SeveralProblems
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
-from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
 from trainer.smoke.degrees import asked_kinds, layouts, reason, refusals
@@ -47,6 +47,8 @@ class Verdict:
     ranks: int
     changes: list[Change]
     needs: list[str]
+    kinds: list[str] = field(default_factory=list)  # of parallelism in the small copy, as `asked_kinds` names them
+    left_out: list[str] = field(default_factory=list)  # those of the file that it has not
     losses: dict[int, float | None] = field(default_factory=dict)  # by step, from 1; None: not finite
     resumed_loss: float | None = None  # of the last step, done again from the checkpoint before it
     eval_loss: float | None = None
@@ -86,6 +88,8 @@ def smoke(
         verdict.changes = smoke_changes(config, setup)
         show(verdict.changes)
         small = _prepare(config, setup, verdict.changes)
+        verdict.kinds = asked_kinds(small, world_of(ranks))
+        verdict.left_out = [kind for kind in asked_kinds(config, _own_job(config)) if kind not in verdict.kinds]
         try:
             execute(setup, tell)
         finally:  # the steps before a failure, too
