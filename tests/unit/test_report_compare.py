@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from browser import MISSING, Browser, open_browser
 from config_helpers import BASE, load
 
 from trainer.cli.main import dispatch
@@ -96,9 +98,49 @@ def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path):
     runs = [write_run(tmp_path / "<b>a&b"), write_run(tmp_path / "c", RECORDS[:1])]
     assert dispatch(["compare", *map(str, runs), "--output", str(tmp_path / "out")]) == 0
     page = (tmp_path / "out" / "compare.html").read_text(encoding="utf-8")
-    assert "&lt;b&gt;a&amp;b" in page and "<b>" not in page and not re.search(r"<script|https?://|src=|nan", page)
-    assert page.count("<svg") == 4 and 'd="M' in page
+    assert "\\u003cb\\u003ea\\u0026b" in page and "<b>" not in page and not re.search("src=|NaN", page)
+    assert "default-src 'none'" in page and "connect-src 'none'" in page and page.count("</script>") == 2
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    if MISSING:
+        pytest.skip(MISSING)
+    with open_browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [320, 1280])
+def test_a_browser_draws_the_curves_of_all_runs(browser: Browser, tmp_path: Path, width: int) -> None:
+    name = "</script><b id=evil>x".replace("/", "_")
+    longer = [*RECORDS, step(4, 1.75), step(5, None)]
+    runs = [write_run(tmp_path / name), write_run(tmp_path / "longer", longer, "seed=7")]
+    assert dispatch(["compare", *map(str, runs), "--output", str(tmp_path / "out")]) == 0
+    browser.resize(width, 900)
+    grounds = set()
+    for is_dark in (True, False):
+        browser.dark(is_dark)
+        browser.open((tmp_path / "out" / "compare.html").as_uri())
+        grounds.add(browser.run("return getComputedStyle(document.body).backgroundColor"))
+    assert len(grounds) == 2 and browser.run("return document.documentElement.scrollWidth") <= width
+    titles = browser.run("return [...document.querySelectorAll('h2')].map(each => each.textContent)")
+    charts = ["loss (nats a token)", "learning rate", "gradient norm", "tokens/s"]
+    assert titles == ["runs", *charts, "configuration", "first difference"]
+    text = browser.run("return document.body.textContent")
+    assert browser.run("return document.getElementById('evil')") is None and name in text and "seed17" in text
+    lines = "return [...document.querySelectorAll('svg')].map(svg => svg.querySelectorAll('path[stroke]').length)"
+    assert browser.run(lines) == [6, 2, 2, 2], "each loss smoothed too, and an evaluation for each run"
+    box = browser.run("const box = document.querySelector('svg').getBoundingClientRect();"
+                      "return [box.left, box.top, box.width, box.height]")  # fmt: skip
+    browser.move_to(box[0] + box[2] - 12, box[1] + box[3] / 2)
+    tip = "return [...document.querySelectorAll('.tip')].find(tip => tip.style.visibility == 'visible')?.textContent"
+    told = browser.wait(tip)
+    assert told.startswith("step 5") and "longer" in told and name not in told, "the other run has no step 5"
+    browser.run("document.querySelector('.legend input').click()")
+    assert browser.run(lines) == [3, 1, 1, 1], "a run can be hidden"
+    assert browser.messages() == []
 
 
 def test_runs_are_listed_a_line_each_for_a_pipe(tmp_path, capsys):

@@ -176,6 +176,24 @@ def test_a_browser_draws_it(browser: Browser, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_page_of_a_run_that_was_killed_says_that_it_is_old(browser: Browser, tmp_path: Path) -> None:
+    data = report_data(read_run(make_run(tmp_path / "run", running=True)), interval=2.0)
+    state = "return document.querySelector('.state').textContent"
+    for age, expected in ((0, "running"), (40, "no news")):
+        (tmp_path / "report.html").write_text(report_html(data | {"written_at": time.time() - age}))
+        browser.open((tmp_path / "report.html").as_uri())
+        assert browser.run(state) == expected and browser.run("return document.title").endswith(expected)
+        told = "no news since " + data["written"] in browser.run("return document.body.textContent")
+        assert told == (expected == "no news")
+    (tmp_path / "report.html").write_text(report_html(data | {"written_at": time.time() - 33}))
+    browser.open((tmp_path / "report.html").as_uri())
+    assert browser.run(state) == "running"
+    # The browser shows what it has read, and cannot know of a newer file.
+    browser.wait("return document.querySelector('#connection').textContent.includes('reload the page')")
+    assert browser.messages() == []
+
+
+@pytest.mark.slow
 def test_hovering_shows_the_values_of_a_step(browser: Browser, tmp_path: Path) -> None:
     browser.resize(1280, 900)
     shown(browser, make_run(tmp_path / "run"))

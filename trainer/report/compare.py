@@ -157,9 +157,9 @@ def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[st
     same = "all numbers are the same"
     steps = [(name, same if found is None else found.text(first, name)) for name, found in others]
     return [
-        ("RUNS", [header, *rows]),
-        ("CONFIGURATION", [("key", *comparison.names), *settings]),
-        (f"AGAINST {first}", [("", ""), *steps]),
+        ("runs", [header, *rows]),
+        ("configuration", [("key", *comparison.names), *settings]),
+        ("first difference", [("run", f"against {first}"), *steps]),
     ]
 
 

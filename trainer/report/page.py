@@ -27,7 +27,7 @@ from trainer.report.record import RunRecord, clip_norm
 from trainer.report.samples import read_samples
 
 _PAGE = Path(__file__).parent / "page"
-_MOST_POINTS = 512  # of a curve with extremes; one of a short run, which has none, may have twice as many
+MOST_POINTS = 512  # of a curve with extremes; one of a short run, which has none, may have twice as many
 _MOST_CELLS = 12_000  # of a heat map
 _MOST_EVALUATIONS, _MOST_PAUSES, _MOST_SKIPPED, _MOST_CHECKPOINTS, _MOST_CHARTS = 400, 300, 200, 40, 14
 _MOST_TEXT = 4000  # characters of a sample or of a setting
@@ -58,7 +58,7 @@ def assemble(title: str, data: dict[str, Any], scripts: Sequence[str], live: boo
         f"connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}; base-uri 'none'; form-action 'none'"
     )
     parts = {
-        "title": html.escape(_valid(title)),
+        "title": html.escape(valid(title)),
         "policy": policy,
         "style": style,
         "script": script,
@@ -84,7 +84,7 @@ def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _valid(text: str) -> str:
+def valid(text: str) -> str:
     """Without halves of characters, which the name of a folder may have."""
     return text.encode("utf-8", "replace").decode()
 
@@ -93,7 +93,7 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
     """What the page of a run shows, as plain values; `interval` is the number of seconds after which it is written
     again."""
     curves, metrics = record.curves, record.metrics
-    if curves.stride > 1 and len(curves.steps) > _MOST_POINTS:
+    if curves.stride > 1 and len(curves.steps) > MOST_POINTS:
         curves = curves.halved()
     config, pauses = record.config, _fewer(record.pauses, _MOST_PAUSES, lambda pause: pause.seconds)
     best = metrics.best
@@ -104,6 +104,7 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
     waited = min(metrics.data_wait_seconds, training)
     samples_title, samples = read_samples(record.folder, _MOST_TEXT)
     memory = curves.fields.get("peak_rss_bytes")
+    now = datetime.now().astimezone()
     return {
         "title": record.name,
         "state": record.state,
@@ -114,20 +115,20 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
         "labels": config.network.labels_text if config is not None else "tokens",
         "model": _model_text(record),
         "tokens": curves.tokens[-1] if curves.tokens else 0,
-        "seconds": _rounded(training + sum(by_kind.values())),
+        "seconds": rounded(training + sum(by_kind.values())),
         "starts": len(record.starts),
-        "tokens_per_second": _rounded(_median(curves.means("tokens_per_second"))),
-        "peak_bytes": _rounded(max(_finite(memory.highs), default=None) if memory is not None else None, 4),
+        "tokens_per_second": rounded(_median(curves.means("tokens_per_second"))),
+        "peak_bytes": rounded(max(_finite(memory.highs), default=None) if memory is not None else None, 4),
         "curves": _curve_data(curves),
         "charts": _charts(curves),
-        "evaluations": [[one.step, _rounded(one.loss, 6), _rounded(one.seconds, 3), _rounded(one.accuracy)]
+        "evaluations": [[one.step, rounded(one.loss, 6), rounded(one.seconds, 3), rounded(one.accuracy)]
                         for one in evaluations],
         "best": evaluations.index(best) if best is not None else None,
         "clip": clip_norm(record),
         "skipped": [[one.step, one.reason[:200]] for one in _spread(record.skipped, _MOST_SKIPPED)],
         "skipped_count": len(record.skipped),
-        "pauses": [[one.step, one.kind, _rounded(one.seconds, 3)] for one in pauses],
-        "time": [_rounded(part) for part in (training - waited, waited, *by_kind.values())],
+        "pauses": [[one.step, one.kind, rounded(one.seconds, 3)] for one in pauses],
+        "time": [rounded(part) for part in (training - waited, waited, *by_kind.values())],
         "resumes": list(record.resumes),
         "heat": [_heat_map(curves, name, record.moe_layers) for name in _HEAT_MAPS if f"{name}.0" in curves.fields],
         "checkpoints": _checkpoints(record),
@@ -137,7 +138,8 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
         "settings": [[key, _setting_text(value)] for key, value in record.changed().items() if key != "output_dir"],
         "settings_title": "settings that are not the defaults" if config is not None else "settings",
         "version": __version__,
-        "written": datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
+        "written": now.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "written_at": now.timestamp(),
         "interval": interval,
         "live": live,
     }  # fmt: skip
@@ -152,10 +154,10 @@ def _curve_data(curves: Curves) -> dict[str, Any]:
         series = curves.fields[name]
         # Of a process the highest memory so far never falls, and a mean over steps would be below it.
         values = series.highs if name == "peak_rss_bytes" else series.means
-        fields[name] = {"mean": [_rounded(value) for value in values]}
+        fields[name] = {"mean": [rounded(value) for value in values]}
         if curves.stride > 1 and name in ("loss", "global_norm", "tokens_per_second"):
-            fields[name]["low"] = [_rounded(value, 4) for value in series.lows]
-            fields[name]["high"] = [_rounded(value, 4) for value in series.highs]
+            fields[name]["low"] = [rounded(value, 4) for value in series.lows]
+            fields[name]["high"] = [rounded(value, 4) for value in series.highs]
     return {"steps": curves.steps, "stride": curves.stride, "fields": fields}
 
 
@@ -175,7 +177,7 @@ def _heat_map(curves: Curves, name: str, layers: Sequence[int]) -> dict[str, Any
     rows = sum(1 for field in curves.fields if field.startswith(f"{name}."))
     while len(curves.steps) * rows > _MOST_CELLS and len(curves.steps) > 1:
         curves = curves.halved()
-    values = [[_rounded(value, 3) for value in curves.means(f"{name}.{row}")] for row in range(rows)]
+    values = [[rounded(value, 3) for value in curves.means(f"{name}.{row}")] for row in range(rows)]
     shown = [value for row in values for value in row if value is not None]
     low = 0.0 if name == DROP_RATE else 1.0
     return {
@@ -194,7 +196,7 @@ def _checkpoints(record: RunRecord) -> list[list[Any]]:
     found = tuple(one for one in record.checkpoints if one.is_best and one not in found) + found
     return [
         [one.step, datetime.fromtimestamp(one.saved).astimezone().strftime("%Y-%m-%d %H:%M:%S"), one.size_bytes,
-         _rounded(one.eval_loss, 6), one.is_best]
+         rounded(one.eval_loss, 6), one.is_best]
         for one in reversed(found)
     ]  # fmt: skip
 
@@ -237,7 +239,7 @@ def _facts(record: RunRecord) -> list[list[Any]]:
         found.append(["commit", last.commit, True])
     for restart in record.restarts:
         found.append(["restart", f"after step {restart['step']}: {restart.get('reason', '')}"[:300], False])
-    return [[name, _valid(value), is_code] for name, value, is_code in found]
+    return [[name, valid(value), is_code] for name, value, is_code in found]
 
 
 def _date(text: str) -> str:
@@ -246,7 +248,7 @@ def _date(text: str) -> str:
 
 def _setting_text(value: Any) -> str:
     text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
-    return _valid(text if len(text) <= 300 else text[:300] + " ...")
+    return valid(text if len(text) <= 300 else text[:300] + " ...")
 
 
 def _left_seconds(record: RunRecord, pauses: dict[str, float]) -> float | None:
@@ -256,7 +258,7 @@ def _left_seconds(record: RunRecord, pauses: dict[str, float]) -> float | None:
         return None
     done = record.step - (record.metrics.first_step or 1) + 1
     step_seconds = statistics.median(recent) + sum(pauses.values()) / max(done, 1)
-    return _rounded((record.last_step - record.step) * step_seconds)
+    return rounded((record.last_step - record.step) * step_seconds)
 
 
 def _finite(values: Iterable[float]) -> list[float]:
@@ -268,7 +270,7 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(found) if found else None
 
 
-def _rounded(value: float | None, digits: int = 5) -> float | int | None:
+def rounded(value: float | None, digits: int = 5) -> float | int | None:
     """With so many digits; None for a number that is not finite, which JSON lacks."""
     if value is None or not math.isfinite(value):
         return None

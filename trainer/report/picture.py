@@ -69,32 +69,26 @@ def draw_figure(record: RunRecord) -> Figure | None:
     # Not pyplot, which keeps a global figure and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
 
     shown = panels(curves)
-    figure, axes = _grid(Figure, len(shown))
+    figure, axes = panel_grid(Figure, len(shown))
     FigureCanvasAgg(figure)
     _draw_loss(axes[0], record)
     for axis, panel in zip(axes[1:], shown, strict=True):
         _draw_panel(axis, curves, panel, record.moe_layers)
         if panel.fields == ["global_norm"]:
             _draw_clip(axis, record)
-    limits = [min(axis.get_xlim()[0] for axis in axes), max(axis.get_xlim()[1] for axis in axes)]
+    style_panels(axes)
     for axis in axes:
-        axis.set_xlim(*limits)  # each with ticks of its own, which depend on its width
-        axis.grid(alpha=0.3)
-        axis.tick_params(labelsize=9)
-        for scale in (axis.xaxis, axis.yaxis):  # no common factor in a corner of the panel, where its title is
-            scale.set_major_formatter(FuncFormatter(lambda value, at: _tick_text(value)))
         for step in record.resumes:
             axis.axvline(step, color=_RESUMED, linestyle=(0, (5, 4)), linewidth=1)
     figure.suptitle(_title(record), fontsize=10)
     return figure
 
 
-def _grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes]]:
-    """A landscape page with a large panel for the loss, and `count` small ones: beside it, or in a grid of which it takes
-    the upper left corner. The last one fills its row."""
+def panel_grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes]]:
+    """A landscape page with a large panel for the loss, and `count` small ones: beside it, or in a grid whose corner it
+    takes. The last one fills its row."""
     if count <= _MOST_BESIDE:
         rows, columns, large = max(count, 1), 1 + bool(count), (max(count, 1), 1)
         ratios: list[float] = [1.5, 1.0][:columns]
@@ -121,11 +115,27 @@ def _grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes]]:
     return figure, axes
 
 
+def style_panels(axes: Sequence[Axes]) -> None:
+    """The same steps on all of them, and numbers that are short; called when they are drawn."""
+    from matplotlib.ticker import FuncFormatter
+
+    limits = [min(axis.get_xlim()[0] for axis in axes), max(axis.get_xlim()[1] for axis in axes)]
+    for axis in axes:
+        axis.set_xlim(*limits)  # each with ticks of its own, which depend on its width
+        axis.grid(alpha=0.3)
+        axis.tick_params(labelsize=9)
+        for scale in (axis.xaxis, axis.yaxis):  # no common factor in a corner of the panel, where its title is
+            scale.set_major_formatter(FuncFormatter(lambda value, at: _tick_text(value)))
+
+
 def _title(record: RunRecord) -> str:
-    """Name, state and step; a dollar would begin a formula."""
     state = "" if record.state == "unknown" else f", {record.state}"
-    text = f"{record.name}{state} at step {record.step:,}".replace("$", r"\$")
-    return text.encode("utf-8", "replace").decode()
+    return picture_text(f"{record.name}{state} at step {record.step:,}")
+
+
+def picture_text(text: str) -> str:
+    """For a picture: a dollar would begin a formula, and the name of a folder may have halves of characters."""
+    return text.replace("$", r"\$").encode("utf-8", "replace").decode()
 
 
 def _draw_loss(axis: Axes, record: RunRecord) -> None:

@@ -18,6 +18,7 @@ _LOOPBACK = "127.0.0.1"
 _NAMES = frozenset((_LOOPBACK, "localhost"))
 _FRESH_SECONDS = 1.0  # two pages that ask within it get the same
 _WATCHED_SECONDS = 5.0  # a page that has asked within it is open
+_TIMES = frozenset(("written", "written_at"))
 _LAST_SECONDS = 3.0  # how long the end of a run waits for an open page to get the last state
 
 
@@ -53,7 +54,7 @@ class ReportServer:
             self._asked_at = time.monotonic()
             if self._asked_at - self._found[0] > _FRESH_SECONDS:
                 data = self._read()
-                shown = as_json({name: value for name, value in data.items() if name != "written"})
+                shown = as_json({name: value for name, value in data.items() if name not in _TIMES})
                 self._found = time.monotonic(), shown, {**data, "stamp": str(hash(shown))}
             return self._found[2]
 

@@ -21,6 +21,24 @@ function shape(name, attributes, text) {
   return made;
 }
 
+function color(name) {
+  return `var(--${name})`;
+}
+
+function addCard(grid, fill, wide) {
+  const card = element("section", { class: wide ? "card wide" : "card" });
+  grid.append(card);
+  fill(card);
+}
+
+function table(names, rows) {
+  const cell = (kind, value, isNumber) => value instanceof Node ? element(kind, {}, value)
+    : element(kind, { class: isNumber ? "number" : "" }, value);
+  return element("div", { class: "scroll" }, element("table", {},
+    element("thead", {}, element("tr", {}, ...names.map(([name, isNumber]) => cell("th", name, isNumber)))),
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell("td", value, names[at][1])))))));
+}
+
 // ---- numbers ----
 
 function compact(value) {
@@ -46,6 +64,10 @@ function precise(value) {
   const size = Math.abs(value);
   if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(3);
   return size >= 1000 ? count(value) : trimmed(value, 5);
+}
+
+function percent(value) {
+  return value === null || value === undefined ? "–" : trimmed(value * 100, 3) + " %";
 }
 
 function duration(seconds) {
@@ -152,9 +174,19 @@ function key(kind, color, label) {
   return element("span", { class: "key" }, mark, label);
 }
 
+function lossControls(choices, draw) {
+  // Sets `smooth`, in thousandths of the steps shown, and `log`.
+  const slider = element("input", { type: "range", min: "0", max: "60", value: String(choices.smooth), "aria-label": "smoothing" });
+  const log = element("input", { type: "checkbox" });
+  log.checked = choices.log;
+  slider.addEventListener("input", () => { choices.smooth = Number(slider.value); draw(); slider.focus(); });
+  log.addEventListener("change", () => { choices.log = log.checked; draw(); log.focus(); });
+  return [element("label", {}, "smoothing", slider), element("label", {}, log, "logarithmic")];
+}
+
 // A chart over steps. `spec`:
 //   title, wide, height, format (of hover), axis (of ticks), log, zero (begin at 0), domain [first, last step]
-//   lines  [{label, color, x, y, low, high, band (draw it), width, dots, best (index), inTip}]
+//   lines  [{label, color, x, y, low, high, band (draw it), width, dash, dots, best (index), inTip}]
 //   rules  [{y, label, color}]     lines across          stems [{x, color, label, value, size 0..1}]  at the bottom
 //   flags  [{x, color, label, value}]  full height       keys  [{kind, color, label}]
 //   controls  nodes beside the title
@@ -193,8 +225,8 @@ function drawChart(card, spec) {
     const area = svg.getBoundingClientRect();
     const share = ((event.clientX - area.left) / area.width * scale.width - scale.left) / (scale.right - scale.left);
     const step = scale.first + share * (scale.last - scale.first);
-    const base = spec.lines.find((line) => line.x.length);
-    if (!base || share < -0.03 || share > 1.03) return null;
+    const base = longest(spec.lines);
+    if (!base.x.length || share < -0.03 || share > 1.03) return null;
     return Math.min(Math.max(base.x[nearest(base.x, step)], scale.first), scale.last);
   };
   let step = null;
@@ -203,7 +235,7 @@ function drawChart(card, spec) {
   svg.addEventListener("pointerleave", () => pointAt(step = null, chart));
   svg.addEventListener("blur", () => pointAt(step = null, chart));
   svg.addEventListener("keydown", (event) => {
-    const steps = (spec.lines.find((line) => line.x.length) || { x: [] }).x;
+    const steps = longest(spec.lines).x;
     const move = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
     if (!move || !steps.length) return;
     event.preventDefault();
@@ -215,6 +247,11 @@ function drawChart(card, spec) {
   draw();
   charts.add(chart);
   return chart;
+}
+
+function longest(lines) {
+  // Whose steps the crosshair stops at.
+  return lines.reduce((best, line) => (line.x[line.x.length - 1] ?? -1) > (best.x[best.x.length - 1] ?? -1) ? line : best, { x: [] });
 }
 
 function scales(spec, width, height) {
@@ -301,7 +338,7 @@ function content(spec, scale, height) {
     const isShort = numbers(line.y).length < 3;
     if (!line.dots || line.x.length > 1) {
       inside.append(shape("path", { d: path(line, scale), fill: "none", stroke: line.color, "stroke-width": line.width || 1.6,
-        "stroke-linejoin": "round", "stroke-linecap": "round", opacity: line.opacity || 1 }));
+        "stroke-linejoin": "round", "stroke-linecap": "round", "stroke-dasharray": line.dash || "none", opacity: line.opacity || 1 }));
     }
     if ((line.dots && line.x.length <= 150) || isShort) {
       line.x.forEach((step, at) => line.y[at] !== null && inside.append(
@@ -356,7 +393,9 @@ function tipRows(spec, step, scale) {
   for (const line of spec.lines) {
     if (line.inTip === false || !line.x.length) continue;
     const at = nearest(line.x, step);
-    if (Math.abs(line.x[at] - step) > near && line.dots) continue;
+    const isBeside = line.dots || step < line.x[0] || step > line.x[line.x.length - 1];
+    if (Math.abs(line.x[at] - step) > near && isBeside) continue;
+    if (rows.length >= 16) { rows.push({ label: "and more", value: "" }); break; }
     rows.push({ label: line.label, value: format(line.y[at]), color: line.color });
     if (line.low && line.low[at] !== null && line.low[at] !== line.high[at]) {
       rows.push({ label: "lowest, highest", value: format(line.low[at]) + ", " + format(line.high[at]), soft: true });

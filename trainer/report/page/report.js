@@ -1,7 +1,6 @@
 "use strict";
 // report.html: draws the data of one run. `data` is what trainer/report/page.py puts into the page.
 
-const color = (name) => `var(--${name})`;
 const choices = { smooth: 15, log: false };
 
 function render(data) {
@@ -13,13 +12,9 @@ function render(data) {
     element("div", { class: "grid", id: "charts" }),
     footer(data),
   );
-  document.title = data.title + " – " + data.state;
+  document.title = data.title + " – " + stateOf(data);
   const grid = document.getElementById("charts");
-  const add = (fill, wide) => {
-    const card = element("section", { class: wide ? "card wide" : "card" });
-    grid.append(card);
-    fill(card);
-  };
+  const add = (fill, wide) => addCard(grid, fill, wide);
   if (data.curves.steps.length || data.evaluations.length) {
     add((card) => lossChart(card, data), true);
     for (const spec of smallCharts(data)) add((card) => drawChart(card, spec));
@@ -32,19 +27,31 @@ function render(data) {
   add((card) => settingsCard(card, data), true);
 }
 
-function percent(value) {
-  return value === null || value === undefined ? "–" : trimmed(value * 100, 3) + " %";
-}
-
 // ---- above the charts ----
 
+function silentAfter(data) {
+  // Seconds: the file is written every `interval` seconds, but a step or a compilation may hold that up.
+  return 3 * data.interval + 30;
+}
+
+function age(data) {
+  return Date.now() / 1000 - data.written_at;
+}
+
+function stateOf(data) {
+  // A process that was killed has left a page that says it runs.
+  return !data.live && data.state === "running" && age(data) > silentAfter(data) ? "no news" : data.state;
+}
+
 function heading(data) {
+  const state = stateOf(data);
   const done = data.last_step ? Math.min(data.step / data.last_step, 1) : 0;
   const header = element("header", {}, element("h1", {}, data.title),
-    element("span", { class: "state " + data.state }, data.state), element("span", { class: "soft", id: "connection" }));
+    element("span", { class: "state " + state.replace(" ", "-") }, state), element("span", { class: "soft", id: "connection" }));
   const steps = data.last_step > data.step ? `step ${count(data.step)} of ${count(data.last_step)}` : `${count(data.step)} steps`;
   const parts = [data.model, steps];
-  if (data.state === "running" && data.left_seconds !== null) parts.push("about " + duration(data.left_seconds) + " left");
+  if (state === "no news") parts.push(`no news since ${data.written}: the run was killed, its machine is gone, or this is a copy of its report`);
+  else if (state === "running" && data.left_seconds !== null) parts.push("about " + duration(data.left_seconds) + " left");
   else if (data.outcome && data.outcome !== data.state) parts.push(data.outcome);
   const bar = element("div", { class: "progress", title: percent(done) }, element("div", { style: { width: 100 * done + "%" } }));
   return [header, element("p", { class: "outcome soft " + data.state }, parts.filter(Boolean).join(" · ")), bar];
@@ -115,17 +122,12 @@ function resumeKey(data) {
 }
 
 function lossChart(card, data) {
-  const slider = element("input", { type: "range", min: "0", max: "60", value: String(choices.smooth), "aria-label": "smoothing" });
-  const log = element("input", { type: "checkbox" });
-  log.checked = choices.log;
-  const controls = [element("label", {}, "smoothing", slider), element("label", {}, log, "logarithmic")];
   let chart = null;
   const draw = () => {
     if (chart) chart.forget();
     chart = drawChart(card, lossSpec(data, controls));
   };
-  slider.addEventListener("input", () => { choices.smooth = Number(slider.value); draw(); slider.focus(); });
-  log.addEventListener("change", () => { choices.log = log.checked; draw(); log.focus(); });
+  const controls = lossControls(choices, draw);
   draw();
 }
 
@@ -210,14 +212,6 @@ function timeCard(card, data) {
 
 // ---- tables ----
 
-function table(names, rows) {
-  const cell = (kind, value, isNumber) => value instanceof Node ? element(kind, {}, value)
-    : element(kind, { class: isNumber ? "number" : "" }, value);
-  return element("div", { class: "scroll" }, element("table", {},
-    element("thead", {}, element("tr", {}, ...names.map(([name, isNumber]) => cell("th", name, isNumber)))),
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((value, at) => cell("td", value, names[at][1])))))));
-}
-
 function checkpointCard(card, data) {
   const rows = data.checkpoints.map(([step, saved, size, loss, isBest]) => [count(step),
     isBest ? element("span", { class: "best" }, (loss === null ? "–" : precise(loss)) + " best") : element("span", {}, loss === null ? "–" : precise(loss)),
@@ -245,6 +239,18 @@ function settingsCard(card, data) {
 
 // ---- a page that is served while the run goes on ----
 
+function note(text) {
+  const place = document.getElementById("connection");
+  if (place) place.textContent = text;
+}
+
+function noteAge(data) {
+  // The file is written anew, and the browser still shows what it has read.
+  const left = silentAfter(data) - age(data);
+  const old = `this is the state of ${data.written}: reload the page`;
+  if (!data.live && data.state === "running" && left > 0) setTimeout(() => note(old), 1000 * left);
+}
+
 async function follow(data) {
   let stamp = data.stamp;
   for (;;) {
@@ -257,8 +263,7 @@ async function follow(data) {
       render(found);
       if (found.state !== "running") return;
     } catch (error) {
-      const note = document.getElementById("connection");
-      if (note) note.textContent = "no connection: the run has ended, or the way to it is gone; report.html holds the last state";
+      note("no connection: the run has ended, or the way to it is gone; report.html holds the last state");
     }
   }
 }
@@ -266,4 +271,5 @@ async function follow(data) {
 const data = JSON.parse(document.getElementById("data").textContent);
 render(data);
 reloadLater(data);
+noteAge(data);
 if (data.live && data.state === "running") follow(data);
