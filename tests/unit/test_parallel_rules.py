@@ -17,6 +17,7 @@ from trainer.run.prepare import build_plan, choose_backend
 from trainer.semi_auto.rules import semi_auto_problems
 
 EIGHT = world_of(8)
+LATENT = "multi_latent_attention: True, kv_lora_rank: 8, qk_nope_head_dim: 8, qk_rope_head_dim: 8, v_head_dim: 8"
 
 
 def run_error(text: str, world=EIGHT, *overrides: str) -> str:
@@ -64,6 +65,11 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
             "parallel_config: {data_parallel: 4}\n",
             ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 is for 4 ranks, and this job has 8",
              "launch --nproc 4`, or set data_parallel 8; an unset data_parallel takes"],
+        ),
+        (
+            "parallel_config: {pipeline_stage: 2, model_parallel: 3}\n",
+            ["a.yaml:16: parallel_config.model_parallel = 3: pipeline_stage 2 x model_parallel 3 are for 6 ranks, and",
+             "launch --nproc 6`; an unset data_parallel takes"],
         ),
         (
             "parallel_config: {model_parallel: 8}\n",
@@ -193,7 +199,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",
          ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave True"]),
         ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 is for 3 ranks, and this job has 8"]),
-        ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: not yet supported in semi-automatic"]),
+        ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: explicit mode (parallel.para"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         ("parallel_config: {expert_parallel: 8}\nmodel.model_config.moe_config.expert_num=4",
          ["expert_parallel = 8: the ranks of a group share the 4 experts of a layer equally"]),
@@ -245,13 +251,14 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
 @pytest.mark.parametrize(
     ("text", "model", "said"),
     [
-        ("{context_parallel: 2, context_parallel_algo: ulysses_cp}", "", "_algo = 'ulysses_cp': not yet"),
+        ("{context_parallel: 2, context_parallel_algo: ulysses_cp}", "", "_algo = 'ulysses_cp': on an Ascend the rank"),
         (
             "{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}", "",
-            "_algo = 'hybrid_cp': not yet",
+            "_algo = 'hybrid_cp': on an Ascend the rank",
         ),
         ("{context_parallel: 2}", "attention_dropout: 0.1", "attention_dropout = 0.1: not yet supported with context"),
         ("{context_parallel: 2}", "use_flash_attention: False", "needs flash_attention_score, and use_flash_attention"),
+        ("{context_parallel: 2}", LATENT.replace(", ", "\n    "), "context_parallel = 2: on an Ascend ranks do not"),
         ("{context_parallel: 2}", "head_dim: 24", "takes heads of a multiple of 16"),
         (
             "{expert_parallel: 2}", "moe_config: {expert_num: 4, moe_token_dispatcher_type: allgather}",

@@ -115,7 +115,7 @@ def test_degrees_that_do_not_fit_the_ranks_stay_an_error():
 
 def test_what_is_not_built_for_ascend_is_one_note():
     plan = plan_of(FINETUNE.replace("model_parallel: 2,", "model_parallel: 2, expert_parallel: 2,"))
-    assert "a run on Ascend does not start yet: parallel_config.expert_parallel = 2" in "\n".join(plan.notices)
+    assert "a run on Ascend does not start: parallel_config.expert_parallel = 2" in "\n".join(plan.notices)
 
 
 def test_memory_is_that_of_the_rank_that_needs_most():

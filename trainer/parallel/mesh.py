@@ -212,6 +212,15 @@ def degree_mismatch(
     return None
 
 
+def indivisible_degree(degrees: Degrees, ranks: int) -> str:
+    """Of the degrees beside data_parallel the first that does not divide the ranks which those before it leave."""
+    for name in ("pipeline_stage", "model_parallel", "context_parallel"):
+        if ranks % getattr(degrees, name):
+            return name
+        ranks //= getattr(degrees, name)
+    return "data_parallel"
+
+
 def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> list[Degrees]:
     """The settings for `ranks` ranks that change least: fewest degrees, then smallest factors, then data_parallel."""
     fixed = {name: size for name, size in degrees._asdict().items() if name not in may_change}

@@ -68,12 +68,13 @@ def _context_problems(config: Config) -> Iterator[Problem]:
     key, settings = "parallel_config.context_parallel", config.decoder
     if ulysses_degree(config) > 1:
         where, fix = "parallel_config.context_parallel_algo", "set it to colossalai_cp"
-        yield problem(config, where, "not yet supported on an Ascend outside semi-automatic mode", fix)
+        rule = "on an Ascend the ranks gather keys and values; on CPUs alone they exchange heads"
+        yield problem(config, where, rule, fix)
     if settings.attention_dropout:
         rule, fix = "not yet supported with context_parallel on an Ascend", "set it to 0, or context_parallel to 1"
         yield problem(config, f"{_MODEL}.attention_dropout", rule, fix)
     if settings.multi_latent_attention:
-        rule = "not yet supported with latent attention (MLA) on an Ascend outside semi-automatic mode"
+        rule = "on an Ascend ranks do not share the tokens of a sequence with latent attention (MLA), on CPUs they do"
         yield problem(config, key, rule, "set it to 1")
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     attention = next(one for one in select_kernels(settings, "Ascend", precision) if one.kernel == "attention")

@@ -146,7 +146,7 @@ def _located(config: Config, error: UserError) -> Problem:
 
 def _unbuilt_notice(problems: list[Problem]) -> Notice:
     parts = [str(one.error).splitlines()[0].removeprefix(f"{one.error.where}: ").rstrip(".") for one in problems]
-    return Notice(f"a run on Ascend does not start yet: {'; '.join(parts)}", "parallel")
+    return Notice(f"a run on Ascend does not start: {'; '.join(parts)}", "parallel")
 
 
 def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:

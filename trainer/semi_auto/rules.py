@@ -102,7 +102,8 @@ def _only_data_parallel(config: Config) -> Iterator[Problem]:
 def _degrees(config: Config) -> Iterator[Problem]:
     yield from tensor_problems(config)
     if config.parallel_config.context_parallel > 1:
-        yield problem(config, "parallel_config.context_parallel", _NOT_YET, "set it to 1")
+        rule = "explicit mode (parallel.parallel_mode 0) divides sequences, semi-automatic mode does not"
+        yield problem(config, "parallel_config.context_parallel", rule, "set parallel.parallel_mode to 0, or this to 1")
 
 
 def _expert_parallel(config: Config) -> Iterator[Problem]:

@@ -59,5 +59,5 @@ def _devices(config: Config, plan: Plan) -> list[str]:
 
 
 def _not_built(plan: Plan) -> list[str]:
-    starts = "a run on Ascend does not start yet: "
+    starts = "a run on Ascend does not start: "
     return [f"run_trainer itself: {notice}" for notice in plan.notices if notice.startswith(starts)]

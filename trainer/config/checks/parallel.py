@@ -8,7 +8,7 @@ from trainer.config.checks.degrees import context_problems, expert_problems, pip
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
-from trainer.parallel.mesh import Degrees, degree_mismatch
+from trainer.parallel.mesh import Degrees, degree_mismatch, indivisible_degree
 from trainer.parallel.world import World
 
 DATA_PARALLEL = (0, "data_parallel")  # values of parallel_mode
@@ -151,16 +151,20 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 def fit_problems(config: Config, world: World) -> list[Problem]:
     """Degrees whose product is not the number of ranks."""
-    mismatch = degree_mismatch(degrees_of(config, world), world.size, may_change=("data_parallel",))
+    degrees = degrees_of(config, world)
+    mismatch = degree_mismatch(degrees, world.size, may_change=("data_parallel",))
     if mismatch is None:
         return []
+    key = mismatch.key
+    if key == "data_parallel" and config.parallel_config.data_parallel is None:  # it is the others that do not fit
+        key = indivisible_degree(degrees, world.size)
     # The ways out that a user of the command has: other degrees, another number of ranks, or no job at all.
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
     alone, left_out = "to run alone, add --use_parallel False", "an unset data_parallel takes the ranks that are left"
     fix = f"{fix}; {alone if world.size == 1 else left_out}"
     if config.run_mode == "chat":
         fix = "a chat runs on one rank: add --use_parallel False"
-    return [problem(config, f"parallel_config.{mismatch.key}", mismatch.rule, fix)]
+    return [problem(config, f"parallel_config.{key}", mismatch.rule, fix)]
 
 
 def _several_ranks(config: Config, world: World) -> Iterator[Problem]:
