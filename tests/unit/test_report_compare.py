@@ -66,7 +66,7 @@ def test_the_first_difference_of_two_runs(tmp_path, records, expected):
 def test_settings_that_differ_are_named_with_all_values(tmp_path):
     runs = [write_run(tmp_path / "a"), write_run(tmp_path / "b", RECORDS, "seed=7", "optimizer.eps=1e-6")]
     found = compare(runs)
-    assert found.settings == [("seed", ["1", "7"]), ("optimizer.eps", ["1e-08", "1e-06"])]
+    assert found.settings == [("seed", [1, 7]), ("optimizer.eps", [1e-08, 1e-06])]
     assert found.names == ["a", "b"] and found.differences == [None]
     again = compare([runs[0], write_run(tmp_path / "other" / "a")])
     assert again.settings == [] and again.names == [str(runs[0]), str(tmp_path / "other" / "a")]
@@ -90,8 +90,50 @@ def test_exact_says_by_its_exit_code_whether_the_numbers_are_the_same(tmp_path, 
     assert re.search(r"left +unknown +3/3 +2.0000 +1.7500 at step 3 +300 +50 +3 MiB +300", printed)
     assert dispatch(["compare", left, other]) == 0
     capsys.readouterr()
-    dispatch(["compare", left, other, "--json"])
-    assert json.loads(capsys.readouterr().out)["first_difference"]["other"]["step"] == 3
+
+
+def test_programs_get_numbers_that_are_not_rounded(tmp_path, capsys):
+    loss = 2.123456789012345
+    records = [step(1, 3.0), step(2, loss), evaluation(2, loss), step(3, None)]
+    left = write_run(tmp_path / "left", records)
+    right = write_run(tmp_path / "right", changed(3, loss=2.125), "optimizer.eps=1e-6")
+    assert dispatch(["compare", str(left), str(right), "--loss", "2.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["first_difference"]["right"] == {"step": 2, "field": "loss", "left": loss, "right": 2.5}
+    assert found["settings"] == {"optimizer.eps": {"left": 1e-8, "right": 1e-6}}
+    assert found["runs"][0] == {
+        "run": "left", "state": "unknown", "outcome": "", "step": 3, "last_step": 3, "loss": loss, "eval_loss": loss,
+        "best_eval_loss": loss, "best_eval_step": 2, "tokens": 300, "tokens_per_second": 50.0,
+        "peak_rss_bytes": 3 << 20, "began": None, "folder": str(left), "tokens_to_loss": 200,
+    }  # fmt: skip
+    assert dispatch(["runs", str(tmp_path), "--json"]) == 0
+    listed = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
+    assert listed["left"] == {key: value for key, value in found["runs"][0].items() if key != "tokens_to_loss"}
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120, 200])
+def test_no_cell_is_folded_in_a_narrow_terminal(tmp_path, capsys, monkeypatch, width):
+    names = [f"learning_rate={rate},seed=1" for rate in ("1e-3", "3e-3")]
+    for number, name in enumerate(names):
+        write_run(tmp_path / name, RECORDS, f"seed={number}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    for arguments, parts in ((["runs", "."], []), (["compare", *names], ["1.7500 at step 3", "3 MiB"])):
+        assert dispatch(arguments) == 0
+        printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        assert max(map(len, printed.splitlines())) <= width
+        for part in (*names, "unknown", "3/3", "2.0000", *parts):
+            assert printed.count(part) >= 1, part
+    assert dispatch(["runs", "."]) == 0
+    printed = capsys.readouterr().out
+    assert ("left out, the terminal is narrow: began" in printed) == (width in (60, 80))
+
+
+def test_exact_says_what_differs_first(tmp_path, capsys):
+    left, other = write_run(tmp_path / "left"), write_run(tmp_path / "other", changed(3, loss=2.125))
+    assert dispatch(["compare", str(left), str(other), "--exact"]) == 1
+    assert "FIRST DIFFERENCE\n  run    against left\n  other  step 3" in capsys.readouterr().out
 
 
 def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path):

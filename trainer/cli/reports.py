@@ -30,7 +30,7 @@ def _compare(
     json_: _Json = False,
 ) -> int:
     """Compares runs: figures, settings that differ, and the first step whose numbers differ from the first run's."""
-    from trainer.plan.render import print_sections
+    from trainer.plan.render import print_fitting
     from trainer.report.compare import as_dict, compare, sections
 
     if len(folders) < 2:
@@ -44,7 +44,7 @@ def _compare(
         if json_:
             print(json.dumps(as_dict(comparison, loss), indent=1))
         else:
-            print_sections(sections(comparison, loss))
+            print_fitting(sections(comparison, loss))
     if output is not None:
         from trainer.monitors.files import make_folder
         from trainer.report.compare_page import draw, write_page
@@ -64,8 +64,8 @@ def _runs(
     json_: _Json = False,
 ) -> int:
     """Lists the runs below a folder: state, step, loss, when and where; the newest last."""
-    from trainer.plan.render import print_sections, sections_text
-    from trainer.report.runs import HEADER, find_runs, row_of, run_dict
+    from trainer.plan.render import print_fitting, sections_text
+    from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, row_of, run_dict
 
     found = find_runs(user_path(folder, "argument DIR"))
     if json_:
@@ -73,7 +73,7 @@ def _runs(
     elif found:
         table = ("runs", [HEADER, *map(row_of, found)])
         if sys.stdout.isatty():
-            print_sections([table])
+            print_fitting([table], LEFT_OUT_FIRST)
         else:
             print(*(line.strip() for line in sections_text([table]).splitlines()[1:]), sep="\n")
     else:

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from trainer.config.checks.notices import NoticeKind
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from trainer.data.batches.blend import SourceShare
     from trainer.plan.division import Division
     from trainer.plan.pipeline import PipelinePlan
@@ -331,17 +334,68 @@ def print_sections(sections: list[Section]) -> None:
     if not sys.stdout.isatty():
         print(sections_text(sections))
         return
+    console = _console()
+    for title, rows in sections:
+        console.print(title, style="bold", markup=False, highlight=False)
+        console.print(_table(rows))
+        console.print()
+
+
+def print_fitting(sections: list[Section], left_out_first: Sequence[str] = ()) -> None:
+    """Prints titled tables without folding their cells. One that is wider than the terminal does without the columns
+    `left_out_first`, as far as that is needed; where it is still too wide, each row becomes a list."""
+    if not sys.stdout.isatty():
+        print(sections_text(sections))
+        return
+    console = _console()
+    for title, rows in sections:
+        console.print(title, style="bold", markup=False, highlight=False)
+        fitting, left_out = _fitting(rows, left_out_first, console.width)
+        if fitting:
+            console.print(_table(fitting))
+            if left_out:
+                told = f"left out, the terminal is narrow: {', '.join(left_out)}"
+                console.print(told, style="dim", markup=False, highlight=False)
+        else:
+            for row in rows[1:]:
+                console.print(row[0], style="italic", markup=False, highlight=False)
+                console.print(_as_list(rows[0], row))
+        console.print()
+
+
+def _as_list(header: tuple[str, ...], row: tuple[str, ...]) -> Table:
+    """The cells after the first one below each other, with their names where there are several."""
+    if len(row) == 2:
+        return _table([("", ""), ("", row[1])])
+    return _table([("", ""), *((f"  {name}", cell) for name, cell in zip(header[1:], row[1:], strict=True))])
+
+
+def _fitting(rows: Rows, left_out_first: Sequence[str], width: int) -> tuple[Rows, list[str]]:
+    """The columns that fit, and the names of those that are left out; no rows where too many would be."""
+    left_out: list[str] = []
+    for name in ["", *(name for name in left_out_first if name in rows[0])]:
+        left_out += [name] * bool(name)
+        kept = [at for at, head in enumerate(rows[0]) if head not in left_out]
+        widths = [max(len(row[at]) for row in rows) for at in kept]
+        if sum(widths) + 2 * (len(widths) - 1) <= width:
+            return [tuple(row[at] for at in kept) for row in rows], left_out
+    return [], []
+
+
+def _console() -> Console:
     from rich.console import Console
+
+    return Console()
+
+
+def _table(rows: Rows) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    for title, (header, *rows) in sections:
-        console.print(Text(title, style="bold"))
-        table = Table(box=None, pad_edge=False, show_header=any(header))
-        for name in header:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        console.print(table)
-        console.print()
+    header, *body = rows
+    table = Table(box=None, pad_edge=False, show_header=any(header))
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in body:
+        table.add_row(*(Text(cell) for cell in row))
+    return table

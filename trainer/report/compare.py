@@ -43,13 +43,13 @@ class Comparison:
 
     Attributes:
         names: One for each, all different.
-        settings: Keys that are not the same in all runs, with the value in each as text.
+        settings: Keys that are not the same in all runs, with the value in each; `ABSENT` where a run lacks it.
         differences: From the first run to each other one; None where all numbers are the same.
     """
 
     records: list[RunRecord]
     names: list[str]
-    settings: list[tuple[str, list[str]]]
+    settings: list[tuple[str, list[Any]]]
     differences: list[Difference | None]
 
 
@@ -74,11 +74,11 @@ def compare(folders: Sequence[Path]) -> Comparison:
     return Comparison(records, names, settings, differences)
 
 
-def _settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+def _settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
     for key in dict.fromkeys(key for settings in runs for key in settings):
         values = [settings.get(key, ABSENT) for settings in runs]
         if key not in _OF_THE_RUN and any(value != values[0] for value in values):
-            yield key, [str(value) for value in values]
+            yield key, values
 
 
 def first_difference(left: Path, right: Path) -> Difference | None:
@@ -114,21 +114,46 @@ def figures(comparison: Comparison, loss: float | None = None) -> tuple[tuple[st
     header = ("run", "state", "step", "loss", "best eval loss", "tokens", "tokens/s", "memory")
     rows = []
     for name, record in zip(comparison.names, comparison.records, strict=True):
-        curves, best = record.curves, record.metrics.best
-        means = [each for each in curves.means("loss") if not math.isnan(each)]
-        memory = curves.fields.get("peak_rss_bytes")
-        tokens, seconds = (curves.tokens[-1], curves.seconds[-1]) if curves.steps else (0, 0.0)
+        found = run_values(record)
+        best, rate, memory = (found[key] for key in ("best_eval_loss", "tokens_per_second", "peak_rss_bytes"))
         row = [
-            name, record.state, f"{record.step}/{record.last_step}", f"{means[-1]:.4f}" if means else ABSENT,
-            f"{best.loss:.4f} at step {best.step}" if best else ABSENT, wording.count(tokens),
-            wording.count(tokens / seconds) if seconds else ABSENT,
-            wording.size(max(memory.highs)) if memory is not None and memory.has_values else ABSENT,
+            name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]),
+            ABSENT if best is None else f"{best:.4f} at step {found['best_eval_step']}", wording.count(found["tokens"]),
+            ABSENT if rate is None else wording.count(rate), ABSENT if memory is None else wording.size(memory),
         ]  # fmt: skip
         if loss is not None:
-            found = tokens_to_loss(record, loss)
-            row.append(ABSENT if found is None else wording.count(found))
+            reached = tokens_to_loss(record, loss)
+            row.append(ABSENT if reached is None else wording.count(reached))
         rows.append(tuple(row))
     return (*header, f"tokens to {loss:g}") if loss is not None else header, rows
+
+
+def loss_text(loss: float | None) -> str:
+    return ABSENT if loss is None else f"{loss:.4f}"
+
+
+def run_values(record: RunRecord) -> dict[str, Any]:
+    """What tables and programs are told of a run: plain values, by the names that metrics.jsonl has for them; None for
+    what is not known or not finite."""
+    curves, best = record.curves, record.metrics.best
+    memory = curves.fields.get("peak_rss_bytes")
+    evaluated = record.evaluations[-1].loss if record.evaluations else math.nan
+    tokens, seconds = (curves.tokens[-1], curves.seconds[-1]) if curves.steps else (0, 0.0)
+    return {
+        "state": record.state,
+        "outcome": record.outcome,
+        "step": record.step,
+        "last_step": record.last_step,
+        "loss": record.metrics.last_loss,
+        "eval_loss": evaluated if math.isfinite(evaluated) else None,
+        "best_eval_loss": best.loss if best else None,
+        "best_eval_step": best.step if best else None,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds if seconds else None,
+        "peak_rss_bytes": int(max(memory.highs)) if memory is not None and memory.has_values else None,
+        "began": record.began.isoformat() if record.began else None,
+        "folder": str(record.folder),
+    }
 
 
 def tokens_to_loss(record: RunRecord, loss: float) -> int | None:
@@ -150,7 +175,7 @@ def tokens_to_loss(record: RunRecord, loss: float) -> int | None:
 def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
     """The whole comparison as titled tables: figures, settings that differ, first steps that differ."""
     header, rows = figures(comparison, loss)
-    settings = [(key, *values) for key, values in comparison.settings]
+    settings = [(key, *map(str, values)) for key, values in comparison.settings]
     settings = settings or [("no key differs", *[""] * len(comparison.names))]
     others = zip(comparison.names[1:], comparison.differences, strict=True)
     first = comparison.names[0]
@@ -164,12 +189,16 @@ def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[st
 
 
 def as_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
-    """The comparison for machines."""
-    header, rows = figures(comparison, loss)
+    """The comparison for programs: numbers as they are, not as the tables round them."""
+    names, records = comparison.names, comparison.records
+    runs = [{"run": name, **run_values(record)} for name, record in zip(names, records, strict=True)]
+    if loss is not None:
+        runs = [{**run, "tokens_to_loss": tokens_to_loss(record, loss)}
+                for run, record in zip(runs, records, strict=True)]  # fmt: skip
     differences = [None if found is None else found._asdict() for found in comparison.differences]
     return {
-        "runs": [dict(zip(header, row, strict=True)) | {"folder": str(record.folder)}
-                 for row, record in zip(rows, comparison.records, strict=True)],
-        "settings": {key: dict(zip(comparison.names, values, strict=True)) for key, values in comparison.settings},
-        "first_difference": dict(zip(comparison.names[1:], differences, strict=True)),
+        "runs": runs,
+        "settings": {key: {name: record.settings[key] for name, record in zip(names, records, strict=True)
+                           if key in record.settings} for key, _ in comparison.settings},
+        "first_difference": dict(zip(names[1:], differences, strict=True)),
     }  # fmt: skip

@@ -176,6 +176,7 @@ class Metrics:
 
     Attributes:
         first_step: The first one in the file; None without any.
+        last_loss: Of the last step whose loss is finite; None without any.
         data_wait_seconds: Of all steps; part of their time.
         restarts: The records of a job that has started again: `number`, `most`, `reason`, `ranks`, with their `step`.
     """
@@ -186,6 +187,7 @@ class Metrics:
     pauses: list[Pause] = field(default_factory=list)
     restarts: list[dict[str, object]] = field(default_factory=list)
     first_step: int | None = None
+    last_loss: float | None = None
     data_wait_seconds: float = 0.0
 
     @property
@@ -221,6 +223,8 @@ class Metrics:
         if self.first_step is None:
             self.first_step = step
         self.curves.add(record)
+        loss = _number(record["loss"], _NAN)
+        self.last_loss = loss if math.isfinite(loss) else self.last_loss
         self.data_wait_seconds += _number(record.get("data_wait_seconds"), 0.0)
         if record.get("skipped") or record.get("overflow"):
             self.skipped.append(Skipped(step, str(record.get("skipped") or "overflow")))

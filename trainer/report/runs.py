@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -10,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError
-from trainer.report.compare import ABSENT
+from trainer.report.compare import ABSENT, loss_text, run_values
 from trainer.report.record import RunRecord, is_run_folder, read_run
 
 _LEVELS = 4  # of folders in folders that are looked at
 HEADER = ("run", "state", "step", "loss", "eval loss", "began", "folder")
+LEFT_OUT_FIRST = ("began", "folder", "eval loss")
+"""What a narrow terminal can do without, in this order."""
 
 
 def find_runs(folder: Path) -> list[RunRecord]:
@@ -42,16 +43,15 @@ def _folders(folder: Path, levels: int) -> Iterator[Path]:
 
 def row_of(record: RunRecord) -> tuple[str, ...]:
     """The cells of a run, as `HEADER` names them."""
-    means = [each for each in record.curves.means("loss") if not math.isnan(each)]
-    evaluations = [each.loss for each in record.evaluations]
+    found = run_values(record)
     began = record.began.timestamp() if record.began else record.updated
     return (
-        record.name, record.state, f"{record.step}/{record.last_step}", f"{means[-1]:.4f}" if means else ABSENT,
-        f"{evaluations[-1]:.4f}" if evaluations else ABSENT,
-        time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ABSENT, str(record.folder),
+        record.name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]),
+        loss_text(found["eval_loss"]), time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ABSENT,
+        str(record.folder),
     )  # fmt: skip
 
 
 def run_dict(record: RunRecord) -> dict[str, Any]:
-    """A run for machines."""
-    return dict(zip(HEADER, row_of(record), strict=True)) | {"outcome": record.outcome}
+    """A run for programs."""
+    return {"run": record.name, **run_values(record)}

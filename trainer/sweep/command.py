@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trainer.cli.flags import Arguments
 from trainer.errors import UserError
-from trainer.plan.render import print_sections
+from trainer.plan.render import print_fitting
 from trainer.report.compare import compare, figures, sections
 from trainer.report.compare_page import draw, write_page
 from trainer.report.record import is_run_folder
@@ -32,7 +32,7 @@ def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:
     if len(folders) > 1:
         comparison = compare(folders)
         header, rows = figures(comparison)
-        print_sections([("runs", [header, *rows]), sections(comparison)[1]])
+        print_fitting([("runs", [header, *rows]), sections(comparison)[1]])
         draw(comparison, root / "compare.png")
         write_page(comparison, root / "compare.html")
         tell(f"{root / 'compare.html'}\n{root / 'compare.png'}")
