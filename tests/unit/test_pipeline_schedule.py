@@ -155,6 +155,9 @@ def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.Captur
     assert picture.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UserError, match="names a PNG file"):
         dispatch([*flags, "--schedule", "schedule.svg"])
+    more = ["--parallel_config.micro_batch_num", "64"]
+    assert dispatch([*flags, *more, "--schedule", str(picture)]) == 0
+    assert capsys.readouterr().out.startswith("2 stages, 16 micro-batches where a step has 64: F3 forward")
 
 
 def test_a_stage_has_its_part_of_the_memory_and_of_the_data() -> None:

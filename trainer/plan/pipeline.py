@@ -139,10 +139,14 @@ def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> s
     stages, micro_batches, chunks = len(plan.stages), plan.micro_batches, plan.chunks
     drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
     schedule, costs = one_forward_one_backward(stages, drawn, chunks), chunk_costs(config)
-    part = f"the first {drawn} of {micro_batches}" if drawn < micro_batches else f"{drawn}"
-    title = f"{stages} stages, {part} micro-batches" + (f", {chunks} chunks a stage" if chunks > 1 else "")
+    shortened = drawn < micro_batches
+    title = f"{stages} stages, {drawn} micro-batches" + (f" where a step has {micro_batches}" if shortened else "")
+    title += f", {chunks} chunks a stage" if chunks > 1 else ""
+    timeline = simulate(schedule, lambda s, c: costs[s][c])
+    waits = f"; stages wait {timeline.bubble_share:.0%} of the time"
+    waits += f", with {micro_batches} micro-batches {plan.bubble_share:.0%}" if shortened else ""
     try:
-        _draw_picture(schedule, simulate(schedule, lambda s, c: costs[s][c]), title, picture)
+        _draw_picture(schedule, timeline, title + waits, picture)
     except OSError as error:
         raise mistake(f"cannot be written: {error.strerror or error}", "name another file") from None
     key = "F3 forward, B3 backward pass of micro-batch 3 (from 0); a backward pass takes two slots"
@@ -194,5 +198,5 @@ def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: P
     axis.set_xticks([])
     axis.set_xlabel("estimated time; numbers are micro-batches, blue forward, green backward passes"
                     + (", darker: later chunks" if schedule.chunks > 1 else ""))  # fmt: skip
-    axis.set_title(f"{title}; stages wait {timeline.bubble_share:.0%} of the time", fontsize=10)
+    axis.set_title(title, fontsize=10)
     figure.savefig(picture, format="png", dpi=110)
