@@ -36,7 +36,7 @@ def test_a_failing_run_is_named_and_the_others_go_on(home: Path, capsys: pytest.
     printed, folder = capsys.readouterr().out, home / "failing" / "runs"
     assert "learning_rate=1e30: failed: step 2" in printed and "learning_rate=1e-3: finished in " in printed
     assert len(step_records(folder / "learning_rate=1e-3")) == 3
-    assert "<svg" in (folder / "compare.html").read_text() and (folder / "compare.png").exists()
+    assert "learning_rate=1e30" in (folder / "compare.html").read_text() and (folder / "compare.png").exists()
     mistake = "learning_rate=1e-3: .*its folder has a run with another (.|\n)*seed"
     with pytest.raises(UserError, match=mistake):
         sweep(home, "failing", *grid, "--seed", "9")
@@ -64,6 +64,7 @@ def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_sweep_goes_on(home: Path
     thread.join()
     printed = capsys.readouterr().out
     assert printed.count("stopped, and has saved a checkpoint") == 2 and not (folder / "seed=3").exists()
+    assert "seed=3: was not started; the same command goes on with it" in printed
     done = {seed: read_run(folder / f"seed={seed}").checkpoints[-1].step for seed in (1, 2)}
     last = max(done.values()) + 1
     assert sweep(home, "stopped", *long, "--stop_step", str(last)) == 0
@@ -71,6 +72,14 @@ def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_sweep_goes_on(home: Path
     assert "seed=1: goes on" in printed and "seed=3: begins" in printed
     for seed in (1, 2, 3):
         assert [record["step"] for record in step_records(folder / f"seed={seed}")] == list(range(1, last + 1))
+
+
+def test_the_folder_of_a_run_is_no_folder_of_a_sweep(home: Path):
+    (home / "taken" / "runs").mkdir(parents=True)
+    (home / "taken" / "runs" / "metrics.jsonl").write_text("")
+    with pytest.raises(UserError, match="holds a run(.|\n)*give the sweep a folder of its own"):
+        sweep(home, "taken", "--grid", "seed=1,2")
+    assert os.listdir(home / "taken" / "runs") == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize(

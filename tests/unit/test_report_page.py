@@ -167,7 +167,8 @@ def test_a_browser_draws_it(browser: Browser, tmp_path: Path) -> None:
     for title in ("loss (nats a token)", "learning rate", "gradient norm", "tokens/s", "aux loss", "predictions",
                   "where the time went", "drop rate of each layer", "the run"):  # fmt: skip
         assert title in titles, title
-    text = browser.run("return document.body.textContent")
+    text = browser.run("return document.querySelector('main').textContent")
+    assert "954 MiB" in text and "500 MiB" in text and not re.search(r"\d [kMG]B", text)
     for part in ("clipped at 1", "1 step skipped", "resumed", "pause: evaluation", "pause: checkpoint", "best 2.0333"):
         assert part in text, part
     # A line of 120 steps has 119 pieces, but for the step without a loss.

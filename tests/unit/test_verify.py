@@ -68,7 +68,7 @@ def test_whole_and_damaged_checkpoints_and_the_newest_to_use(tmp_path: Path, cap
     (folder / "best").symlink_to(paths[1].name)
     code, printed = command(capsys, tmp_path / "output")
     assert code == 0 and printed.count("whole  ") == 3 and printed.endswith("3 checked, none damaged\n")
-    assert f"{paths[0]}: step 3, 5 files, 0.0 MB" in printed
+    assert f"{paths[0]}: step 3, 5 files, 1 KiB" in printed
     (paths[2] / "config.json").write_text(json.dumps({"a": 2}, indent=1))  # a file for other programs
     (folder / "step-00000009").mkdir()
     code, printed = command(capsys, folder)

@@ -20,6 +20,7 @@ from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
 from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.monitors import wording
 from trainer.monitors.files import make_folder, write_failure
 from trainer.storage.marker import MARKER
 
@@ -45,7 +46,7 @@ class Exported:
     notices: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {self.file_bytes / 1e6:,.1f} MB"
+        size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {wording.size(self.file_bytes)}"
         notes = "".join(f"note: {notice}\n" for notice in self.notices)
         others = [name for name in self.files if name != self.path.name]
         beside = f"\nbeside it: {', '.join(others)}" if others and self.path.suffix == _SUFFIX else ""

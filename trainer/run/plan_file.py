@@ -227,10 +227,10 @@ def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str
     gib, most = 1 << 30, float(limit.removesuffix("GB"))
     fixed, total = fixed_bytes(memory_bytes) / gib, memory_bytes["total"] / gib
     if fixed > most:
-        rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GB"
+        rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GiB"
         fix = "use more ranks: model_parallel and pipeline_stage divide them; enable_parallel_optimizer shares them"
         raise problem(config, _LIMIT, rule, fix).error
     if total > most:
-        text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GB, activations (estimated) included"
+        text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB, activations (estimated) included"
         return [Notice(text, "parallel")]
     return []

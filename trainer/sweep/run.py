@@ -63,13 +63,18 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
     All that can be known before the first one starts is checked.
 
     Raises:
-        UserError: The grid or the settings of any run are wrong, two runs are the same, or a folder has another run.
+        UserError: The grid or the settings of any run are wrong, two runs are the same, a folder has another run, or
+            the folder of all of them is that of a run.
     """
     found = points(grids, [override.key for override in arguments.overrides])
     base = load_config(arguments.config, arguments.overrides)
     shared = [override for override in arguments.overrides if override.key != "output_dir"]
     own = [flag for override in shared for flag in _as_flag(override, base)]
     root = Path(base.output_dir).expanduser()
+    if is_run_folder(root):
+        fix = "give the sweep a folder of its own with --output_dir"
+        rule = "holds a run, and the runs of a sweep would be mixed with its files"
+        raise UserError(rule, where=base.source.where("output_dir"), key="output_dir", value=base.output_dir, fix=fix)
     runs: list[SweepRun] = []
     mistakes: list[str] = []
     configs: dict[str, Config] = {}
@@ -195,6 +200,8 @@ def execute(runs: Sequence[SweepRun], jobs: int, tell: Tell) -> int:
             kill_group(run.process.pid)
         stop.close()
     if stop.number:
+        for run in waiting:
+            tell(f"{run.name}: was not started; the same command goes on with it")
         return EXIT_SIGINT if stop.number == signal.SIGINT else EXIT_SIGTERM
     return EXIT_RUN_FAILED if any(run.code for run in runs) else EXIT_OK
 

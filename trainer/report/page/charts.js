@@ -82,9 +82,10 @@ function duration(seconds) {
 }
 
 function bytes(value) {
+  // As the terminal writes them.
   if (value === null || value === undefined) return "–";
-  const power = Math.min(4, Math.max(0, Math.floor(Math.log(Math.max(value, 1)) / Math.log(1000))));
-  return trimmed(value / 1000 ** power, 3) + " " + ["B", "kB", "MB", "GB", "TB"][power];
+  if (value < 2 ** 20) return Math.round(value / 2 ** 10) + " KiB";
+  return value < 2 ** 30 ? Math.round(value / 2 ** 20) + " MiB" : (value / 2 ** 30).toFixed(2) + " GiB";
 }
 
 function ticks(low, high, most) {
@@ -186,6 +187,7 @@ function lossControls(choices, draw) {
 
 // A chart over steps. `spec`:
 //   title, wide, height, format (of hover), axis (of ticks), log, zero (begin at 0), domain [first, last step]
+//   unit   of the ticks: they are round multiples of it
 //   lines  [{label, color, x, y, low, high, band (draw it), width, dash, dots, best (index), inTip}]
 //   rules  [{y, label, color}]     lines across          stems [{x, color, label, value, size 0..1}]  at the bottom
 //   flags  [{x, color, label, value}]  full height       keys  [{kind, color, label}]
@@ -258,7 +260,8 @@ function scales(spec, width, height) {
   const [low, high] = range(spec);
   const stems = (spec.stems || []).length ? 20 : 0;
   const top = 8, bottom = height - 20 - stems;
-  const marks = spec.log ? logTicks(low, high) : ticks(low, high, Math.max(2, Math.floor((bottom - top) / 38)));
+  const unit = spec.unit || 1, most = Math.max(2, Math.floor((bottom - top) / 38));
+  const marks = spec.log ? logTicks(low, high) : ticks(low / unit, high / unit, most).map((value) => value * unit);
   const longest = Math.max(...marks.map((value) => (spec.axis || compact)(value).length), 2);
   const left = 10 + longest * 6.4, right = width - 12;
   const [first, last] = spec.domain;

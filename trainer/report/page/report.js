@@ -157,7 +157,7 @@ const SMALL = {
   lr: { title: "learning rate", zero: true, axis: (value) => value === 0 ? "0" : value.toExponential(1).replace(".0e", "e") },
   global_norm: { title: "gradient norm", zero: true },
   tokens_per_second: { title: "tokens/s", zero: true },
-  peak_rss_bytes: { title: "memory", zero: true, axis: bytes, format: bytes },
+  peak_rss_bytes: { title: "memory", zero: true, format: bytes },
 };
 
 function smallCharts(data) {
@@ -168,7 +168,7 @@ function smallCharts(data) {
       keys: [], flags: [], ...known };
     if (name === "global_norm") normExtras(spec, data);
     if (name === "tokens_per_second") rateExtras(spec, data);
-    if (name === "peak_rss_bytes") spec.title = "memory (highest resident of the process)";
+    if (name === "peak_rss_bytes") memoryExtras(spec, data);
     spec.flags.push(...marks(data));
     made.push(spec);
   }
@@ -185,6 +185,13 @@ function normExtras(spec, data) {
   if (data.skipped_count) {
     spec.keys.push({ kind: "tick", color: color("bad"), label: data.skipped_count === 1 ? "1 step skipped" : `${count(data.skipped_count)} steps skipped` });
   }
+}
+
+function memoryExtras(spec, data) {
+  spec.title = "memory (highest resident of the process)";
+  const [unit, name] = data.peak_bytes < 2 ** 30 ? [2 ** 20, " MiB"] : [2 ** 30, " GiB"];
+  spec.unit = unit;
+  spec.axis = (value) => value === 0 ? "0" : trimmed(value / unit, 3) + name;
 }
 
 function rateExtras(spec, data) {
