@@ -15,6 +15,7 @@ from trainer.cli.main import dispatch
 from trainer.config import dump_config
 from trainer.errors import UserError
 from trainer.report.compare import Difference, compare, first_difference, tokens_to_loss
+from trainer.report.page import report_data
 from trainer.report.record import read_run
 
 
@@ -104,7 +105,7 @@ def test_programs_get_numbers_that_are_not_rounded(tmp_path, capsys):
     assert found["runs"][0] == {
         "run": "left", "state": "unknown", "outcome": "", "step": 3, "last_step": 3, "loss": loss, "eval_loss": loss,
         "best_eval_loss": loss, "best_eval_step": 2, "tokens": 300, "tokens_per_second": 50.0,
-        "peak_rss_bytes": 3 << 20, "began": None, "folder": str(left), "tokens_to_loss": 200,
+        "peak_rss_bytes": 3 << 20, "began": None, "folder": str(left), "notes": [], "tokens_to_loss": 200,
     }  # fmt: skip
     assert dispatch(["runs", str(tmp_path), "--json"]) == 0
     listed = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
@@ -233,3 +234,30 @@ def test_the_answer_is_the_same_where_nobody_reads_the_tables(tmp_path, monkeypa
     monkeypatch.setattr("trainer.plan.render.print_sections", gone)
     assert dispatch(["compare", *runs, "--exact"]) == 0
     assert dispatch(["compare", *runs, other, "--exact"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "parts"),
+    [
+        ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n{}\n{"step": 3, "loss": 1e999, "tokens": 1e999}\n',
+         [":2: the line is no record of a step, and 1 more line is not; left out"]),
+        ("config.yaml", "seed: 1\noptimizer: [\n", [":3: not valid YAML", "shown without its settings"]),
+        ("config.yaml", "seed: x\n", [":1: seed = 'x': must be an integer; its settings are shown as they are"]),
+        ("config.yaml", "seed: x\nepoch: 3\n", [":1: seed = 'x'"]),
+        ("config.yaml", "\0\xff", ["config.yaml:1: ", "shown without its settings"]),
+        ("run.json", '{"starts": [{"began": 3}]}', ["run.json", "shown without its starts"]),
+        ("run.json", "{", ["run.json is not valid JSON", "shown without its starts"]),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_one_note_and_the_rest_is_shown(tmp_path, capsys, name, content, parts):
+    runs = [write_run(tmp_path / "left"), write_run(tmp_path / "right")]
+    (runs[0] / name).write_text(content, encoding="latin-1")
+    assert dispatch(["runs", str(tmp_path)]) == 0
+    found = capsys.readouterr()
+    assert found.out.count("unknown") == 2 and len(found.err.splitlines()) == 1
+    for part in (f"note: {runs[0] / name}", *parts):
+        assert part in found.err
+    assert dispatch(["compare", *map(str, runs), "--output", str(tmp_path / "out"), "--json"]) == 0
+    found = capsys.readouterr()
+    assert json.loads(found.out)["runs"][0]["notes"] == [found.err.removeprefix("note: ").strip()]
+    assert report_data(read_run(runs[0]))["notes"] == json.loads(found.out)["runs"][0]["notes"]

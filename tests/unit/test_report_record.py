@@ -190,7 +190,7 @@ def test_the_state_of_a_run_that_failed_or_was_killed(tmp_path: Path) -> None:
 
 def test_a_process_with_the_number_of_a_run_that_is_gone_is_another_one(tmp_path: Path) -> None:
     begin(tmp_path)
-    (start,) = read_starts(tmp_path)
+    ((start,), _) = read_starts(tmp_path)
     assert start.is_alive and process_start(os.getpid()) == start.process_start > 0
     assert not start.model_copy(update={"process_start": start.process_start + 1}).is_alive
     assert start.model_copy(update={"host": "elsewhere"}).is_alive is None
@@ -220,7 +220,7 @@ def test_a_damaged_run_file_is_as_none(tmp_path: Path, content: str) -> None:
 def test_a_date_that_is_none(tmp_path: Path) -> None:
     begin(tmp_path)
     text = (tmp_path / "run.json").read_text()
-    (tmp_path / "run.json").write_text(text.replace(read_starts(tmp_path)[0].began, "yesterday"))
+    (tmp_path / "run.json").write_text(text.replace(read_starts(tmp_path)[0][0].began, "yesterday"))
     assert read_run(tmp_path).began is None
 
 
@@ -291,4 +291,4 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 def test_start_is_what_is_written(tmp_path: Path) -> None:
     begin(tmp_path)
     (written,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert Start(**written) == read_starts(tmp_path)[0] and written["command"] == sys.argv
+    assert Start(**written) == read_starts(tmp_path)[0][0] and written["command"] == sys.argv

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
+
+if TYPE_CHECKING:
+    from trainer.report.record import RunRecord
 
 reports = typer.Typer()
 
@@ -40,6 +44,7 @@ def _compare(
         if not record.step and not record.evaluations:
             fix = "name runs that have done a step"
             raise UserError("metrics.jsonl has no step", where="argument RUN", value=str(folder), fix=fix)
+    _tell_notes(comparison.records)
     with contextlib.suppress(BrokenPipeError):  # whoever reads may go away: the exit code is the answer
         if json_:
             print(json.dumps(as_dict(comparison, loss), indent=1))
@@ -68,6 +73,7 @@ def _runs(
     from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, row_of, run_dict
 
     found = find_runs(user_path(folder, "argument DIR"))
+    _tell_notes(found)
     if json_:
         print(json.dumps([run_dict(record) for record in found], indent=1))
     elif found:
@@ -79,3 +85,9 @@ def _runs(
     else:
         print(f"no run below {folder}")
     return EXIT_OK
+
+
+def _tell_notes(records: Sequence[RunRecord]) -> None:
+    """What is damaged in the files of the runs; beside the tables, which programs may read."""
+    for note in (note for record in records for note in record.notes):
+        print(f"note: {note}", file=sys.stderr)

@@ -153,6 +153,7 @@ def run_values(record: RunRecord) -> dict[str, Any]:
         "peak_rss_bytes": int(max(memory.highs)) if memory is not None and memory.has_values else None,
         "began": record.began.isoformat() if record.began else None,
         "folder": str(record.folder),
+        "notes": list(record.notes),
     }
 
 

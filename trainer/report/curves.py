@@ -143,9 +143,10 @@ def _numbers(record: dict[str, object]) -> Iterator[tuple[str, float]]:
 
 def _number(value: object, otherwise: float) -> float:
     try:
-        return float(value) if isinstance(value, (int, float)) else otherwise
+        number = float(value) if isinstance(value, (int, float)) else otherwise
     except OverflowError:  # an integer of hundreds of digits
         return otherwise
+    return number if math.isfinite(number) else otherwise
 
 
 class Evaluation(NamedTuple):
@@ -175,6 +176,7 @@ class Metrics:
     """The content of metrics.jsonl.
 
     Attributes:
+        damaged: Numbers of the lines that are no records; they are left out.
         first_step: The first one in the file; None without any.
         last_loss: Of the last step whose loss is finite; None without any.
         data_wait_seconds: Of all steps; part of their time.
@@ -186,6 +188,7 @@ class Metrics:
     skipped: list[Skipped] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
     restarts: list[dict[str, object]] = field(default_factory=list)
+    damaged: list[int] = field(default_factory=list)
     first_step: int | None = None
     last_loss: float | None = None
     data_wait_seconds: float = 0.0
@@ -238,7 +241,7 @@ class MetricsReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = Metrics()
-        self._inode, self._read_bytes = 0, 0
+        self._inode, self._read_bytes, self._read_lines = 0, 0, 0
 
     def read(self) -> Metrics:
         """What the file holds now; nothing where there is none. An incomplete last line is left for the next time.
@@ -249,20 +252,26 @@ class MetricsReader:
         try:
             status = self.path.stat()
         except FileNotFoundError:
-            self.metrics, self._inode, self._read_bytes = Metrics(), 0, 0
+            self._begin(0)
             return self.metrics
         if status.st_ino != self._inode or status.st_size < self._read_bytes:  # another file, or one that was cut
-            self.metrics, self._inode, self._read_bytes = Metrics(), status.st_ino, 0
+            self._begin(status.st_ino)
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
             for line in file:
                 if not line.endswith(b"\n"):
                     break
                 self._read_bytes += len(line)
+                self._read_lines += 1
                 record = parse_line(line.decode("utf-8", errors="replace"))
                 if record is not None:
                     self.metrics.add(record)
+                elif line.strip():
+                    self.metrics.damaged.append(self._read_lines)
         return self.metrics
+
+    def _begin(self, inode: int) -> None:
+        self.metrics, self._inode, self._read_bytes, self._read_lines = Metrics(), inode, 0, 0
 
 
 def read_metrics(path: Path) -> Metrics:

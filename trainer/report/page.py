@@ -137,6 +137,7 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
         "facts": _facts(record),
         "settings": [[key, _setting_text(value)] for key, value in record.changed().items() if key != "output_dir"],
         "settings_title": "settings that are not the defaults" if config is not None else "settings",
+        "notes": [valid(note) for note in record.notes],
         "version": __version__,
         "written": now.strftime("%Y-%m-%d %H:%M:%S %z"),
         "written_at": now.timestamp(),

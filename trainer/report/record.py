@@ -58,6 +58,7 @@ class RunRecord:
         checkpoints: The complete ones that are still there, by step.
         outcome: How the last start ended, in words; empty while it runs.
         updated: When metrics.jsonl last grew, as a Unix time in seconds; 0 without one.
+        notes: What is damaged in the files, with file and line, and is left out therefore.
     """
 
     folder: Path
@@ -70,6 +71,7 @@ class RunRecord:
     state: State
     outcome: str
     updated: float
+    notes: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -131,7 +133,7 @@ class RunReader:
         self.folder = folder
         self._metrics = MetricsReader(folder / METRICS_FILE)
         self._config_stamp: tuple[int, int] | None = None
-        self._config: tuple[Config | None, dict[str, Any]] = (None, {})
+        self._config: tuple[Config | None, dict[str, Any], str] = (None, {}, "")
 
     def read(self) -> RunRecord:
         """What the folder tells now. `metrics` is the same object every time.
@@ -139,8 +141,10 @@ class RunReader:
         Raises:
             OSError: metrics.jsonl is there and cannot be read.
         """
-        starts, metrics = read_starts(self.folder), self._metrics.read()
-        config, settings = self._read_config()
+        starts, starts_note = read_starts(self.folder)
+        metrics = self._metrics.read()
+        config, settings, config_note = self._read_config()
+        notes = config_note, starts_note, _metrics_note(self.folder / METRICS_FILE, metrics)
         updated = _modified(self.folder / METRICS_FILE)
         state, outcome = _state(starts, updated)
         return RunRecord(
@@ -154,14 +158,15 @@ class RunReader:
             state=state,
             outcome=outcome,
             updated=updated,
+            notes=tuple(filter(None, notes)),
         )
 
-    def _read_config(self) -> tuple[Config | None, dict[str, Any]]:
+    def _read_config(self) -> tuple[Config | None, dict[str, Any], str]:
         path = self.folder / CONFIG_FILE
         try:
             status = path.stat()
         except OSError:
-            return None, {}
+            return None, {}, ""
         if (status.st_mtime_ns, status.st_ino) != self._config_stamp:
             self._config_stamp = status.st_mtime_ns, status.st_ino
             self._config = _read_config(path)
@@ -178,13 +183,24 @@ def is_run_folder(folder: Path) -> bool:
     return (folder / METRICS_FILE).is_file() or (folder / RUN_FILE).is_file()
 
 
-def _read_config(path: Path) -> tuple[Config | None, dict[str, Any]]:
+def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
+    """The configuration, the same as it is written, and what is wrong with it."""
     settings: dict[str, Any] = {}
     try:
         settings = dict(flat(plain(parse_document(str(path), read_text(str(path)))[0])))
-        return load_config(str(path)), settings
-    except UserError:  # of another version, or for a model folder that is gone: a report does without it
-        return None, settings
+        return load_config(str(path)), settings, ""
+    except UserError as error:  # damaged, of another version, or for a model folder that is gone
+        told = next((line for line in str(error).splitlines() if str(path) in line), f"{path}: {error.rule}")
+        without = "its settings are shown as they are written" if settings else "the run is shown without its settings"
+        return None, settings, f"{told.strip().rstrip('.')}; {without}"
+
+
+def _metrics_note(path: Path, metrics: Metrics) -> str:
+    if not metrics.damaged:
+        return ""
+    more = len(metrics.damaged) - 1
+    others = f", and {more} more {'lines are' if more > 1 else 'line is'} not" if more else ""
+    return f"{path}:{metrics.damaged[0]}: the line is no record of a step{others}; left out"
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -75,13 +75,16 @@ class RunFile(OpenDocument):
     starts: list[Start]
 
 
-def read_starts(folder: Path) -> tuple[Start, ...]:
-    """The starts of the training in an output folder, in order; none where an earlier version wrote it, or the file is
-    damaged: a report does without it."""
+def read_starts(folder: Path) -> tuple[tuple[Start, ...], str]:
+    """The starts of the training in an output folder, in order, and what is wrong with the file. There are none where
+    an earlier version wrote the folder, or the file is damaged: a report does without it."""
+    path = folder / RUN_FILE
     try:
-        return tuple(parse_json(read_bytes(folder / RUN_FILE), RunFile, RUN_FILE).starts)
-    except (OSError, JsonError):
-        return ()
+        return tuple(parse_json(read_bytes(path), RunFile, str(path)).starts), ""
+    except JsonError as error:
+        return (), f"{error}; the run is shown without its starts"
+    except OSError:
+        return (), ""
 
 
 class StartMonitor(Monitor):
@@ -93,7 +96,7 @@ class StartMonitor(Monitor):
         self._step = 0
 
     def on_start(self, info: RunInfo) -> None:
-        earlier = read_starts(self._folder) if info.start_step > 0 else ()
+        earlier = read_starts(self._folder)[0] if info.start_step > 0 else ()
         self._step = info.start_step
         self._starts = [*earlier, _new_start(info, self._device, self._ranks)]
         self._write()

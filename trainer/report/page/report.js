@@ -54,7 +54,8 @@ function heading(data) {
   else if (state === "running" && data.left_seconds !== null) parts.push("about " + duration(data.left_seconds) + " left");
   else if (data.outcome && data.outcome !== data.state) parts.push(data.outcome);
   const bar = element("div", { class: "progress", title: percent(done) }, element("div", { style: { width: 100 * done + "%" } }));
-  return [header, element("p", { class: "outcome soft " + data.state }, parts.filter(Boolean).join(" · ")), bar];
+  const notes = data.notes.map((each) => element("p", { class: "outcome soft" }, "note: " + each));
+  return [header, element("p", { class: "outcome soft " + data.state }, parts.filter(Boolean).join(" · ")), ...notes, bar];
 }
 
 function tiles(data) {
