@@ -69,7 +69,7 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         (
             "parallel_config: {pipeline_stage: 2, model_parallel: 3}\n",
             ["a.yaml:16: parallel_config.model_parallel = 3: pipeline_stage 2 x model_parallel 3 are for 6 ranks, and",
-             "launch --nproc 6`; an unset data_parallel takes"],
+             "set it to 1, 2 or 4, or start it with `run_trainer.py launch --nproc 6`; an unset data_parallel takes"],
         ),
         (
             "parallel_config: {model_parallel: 8}\n",

@@ -212,13 +212,14 @@ def degree_mismatch(
     return None
 
 
-def indivisible_degree(degrees: Degrees, ranks: int) -> str:
-    """Of the degrees beside data_parallel the first that does not divide the ranks which those before it leave."""
+def indivisible_degree(degrees: Degrees, ranks: int) -> tuple[str, int]:
+    """Of the degrees beside data_parallel the first that does not divide the ranks which those before it leave, and so
+    many these are."""
     for name in ("pipeline_stage", "model_parallel", "context_parallel"):
         if ranks % getattr(degrees, name):
-            return name
+            return name, ranks
         ranks //= getattr(degrees, name)
-    return "data_parallel"
+    return "data_parallel", ranks
 
 
 def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> list[Degrees]:

@@ -12,6 +12,11 @@ from trainer.config.stages import stage_layers, stage_problems
 _MODEL = "model.model_config"
 
 
+def set_to_divisor(number: int) -> str:
+    """The fix for a degree that must divide `number`."""
+    return f"set it to {_any_of([each for each in range(1, number + 1) if number % each == 0])}"
+
+
 def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Problem]:
     """model_parallel must divide heads and columns.
 
@@ -29,7 +34,7 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
     uneven = [f"{count:,} {what}" for what, count in parts.items() if count % degree]
     if uneven:
         rule = f"must divide what it cuts: {', '.join(uneven)}"
-        yield problem(config, "parallel_config.model_parallel", rule, _set_to(math.gcd(*parts.values())))
+        yield problem(config, "parallel_config.model_parallel", rule, set_to_divisor(math.gcd(*parts.values())))
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if section.use_seq_parallel and tokens % degree:
         of_rank = " that a rank has" if section.context_parallel > 1 else ""
@@ -67,7 +72,7 @@ def context_problems(config: Config) -> Iterator[Problem]:
         rule = f"seq_length {settings.seq_length} is not divisible by {shown}"
         near = max(1, round(settings.seq_length / parts)) * parts
         fits = settings.seq_length * ranks / parts
-        fix = f"{_set_to(int(fits))}, or" if fits.is_integer() else "change it, or set"
+        fix = f"{set_to_divisor(int(fits))}, or" if fits.is_integer() else "change it, or set"
         yield problem(config, key, rule, f"{fix} seq_length to {near}")
     if ulysses not in fitting:
         fix = f"change it, or write hybrid_cp and ulysses_degree_in_cp {_any_of(fitting)}"
@@ -85,7 +90,7 @@ def expert_problems(config: Config) -> Iterator[Problem]:
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if number % section.expert_parallel:
         rule = f"the ranks of a group share the {number} experts of a layer equally"
-        yield problem(config, key, rule, _set_to(number))
+        yield problem(config, key, rule, set_to_divisor(number))
     if tokens % section.model_parallel:
         of_rank = " that a rank has" if section.context_parallel > 1 else ""
         rule = f"its ranks share the {tokens} tokens of a micro-batch{of_rank} for the experts, which it must divide"
@@ -124,11 +129,6 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
     if any(layer - layer % group not in layers for layers in stage_layers(config) for layer in layers):
         rule = f"the {group} layers that have one attention must be in one stage of the pipeline"
         yield problem(config, f"{_MODEL}.layers_group", rule, "set it to 1, or change num_layers or offset")
-
-
-def _set_to(number: int) -> str:
-    """The fix for a degree that must divide `number`."""
-    return f"set it to {_any_of([each for each in range(1, number + 1) if number % each == 0])}"
 
 
 def _any_of(numbers: Sequence[int]) -> str:

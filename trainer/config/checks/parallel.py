@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.checks.degrees import context_problems, expert_problems, pipeline_problems, tensor_problems
+from trainer.config.checks.degrees import (
+    context_problems,
+    expert_problems,
+    pipeline_problems,
+    set_to_divisor,
+    tensor_problems,
+)
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
@@ -155,13 +161,14 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
     mismatch = degree_mismatch(degrees, world.size, may_change=("data_parallel",))
     if mismatch is None:
         return []
-    key = mismatch.key
-    if key == "data_parallel" and config.parallel_config.data_parallel is None:  # it is the others that do not fit
-        key = indivisible_degree(degrees, world.size)
     # The ways out that a user of the command has: other degrees, another number of ranks, or no job at all.
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
     alone, left_out = "to run alone, add --use_parallel False", "an unset data_parallel takes the ranks that are left"
     fix = f"{fix}; {alone if world.size == 1 else left_out}"
+    key = mismatch.key
+    if key != "expert_parallel" and config.parallel_config.data_parallel is None:  # the others do not fit
+        key, ranks = indivisible_degree(degrees, world.size)
+        fix = f"{set_to_divisor(ranks)}, or {fix}" if ranks > 1 else fix
     if config.run_mode == "chat":
         fix = "a chat runs on one rank: add --use_parallel False"
     return [problem(config, f"parallel_config.{key}", mismatch.rule, fix)]
