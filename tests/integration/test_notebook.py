@@ -52,7 +52,7 @@ def test_a_run_tells_what_it_did(run) -> None:
 
 def test_a_run_is_drawn_and_shown_as_a_picture(run) -> None:
     figure = run.plot()
-    assert figure.axes[0].get_ylabel().startswith("loss")
+    assert figure.axes[0].get_title(loc="left").startswith("loss")
     assert figure._repr_png_().startswith(b"\x89PNG")
 
 
@@ -90,6 +90,13 @@ def test_a_mistake_is_an_exception_with_the_text_of_the_command_line(home: Path,
         (lambda: train(run.record.config, seed=3), "flag --seed: a configuration that is loaded takes no flags"),
         (lambda: load(home), f"folder = '{home}': is no folder of a run"),
         (lambda: run.generate(""), "predict_data = ''"),
+        (lambda: train(None), "train: config = None: must be a YAML file, its content as a mapping"),
+        (lambda: train(5), "config = 5: must be a YAML file"),
+        (lambda: load(None), "load: folder = None: is no folder of a run.\n  Fix: give the output_dir of a training"),
+        (lambda: run.generate(5), "generate: prompts = 5: must be a text, or a list of texts.\n  Fix: write run."),
+        (lambda: run.generate(["a", 5]), "must be a text, or a list of texts"),
+        (lambda: run.generate([]), "prompts = []: must be a text"),
+        (lambda: run.generate(b"a"), "must be a text"),
     ):
         with pytest.raises(UserError) as error:
             call()

@@ -203,7 +203,7 @@ def test_what_belongs_to_the_caller_stays_in_order():
         (["--confg", "a"], ["unknown flag", "--config"]),
         (["--num_layers", "3"], ["unknown flag", "--model.model_config.num_layers"]),
         (["--warmup_steps", "3"], ["unknown flag", "name its section: --lr_schedule.warmup_steps."]),
-        (["--save_checkpoint_steps", "3"], ["unknown flag", "--callbacks.0.save_checkpoint_steps"]),
+        (["--save_checkpoint_steps", "3"], ["callbacks.N.save_checkpoint_steps", "the place of CheckpointMonitor in"]),
         (["--use_gating_sigmoid"], ["unknown flag", "--model.model_config.moe_config.use_gating_sigmoid"]),
         (["--zzzz"], ["unknown flag", "run_trainer.py --help"]),
         (["--no-zzzz"], ["unknown flag"]),

@@ -257,8 +257,8 @@ def _negated(flag: Flag, given: str | None) -> list[Override]:
 
 def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
     """A key of the configuration as a flag; reading the file reports unknown keys that have a dot."""
-    from trainer.config import Override, is_boolean, is_top_level, sections_with
-    from trainer.config.checks.problem import nearest, one_of
+    from trainer.config import Override, in_sections, is_boolean, is_top_level, sections_with
+    from trainer.config.checks.problem import nearest
 
     shown = f"--{name}"
     key = name[3:] if name.startswith("no-") else name
@@ -269,7 +269,7 @@ def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
         fix = f"you probably mean --{guess}" if guess else "run_trainer.py --help lists the flags"
         homes = sections_with(key)
         if homes and guess.lower() != name.lower():
-            fix = f"name its section: {one_of([f'--{home}.{key}' for home in homes])}"
+            fix = f"name its section: {in_sections(key, homes, prefix='--')}"
         raise UserError("unknown flag", where=f"flag {shown}", fix=fix)
     if name.startswith("no-"):
         if not is_boolean(key):

@@ -48,6 +48,10 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | Config, **flags: 
     from trainer.run.loop import run
     from trainer.run.stop_signals import signals_in_a_thread
 
+    if not isinstance(config, (str, os.PathLike, Mapping, Config)):
+        rule = "must be a YAML file, its content as a mapping, or what load_config gave"
+        fix = 'write train("configs/quickstart.yaml")'
+        raise UserError(rule, where="train", key="config", value=config, fix=fix)
     loaded = _configuration(config, flags)
     if not loaded.trains:
         fix = "set run_mode to train or finetune; load(FOLDER).generate(TEXT) predicts"
@@ -65,10 +69,10 @@ def load(folder: str | os.PathLike[str]) -> Run:
     Raises:
         UserError: No training has begun there.
     """
-    path = Path(folder).expanduser()
-    if not is_run_folder(path):
-        fix = "give the output_dir of a training"
-        raise UserError("is no folder of a run", where="load", key="folder", value=str(folder), fix=fix)
+    path = Path(folder).expanduser() if isinstance(folder, (str, os.PathLike)) else None
+    if path is None or not is_run_folder(path):
+        fix = 'give the output_dir of a training: load("output/quickstart")'
+        raise UserError("is no folder of a run", where="load", key="folder", value=_shown(folder), fix=fix)
     return Run(path)
 
 
@@ -152,12 +156,15 @@ class Run:
                 `load_checkpoint`.
 
         Raises:
-            UserError: There is no checkpoint, or a prompt is empty or too long.
+            UserError: There is no checkpoint, or a prompt is no text, empty or too long.
             KeyboardInterrupt: The kernel was interrupted.
         """
         from trainer.run.predict import continue_texts
 
-        texts = [prompts] if isinstance(prompts, str) else list(prompts)
+        texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Sequence) else []
+        if not texts or not all(isinstance(text, str) for text in texts):
+            rule, fix = "must be a text, or a list of texts", 'write run.generate("Once upon")'
+            raise UserError(rule, where="generate", key="prompts", value=prompts, fix=fix)
         source = {"run_mode": "predict", "load_checkpoint": str(self.folder / "checkpoints"), "resume_training": False}
         given = Override("predict_data", "", "generate", texts=tuple(texts))
         found = continue_texts(_configuration(self.folder / CONFIG_FILE, {**source, **flags}, [given]), texts)
@@ -183,6 +190,10 @@ def _configuration(
     if isinstance(config, Mapping):
         return parse_config("config", json.dumps(config, default=str), overrides)  # JSON is YAML
     return load_config(os.fspath(config), overrides)
+
+
+def _shown(path: object) -> object:
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
 def _words(name: str, value: object) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -105,9 +107,9 @@ def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, f
     guess = "" if is_one_of_many else nearest(name, list(yaml_names(kind)))
     if (same := _ELSEWHERE.get(name)) in yaml_names(kind):
         guess = same
-    homes = [f"{home}.{name}" for home in sections_with(name, schema) if f"{home}." != path]
+    homes = [home for home in sections_with(name, schema) if f"{home}." != re.sub(r"\.\d+\.", ".N.", path)]
     if homes and guess.lower() != name.lower():
-        fix = f"write it in its section: {one_of(homes)}"
+        fix = f"write it in its section: {in_sections(name, homes, schema)}"
     elif path and name in yaml_names(schema):
         fix = f"write {name} at the top level"
     elif guess:
@@ -122,9 +124,10 @@ def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, f
 
 
 def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
-    """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first."""
+    """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first. An
+    item of a list is ``callbacks.N``."""
     homes: dict[str, bool] = {}
-    for path, info in _keys_by_name(schema).get(name, ()):
+    for path, info, _ in _keys_by_name(schema).get(name, ()):
         homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
     acting = [path for path, acts in homes.items() if acts]
     # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
@@ -132,18 +135,27 @@ def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
     return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
 
 
+def in_sections(name: str, homes: Sequence[str], schema: type[Section] = Config, prefix: str = "") -> str:
+    """A key in each of these sections, in words: ``callbacks.N.keep_best``, and which item of the list N is."""
+    text = one_of([f"{prefix}{home}.{name}" for home in homes])
+    sections = [kind for path, _, kind in _keys_by_name(schema)[name] if path in homes and ".N" in path]
+    kinds = [types_of(kind)[0] for kind in sections if "type" in kind.model_fields and kind.support == "supported"]
+    return f"{text}, where N is the place of {one_of(kinds)} in the list, from 0" if kinds else text
+
+
 @cache
-def _keys_by_name(schema: type[Section]) -> dict[str, list[tuple[str, FieldInfo]]]:
-    """For each name of a key below the top level: the sections with such a key, and its declaration there."""
-    found: dict[str, list[tuple[str, FieldInfo]]] = {}
+def _keys_by_name(schema: type[Section]) -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
+    """For each name of a key below the top level: where the sections with such a key are, its declaration there, and
+    the section."""
+    found: dict[str, list[tuple[str, FieldInfo, type[Section]]]] = {}
 
     def walk(kind: type[Section], path: tuple[str, ...]) -> None:
         for main, info in fields_by_yaml_name(kind).items():
             for name in (main, *aliases_of(info)) if path else ():
-                found.setdefault(name, []).append((".".join(path), info))
+                found.setdefault(name, []).append((".".join(path), info, kind))
             shape = shape_of(info)
             for each in shape.kinds:
-                walk(each, (*path, main, *(["0"] if shape.is_list else [])))
+                walk(each, (*path, main, *(["N"] if shape.is_list else [])))
 
     walk(schema, ())
     found.pop("type", None)
