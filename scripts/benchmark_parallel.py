@@ -34,10 +34,7 @@ def _batch(sequences: int) -> tuple[str, ...]:
 
 
 def divisions(sequences: int = 8, micro_batches: int = 8) -> list[Division]:
-    """A step has the same sequences in both jobs: `sequences` a rank, and in a pipeline as many micro-batches of them.
-
-    The head of the model takes as much time as a layer and a third, so the pipeline's first stage has 3 of 4 layers.
-    """
+    """A step of both jobs has as many sequences: `sequences` a rank, in a pipeline so many micro-batches of them."""
     dense, whole, own = "bench_dense.yaml", _batch(RANKS * sequences), _batch(sequences)
     tensor, context = (f"{DEGREE}model_parallel", "2"), (f"{DEGREE}context_parallel", "2")
     stages = (f"{DEGREE}pipeline_stage", "2", f"{DEGREE}micro_batch_num", str(micro_batches))
@@ -46,7 +43,7 @@ def divisions(sequences: int = 8, micro_batches: int = 8) -> list[Division]:
         Division("tensor", dense, (*whole, *tensor), own, 0.7),
         Division("tensor and sequence", dense, (*whole, *tensor, f"{DEGREE}use_seq_parallel", "True"), own, 0.7),
         Division("expert", "bench_moe.yaml", (*own, f"{DEGREE}expert_parallel", "2"), own, 0.8),
-        Division("pipeline", dense, (*own, *stages, "--model.model_config.offset", "[1,-1]"), accumulated, 0.75),
+        Division("pipeline", dense, (*own, *stages), accumulated, 0.75),
         Division("context", dense, (*whole, *context), own, None),
     ]
 

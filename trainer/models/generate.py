@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _ROUND = 32  # on a device the length that attention sees is a multiple of this, so that few shapes occur
 _MOST_PROMPT_TOKENS = 256  # of each sequence in a pass: its scores are [H, Q, S] numbers for each sequence
+_SHARED_WORK = 1 << 23  # multiplications of a layer from which threads share the sequences of a pass
 
 
 @dataclass(frozen=True)
@@ -283,6 +284,7 @@ class HostParts:
                      or ".shared_experts." in weight.name else weight.asnumpy() for weight in one.weights]
             for one in experts
         ]  # fmt: skip
+        self.layer_size = max(map(self._size, range(settings.num_layers)))
         self.embedding, self.final_norm = (
             one if one is None else one.asnumpy() for one in (model.embedding, model.final_norm)
         )  # a stage of a pipeline may lack them
@@ -309,6 +311,13 @@ class HostParts:
                 found[a] = found[b] = None
         return [*found, *(None for _ in names[len(found) :])]
 
+    def _size(self, layer: int) -> int:
+        """The numbers of a layer's matrices that a token is multiplied with."""
+        matrices = [one for one in (*self.of_layers[layer], *(self.of_experts[layer] or ())) if one is not None]
+        of_experts = sum(one[0].size for one in matrices if one.ndim == 3)  # [experts, rows, columns]
+        chosen = self.settings.moe_config.num_experts_chosen if of_experts else 0
+        return chosen * of_experts + sum(one.size for one in matrices if one.ndim == 2)
+
     def new_cache(self, rows: int, tokens: int) -> HostCache:
         dtype = self.kernels.precision.compute.dtype
         heads, dtype = self.block.attention.cache_heads, "float32" if dtype == "bfloat16" else dtype
@@ -333,7 +342,8 @@ class HostParts:
     ) -> np.ndarray:  # fmt: skip
         """As `DeviceParts.run_layers`. Threads share the sequences, and go through all layers without waiting."""
         rows, threads = len(cache.positions_BQ), arrays.host_threads()
-        if self.divided or rows == 1:
+        # With less to compute, threads would wait for each other: only one at a time is in Python.
+        if self.divided or rows == 1 or len(x_ND) * self.layer_size < _SHARED_WORK:
             return _run_layers(self, layers, x_ND, tables, masks, cache)
         out_ND, width = np.empty_like(x_ND), len(x_ND) // rows
 
