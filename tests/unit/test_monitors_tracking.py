@@ -16,6 +16,7 @@ from trainer.monitors.trackers import tracker_monitors
 from trainer.monitors.tracking import Tracker, TrackerMonitor, numbers_of, step_numbers
 from trainer.monitors.training_state import TrainingState
 
+PAUSE = {"step": 9, "sample_seconds": 0.25}
 PACKAGES = ("wandb", "mlflow", "swanlab", "tensorboardX")
 
 
@@ -48,6 +49,9 @@ class Recorder(Tracker):
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.told.append(metrics.loss)
 
+    def wait(self, record: dict[str, float]) -> None:
+        self.told.append(record)
+
     def flush(self) -> None:
         self.told.append("flush")
 
@@ -64,16 +68,17 @@ def tell(monitor: TrackerMonitor, folder: Path, steps: range) -> None:
     for step in steps:
         monitor.on_step(metrics(step))
     monitor.on_eval(EvalMetrics(9, 1, 1.25, 3.5, 10, 0.5))
+    monitor.on_samples(9, [("a", "b")], 0.25)
     monitor.close(None)
 
 
 def test_a_tracker_is_told_of_everything_in_order(tmp_path):
     recorder, notices = Recorder(), []
     tell(TrackerMonitor("it", lambda: recorder, notices.append), tmp_path, range(1, 10))
-    assert recorder.told == ["start", *range(1, 10), 1.25, "failed"] and notices == []
+    assert recorder.told == ["start", *range(1, 10), 1.25, PAUSE, "failed"] and notices == []
     recorder = Recorder()
     tell(TrackerMonitor("it", lambda: recorder, notices.append, every=4), tmp_path, range(1, 10))
-    assert recorder.told == ["start", 1, 4, 8, 9, 1.25, "failed"]
+    assert recorder.told == ["start", 1, 4, 8, 9, 1.25, PAUSE, "failed"]
 
 
 def test_a_tracker_that_fails_is_told_once_and_nothing_else_fails(tmp_path):
@@ -129,6 +134,7 @@ def test_event_files_have_the_tags_of_mindspore_transformers(tmp_path):
     monitor.on_step(metrics(1, extra={"aux_loss": 1.25, "mtp_loss": 3.0}, details={"local_norm": norms}))
     monitor.on_step(metrics(2, global_norm=None, details={"local_norm": norms, "weight_norm": 9.0}))
     monitor.on_eval(EvalMetrics(2, 1, 1.25, 3.5, 10, 0.5))
+    monitor.on_samples(2, [("a", "b")], 0.25)
     monitor.close(None)
     assert notices == []
     (path,) = (tmp_path / "rank_0").iterdir()
@@ -142,7 +148,7 @@ def test_event_files_have_the_tags_of_mindspore_transformers(tmp_path):
         "tokens-per-second": (2, 60.0), "model-flops-throughput-per-npu": (2, 2.0),
         "B-samples-per-day": (2, pytest.approx(4 * 86400 / 1e9)), "data-wait-time": (2, 500.0), "lm-loss": (1, 1.5),
         "load-balancing-loss": (1, 1.25), "mtp-loss": (1, 3.0), "local_norm/layers.0.q": (2, 0.5),
-        "weight_norm": (2, 9.0),
+        "weight_norm": (2, 9.0), "sample-seconds": (2, 0.25),
         "throughput_linearity": (2, 0.5), "eval-loss": (2, 1.25), "eval-perplexity": (2, 3.5), "eval-tokens": (2, 10.0),
         "eval-seconds": (2, 0.5),
     }  # fmt: skip

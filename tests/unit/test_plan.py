@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_helpers import BASE, load
 from safetensors.numpy import save_file
 
 from trainer.config import Override, load_config
 from trainer.config.checks.notices import Notice
 from trainer.errors import UserError
-from trainer.models.shapes import parameter_shapes
+from trainer.models.shapes import all_shapes, parameter_shapes
 from trainer.ops.host_library import OneDnn, find_onednn
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan import plan as plan_module
@@ -255,3 +257,39 @@ def test_memory_without_training_is_that_of_the_weights() -> None:
     config = load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
     parts = memory_estimate(config, trains=False, device="CPU")
     assert parts.keys() == {"MindSpore and Python", "workspaces", "weights", "total"}
+
+
+def test_sampling_text_in_half_precision_takes_copies_of_the_matrices() -> None:
+    half = "model.model_config.compute_dtype=bfloat16"
+
+    def parts(*pairs: str) -> dict[str, int]:
+        return memory_estimate(load(BASE, *pairs), True, "CPU")
+
+    assert "text samples" not in parts(half)
+    single, found = (parts("sample_prompt=hello", *more) for more in ((), (half,)))
+    matrices = sum(math.prod(shape) for name, shape in all_shapes(load(BASE).network).items()
+                   if len(shape) > 1 and name != "model.embed_tokens.weight")  # fmt: skip
+    assert found["text samples"] - single["text samples"] == 4 * matrices
+    assert found["total"] == sum(size for part, size in found.items() if part != "total")
+    assert parts("sample_prompt=[a, hello]")["text samples"] == 2 * single["text samples"]
+
+
+@pytest.mark.parametrize(
+    ("target", "more", "parts"),
+    [
+        ("[layers.0, embed]", "", []),
+        ("[layers.0, wq]", "", ["target 'wq' (a.yaml:", "matches no trained parameter; the nearest names are "]),
+        ("['*']", "", []),
+        ("[layers.7]", "", ["monitor_config.target 'layers.7' ("]),
+        ("[model]", "invert: True,", []),
+        ("['.']", "invert: True,", ["matches every trained parameter, and invert leaves none to record"]),
+        ("[nothing]", "monitor_on: False,", []),
+    ],
+)
+def test_records_of_parameters_that_are_not_there_are_a_note(target: str, more: str, parts: list[str]) -> None:
+    section = f"monitor_on: True, local_norm_format: log, target: {target}, {more}"
+    if "monitor_on: False" in more:
+        section = section.replace("monitor_on: True, ", "")
+    notices = build_plan(load(f"{BASE}\nmonitor_config: {{{section}}}\n")).notices
+    found = [notice for notice in notices if "monitor_config.target" in notice]
+    assert len(found) == bool(parts) and all(part in found[0] for part in parts)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.read.dump import values
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.tracking import eval_numbers, step_numbers
+from trainer.monitors.tracking import eval_numbers, step_numbers, wait_numbers
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -62,6 +62,9 @@ class _Service:
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         self.log(eval_numbers(metrics), metrics.step)
+
+    def wait(self, record: Mapping[str, float]) -> None:
+        self.log(wait_numbers(record), int(record["step"]))
 
     def flush(self) -> None:
         """The packages send by themselves."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.tracking import eval_numbers, numbers_of
+from trainer.monitors.tracking import eval_numbers, numbers_of, wait_numbers
 from trainer.monitors.training_state import TrainingState
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class TensorBoard:
     def evaluation(self, metrics: EvalMetrics) -> None:
         found = eval_numbers(metrics)
         self._scalars(metrics.step, {name.replace("_", "-"): value for name, value in found.items()})
+
+    def wait(self, record: Mapping[str, float]) -> None:
+        values = wait_numbers(record)
+        self._scalars(int(record["step"]), {name.replace("_", "-"): value for name, value in values.items()})
 
     def flush(self) -> None:
         self._waiting = 0

@@ -30,6 +30,9 @@ class Tracker(Protocol):
 
     def evaluation(self, metrics: EvalMetrics) -> None: ...
 
+    def wait(self, record: Mapping[str, float]) -> None:
+        """A line of metrics.jsonl that is neither: its `step`, and how long the training waited there."""
+
     def flush(self) -> None:
         """Called after some seconds without a flush."""
 
@@ -38,7 +41,7 @@ class Tracker(Protocol):
 
 
 class TrackerMonitor(Monitor):
-    """Tells a tracker of a run's steps and evaluations.
+    """Tells a tracker of a run's steps, evaluations and pauses.
 
     Args:
         name: For notices.
@@ -66,9 +69,14 @@ class TrackerMonitor(Monitor):
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._put("evaluation", metrics)
 
+    def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
+        self._put("wait", {"step": step, "sample_seconds": seconds})
+
     def close(self, summary: RunSummary | None) -> None:
         if self._thread is None:
             return
+        if summary is not None and summary.save_wait_seconds:
+            self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
         thread, self._thread = self._thread, None
         deadline = time.monotonic() + _END_SECONDS
         while thread.is_alive():  # a full queue is worked off first
@@ -149,3 +157,8 @@ def step_numbers(metrics: StepMetrics, layers: Sequence[int]) -> dict[str, float
 def eval_numbers(metrics: EvalMetrics) -> dict[str, float]:
     """The numbers of an evaluation but its step and epoch."""
     return numbers_of({name: value for name, value in eval_record(metrics).items() if name.startswith("eval_")})
+
+
+def wait_numbers(record: Mapping[str, float]) -> dict[str, float]:
+    """The numbers of a pause but its step."""
+    return numbers_of({name: value for name, value in record.items() if name != "step"})

@@ -30,7 +30,7 @@ class TrainingState:
             self._outlets = {name: frozenset(["log"] if where else ()) for name, where in self._outlets.items()}
         self._baseline = section.throughput_baseline if section.monitor_on else None
         self._samples = 0.0
-        patterns = [read_pattern(".*" if text == "*" else text) for text in section.target or [".*"]]
+        patterns = [read_pattern(text) for text in section.patterns]
         self.is_selected: Callable[[str], bool] = lru_cache(maxsize=None)(
             lambda name: any(pattern.search(name) for pattern in patterns) != section.invert
         )

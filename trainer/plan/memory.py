@@ -22,9 +22,9 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.shapes import attention_shapes, layer_prefix, layer_targets, mlp_shapes, sublayer_of
+from trainer.models.shapes import EMBEDDING, attention_shapes, layer_prefix, layer_targets, mlp_shapes, sublayer_of
 from trainer.ops.precision import resolve_precision
-from trainer.ops.select import runs_host_layers
+from trainer.ops.select import precision_of, runs_host_layers
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.layout import is_expert, local_settings
@@ -36,6 +36,8 @@ from trainer.plan.host_memory import head_values, layer_values, sublayer_values
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
+MOST_SAMPLED_TOKENS = 128
+"""Tokens of a text sampled by a training where `max_new_tokens` does not say it: the training waits for it."""
 _FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
@@ -74,6 +76,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     parts = {"MindSpore and Python": _IMPORT_BYTES}
     parts |= {"workspaces": _WORKSPACE_BYTES} if on_host else {"compiled code, workspaces": _COMPILED_BYTES}
     parts["weights"] = weights
+    if trains and config.sample_prompt and device == "CPU":
+        parts["text samples"] = _sampling_bytes(config, world, held, weights)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
     if config.run_mode == "eval" and on_host:
@@ -240,6 +244,28 @@ def _cache_bytes(config: Config, device: str) -> int:
     tokens = rows * (settings.max_decode_length or settings.seq_length)
     dtype = resolve_precision(settings, config.amp_level, device).compute.dtype
     return tokens * settings.num_layers * sum(settings.cache_widths) * (_FLOAT32_BYTES if dtype == "float32" else 2)
+
+
+def _sampling_bytes(config: Config, world: World, held: Held, own_bytes: int) -> int:
+    """What `sample_prompt` adds to a training: weights that ranks share are whole then, with half precision their
+    matrices are rounded to copies in float32 (see `trainer.models.generate.HostParts`), and the prompts have a cache.
+
+    Args:
+        own_bytes: Of the weights that the rank has between two samples.
+    """
+    settings, given = config.decoder, config.sample_prompt
+    new = settings.max_new_tokens or MOST_SAMPLED_TOKENS
+    # A token is a byte of the prompt or more.
+    longest = max(len(prompt.encode()) for prompt in ([given] if isinstance(given, str) else given))
+    tokens = min(longest + new, settings.seq_length) * (1 if isinstance(given, str) else len(given))
+    cached = tokens * len(held.passes) * sum(settings.cache_widths) // held.tensor
+    precision, copied = precision_of(config, "CPU", world), {}
+    if precision.compute.dtype != "float32":
+        # Rows of the embedding are read where they are, unless it is the head, too; experts where products round.
+        copied = {name: shape for name, shape in held.shapes.items()
+                  if len(shape) == 2 and (name != EMBEDDING or settings.tie_word_embeddings)
+                  or len(shape) == 3 and not precision.by}  # fmt: skip
+    return _bytes(held.shapes) - own_bytes + _bytes(copied) + cached * _FLOAT32_BYTES
 
 
 def _activations_of_experts(settings: ModelConfig) -> int:

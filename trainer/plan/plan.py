@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import config_notices
+from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
+from trainer.config.patterns import read_pattern
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.device.resolve import device_notices
@@ -212,9 +215,30 @@ def _notices(
 ) -> list[str]:
     notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
     notices += [*dtype_notices(config, precision_of(config, device, world), device), *freeze_notices(config)]
+    notices += _record_notices(config)
     if runs_host_layers(config, device, world) and find_onednn().library is None:
         notices.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
+
+
+def _record_notices(config: Config) -> Iterator[Notice]:
+    """Patterns of `monitor_config.target` that match nothing: a small copy of a model has fewer layers, so it is no
+    mistake in the file."""
+    section, key = config.monitor_config, "monitor_config.target"
+    wanted = section.outlets("local_norm_format") | section.outlets("optimizer_state_format")
+    if not config.trains or not wanted or not section.target:
+        return
+    names, matched = list(trained_shapes(config)), set()
+    for number, text in enumerate(section.patterns):
+        found = {name for name in names if read_pattern(text).search(name)}
+        matched |= found
+        if not found:
+            near = ", ".join(get_close_matches(text, names, n=3, cutoff=0.0))
+            where = config.source.where(f"{key}.{number}") or config.source.where(key)
+            place = f" ({where})" if where else ""
+            yield Notice(f"{key} {text!r}{place} matches no trained parameter; the nearest names are {near}", "ignored")
+    if section.invert and len(matched) == len(names):
+        yield Notice(f"{key} matches every trained parameter, and invert leaves none to record", "ignored")
 
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:

@@ -13,6 +13,7 @@ import numpy as np
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
 from trainer.parallel.mesh import Mesh, model_copy
+from trainer.plan.memory import MOST_SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from trainer.parallel.host_group import HostGroup
     from trainer.parallel.world import World
     from trainer.run.session import Session
-
-MOST_SAMPLED_TOKENS = 128
-"""Tokens of a sampled text where `max_new_tokens` does not say it: a training waits for it."""
 
 
 class SharedCopy(NamedTuple):

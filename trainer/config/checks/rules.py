@@ -80,7 +80,7 @@ def _training(config: Config) -> Iterator[Problem]:
 
 
 def _records(config: Config) -> Iterator[Problem]:
-    for number, pattern in enumerate(config.monitor_config.target or ()):
+    for number, pattern in enumerate(config.monitor_config.patterns):
         try:
             read_pattern(pattern)
         except PatternError as error:

@@ -173,6 +173,11 @@ class MonitorConfig(Section):
         gt=0)
     print_struct: bool = setting(False, "Print the names of all trained parameters, and end without a step.")
 
+    @property
+    def patterns(self) -> list[str]:
+        """`target` as regular expressions; ``*`` is how MindSpore Transformers writes all."""
+        return [".*" if text == "*" else text for text in self.target or ["*"]]
+
     def outlets(self, key: str) -> frozenset[str]:
         """Where the records of a key such as ``local_norm_format`` go."""
         value = getattr(self, key) if self.monitor_on else None
