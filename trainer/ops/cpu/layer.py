@@ -39,6 +39,7 @@ Gradients: TypeAlias = dict[str, Tensor]
 """Of the weights that are trained."""
 
 _ROWS = 256  # that a thread takes at once: products of fewer are slower
+_FEWEST_ROWS, _PRODUCT = 64, 1 << 27  # of a matrix's gradient, and multiplications, that a thread takes at once
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
 _KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
 _SCORES = 1 << 19  # of the heads that a thread takes at once, for the longest block: fewer calls, and yet in its cache
@@ -180,7 +181,8 @@ class WeightGradients:
         """For the matrix `name`; `x_NI` is what it multiplied, `grad_NO` the gradient of the result."""
         if name in self.trained:
             self.found[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
-            self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in parts(slice(0, len(array)), _ROWS)]
+            most = max(_FEWEST_ROWS, min(_ROWS, _PRODUCT // x_NI.size))
+            self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in parts(slice(0, len(array)), most)]
 
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
         if name in self.trained:
@@ -198,7 +200,8 @@ class WeightGradients:
             grad_NO, x_NI, out_OI = product
             operators().matmul(grad_NO.T, x_NI, out_OI)
 
-        host_threads().run(self.products, multiply)
+        # The largest first: at the end no thread waits long for another one.
+        host_threads().run(sorted(self.products, key=lambda product: -product[2].size), multiply)
         return self.found
 
 
