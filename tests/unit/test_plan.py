@@ -196,6 +196,7 @@ RECOMPUTE = {"recompute_config__recompute": True}
 ADAPTERS = "{pet_type: lora, lora_rank: 8, lora_alpha: 16, target_modules: '.*q_proj|.*v_proj'}"
 LORA = {"model__model_config__pet_config": ADAPTERS}
 LONG = {"model__model_config__num_layers": 12, "runner_config__batch_size": 32}
+BFLOAT16 = {"model__model_config__compute_dtype": "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -217,6 +218,8 @@ LONG = {"model__model_config__num_layers": 12, "runner_config__batch_size": 32}
         ("bench_dense", {**HALF, **RECOMPUTE, **LORA, "model__model_config__num_layers": 12}, 987),
         ("bench_dense", {**HALF, **RECOMPUTE, **LORA, **LONG}, 2162),
         ("bench_dense", {**RECOMPUTE, **LONG}, 968),
+        ("bench_dense", {**BFLOAT16, "runner_config__batch_size": 32}, 903),
+        ("bench_dense", {**BFLOAT16, **LONG}, 1403),
     ],
 )
 def test_the_memory_estimate_is_near_what_was_measured(name: str, flags: dict, measured_mib: int) -> None:

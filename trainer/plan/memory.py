@@ -31,7 +31,7 @@ from trainer.parallel.layout import is_expert, local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
 from trainer.plan.division import Held, held_parts
-from trainer.plan.host_memory import head_values, layer_values, sublayer_values
+from trainer.plan.host_memory import head_bytes, layer_bytes, sublayer_bytes
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -82,8 +82,9 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         parts["cache of a full context"] = _cache_bytes(config, device)
     if config.run_mode == "eval" and on_host:
         tokens, layers = config.runner_config.batch_size * settings.seq_length, range(settings.num_layers)
-        passing = max((sublayer_values(settings, layer)["attention"].kept for layer in layers), default=0)
-        parts["activations"] = (head_values(settings, tokens) + tokens * passing) * _FLOAT32_BYTES
+        narrow = _product_bytes(config, world)
+        passing = max((sublayer_bytes(settings, layer, narrow)["attention"].kept for layer in layers), default=0)
+        parts["activations"] = head_bytes(settings, tokens, narrow) + tokens * passing
     if trains:
         shared = degrees_of(config, world).context_parallel  # each of so many ranks has a part of a sequence
         labels = config.runner_config.batch_size * network.labels_per_sequence // shared
@@ -109,7 +110,7 @@ class _OwnBytes:
     """What a rank has of what enable_parallel_optimizer divides: equal parts of every parameter above the threshold."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.degrees = config, degrees_of(config, world)
+        self.config, self.world, self.degrees = config, world, degrees_of(config, world)
         self.level = sharing_level(config) if shards_optimizer(config, world) else ""
         self.least = shard_threshold_bytes(config)
 
@@ -153,31 +154,37 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
 def _host_activations(
     config: Config, tokens: int, held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tuple[int, ...]]
 ) -> int:
-    """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays in float32."""
+    """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays."""
     settings, depth = config.decoder, config.decoder.mtp_depth
+    narrow = _product_bytes(config, own_bytes.world)
     first, again = first_trained_layer(config, frozen_names(config)), recomputed_parts(config)
     again += again[-1:] * depth  # multi-token prediction modules recompute what the last layer recomputes
-    layers = {layer: layer_values(settings, layer, again[layer]) for layer in held.passes if layer >= first}
+    layers = {layer: layer_bytes(settings, layer, again[layer], narrow) for layer in held.passes if layer >= first}
     working = max((each.working for each in layers.values()), default=0) * tokens
     kept = sum(each.kept * held.passes[layer] for layer, each in layers.items()) * tokens
     # Recomputed experts: as much as their weights was measured.
     redone = tuple(layer_prefix(layer) for layer in layers if again[layer] in ("block", "mlp"))
-    kept += sum(math.prod(shape) for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone))
+    kept += _bytes({name: shape for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone)})
     if own_bytes.degrees.expert_parallel > 1:  # the rows that are sent, received and returned
         sent = sum(held.passes[layer] for layer in layers if settings.is_moe_layer(layer))
-        kept += sent * 3 * settings.experts.num_experts_chosen * settings.hidden_size * tokens
+        kept += sent * 3 * settings.experts.num_experts_chosen * settings.hidden_size * tokens * _FLOAT32_BYTES
     if not held.has_head:
-        return (kept + working) * _FLOAT32_BYTES
+        return kept + working
     # What enters the block of each module, and the gradients of its head, which add up later.
-    kept += depth * (8 * settings.hidden_size * tokens + settings.vocab_size * settings.hidden_size)
+    kept += depth * (8 * tokens + settings.vocab_size) * settings.hidden_size * _FLOAT32_BYTES
     # Gradients of dense layers take the place of what these kept: the peak is at the beginning of the backward pass or,
     # with little to keep, at its end.
     whole = tuple(layer_prefix(layer) for layer in layers if not again[layer])
     later = {name: shape for name, shape in trained.items() if name.startswith(whole) and not is_expert(name)}
     later_bytes = own_bytes.gradients(later, 1) if own_bytes.level in ("", "level1") else 0
-    beginning = (kept + max(head_values(settings, tokens), working)) * _FLOAT32_BYTES - later_bytes
-    end = (max((each.kept for each in layers.values()), default=0) * tokens + working) * _FLOAT32_BYTES
+    beginning = kept + max(head_bytes(settings, tokens, narrow), working) - later_bytes
+    end = max((each.kept for each in layers.values()), default=0) * tokens + working
     return max(beginning, end)
+
+
+def _product_bytes(config: Config, world: World) -> int:
+    """Of a number that products of whole layers on arrays take."""
+    return 2 if precision_of(config, "CPU", world).compute.dtype == "bfloat16" else _FLOAT32_BYTES
 
 
 def _activations_of_label(config: Config, device: str, held: Held) -> int:
