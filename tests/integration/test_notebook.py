@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fork_server import FORKED, REPOSITORY, ensure_server
-from run_helpers import settings, steps_done, write_config, write_corpus
+from run_helpers import settings, steps_done, write_config
 
 from trainer.errors import UserError
 
@@ -25,13 +25,6 @@ import trainer
 assert [name for name in sys.modules if name.startswith("trainer.")] == [], "import trainer is free of work"
 assert trainer.__version__ and set(trainer.__all__) == {"Run", "load", "train"}
 """
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("notebook")
-    write_corpus(folder / "data")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-from run_helpers import config_of, figures, train_and_read, write_config, write_corpus
+from run_helpers import config_of, figures, train_and_read, write_config
 
 from trainer.config.schema.callbacks import ProfileMonitor
 from trainer.errors import UserError
 from trainer.parallel.world import world_of
 from trainer.profiling.window import is_profiled
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("profile")
-    write_corpus(folder / "data")
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ ROOMS = (
     ("trainer.plan.pipeline",),
     ("trainer.plan.traffic",),
     ("trainer.plan",),
-    ("trainer.launch.restart",),
+    ("trainer.launch.restart", "trainer.run.stop_signals"),
     ("trainer.launch.checks",),
     ("trainer.device.threads",),
     ("trainer.parallel",),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import MISSING, Browser, open_browser
+from browser import Browser
 from config_helpers import BASE, load
 
 from trainer.cli.main import dispatch
@@ -144,14 +143,6 @@ def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path):
     assert "\\u003cb\\u003ea\\u0026b" in page and "<b>" not in page and not re.search("src=|NaN", page)
     assert "default-src 'none'" in page and "connect-src 'none'" in page and page.count("</script>") == 2
     assert (tmp_path / "out" / "compare.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if MISSING:
-        pytest.skip(MISSING)
-    with open_browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 @pytest.mark.slow

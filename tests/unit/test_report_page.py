@@ -8,11 +8,10 @@ import re
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from browser import MISSING, Browser, open_browser
+from browser import Browser
 from test_monitors_console import run_info, step_metrics
 
 from trainer.config import dump_config, load_config
@@ -141,14 +140,6 @@ def test_the_server_answers_this_machine_alone(tmp_path: Path) -> None:
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    if MISSING:
-        pytest.skip(MISSING)
-    with open_browser(tmp_path_factory.mktemp("profile")) as found:
-        yield found
 
 
 def shown(browser: Browser, folder: Path) -> None:

@@ -7,11 +7,9 @@ makes another exception of it, and there is nothing to clean up that the next ru
 
 from __future__ import annotations
 
-import _thread
 import os
 import signal
 import sys
-import threading
 from types import FrameType
 from typing import NamedTuple
 
@@ -72,19 +70,3 @@ def _is_in_mindspore(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def receive_signals_in_a_thread() -> None:
-    """Makes SIGINT and SIGTERM reach Python's handlers whatever MindSpore does to them.
-
-    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
-    sends SIGTERM to its process: Ctrl-C would look like SIGTERM. So both signals are blocked in all threads, which
-    inherit that from this one, and a thread that waits for them hands them to the main thread's Python handlers.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, _BOTH)
-
-    def forward() -> None:
-        while True:
-            _thread.interrupt_main(signal.sigwait(_BOTH))
-
-    threading.Thread(target=forward, name="signals", daemon=True).start()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
@@ -331,35 +331,38 @@ def sections_text(sections: list[Section]) -> str:
 
 def print_sections(sections: list[Section]) -> None:
     """Prints titled tables: folded to the width of a terminal, as whole lines into a file or pipe."""
-    if not sys.stdout.isatty():
-        print(sections_text(sections))
-        return
-    console = _console()
-    for title, rows in sections:
-        console.print(title, style="bold", markup=False, highlight=False)
-        console.print(_table(rows))
-        console.print()
+    _print(sections, lambda console, rows: console.print(_table(rows)))
 
 
 def print_fitting(sections: list[Section], left_out_first: Sequence[str] = ()) -> None:
     """Prints titled tables without folding their cells. One that is wider than the terminal does without the columns
     `left_out_first`, as far as that is needed; where it is still too wide, each row becomes a list."""
-    if not sys.stdout.isatty():
-        print(sections_text(sections))
-        return
-    console = _console()
-    for title, rows in sections:
-        console.print(title, style="bold", markup=False, highlight=False)
+
+    def show(console: Console, rows: Rows) -> None:
         fitting, left_out = _fitting(rows, left_out_first, console.width)
         if fitting:
             console.print(_table(fitting))
             if left_out:
                 told = f"left out, the terminal is narrow: {', '.join(left_out)}"
                 console.print(told, style="dim", markup=False, highlight=False)
-        else:
-            for row in rows[1:]:
-                console.print(row[0], style="italic", markup=False, highlight=False)
-                console.print(_as_list(rows[0], row))
+            return
+        for row in rows[1:]:
+            console.print(row[0], style="italic", markup=False, highlight=False)
+            console.print(_as_list(rows[0], row))
+
+    _print(sections, show)
+
+
+def _print(sections: list[Section], show: Callable[[Console, Rows], None]) -> None:
+    if not sys.stdout.isatty():
+        print(sections_text(sections))
+        return
+    from rich.console import Console
+
+    console = Console()
+    for title, rows in sections:
+        console.print(title, style="bold", markup=False, highlight=False)
+        show(console, rows)
         console.print()
 
 
@@ -380,12 +383,6 @@ def _fitting(rows: Rows, left_out_first: Sequence[str], width: int) -> tuple[Row
         if sum(widths) + 2 * (len(widths) - 1) <= width:
             return [tuple(row[at] for at in kept) for row in rows], left_out
     return [], []
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console()
 
 
 def _table(rows: Rows) -> Table:

@@ -17,6 +17,7 @@ from trainer.launch import heartbeat
 EXIT_CODES = {signal.SIGINT: EXIT_SIGINT, signal.SIGTERM: EXIT_SIGTERM}
 _ECHO_SECONDS = 0.4
 _WAIT_SECONDS = 0.1
+_FOREVER = 1e7  # seconds
 
 
 class StopSignals:
@@ -41,7 +42,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def renew(self) -> None:
-        """Puts the handlers in their places again, see `signals_in_a_thread`."""
+        """Puts the handlers in their places again, see `receive_signals_in_a_thread`."""
         for number in self._before:
             signal.signal(number, signal.getsignal(number))
 
@@ -66,27 +67,38 @@ class StopSignals:
         return EXIT_CODES[self.received] if self.received else EXIT_OK
 
 
-@contextlib.contextmanager
-def signals_in_a_thread() -> Iterator[None]:
-    """A thread receives SIGINT and SIGTERM for as long, and hands them to the main thread's Python handlers.
+def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threading.Thread:
+    """From now on a thread receives SIGINT and SIGTERM, and hands them to the main thread's Python handlers.
 
     At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
     makes a SIGTERM of it and may crash the process. So the calling thread, and those that it starts, block both
     signals. Threads that were there before, of NumPy or of a kernel of Jupyter, still take them: for these
     `StopSignals.renew` puts Python's handlers back.
+
+    Args:
+        ended: The thread ends soon after this is set; None: with the process.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before, ended = signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES), threading.Event()
+    signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
+    wait_seconds = _FOREVER if ended is None else _WAIT_SECONDS
 
     def forward() -> None:
-        while not ended.is_set():
-            if (found := signal.sigtimedwait(EXIT_CODES, _WAIT_SECONDS)) is not None:
+        while ended is None or not ended.is_set():
+            if (found := signal.sigtimedwait(EXIT_CODES, wait_seconds)) is not None:
                 _thread.interrupt_main(found.si_signo)
 
     receiver = threading.Thread(target=forward, name="signals", daemon=True)
     receiver.start()
+    return receiver
+
+
+@contextlib.contextmanager
+def signals_in_a_thread() -> Iterator[None]:
+    """`receive_signals_in_a_thread` for as long; without an effect in other threads than the main one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before, ended = signal.pthread_sigmask(signal.SIG_BLOCK, ()), threading.Event()
+    receiver = receive_signals_in_a_thread(ended)
     try:
         yield
     finally:
