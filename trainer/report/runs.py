@@ -25,7 +25,7 @@ def find_runs(folder: Path) -> list[RunRecord]:
         UserError: There is no such folder.
     """
     if not folder.is_dir():
-        rule, fix = "is no folder", "name the folder that holds the output folders of runs"
+        rule, fix = "is no folder", "train first, or name the folder that holds the output folders of runs"
         raise UserError(rule, where="argument DIR", value=str(folder), fix=fix)
     found = [read_run(place) for place in _folders(folder, _LEVELS)]
     return sorted(found, key=lambda record: (record.began.timestamp() if record.began else record.updated, record.name))
