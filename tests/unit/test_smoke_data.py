@@ -15,6 +15,7 @@ from trainer.data.batches.mindrecord import build_mindrecord
 from trainer.errors import RunError, UserError
 from trainer.run.mindrecord import write_mindrecord
 from trainer.smoke.execute import CONFIG
+from trainer.smoke.report import outcome_lines
 from trainer.smoke.run import Verdict, _judge, _prepare, _setup, smoke, smoke_changes
 
 SIZES = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, seq_length: 64"
@@ -136,6 +137,15 @@ def test_the_verdict(losses, again, evaluation, says):
     verdict = Verdict("a.yaml", "out", 1, [], [], losses=losses, resumed_loss=again, eval_loss=evaluation)
     _judge(verdict, 2, evaluates=True)
     assert (says in verdict.problem) if says else verdict.problem == ""
+
+
+def test_the_last_lines_say_which_kinds_of_parallelism_ran():
+    verdict = Verdict("a.yaml", "out", 8, [], [], ["pipeline_stage", "data_parallel"], ["context_parallel"])
+    assert "parallelism: pipeline_stage, data_parallel; left out: context_parallel" in outcome_lines(verdict)
+    verdict.left_out = []
+    assert "parallelism: pipeline_stage, data_parallel" in outcome_lines(verdict)
+    verdict.ranks = 1
+    assert "parallelism" not in "".join(outcome_lines(verdict))
 
 
 def test_a_small_copy_that_is_not_valid_is_a_failure(tmp_path):

@@ -47,5 +47,8 @@ def outcome_lines(verdict: Verdict) -> list[str]:
         lines += [f"FAIL ({cost}): {verdict.problem}"]
     else:
         lines += [f"PASS ({cost})"]
+    if verdict.ranks > 1 and verdict.kinds:
+        left_out = f"; left out: {', '.join(verdict.left_out)}" if verdict.left_out else ""
+        lines.append(f"parallelism: {', '.join(verdict.kinds)}{left_out}")
     lines += [f"files: {verdict.folder}", "A full run still needs:"]
     return [*lines, *(f"  - {need}" for need in verdict.needs)]
