@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Plans every training file of MindSpore Transformers, unedited, runs `smoke` on it, and prints what came of each.
+"""Plans every training file of MindSpore Transformers, unedited, runs `smoke` on it, and prints what came of both.
 
     git clone https://github.com/mindspore-lab/mindformers /tmp/mindformers
     python scripts/check_peer_files.py /tmp/mindformers [/tmp/another_checkout ...] [--ranks 8] [-- flags]
@@ -74,7 +74,7 @@ def plan(file: Path, flags: list[str]) -> Result:
 
 
 def smoke(planned: Result, ranks: int, flags: list[str]) -> Result:
-    """Runs `smoke` on a file that its plan accepts."""
+    """Runs `smoke` on a file, also on one whose job has too little memory for it."""
     start, cpu = time.monotonic(), _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PROGRAM), "smoke", "--json", "--config", str(planned.file)]
@@ -106,9 +106,8 @@ def _cpu_seconds() -> float:
 
 def shown(result: Result) -> str:
     """A line about a file."""
-    if result.problem:
-        return f"{result.file}  {result.seconds:.1f} s  {result.problems}: {result.problem}"
-    line = f"{result.file}  {result.seconds:.1f} s  accepted, {result.notes} notes"
+    says = f"{result.problems}: {result.problem}" if result.problem else f"accepted, {result.notes} notes"
+    line = f"{result.file}  {result.seconds:.1f} s  {says}"
     if not result.smoke:
         return line
     line += f"  smoke: {result.smoke}, {result.smoke_seconds:.0f} s ({result.smoke_cpu_seconds:.0f} s of processors)"
@@ -124,15 +123,15 @@ def summary(results: list[Result], runs: bool) -> str:
     most = max((result.notes for result in accepted), default=0)
     seconds = max((result.seconds for result in results), default=0.0)
     says = f"{len(accepted)} of {len(results)} accepted; at most {most} notes and {seconds:.1f} s a file"
-    if runs and accepted:
+    if runs and results:
         passed = sum(result.smoke == "pass" for result in results)
-        times = [result.smoke_seconds for result in accepted]
-        peak = max(result.peak_gib for result in accepted)
+        times = [result.smoke_seconds for result in results]
+        peak = max(result.peak_gib for result in results)
         says += f"\n{passed} of {len(results)} pass; median {statistics.median(times):.0f} s, at most "
         says += f"{max(times):.0f} s and {peak:.1f} GiB a file"
-        processors = [result.smoke_cpu_seconds for result in accepted]
+        processors = [result.smoke_cpu_seconds for result in results]
         says += f"; {statistics.median(processors):.0f} s of processors, at most {max(processors):.0f} s"
-        lacking = sum(bool(result.left_out) for result in accepted)
+        lacking = sum(bool(result.left_out) for result in results)
         says += f"\n{lacking} small copies lack a kind of parallelism of their file" if lacking else ""
     return says
 
@@ -150,7 +149,7 @@ def main() -> int:
     results = []
     for file in (file for folder in options.folders for file in training_files(folder)):
         result = plan(file, flags)
-        results.append(result if result.problem or options.plan else smoke(result, options.ranks, flags))
+        results.append(result if options.plan else smoke(result, options.ranks, flags))
         print(shown(results[-1]), flush=True, file=sys.stderr if options.json else sys.stdout)
     if options.json:
         print(json.dumps([{**result._asdict(), "file": str(result.file)} for result in results], indent=1))

@@ -32,6 +32,12 @@ MOE = {
     "expert_num": 16, "num_experts_chosen": 4, "moe_intermediate_size": 512, "use_gmm": True,
     "use_fused_ops_permute": True, "aux_loss_factor": 0.001,
 }  # fmt: skip
+EXPERTS = {
+    "hidden_size": 1024, "num_heads": 8, "n_kv_heads": 8, "intermediate_size": 2048, "seq_length": 256, "num_layers": 4,
+    "vocab_size": 1024, "moe_config": {"expert_num": 32, "num_experts_chosen": 2, "use_gmm": True},
+}  # fmt: skip
+WHOLE_EXPERTS = SHARED | {"parallel_config": {"data_parallel": 2, "model_parallel": 2, "use_seq_parallel": True}}
+LEVEL3 = {"parallel": SHARED["parallel"] | {"parallel_optimizer_config": {"optimizer_level": "level3"}}}
 TWO_MICRO_BATCHES = {"runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2}}
 
 
@@ -65,6 +71,17 @@ def test_it_is_near_the_peak_of_the_dry_run(model: dict, ranks: int, sections: d
     found = estimate(family, model, ranks, {"runner_config": {"batch_size": 1}} | sections)
     assert found["total"] / 1e6 == pytest.approx(measured_mb, rel=0.06)
     assert found["total"] == sum(size for name, size in found.items() if name != "total")
+
+
+@pytest.mark.parametrize(
+    ("sections", "measured_gib"),
+    [({}, 6.16), (TWO_MICRO_BATCHES, 8.66), (TWO_MICRO_BATCHES | LEVEL3, 5.25)],
+)  # fmt: skip
+def test_experts_that_ranks_of_a_tensor_group_have_are_shared_among_these_too(sections: dict, measured_gib: float):
+    """The dry run gathers them from data- and tensor-parallel ranks together."""
+    found = estimate("MixtralForCausalLM", EXPERTS, 4, {"runner_config": {"batch_size": 1}} | WHOLE_EXPERTS | sections)
+    assert found["total"] / (1 << 30) == pytest.approx(measured_gib, rel=0.06)
+    assert found["weights"] < 0.26 * 824321024 * 4
 
 
 def test_gradients_of_several_micro_batches_stay_beside_the_activations() -> None:

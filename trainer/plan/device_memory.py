@@ -91,7 +91,8 @@ def _stage(
         # Ranks that share a sequence have the same weights, as ranks with other data have.
         same = degrees.data_parallel * degrees.context_parallel
         if is_graph:
-            same = min(same, degrees.ranks // degrees.pipeline_stage // parts)
+            copies = degrees.ranks // degrees.pipeline_stage // parts
+            same = copies if _has_copies_in_tensor_group(held[name], degrees) else min(same, copies)
         elif ".experts." in name:
             same = degrees.ranks // degrees.pipeline_stage // degrees.expert_parallel
         return -(-whole // same) if shared and whole >= least else whole
@@ -122,6 +123,10 @@ def _stage(
         shares = shares_weights and degrees.data_parallel * degrees.context_parallel > 1
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
+        if shares and half:  # dry runs have these twice
+            again = {name: bytes_ // 2 for name, bytes_ in matrices.items()
+                     if _has_copies_in_tensor_group(held[name], degrees)}  # fmt: skip
+            copies += _largest_layer(again) if level == "level3" else sum(again.values())
     else:
         kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies
@@ -132,11 +137,8 @@ def _stage(
 
 def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], half: bool) -> int:
     """Bytes of the gradients of the largest layer, in half precision and in float32."""
-    sizes: dict[int | None, int] = {}
-    for name in trained:
-        sizes[_layer_of(name)] = sizes.get(_layer_of(name), 0) + matrices.get(name, 0)
-    sizes.pop(None, None)
-    return max(sizes.values(), default=0) * (3 if half else 2) // 2
+    of_layers = {name: matrices.get(name, 0) for name in trained if _layer_of(name) is not None}
+    return _largest_layer(of_layers) * (3 if half else 2) // 2
 
 
 def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
@@ -162,6 +164,25 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     if len(shape) == 1:
         return 1
     return degrees.expert_parallel if len(shape) == 3 else degrees.model_parallel
+
+
+def _has_copies_in_tensor_group(shape: tuple[int, ...], degrees: Degrees) -> bool:
+    """Whether these are experts of semi-automatic mode that several ranks of a tensor group have.
+
+    MindSpore shares them among all ranks that have them, if these are as many as divide their number.
+    """
+    if len(shape) != 3:
+        return False
+    ranks = degrees.ranks // degrees.pipeline_stage // degrees.expert_parallel
+    others = degrees.data_parallel * degrees.context_parallel
+    return ranks > others and shape[0] // degrees.expert_parallel % ranks == 0
+
+
+def _largest_layer(sizes: Mapping[str, int]) -> int:
+    layers: dict[int | None, int] = {}
+    for name, size in sizes.items():
+        layers[_layer_of(name)] = layers.get(_layer_of(name), 0) + size
+    return max(layers.values(), default=0)
 
 
 def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradients_of_layer: int) -> int:

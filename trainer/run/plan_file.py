@@ -228,7 +228,8 @@ def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str
     fixed, total = fixed_bytes(memory_bytes) / gib, memory_bytes["total"] / gib
     if fixed > most:
         rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GiB"
-        fix = "use more ranks: model_parallel and pipeline_stage divide them; enable_parallel_optimizer shares them"
+        fix = "use more ranks: model_parallel, expert_parallel and pipeline_stage divide them;"
+        fix += " enable_parallel_optimizer with parallel_optimizer_config.optimizer_level level3 shares all of them"
         raise problem(config, _LIMIT, rule, fix).error
     if total > most:
         text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB, activations (estimated) included"
