@@ -172,10 +172,7 @@ def checkpoint_stages(
     stage, first = on_stage or (lambda name: None), rank == 0
     path, unfinished = folder / folder_name(step), folder / f"{UNFINISHED}{folder_name(step)}"
     own = {part: given if isinstance(given, FileParts) else whole_file(given) for part, given in tensors.items()}
-    files = {
-        name: content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
-        for name, content in {**(documents or {}), STATE: state}.items()
-    }
+    files = {name: _as_bytes(content) for name, content in {**(documents or {}), STATE: state}.items()}
     other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
     results = [result for result, _ in (yield Work(lambda: (_own_bytes(own), other_bytes)))]
     every = _file_shares([own_bytes for own_bytes, _ in results])
@@ -214,10 +211,7 @@ def checkpoint_stages(
         stage("complete")
         if first:
             _remove_folder(path.with_name(path.name + REPLACED), stage)
-            best = {folder_name(each) for each in best_steps}
-            for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
-                if old.name not in best:
-                    _remove_folder(old, stage)
+            _remove_older(folder, keep_max, best_steps, stage)
         stage("done")
 
     def agreed(results: list[Done]) -> list[Any]:
@@ -232,6 +226,18 @@ def checkpoint_stages(
     written = dict(sorted(found))
     agreed((yield Work(complete, takes_long=True)))
     return path
+
+
+def _as_bytes(content: Mapping[str, object] | bytes) -> bytes:
+    return content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
+
+
+def _remove_older(folder: Path, keep_max: int, best_steps: Sequence[int], stage: OnStage) -> None:
+    """Leaves the newest `keep_max` checkpoints, or all for 0, and the best ones."""
+    best = {folder_name(each) for each in best_steps}
+    for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
+        if old.name not in best:
+            _remove_folder(old, stage)
 
 
 class _Written(NamedTuple):

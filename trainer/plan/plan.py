@@ -143,14 +143,9 @@ def plan_run(
     every = all_shapes(settings)
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
-    notices, data, steps = _notices(config, world, backend, device, memory_bytes), None, 0
+    notices = _notices(config, world, backend, device, memory_bytes)
     read, ranks, reads = backend.data_config.runner_config, backend.data_ranks[1], trains and opens_data
-    if config.run_mode not in ("predict", "chat") and opens_data:
-        from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
-
-        opened = training_batches if trains else eval_batches
-        data = opened(backend.data_config, backend.data_ranks, progress, notices.append)
-        steps = optimizer_steps(data.loader.batches_per_epoch, read.gradient_accumulation_steps) if trains else 0
+    data, steps = _open_data(config, backend, progress, notices) if opens_data else (None, 0)
     epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
     total = min(runner.max_steps or steps * epochs, steps * epochs)
     last = min(total, runner.stop_step or total)
@@ -208,6 +203,21 @@ def plan_run(
         backend=backend,
         data=data,
     )
+
+
+def _open_data(
+    config: Config, backend: TrainingBackend, progress: Progress, notices: list[str]
+) -> tuple[TrainingBatches | EvalBatches | None, int]:
+    """The batches that are trained or evaluated on, and the steps of an epoch: 0 where nothing is trained."""
+    if config.run_mode in ("predict", "chat"):
+        return None, 0
+    from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
+
+    if not config.trains:
+        return eval_batches(backend.data_config, backend.data_ranks, progress, notices.append), 0
+    data = training_batches(backend.data_config, backend.data_ranks, progress, notices.append)
+    accumulated = backend.data_config.runner_config.gradient_accumulation_steps
+    return data, optimizer_steps(data.loader.batches_per_epoch, accumulated)
 
 
 def _notices(

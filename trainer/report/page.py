@@ -222,9 +222,10 @@ def _facts(record: RunRecord) -> list[list[Any]]:
         name = "started" if len(record.starts) == 1 else f"start {number}"
         parts = [_date(start.began)]
         parts += [f"from {Path(start.resumed_from).name}"] if start.resumed_from else []
-        parts += [f"{start.outcome or 'no end was written'} at step {start.end_step}" if start.ended else
-                  record.state if number == len(record.starts) else "no end was written"]  # fmt: skip
-        parts += [_date(start.ended)] if start.ended else []
+        if start.ended:
+            parts += [f"{start.outcome or 'no end was written'} at step {start.end_step}", _date(start.ended)]
+        elif record.state != "running" or number < len(record.starts):
+            parts.append("no end was written")
         found.append([name, ", ".join(parts), False])
     if not record.starts:
         return found
