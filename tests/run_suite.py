@@ -47,7 +47,7 @@ SECONDS = {
     "integration/test_bad_input.py": 8, "parity/test_muon.py": 7, "parallel/test_launcher_script.py": 4,
     "parity/test_ascend_kernels.py": 6, "parity/test_dropout_training.py": 5,
     "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 4, "parity/test_telechat.py": 3,
-    "unit/test_newer_schema.py": 4,
+    "unit/test_newer_schema.py": 4, "unit/test_report_page.py": 12, "unit/test_report_compare.py": 6,
     "ascend/test_explicit.py": 27, "ascend/test_semi_auto.py": 27, "ascend/test_step.py": 5,
     "ascend/test_semi_auto_settings.py": 45, "ascend/test_kernels.py": 8, "unit/test_fuzz.py": 8,
     "parallel/test_tensor_parallel.py": 55, "parallel/test_pipeline.py": 40, "parallel/test_context_parallel.py": 14,
