@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Makes the pictures of the README from a real run: docs/images/terminal.svg and docs/images/report.png.
+"""Makes the pictures of the README from a real run: terminal.svg, report_html.png and report.png of docs/images.
 
     python scripts/make_images.py [flags of run_trainer.py]
 
 Trains configs/quickstart.yaml in a pseudo-terminal of 100 columns, in a temporary folder, and draws what stands on the
-screen at the end. It takes as long as the training does; `--stop_step 300` shortens it.
+screen at the end, and the upper part of its report in a browser (apt-get install chromium). It takes as long as the
+training does; `--stop_step 300` shortens it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import io
 import os
 import pty
 import re
+import shutil
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
@@ -28,6 +31,7 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 100, 40
+PAGE = 1200, 1050  # pixels
 _COMMAND = "python run_trainer.py --config configs/quickstart.yaml"
 _CONTROL = re.compile(r"\x1b\[J|\r(?!\n)|\r?\n")
 
@@ -84,10 +88,25 @@ def draw(command: str, lines: list[str], path: Path) -> None:
     console.save_svg(str(path), title="run_trainer", code_format=form)
 
 
-def shrink(source: Path, path: Path) -> None:
-    """Copies a picture with 64 colours, which makes its file a third as large."""
+def photograph(page: Path, path: Path) -> None:
+    """The upper part of a page as a browser shows it on a screen.
+
+    Raises:
+        SystemExit: There is no browser, or it fails.
+    """
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        raise SystemExit("needs a browser: apt-get install chromium")
+    flags = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={PAGE[0]},{PAGE[1]}"]
+    command = [browser, *flags, f"--screenshot={path}", page.absolute().as_uri()]
+    if subprocess.run(command, capture_output=True).returncode or not path.exists():
+        raise SystemExit(f"no picture came of {' '.join(command)}")
+
+
+def shrink(source: Path, path: Path, colours: int = 64) -> None:
+    """Copies a picture with so many colours, which makes its file a third as large."""
     with Image.open(source) as image:
-        image.convert("RGB").quantize(64, dither=Image.Dither.NONE).save(path, optimize=True)
+        image.convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 def main() -> None:
@@ -100,6 +119,8 @@ def main() -> None:
         lines = screen(written.replace(folder, "output/quickstart").strip())
         draw(" ".join(words), lines, IMAGES / "terminal.svg")
         shrink(Path(folder) / "report.png", IMAGES / "report.png")
+        photograph(Path(folder) / "report.html", Path(parent) / "page.png")
+        shrink(Path(parent) / "page.png", IMAGES / "report_html.png", 256)
 
 
 if __name__ == "__main__":

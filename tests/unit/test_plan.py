@@ -274,6 +274,8 @@ def test_sampling_text_in_half_precision_takes_copies_of_the_matrices() -> None:
                    if len(shape) > 1 and name != "model.embed_tokens.weight")  # fmt: skip
     assert found["text samples"] - single["text samples"] == 4 * matrices
     assert found["total"] == sum(size for part, size in found.items() if part != "total")
+    predicts = memory_estimate(load(BASE, half, "run_mode=predict", "predict_data=a"), False, "CPU")
+    assert predicts["rounded copies of weights"] == 4 * matrices
     assert parts("sample_prompt=[a, hello]")["text samples"] == 2 * single["text samples"]
 
 

@@ -80,6 +80,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         parts["text samples"] = _sampling_bytes(config, world, held, weights)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
+        copies = _rounded_bytes(config, world, held) if device == "CPU" else 0
+        parts |= {"rounded copies of weights": copies} if copies else {}
     if config.run_mode == "eval" and on_host:
         tokens, layers = config.runner_config.batch_size * settings.seq_length, range(settings.num_layers)
         narrow = _product_bytes(config, world)
@@ -254,8 +256,7 @@ def _cache_bytes(config: Config, device: str) -> int:
 
 
 def _sampling_bytes(config: Config, world: World, held: Held, own_bytes: int) -> int:
-    """What `sample_prompt` adds to a training: weights that ranks share are whole then, with half precision their
-    matrices are rounded to copies in float32 (see `trainer.models.generate.HostParts`), and the prompts have a cache.
+    """What `sample_prompt` adds to a training: weights that ranks share are whole then, rounded copies, and a cache.
 
     Args:
         own_bytes: Of the weights that the rank has between two samples.
@@ -266,13 +267,20 @@ def _sampling_bytes(config: Config, world: World, held: Held, own_bytes: int) ->
     longest = max(len(prompt.encode()) for prompt in ([given] if isinstance(given, str) else given))
     tokens = min(longest + new, settings.seq_length) * (1 if isinstance(given, str) else len(given))
     cached = tokens * len(held.passes) * sum(settings.cache_widths) // held.tensor
-    precision, copied = precision_of(config, "CPU", world), {}
-    if precision.compute.dtype != "float32":
-        # Rows of the embedding are read where they are, unless it is the head, too; experts where products round.
-        copied = {name: shape for name, shape in held.shapes.items()
-                  if len(shape) == 2 and (name != EMBEDDING or settings.tie_word_embeddings)
-                  or len(shape) == 3 and not precision.by}  # fmt: skip
-    return _bytes(held.shapes) - own_bytes + _bytes(copied) + cached * _FLOAT32_BYTES
+    whole = _bytes(held.shapes) - own_bytes
+    return whole + _rounded_bytes(config, world, held) + cached * _FLOAT32_BYTES
+
+
+def _rounded_bytes(config: Config, world: World, held: Held) -> int:
+    """With half precision a CPU generates text with matrices that are rounded to copies in float32, see
+    `trainer.models.generate.HostParts`."""
+    settings, precision = config.decoder, precision_of(config, "CPU", world)
+    if precision.compute.dtype == "float32":
+        return 0
+    # Rows of the embedding are read where they are, unless it is the head, too; experts where products round.
+    return _bytes({name: shape for name, shape in held.shapes.items()
+                   if len(shape) == 2 and (name != EMBEDDING or settings.tie_word_embeddings)
+                   or len(shape) == 3 and not precision.by})  # fmt: skip
 
 
 def _activations_of_experts(settings: ModelConfig) -> int:
