@@ -20,6 +20,9 @@ _PANELS = (("loss", "loss (nats a token)"), ("lr", "learning rate"), ("global_no
            ("input_tokens_per_second", "tokens/s"))  # fmt: skip
 
 
+_MOST_NAMED = 30  # runs in the legend of the picture; more would hide the curves
+
+
 class Curve(NamedTuple):
     """A field of a run.
 
@@ -58,16 +61,17 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure, axes = panel_grid(Figure, max(len(shown) - 1, 0))
     FigureCanvasAgg(figure)
     for axis, (title, found) in zip(axes, shown, strict=False):
+        last_eval = next((curve for curve in reversed(found) if curve.is_eval), None)
         for curve in found:
             style = {"linestyle": "--", "marker": "o", "markersize": 4} if curve.is_eval else {"alpha": 0.85}
             marker = {"marker": "."} if len(curve.steps) < 3 and not curve.is_eval else {}
-            label = names[curve.run] + (", eval" if curve.is_eval else "")
+            # Evaluations have the colour of their run: one entry of the legend stands for all.
+            label = names[curve.run] if not curve.is_eval else "eval" if curve is last_eval else None
             colour = _COLOURS[curve.run % len(_COLOURS)]
             axis.plot(curve.steps, curve.values, color=colour, linewidth=1.3, label=label, **style, **marker)
         axis.set_title(title, fontsize=9, loc="left")
-    if shown:
-        count = len(shown[0][1])
-        axes[0].legend(fontsize=8 if count <= 12 else 6, ncols=1 + (count > 6))
+    if shown and len(names) <= _MOST_NAMED:
+        axes[0].legend(fontsize=8 if len(names) <= 10 else 6, ncols=1 + (len(names) > 10))
     style_panels(axes)
     figure.suptitle(" / ".join(names) if sum(map(len, names)) < 80 else f"{len(names)} runs", fontsize=10)
     unfinished = path.with_name(path.name + ".tmp")
