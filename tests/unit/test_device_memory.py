@@ -75,12 +75,16 @@ def test_it_is_near_the_peak_of_the_dry_run(model: dict, ranks: int, sections: d
 
 @pytest.mark.parametrize(
     ("sections", "measured_gib"),
-    [({}, 6.16), (TWO_MICRO_BATCHES, 8.66), (TWO_MICRO_BATCHES | LEVEL3, 5.25)],
+    [
+        ({}, 6.16), (LEVEL3, 6.16), (LEVEL3 | {"recompute_config": {"recompute": True}}, 6.16),
+        (TWO_MICRO_BATCHES, 8.66), (TWO_MICRO_BATCHES | LEVEL3, 5.25),
+        (LEVEL3 | {"parallel_config": {"model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}}, 4.60),
+    ],
 )  # fmt: skip
 def test_experts_that_ranks_of_a_tensor_group_have_are_shared_among_these_too(sections: dict, measured_gib: float):
     """The dry run gathers them from data- and tensor-parallel ranks together."""
     found = estimate("MixtralForCausalLM", EXPERTS, 4, {"runner_config": {"batch_size": 1}} | WHOLE_EXPERTS | sections)
-    assert found["total"] / (1 << 30) == pytest.approx(measured_gib, rel=0.06)
+    assert found["total"] / (1 << 30) == pytest.approx(measured_gib, rel=0.08)
     assert found["weights"] < 0.26 * 824321024 * 4
 
 

@@ -203,6 +203,9 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         ("parallel_config: {expert_parallel: 8}\nmodel.model_config.moe_config.expert_num=4",
          ["expert_parallel = 8: the ranks of a group share the 4 experts of a layer equally"]),
+        ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.moe_config.expert_num=4\n"
+         "recompute_config: {recompute: True, parallel_optimizer_comm_recompute: True}\n"
+         "parallel.enable_parallel_optimizer=True", ["with experts and recomputed blocks in a pipeline: level3"]),
         ("optimizer: {type: Muon}\n", ["optimizer.type = 'Muon'", "AdamW or SGD"]),
         ("run_mode: eval\nload_checkpoint: .\n", ["run_mode = 'eval': semi-automatic mode trains only"]),
     ],

@@ -119,19 +119,23 @@ def _stage(
     parts["optimizer state"] = sum(
         states[group.rule] * size(name, shares_state) for group in groups for name in group.parameters
     )
+    waiting = 0
     if is_graph:
         shares = shares_weights and degrees.data_parallel * degrees.context_parallel > 1
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
-        if shares and half:  # dry runs have these twice
-            again = {name: bytes_ // 2 for name, bytes_ in matrices.items()
-                     if _has_copies_in_tensor_group(held[name], degrees)}  # fmt: skip
-            copies += _largest_layer(again) if level == "level3" else sum(again.values())
+        if shares_weights:
+            whole = {name: matrices[name] for name in matrices if _has_copies_in_tensor_group(held[name], degrees)}
+            waiting = _largest_layer(whole)
+            if level != "level3" or not adds_up:
+                # The gradients of all these wait for the end of the backward pass, when the copies have been freed.
+                waiting += sum(whole.values()) - (0 if adds_up else sum(size(name, shares_sums) for name in whole))
+                copies = max(copies - sum(whole.values()) // 2, 0)
     else:
         kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
-    parts["activations"] = kept if adds_up else max(kept - parts["gradients"], 0)
+    parts["activations"] = waiting + kept if adds_up else max(kept - parts["gradients"], waiting)
     return parts | {"total": sum(parts.values())}
 
 

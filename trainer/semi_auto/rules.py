@@ -10,6 +10,7 @@ from trainer.config.checks.degrees import expert_problems, pipeline_problems, te
 from trainer.config.checks.notices import Notice, pipeline_notices
 from trainer.config.checks.parallel import degrees_of, fit_problems, micro_batches, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
+from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.device.settings import SPEED_UP_KEY
@@ -115,6 +116,12 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         rule = f"{_NOT_YET} with experts in a pipeline"
         fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
         yield problem(config, "do_eval", rule, fix)
+    shares = config.parallel.enable_parallel_optimizer and sharing_level(config) == "level3"
+    if shares and config.parallel_config.pipeline_stage > 1 and "block" in recomputed_parts(config):
+        # MindSpore 2.10 does not compile it ("Cannot have multiple U Monad or multiple IO Monad in Parameters list").
+        rule = f"{_NOT_YET} with experts and recomputed blocks in a pipeline: level3"
+        fix = "set parallel_optimizer_comm_recompute to False and optimizer_level to level2, or recompute to False"
+        yield problem(config, "parallel.enable_parallel_optimizer", rule, fix)
     if config.decoder.down_has_bias:
         fix = f"set it to False, {_INSTEAD}"
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
