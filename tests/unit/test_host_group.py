@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import socket
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -159,15 +161,50 @@ def test_threads_of_a_rank_exchange_one_after_the_other() -> None:
     assert on_groups(2, work) == [True, True]
 
 
-def test_connections_need_no_order_of_sending() -> None:
-    """Both ranks send more than a socket holds before either has received."""
-    ends = socket.socketpair()
-    data = [bytes([rank]) * (8 << 20) for rank in range(2)]
+@pytest.mark.parametrize("shares_memory", [False, True], ids=["socket", "memory"])
+def test_connections_need_no_order_of_sending(shares_memory: bool) -> None:
+    """Both ranks send more than a socket or a ring holds before either has received, in messages of many lengths."""
+    ends, memory = socket.socketpair(), mmap.mmap(-1, 1 << 16) if shares_memory else None
+    draw = np.random.default_rng(5)
+    data = [[draw.bytes(length) for length in (8 << 20, 1, 0, 12_345, 1 << 15, 9_999, 77_777)] for _ in range(2)]
 
-    def work(rank: ThreadRank) -> bytes:
-        own, other = Connections(rank.rank, {1 - rank.rank: ends[rank.rank]}), 1 - rank.rank
-        received = bytearray(len(data[other]))
-        own.exchange({other: [memoryview(data[rank.rank])]}, {other: [memoryview(received)]})
-        return bytes(received)
+    def work(rank: ThreadRank) -> list[bytes]:
+        other, memories = 1 - rank.rank, None if memory is None else {1 - rank.rank: memory}
+        own, found = Connections(rank.rank, {other: ends[rank.rank]}, memories), []
+        for number, part in enumerate(data[rank.rank]):
+            if number == 3 and rank.rank:
+                time.sleep(0.05)  # the other one is ahead: what it has sent waits
+            found.append(bytearray(len(data[other][number])))
+            if number % 2:
+                own.exchange({other: [memoryview(part)]}, {})
+                own.exchange({}, {other: [memoryview(found[-1])]})
+            else:
+                own.exchange({other: [memoryview(part)]}, {other: [memoryview(found[-1])]})
+        return [bytes(each) for each in found]
 
     assert on_ranks(2, work) == [data[1], data[0]]
+
+
+def test_the_other_end_of_shared_memory_is_told_when_this_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it has sent before arrives; then the wait ends with an error, also where the ring is full."""
+    monkeypatch.setattr(connections, "_NOTICE_SECONDS", 0.0)
+    ends, memory = socket.socketpair(), mmap.mmap(-1, 1 << 13)
+    first, second = (Connections(rank, {1 - rank: ends[rank]}, {1 - rank: memory}) for rank in range(2))
+    first.exchange({1: [memoryview(b"last words")]}, {})
+    first.close()
+    found = bytearray(10)
+    second.exchange({}, {0: [memoryview(found)]})
+    assert found == b"last words"
+    with pytest.raises(RunError, match="rank 1 has lost rank 0"):
+        second.exchange({}, {0: [memoryview(found)]})
+    with pytest.raises(RunError, match="rank 1 has lost rank 0"):
+        second.exchange({0: [memoryview(bytes(1 << 14))]}, {})
+
+
+def test_without_shared_memory_of_the_system_the_sockets_carry_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_new_memory", lambda: None)
+
+    def work(group: HostGroup) -> tuple[float, int]:
+        return float(group.all_reduce(np.ones(100_000)).sum()), len(group.connections.memories)
+
+    assert on_groups(3, work) == [(300_000.0, 0)] * 3

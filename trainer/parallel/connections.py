@@ -1,33 +1,151 @@
-"""Sockets between the ranks of a job on CPUs, one for each pair. Pure Python.
+"""Connections between the ranks of a job on CPUs, one for each pair. Pure Python.
 
 MindSpore's collectives on a CPU cannot do what the kinds of parallelism need: a group of some of the ranks has
 AllReduce only, sums are right in float32 alone, there is no all-to-all. So the ranks have connections of their own:
 Unix sockets on one host, TCP over several. Who connects must know the key of the job, which rank 0 makes: nobody else
 can send.
+
+On one host running Linux the bytes themselves go through memory that both ranks have: a socket takes twice the time. It
+has no name, and the system takes it back with the last of its processes, however these end.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import mmap
 import os
 import secrets
 import select
 import socket
+import struct
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from trainer.errors import RunError
 
 _NONCE_BYTES, _RANK_BYTES, _MAC_BYTES = 32, 4, 32
 _BUFFER_BYTES = 4 << 20  # what the system holds for a pair at most; it may allow less
+_RING_BYTES = 1 << 20  # of memory that two ranks share, for each direction
+_PORTIONS = 4  # of a ring: what is written is said after each, what is read, too
+_NOTICE = struct.Struct("<q")
 _HANDSHAKE_SECONDS = 10
 _NOTICE_SECONDS = 3.0
 
 Share = Callable[[bytes], list[bytes]]
 """Gives every rank's bytes, in the order of ranks: how ranks tell each other their addresses."""
+
+
+class Link(Protocol):
+    """The way to another rank."""
+
+    socket: socket.socket
+
+    def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
+        """Sends and receives what is possible now, and takes it out of both lists, whose buffers are not empty.
+
+        Returns:
+            The events of the socket to wait for; 0 when all is done.
+
+        Raises:
+            OSError: The other end is closed.
+        """
+
+
+class SocketLink:
+    """All bytes go through the socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+
+    def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
+        with contextlib.suppress(BlockingIOError):
+            while receives:
+                count = self.socket.recv_into(receives[0])
+                if not count:
+                    raise ConnectionResetError
+                _drop(receives, count)
+        with contextlib.suppress(BlockingIOError):
+            while sends:
+                _drop(sends, self.socket.send(sends[0]))
+        return select.POLLOUT * bool(sends) | select.POLLIN * bool(receives)
+
+
+class MemoryLink:
+    """The bytes go through memory that both ends have, a ring for each direction. The socket carries notices: how many
+    bytes an end has written, or as a negative number how many it has read, so that their place is free again.
+
+    Args:
+        memory: The rings: from the end that is `first` to the other one, and back.
+    """
+
+    def __init__(self, connection: socket.socket, memory: mmap.mmap, first: bool) -> None:
+        self.socket, self.size = connection, len(memory) // 2
+        rings = memoryview(memory)[: self.size], memoryview(memory)[self.size :]
+        self.outgoing, self.incoming = rings if first else rings[::-1]
+        self.write_at, self.free = 0, self.size  # of `outgoing`
+        self.read_at, self.unread = 0, 0  # of `incoming`
+        self.unsaid = 0  # bytes read of which the other end knows nothing
+        self.notices, self.heard = bytearray(), bytearray()  # to be sent; received, but for their end
+        self.ended = False  # the other end is closed
+
+    def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
+        self._listen()
+        while receives and self.unread:
+            count = min(len(receives[0]), self.unread, self.size - self.read_at)
+            receives[0][:count] = self.incoming[self.read_at : self.read_at + count]
+            self.read_at, self.unread = (self.read_at + count) % self.size, self.unread - count
+            self._say_read(count)
+            _drop(receives, count)
+        if self.ended and (sends or receives):  # what it has written before is read
+            raise ConnectionResetError
+        while sends and self.free:
+            count = min(len(sends[0]), self.free, self.size - self.write_at, self.size // _PORTIONS)
+            self.outgoing[self.write_at : self.write_at + count] = sends[0][:count]
+            self.write_at, self.free = (self.write_at + count) % self.size, self.free - count
+            self._say(count)  # at once: the other end reads while this one writes
+            _drop(sends, count)
+        self._say(0)
+        return select.POLLOUT * bool(self.notices) | select.POLLIN * bool(sends or receives)
+
+    def _say_read(self, count: int) -> None:
+        """Not each time: so much is always free in the end that the other one never waits in vain."""
+        self.unsaid += count
+        if self.unsaid >= self.size // _PORTIONS:
+            self._say(-self.unsaid)
+            self.unsaid = 0
+
+    def _say(self, count: int) -> None:
+        if count:
+            self.notices += _NOTICE.pack(count)
+        try:
+            while self.notices:
+                del self.notices[: self.socket.send(self.notices)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            if count > 0:
+                raise
+            self.notices.clear()  # nobody is there who waits for what is read
+
+    def _listen(self) -> None:
+        """Takes in the notices that are there."""
+        try:
+            while heard := self.socket.recv(_NOTICE.size * 512):
+                self.heard += heard
+            self.ended = True
+        except BlockingIOError:
+            pass
+        except ConnectionResetError:
+            self.ended = True
+        whole = len(self.heard) - len(self.heard) % _NOTICE.size
+        for (count,) in _NOTICE.iter_unpack(self.heard[:whole]):
+            self.unread += max(count, 0)
+            self.free -= min(count, 0)
+        del self.heard[:whole]
 
 
 class Connections:
@@ -36,10 +154,13 @@ class Connections:
     Args:
         rank: Of this process.
         sockets: Connected sockets by the rank at their other end.
+        memories: That which it shares with some of them, see `MemoryLink`.
     """
 
-    def __init__(self, rank: int, sockets: Mapping[int, socket.socket]) -> None:
-        self.rank, self.sockets = rank, dict(sockets)
+    def __init__(
+        self, rank: int, sockets: Mapping[int, socket.socket], memories: Mapping[int, mmap.mmap] | None = None
+    ) -> None:
+        self.rank, self.sockets, self.memories = rank, dict(sockets), dict(memories or {})
         self.one_at_a_time = threading.Lock()  # a compiled graph communicates in a thread of its own
         for each in self.sockets.values():
             each.setblocking(False)
@@ -47,6 +168,10 @@ class Connections:
                 each.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
             if each.family != socket.AF_UNIX:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.links: dict[int, Link] = {
+            other: MemoryLink(one, self.memories[other], rank < other) if other in self.memories else SocketLink(one)
+            for other, one in self.sockets.items()
+        }
 
     def exchange(
         self, outgoing: Mapping[int, Sequence[memoryview]], incoming: Mapping[int, Sequence[memoryview]]
@@ -66,43 +191,30 @@ class Connections:
     def _exchange(
         self, outgoing: Mapping[int, Sequence[memoryview]], incoming: Mapping[int, Sequence[memoryview]]
     ) -> None:
-        sends = {rank: [each for each in buffers if len(each)] for rank, buffers in outgoing.items()}
-        receives = {rank: [each for each in buffers if len(each)] for rank, buffers in incoming.items()}
         poll, by_descriptor = select.poll(), {}
-        for rank in {*sends, *receives}:
-            events = select.POLLOUT * bool(sends.get(rank)) | select.POLLIN * bool(receives.get(rank))
-            if events:
+        for rank in {*outgoing, *incoming}:
+            work = [[each for each in buffers.get(rank, ()) if len(each)] for buffers in (outgoing, incoming)]
+            if any(work) and (events := self._advance(rank, *work)):
                 descriptor = self.sockets[rank].fileno()
-                by_descriptor[descriptor] = rank, events
+                by_descriptor[descriptor] = rank, events, work
                 poll.register(descriptor, events)
         while by_descriptor:
             for descriptor, _ in poll.poll():
-                rank, events = by_descriptor[descriptor]
+                rank, events, work = by_descriptor[descriptor]
                 # The end of a connection is an event too: reading or writing says so.
-                left = self._advance(rank, sends.get(rank), receives.get(rank))
+                left = self._advance(rank, *work)
                 if not left:
                     poll.unregister(descriptor)
                     del by_descriptor[descriptor]
                 elif left != events:
                     poll.modify(descriptor, left)
-                    by_descriptor[descriptor] = rank, left
+                    by_descriptor[descriptor] = rank, left, work
 
-    def _advance(self, rank: int, sends: list[memoryview] | None, receives: list[memoryview] | None) -> int:
-        """Sends and receives what is possible now; returns the events to wait for."""
-        connection = self.sockets[rank]
+    def _advance(self, rank: int, sends: list[memoryview], receives: list[memoryview]) -> int:
         try:
-            with contextlib.suppress(BlockingIOError):
-                while receives:
-                    count = connection.recv_into(receives[0])
-                    if not count:
-                        raise ConnectionResetError
-                    _drop(receives, count)
-            with contextlib.suppress(BlockingIOError):
-                while sends:
-                    _drop(sends, connection.send(sends[0]))
+            return self.links[rank].advance(sends, receives)
         except OSError as error:
             raise lost(f"rank {self.rank} has lost rank {rank}") from error
-        return select.POLLOUT * bool(sends) | select.POLLIN * bool(receives)
 
     def close(self) -> None:
         for each in self.sockets.values():
@@ -123,8 +235,10 @@ def _drop(buffers: list[memoryview], count: int) -> None:
         del buffers[0]
 
 
-def connect(rank: int, ranks: int, share: Share, on_one_host: bool, limit_seconds: float) -> Connections:
-    """Connects all ranks of a job; all of them call it.
+def connect(
+    rank: int, ranks: int, share: Share, on_one_host: bool, limit_seconds: float, *, memory: bool = True
+) -> Connections:
+    """Connects all ranks of a job; all of them call it. Without `memory` all bytes go through the sockets.
 
     Raises:
         RunError: Another rank did not answer within the time limit.
@@ -140,7 +254,49 @@ def connect(rank: int, ranks: int, share: Share, on_one_host: bool, limit_second
         while len(connected) < ranks - 1:
             _accept(listening, key, connected, rank, deadline)
         share(b"")  # nobody removes an address that another rank still needs
-    return Connections(rank, connected)
+    return Connections(rank, connected, _share_memory(rank, connected) if memory and on_one_host else None)
+
+
+def _share_memory(rank: int, connected: Mapping[int, socket.socket]) -> dict[int, mmap.mmap]:
+    """Memory shared with other ranks of the host; without those where a system has none to share.
+
+    The later rank of a pair makes it and sends its descriptor, with a byte that says whether there is one.
+    """
+    found: dict[int, mmap.mmap] = {}
+    for other, connection in connected.items():
+        if other < rank:
+            descriptor = _new_memory()
+            if descriptor is None:
+                connection.sendall(b"-")
+            else:
+                socket.send_fds(connection, [b"+"], [descriptor])
+                found[other] = _mapped(descriptor)
+    for other, connection in connected.items():
+        if other > rank:
+            connection.settimeout(_HANDSHAKE_SECONDS)
+            data, descriptors, *_ = socket.recv_fds(connection, 1, 1)
+            if not data:
+                raise RunError(f"rank {rank} has lost rank {other} while they connected")
+            if descriptors:
+                found[other] = _mapped(descriptors[0])
+    return found
+
+
+def _new_memory() -> int | None:
+    """A descriptor of it; None where the system has none."""
+    try:
+        descriptor = os.memfd_create("run_trainer")
+    except (AttributeError, OSError):
+        return None
+    os.truncate(descriptor, 2 * _RING_BYTES)
+    return descriptor
+
+
+def _mapped(descriptor: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(descriptor, 2 * _RING_BYTES)
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager

@@ -38,8 +38,10 @@ class HostGroup:
         """The same ranks with connections of their own, for a thread that communicates while others do. All ranks of
         the group call this."""
         found = connect(self.rank, self.size, self.gather_bytes, on_one_host, limit_seconds)
-        sockets = {self.ranks[place]: one for place, one in found.sockets.items()}
-        return HostGroup(Connections(self.ranks[self.rank], sockets), self.ranks)
+        sockets, memories = (
+            {self.ranks[place]: one for place, one in each.items()} for each in (found.sockets, found.memories)
+        )
+        return HostGroup(Connections(self.ranks[self.rank], sockets, memories), self.ranks)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """[size, ...]: the arrays of all ranks, which have the same shape and dtype."""

@@ -39,7 +39,8 @@ class StageLink:
     """
 
     def __init__(self, group: HostGroup, on_one_host: bool = True) -> None:
-        found = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS)
+        # Its threads send while others compute, which two ends of one memory would have to agree about.
+        found = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS, memory=False)
         self.stage, self.sockets = group.rank, found.sockets
         self.senders = {stage: _Sender(self.stage, stage, one) for stage, one in self.sockets.items()}
 
