@@ -50,7 +50,10 @@ def assert_stopped_and_goes_on(output: Path, printed: str, name: str, uninterrup
     assert newest_complete(output / "checkpoints").name == f"step-{last:08d}"
     train(output.parent / "run.yaml", resume_training=True, runner_config__stop_step=last + 2)
     steps = last + 2
-    assert steps <= 60, "the machine was slow to deliver the signal"
+    if steps > len(figures(uninterrupted)):  # a fast machine has done many before the signal came
+        home = output.parents[1]
+        longer = write_config(home / f"quiet-{steps}", home / "data", LONG)
+        uninterrupted = train(longer, runner_config__stop_step=steps)
     assert figures(output) == figures(uninterrupted)[:steps]
 
 

@@ -30,6 +30,7 @@ from trainer.models.moe import RouterStatistics
 from trainer.models.shapes import attention_shapes, mlp_shapes
 from trainer.ops.cpu import head, layer, onednn
 from trainer.ops.cpu.arrays import Scratch
+from trainer.ops.cpu.layer import norms, positions, sublayers
 
 HIDDEN, HEADS, SIZE, WIDTH, VOCABULARY = 6, 4, 4, 9, 11
 RANDOM = np.random.default_rng(21)
@@ -38,7 +39,8 @@ RANDOM = np.random.default_rng(21)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
-        (layer, "_ROWS", 4), (layer, "_QUERIES", 3), (layer, "_KEYS", 2), (layer, "_SCORES", 1),
+        (norms, "ROWS", 4), (sublayers, "ROWS", 4), (sublayers, "_SCORES", 1),
+        (positions, "_QUERIES", 3), (positions, "_KEYS", 2),
         (head, "_LOGITS", 1), (head, "_FEWEST_ROWS", 4), (head, "_COLUMNS", 4), (head, "_ROWS", 3),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)
@@ -363,7 +365,7 @@ def test_what_threads_share_inside_their_work_stays_with_each() -> None:
 def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, np.ndarray]]:
     """Results and gradients of all parts, computed by so many threads."""
     pool = HostThreads(threads)
-    for module in (layer, head):
+    for module in (norms, sublayers, head):
         monkeypatch.setattr(module, "host_threads", lambda: pool)
     global RANDOM
     RANDOM = np.random.default_rng(3)

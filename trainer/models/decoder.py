@@ -206,8 +206,9 @@ class Decoder(DecoderWiring):
         self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
-        self.host_block = HostBlock(settings, kernels.host_dtype) if kernels.host_layers else None
-        self.host_head = HostHeadPart(settings, kernels.host_dtype) if kernels.host_layers else None
+        whole = kernels.host_layers and self.tensor is None  # a rank's part of the vocabulary is compiled
+        self.host_block = HostBlock(settings, kernels.host_dtype, self.tensor) if kernels.host_layers else None
+        self.host_head = HostHeadPart(settings, kernels.host_dtype) if whole else None
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
@@ -318,7 +319,7 @@ class Decoder(DecoderWiring):
         whole = call is None and self.tensor is None
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
         around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
-        if self.kernels.host_layers:
+        if self.kernels.host_layers and self.tensor is None:
             return around((embedding,), ids_N, lambda ids_N: HostEmbedding(ids_N)(embedding))
         x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
         return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))

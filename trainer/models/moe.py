@@ -258,7 +258,7 @@ class MoeLayer(nn.Cell):
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
-        if kernels.host_layers:
+        if kernels.host_layers and tensor is None:
             self.norm = HostNorm(settings.hidden_size, settings.rms_norm_eps)
             self.shared = HostSharedExperts(settings, kernels.host_dtype)
         self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None

@@ -119,20 +119,21 @@ def has_host_layers(
 
     Args:
         compiled: context.mode 0; mode 1 runs operator by operator.
-        divided: Whether ranks divide the matrices or the sequences.
+        divided: Whether ranks divide the sequences.
     """
     if isinstance(settings, ClassifierConfig) or device != "CPU":
         return False
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     has_dtypes = bool(precision.by) or all(part.dtype == "float32" for part in parts)
-    return has_dtypes and not _unknown_to_host_layers(settings, compiled, divided)
+    return has_dtypes and not _unknown_to_host_layers(settings, compiled, "sequences" if divided else "")
 
 
-def _unknown_to_host_layers(settings: ModelConfig, compiled: bool, divided: bool) -> str:
-    """What of a model, or of how it runs, whole layers on arrays do not know; empty if they know everything."""
+def _unknown_to_host_layers(settings: ModelConfig, compiled: bool, divided: str) -> str:
+    """What of a model, or of how it runs, whole layers on arrays do not know; empty if they know everything. `divided`
+    names what ranks divide that they do not know."""
     found = {
         "context.mode 1": not compiled,
-        "ranks that divide matrices or sequences": divided,
+        f"ranks that divide {divided}": bool(divided),
         "multi-head latent attention": settings.multi_latent_attention,
         "norms after a sublayer": settings.post_self_attn_layernorm or settings.post_mlp_layernorm,
         "dropout": settings.hidden_dropout > 0 or settings.attention_dropout > 0,
@@ -152,7 +153,8 @@ def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> 
 def runs_host_layers(config: Config, device: str, world: World) -> bool:
     """`has_host_layers` of a run."""
     precision, compiled = precision_of(config, device, world), config.context.mode == 0
-    known = has_host_layers(config.network, precision, device, compiled=compiled, divided=_divides(config, world))
+    divided = _divides_sequences(config, world)
+    known = has_host_layers(config.network, precision, device, compiled=compiled, divided=divided)
     return known and not runs_semi_auto(config, world)
 
 
@@ -164,7 +166,8 @@ def why_compiled(config: Config, device: str, world: World) -> str:
         return f"device {device}" if device != "CPU" else "a classifier"
     if runs_semi_auto(config, world):
         return "MindSpore's semi-automatic mode"
-    unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, _divides(config, world))
+    divided = "sequences" if _divides_sequences(config, world) else ""
+    unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided)
     return unknown or "float16"
 
 
@@ -174,11 +177,17 @@ def _divides(config: Config, world: World) -> bool:
     return degrees.model_parallel > 1 or degrees.context_parallel > 1
 
 
+def _divides_sequences(config: Config, world: World) -> bool:
+    return degrees_of(config, world).context_parallel > 1
+
+
 def precision_on_cpu(config: Config, *, divided: bool, semi_auto: bool = False) -> Precision:
-    """`precision_of` for a CPU, whose layers on arrays have products in bfloat16; `divided` as in `has_host_layers`."""
+    """`precision_of` for a CPU, whose layers on arrays have products in bfloat16; `divided`: whether ranks divide the
+    matrices, of which they know products in float32 alone, or the sequences."""
     on_host = None
     if "bfloat16" in _asked(config).values():
-        unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided)
+        parts = "matrices or sequences" if divided else ""
+        unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, parts)
         on_host = _host_bfloat16("MindSpore's semi-automatic mode" if semi_auto else unknown)
     return resolve_precision(config.network, config.amp_level, "CPU", on_host)
 

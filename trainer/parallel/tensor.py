@@ -28,6 +28,7 @@ from trainer.parallel.collectives import (
 from trainer.parallel.sharding import ArrayPart, range_of_rank
 
 if TYPE_CHECKING:
+    import numpy as np
     from mindspore import Tensor
 
     from trainer.parallel.layout import ModelLayout
@@ -51,6 +52,14 @@ class TensorParallel(NamedTuple):
     def leave(self, compiled: bool = True) -> nn.Cell:
         """A part of each number of [N, D] on every rank -> the residual stream [n, D]."""
         return ReduceScatter(self.group, compiled) if self.shares_rows else LeaveTensorParallel(self.group, compiled)
+
+    def gather(self, own_nD: np.ndarray) -> np.ndarray:
+        """`enter` of arrays, and the backward pass of `leave`: [n, D] -> [N, D]; of ranks on CPUs."""
+        return self.group.all_gather_rows(own_nD) if self.shares_rows else own_nD
+
+    def collect(self, part_ND: np.ndarray) -> np.ndarray:
+        """`leave` of arrays, and the backward pass of `enter`: [N, D] -> [n, D]; of ranks on CPUs."""
+        return self.group.reduce_scatter(part_ND) if self.shares_rows else self.group.all_reduce(part_ND)
 
     def rows(self, tokens: int) -> slice:
         """The token rows of the residual stream that this rank has."""

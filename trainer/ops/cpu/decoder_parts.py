@@ -17,7 +17,15 @@ from mindspore import Parameter, Tensor, nn
 
 from trainer.ops.cpu.arrays import Scratch, empty, host_threads, narrow_weight, on_host
 from trainer.ops.cpu.head import HostHead, embedding_gradient, embedding_rows
-from trainer.ops.cpu.layer import Gradients, HostAttention, HostMlp, RmsNorm, TokenPositions, Weights
+from trainer.ops.cpu.layer import (
+    Gradients,
+    HostAttention,
+    HostMlp,
+    RmsNorm,
+    RowExchange,
+    TokenPositions,
+    Weights,
+)
 from trainer.ops.cpu.router import sigmoid
 
 if TYPE_CHECKING:
@@ -30,12 +38,14 @@ class HostBlock:
     Args:
         settings: Those that this rank computes with.
         dtype: That of the products, "float32" or "bfloat16".
+        exchange: Of tensor-parallel ranks, whose products are in float32.
     """
 
-    def __init__(self, settings: ModelConfig, dtype: str = "float32") -> None:
+    def __init__(self, settings: ModelConfig, dtype: str = "float32", exchange: RowExchange | None = None) -> None:
         scratch, self.dtype = Scratch(host_threads().threads), dtype
-        self.attention = HostAttention(settings, scratch)
-        self.mlp = HostMlp(settings.ffn_size, scratch, RmsNorm(settings.hidden_size, settings.rms_norm_eps))
+        self.attention = HostAttention(settings, scratch, exchange)
+        norm = RmsNorm(settings.hidden_size, settings.rms_norm_eps)
+        self.mlp = HostMlp(settings.ffn_size, scratch, norm, exchange=exchange)
 
 
 class HostLayerPart:
@@ -65,15 +75,17 @@ class HostLayerPart:
         return _LayerCall(self, positions, trained, keeps)(x_ND, *(self.named[name] for name in trained))
 
     def forward(
-        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, keeps: bool = True
+        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, keeps: bool = True, adds: bool = True
     ) -> tuple[Tensor, tuple | None]:
-        """The result, and what `backward` takes; without `keeps` None."""
+        """The result, and what `backward` takes; without `keeps` None. Without `adds` the result is not computed."""
         middle_ND, attention, mlp = x_ND, None, None
         if self.has_attention:
-            result, attention = self.block.attention.forward(x_ND, weights, positions, self._blocks(positions), keeps)
+            result, attention = self.block.attention.forward(
+                x_ND, weights, positions, self._blocks(positions), keeps, adds or self.has_mlp
+            )
             middle_ND = result.asnumpy()
         if self.has_mlp:
-            result, mlp = self.block.mlp.forward(middle_ND, weights, keeps)
+            result, mlp = self.block.mlp.forward(middle_ND, weights, keeps, adds)
         return result, (middle_ND, attention, mlp) if keeps else None
 
     def backward(
@@ -111,7 +123,7 @@ class _LayerCall(nn.Cell):
     def bprop(self, x_ND, *trained_out_grad):
         x, weights, saved = on_host(x_ND), self.arrays(), self.saved
         if saved is None:
-            saved = self.part.forward(x, weights, self.positions)[1]
+            saved = self.part.forward(x, weights, self.positions, adds=False)[1]
         self.saved = None
         grad, found = self.part.backward(
             x, weights, self.positions, saved, on_host(trained_out_grad[-1]), self.trained

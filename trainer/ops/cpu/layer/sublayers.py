@@ -1,174 +1,27 @@
-"""Attention and feed-forward layer of a decoder on arrays, forward and backward.
-
-A thread takes some hundred rows through all that a layer does with them, while they are in its cache: norm, products,
-rotary embedding, SwiGLU, residual. Attention goes in blocks of queries: the scores of a block, [heads, queries, keys],
-are the most that ever exists, and keys that no query of a block sees are left out. The backward pass computes them
-again. Nothing is compiled, for any shape.
-
-Sums over tokens are products over all of them, cut along the rows of the result, and sums over blocks stay in one
-thread: the bits are the same for any number of threads.
-
-Matrices in bfloat16 make all products those of numbers in bfloat16, summed in float32, as PyTorch's autocast and the
-fused operators of an Ascend do: what a product takes, and what is kept for the backward pass, is rounded once. Between
-two products all is float32: norms, rotary embedding, scores, softmax, SwiGLU. So are the residual stream, to which a
-product adds its sums without rounding them, and the gradients of queries, keys and weights, which are sums.
-
-Legend: N tokens (B sequences x T), D hidden, H query heads, K key/value heads, G = H / K, d head size, C = H * d,
-F feed-forward; n rows of a part, Q queries and S keys of a block.
-"""
+"""The two sublayers of a decoder layer, forward and backward."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mindspore import Tensor
 
 from trainer.ops.cpu.arrays import Scratch, as_narrow, as_wide, empty, host_threads, parts, store
+from trainer.ops.cpu.layer.norms import ROWS, Entrance, RmsNorm, RowExchange, normed
+from trainer.ops.cpu.layer.positions import Gradients, QueryBlock, Rotary, TokenPositions, Weights
 from trainer.ops.cpu.onednn import BFLOAT16, operators
 from trainer.storage.bfloat16 import as_float32
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
 
-Weights: TypeAlias = Mapping[str, np.ndarray]
-"""Those of a block, by their names in it."""
-Gradients: TypeAlias = dict[str, Tensor]
-"""Of the weights that are trained."""
-
-_ROWS = 256  # that a thread takes at once: products of fewer are slower
 _FEWEST_ROWS, _PRODUCT = 64, 1 << 27  # of a matrix's gradient, and multiplications, that a thread takes at once
-_QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
-_KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
 _SCORES = 1 << 19  # of the heads that a thread takes at once, for the longest block: fewer calls, and yet in its cache
 _TASKS = 8  # of which the threads take one after the other, at least, where there are heads enough
-_CACHE_LINE = 16  # numbers
-_TURNED = "self_attn.q_", "self_attn.k_"  # names of what makes queries and keys begin so
 _NORM, _MLP_NORM = "input_layernorm.weight", "post_attention_layernorm.weight"
-
-
-class QueryBlock(NamedTuple):
-    """Queries of one sequence that follow each other, and the keys that some of them see, as rows of the batch."""
-
-    queries: slice
-    keys: slice
-    masked: int
-    """The key, counted from the first, from which `bias_QM` is added to the scores."""
-    bias_QM: np.ndarray
-    """0 where the query sees the key."""
-
-
-@dataclass(frozen=True)
-class TokenPositions:
-    """Where the tokens of a batch stand.
-
-    Attributes:
-        turn_N1h: Of the rotary embedding: cos + i sin of the angle of each pair, complex, [N, 1, rotated size / 2].
-        blocks: The query blocks of each sequence, and those for layers with a sliding window.
-    """
-
-    turn_N1h: np.ndarray
-    blocks: tuple[tuple[QueryBlock, ...], ...]
-    window_blocks: tuple[tuple[QueryBlock, ...], ...] | None = None
-
-
-def query_blocks(segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[tuple[QueryBlock, ...], ...]:
-    """Blocks of each sequence: causal, within a document, and with `window` within so many tokens."""
-    length = segment_ids_BT.shape[1]
-    return tuple(
-        tuple(_block(segments_T, row * length, queries, window) for queries in parts(slice(0, length), _QUERIES))
-        for row, segments_T in enumerate(segment_ids_BT)
-    )
-
-
-def _block(segments_T: np.ndarray, start: int, queries: slice, window: int | None) -> QueryBlock:
-    query_Q1, key_1S = np.arange(queries.start, queries.stop)[:, None], np.arange(queries.stop)[None]
-    sees_QS = (segments_T[queries, None] == segments_T[None, : queries.stop]) & (key_1S <= query_Q1)
-    if window is not None:
-        sees_QS &= key_1S > query_Q1 - window
-    first = int(sees_QS.any(0).argmax()) // _KEYS * _KEYS
-    sees_QS = sees_QS[:, first:]
-    everywhere_S = sees_QS.all(0)
-    masked = 0 if not everywhere_S[0] else len(everywhere_S) if everywhere_S.all() else int(everywhere_S.argmin())
-    masked -= masked % _CACHE_LINE  # an addition that begins there takes a third of the time
-    bias_QM = np.where(sees_QS[:, masked:], np.float32(0), np.finfo(np.float32).min)
-    own = slice(start + queries.start, start + queries.stop)
-    return QueryBlock(own, slice(start + first, start + queries.stop), masked, bias_QM)
-
-
-class RmsNorm:
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        self.size, self.eps = np.float32(size), np.float32(eps)
-
-    def scales(self, x_nD: np.ndarray) -> np.ndarray:
-        """1 / sqrt(...) of each row, [n]."""
-        return 1 / np.sqrt(np.einsum("nd,nd->n", x_nD, x_nD) / self.size + self.eps)
-
-    def __call__(self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray) -> None:
-        np.multiply(x_nD, scale_n[:, None], out=out_nD)
-        out_nD *= weight_D
-
-    def gradient(
-        self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, grad_nD: np.ndarray, work_nD: np.ndarray
-    ) -> np.ndarray:
-        """Replaces `grad_nD` by the gradient of x, overwrites `work_nD`, and returns the weight's gradient, [D]."""
-        np.multiply(grad_nD, x_nD, out=work_nD)
-        of_weight_D = scale_n @ work_nD
-        # The direct part, less its projection on x: mean(grad * weight * x) scale^3.
-        projected_n = (work_nD @ weight_D) * (scale_n * scale_n * scale_n / self.size)
-        grad_nD *= weight_D
-        grad_nD *= scale_n[:, None]
-        np.multiply(x_nD, projected_n[:, None], out=work_nD)
-        grad_nD -= work_nD
-        return of_weight_D
-
-
-class Rotary:
-    """The rotation of every pair of a head's first numbers (Su et al. 2021, equation 34): numbers i and i + half, or
-    with `rope_interleave` neighbours.
-
-    Neighbours are turned as one complex number, which takes a tenth of the time. So queries and keys of the other kind
-    of models are computed in another order, `paired`: a score is a sum over all numbers of a head, in any order.
-    """
-
-    def __init__(self, settings: ModelConfig) -> None:
-        self.head_size, self.half, self.order_d = settings.head_size, settings.rotary_size // 2, None
-        self.first = slice(0, 2 * self.half, 2) if settings.rope_interleave else slice(self.half)
-        if not settings.rope_interleave:
-            order_d = np.arange(self.head_size)
-            order_d[: 2 * self.half] = order_d[: 2 * self.half].reshape(2, -1).T.reshape(-1)
-            self.order_d = order_d
-
-    def table(self, cos_Nd: np.ndarray, sin_Nd: np.ndarray) -> np.ndarray:
-        """What `turn` multiplies with; both numbers of a pair have the same angle."""
-        return (cos_Nd + 1j * sin_Nd)[:, None, self.first].astype(np.complex64)
-
-    def turn(self, x_nC: np.ndarray, turn_n1h: np.ndarray, back: bool = False) -> None:
-        """In place; `back` turns the other way, which is the gradient."""
-        pairs = x_nC.reshape(len(x_nC), -1, self.head_size)[..., : 2 * self.half].view(np.complex64)
-        pairs *= turn_n1h.conj() if back else turn_n1h
-
-    def paired(self, weights: Weights) -> Weights:
-        """The weights that make queries and keys with both numbers of a pair beside each other."""
-        if self.order_d is None:
-            return weights
-        return {**weights, **{name: self._by_head(weights[name])[:, self.order_d].reshape(weights[name].shape)
-                              for name in weights if name.startswith(_TURNED)}}  # fmt: skip
-
-    def unpaired(self, gradients: Gradients) -> Gradients:
-        """The gradients of those weights, in the order of the model."""
-        for name in gradients if self.order_d is not None else ():
-            if name.startswith(_TURNED):
-                by_head = self._by_head(gradients[name].asnumpy())
-                by_head[:, self.order_d] = by_head.copy()
-        return gradients
-
-    def _by_head(self, array: np.ndarray) -> np.ndarray:
-        return array.reshape(-1, self.head_size, *array.shape[1:])
 
 
 class WeightGradients:
@@ -181,7 +34,7 @@ class WeightGradients:
         """For the matrix `name`; `x_NI` is what it multiplied, `grad_NO` the gradient of the result."""
         if name in self.trained:
             self.found[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
-            most = max(_FEWEST_ROWS, min(_ROWS, _PRODUCT // x_NI.size))
+            most = max(_FEWEST_ROWS, min(ROWS, _PRODUCT // x_NI.size))
             self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in parts(slice(0, len(array)), most)]
 
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
@@ -214,26 +67,31 @@ class SavedAttention(NamedTuple):
     v_NK: np.ndarray
     heads_NC: np.ndarray  # results of the heads
     plain: tuple[np.ndarray, np.ndarray] | None  # queries and keys before the norm of each head, where there is one
+    normed_ND: np.ndarray | None  # what ranks have entered with together
 
 
 class HostAttention:
     """x + W_o attention(norm(x)): norm, projections, norms of the heads, rotary embedding, attention, residual."""
 
-    def __init__(self, settings: ModelConfig, scratch: Scratch) -> None:
+    def __init__(self, settings: ModelConfig, scratch: Scratch, exchange: RowExchange | None = None) -> None:
         self.heads, self.kv_heads, self.head_size = settings.num_heads, settings.kv_heads, settings.head_size
         self.groups = self.heads // self.kv_heads
         self.norm = RmsNorm(settings.hidden_size, settings.rms_norm_eps)
+        self.entrance = None if exchange is None else Entrance(self.norm, exchange)
         self.head_norm = RmsNorm(self.head_size, settings.rms_norm_eps) if settings.use_qk_norm else None
         self.rotary, self.scale, self.scratch = Rotary(settings), np.float32(self.head_size**-0.5), scratch
 
     def forward(
         self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Sequence[Sequence[QueryBlock]],
-        keeps: bool = True,
+        keeps: bool = True, adds: bool = True,
     ) -> tuple[Tensor, SavedAttention | None]:  # fmt: skip
-        """The result, and what `backward` takes; without `keeps` None."""
-        weights = self.rotary.paired(weights)
-        rows, width, kv_width = len(x_ND), self.heads * self.head_size, self.kv_heads * self.head_size
-        (result, out_ND), scale_N = empty(*x_ND.shape), np.empty(rows, np.float32)
+        """The result, and what `backward` takes; without `keeps` None. Without `adds` nobody needs the result, which is
+        not computed."""
+        weights, entrance = self.rotary.paired(weights), self.entrance
+        (result, out_ND), scale_N = empty(*x_ND.shape), np.empty(len(x_ND), np.float32)
+        normed_ND = None if entrance is None else entrance.enter(x_ND, weights[_NORM], scale_N)
+        rows, width, kv_width = len(positions.turn_N1h), self.heads * self.head_size, self.kv_heads * self.head_size
+        added_ND = out_ND if entrance is None else empty(rows, x_ND.shape[1])[1]
         dtype = weights["self_attn.o_proj.weight"].dtype
         q_NC, k_NK, v_NK = (empty(rows, size, dtype=dtype)[1] for size in (width, kv_width, kv_width))
         # Without `keeps` each array takes the place of the one before it.
@@ -247,9 +105,12 @@ class HostAttention:
             y_nD, *wide, y = self.scratch.take(
                 thread, part, size, narrow * width, narrow * kv_width, narrow=(narrow * size,)
             )
-            scale_N[part] = self.norm.scales(x_ND[part])
-            self.norm(x_ND[part], weights[_NORM], scale_N[part], y_nD)
-            y = as_narrow(y_nD, y) if narrow else y_nD
+            if normed_ND is None:
+                scale_N[part] = self.norm.scales(x_ND[part])
+                self.norm(x_ND[part], weights[_NORM], scale_N[part], y_nD)
+                y = as_narrow(y_nD, y) if narrow else y_nD
+            else:
+                y = normed_ND[part]
             for name, array, plain_NC, work in zip("qk", (q_NC, k_NK), before, wide, strict=True):
                 turned = work if narrow else array[part]
                 if plain_NC is None:
@@ -272,36 +133,47 @@ class HostAttention:
                 probabilities = narrow[0] if narrow else scores
                 operators().softmax(scores, probabilities)
                 operators().matmul(probabilities, v, out)
-            out_nD = out_ND[block.queries]
-            out_nD[...] = x_ND[block.queries]
-            _project(weights, "self_attn.o_proj", heads_NC[block.queries], out_nD, accumulate=True)
+            added_nD = added_ND[block.queries]
+            if not adds:
+                return
+            if entrance is None:
+                added_nD[...] = x_ND[block.queries]
+                _project(weights, "self_attn.o_proj", heads_NC[block.queries], added_nD, accumulate=True)
+            else:
+                operators().matmul(heads_NC[block.queries], weights["self_attn.o_proj.weight"].T, added_nD)
 
-        host_threads().run(parts(slice(0, rows), _ROWS), enter)
+        host_threads().run(parts(slice(0, rows), ROWS), enter)
         host_threads().run([block for sequence in blocks for block in sequence], attend)
-        return result, SavedAttention(scale_N, q_NC, k_NK, v_NK, heads_NC, plain) if keeps else None
+        if entrance is not None and adds:
+            entrance.leave(x_ND, added_ND, weights.get("self_attn.o_proj.bias"), out_ND)
+        return result, SavedAttention(scale_N, q_NC, k_NK, v_NK, heads_NC, plain, normed_ND) if keeps else None
 
     def backward(
         self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, blocks: Sequence[Sequence[QueryBlock]],
         saved: SavedAttention, grad_ND: np.ndarray, trained: Iterable[str],
     ) -> tuple[Tensor, Gradients]:  # fmt: skip
         """The gradients of x and of the trained weights. `saved` is used up."""
-        weights = self.rotary.paired(weights)
-        rows, width, kv_width = len(x_ND), self.heads * self.head_size, self.kv_heads * self.head_size
+        weights, entrance = self.rotary.paired(weights), self.entrance
+        rows, width, kv_width = len(saved.q_NC), self.heads * self.head_size, self.kv_heads * self.head_size
         (result, out_ND), found = empty(*x_ND.shape), WeightGradients(trained)
         dtype = saved.q_NC.dtype
         narrow, size = dtype == BFLOAT16, x_ND.shape[1]
-        grad_heads_NC, y_ND = (empty(rows, one, dtype=dtype)[1] for one in (width, size))
+        grad_heads_NC = empty(rows, width, dtype=dtype)[1]
+        # What comes from the residual stream, and goes to it: of all ranks' rows where they share the sublayer.
+        every_ND = grad_ND if entrance is None else entrance.exchange.gather(grad_ND)
+        y_ND, into_ND = saved.normed_ND, empty(rows, size)[1] if entrance is not None else out_ND
+        if y_ND is None:
+            y_ND = empty(rows, size, dtype=dtype)[1]
         grad_q_NC, grad_k_NK, grad_v_NK = (empty(rows, one)[1] for one in (width, kv_width, kv_width))
         # What products take of these gradients, and of that of the result.
-        rounded, rounded_ND = (grad_q_NC, grad_k_NK, grad_v_NK), grad_ND
+        rounded, rounded_ND = (grad_q_NC, grad_k_NK, grad_v_NK), every_ND
         if narrow:
             rounded = tuple(empty(*array.shape, dtype=dtype)[1] for array in rounded)
             rounded_ND = empty(*grad_ND.shape, dtype=dtype)[1]
-        names = [_NORM] if saved.plain is None else [_NORM, *(f"self_attn.{name}_norm.weight" for name in "qk")]
-        of_norms: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
+        of_norms: defaultdict[str, dict[int, np.ndarray]] = defaultdict(dict)
 
         def leave(part: slice, thread: int) -> None:
-            grad = as_narrow(grad_ND[part], rounded_ND[part])
+            grad = as_narrow(every_ND[part], rounded_ND[part])
             operators().matmul(grad, weights["self_attn.o_proj.weight"], grad_heads_NC[part])
 
         def attend(task: tuple[Sequence[QueryBlock], slice], thread: int) -> None:
@@ -327,23 +199,27 @@ class HostAttention:
                     key = f"self_attn.{name}_norm.weight"
                     x = as_wide(plain[part], work_nC[:, : plain.shape[1]])
                     of_norms[key][part.start] = self._head_norm_gradient(x, weights[key], grad)
-            out_nD = out_ND[part]
+            out_nD = into_ND[part]
             for place, (name, grad, array) in enumerate(zip("qkv", grads, rounded, strict=True)):
                 factor = as_narrow(grad, array[part])
                 operators().matmul(factor, weights[f"self_attn.{name}_proj.weight"], out_nD, place > 0)
+            if entrance is not None:
+                return
             of_norms[_NORM][part.start] = self.norm.gradient(
                 x_ND[part], weights[_NORM], saved.scale_N[part], out_nD, work_nD
             )
             out_nD += grad_ND[part]
-            _normed(self.norm, x_ND[part], weights[_NORM], saved.scale_N[part], work_nD, y_ND[part])
+            normed(self.norm, x_ND[part], weights[_NORM], saved.scale_N[part], work_nD, y_ND[part])
 
         threads = host_threads()
-        threads.run(parts(slice(0, rows), _ROWS), leave)
+        threads.run(parts(slice(0, rows), ROWS), leave)
         most = max(1, self.kv_heads * len(blocks) // _TASKS)
         tasks = ((sequence, heads) for sequence in blocks
                  for heads, group in self._head_parts(sequence, most) if not group)  # fmt: skip
         threads.run(tasks, attend)
-        threads.run(parts(slice(0, rows), _ROWS), enter)
+        threads.run(parts(slice(0, rows), ROWS), enter)
+        if entrance is not None:
+            of_norms[_NORM] = entrance.gradient(x_ND, weights[_NORM], saved.scale_N, into_ND, grad_ND, out_ND)
         for name, of_parts in of_norms.items():
             found.add_parts(name, of_parts)
         sums = grad_q_NC, grad_k_NK, grad_v_NK, grad_ND
@@ -414,6 +290,7 @@ class SavedMlp(NamedTuple):
     scale_N: np.ndarray  # of the norm
     gate_NF: np.ndarray
     up_NF: np.ndarray
+    normed_ND: np.ndarray | None  # what ranks have entered with together
 
 
 class HostMlp:
@@ -425,14 +302,22 @@ class HostMlp:
         prefix: Of the names of the matrices.
     """
 
-    def __init__(self, width: int, scratch: Scratch, norm: RmsNorm | None = None, prefix: str = "mlp.") -> None:
+    def __init__(
+        self, width: int, scratch: Scratch, norm: RmsNorm | None = None, prefix: str = "mlp.",
+        exchange: RowExchange | None = None,
+    ) -> None:  # fmt: skip
         self.norm, self.scratch, self.width = norm, scratch, width
+        self.entrance = None if exchange is None else Entrance(norm, exchange)
         self.gate, self.up, self.down = (f"{prefix}{name}_proj" for name in ("gate", "up", "down"))
 
-    def forward(self, x_ND: np.ndarray, weights: Weights, keeps: bool = True) -> tuple[Tensor, SavedMlp | None]:
+    def forward(
+        self, x_ND: np.ndarray, weights: Weights, keeps: bool = True, adds: bool = True
+    ) -> tuple[Tensor, SavedMlp | None]:
         """As `HostAttention.forward`."""
-        rows, hidden = x_ND.shape
-        (result, out_ND), scale_N = empty(rows, hidden), np.empty(rows, np.float32)
+        entrance, (result, out_ND), scale_N = self.entrance, empty(*x_ND.shape), np.empty(len(x_ND), np.float32)
+        normed_ND = None if entrance is None else entrance.enter(x_ND, weights[_MLP_NORM], scale_N)
+        rows, hidden = x_ND.shape if entrance is None else normed_ND.shape
+        added_ND = out_ND if entrance is None else empty(rows, hidden)[1]
         dtype, width = weights[f"{self.down}.weight"].dtype, self.width
         kept, narrow = [empty(rows, width, dtype=dtype)[1] for _ in range(2)] if keeps else [], dtype == BFLOAT16
 
@@ -443,7 +328,9 @@ class HostMlp:
             gate, up = rounded[:2] if narrow else (inner_nF, up_nF)
             if keeps:
                 gate, up = (array[part] for array in kept)
-            if self.norm is None:
+            if entrance is not None:
+                y_nD = normed_ND[part]
+            elif self.norm is None:
                 y_nD = x_ND[part]
             else:
                 scale_N[part] = self.norm.scales(x_ND[part])
@@ -452,24 +339,33 @@ class HostMlp:
             y = as_narrow(y_nD, y) if narrow else y_nD
             _project(weights, self.gate, y, gate)
             _project(weights, self.up, y, up)
+            if not adds:
+                return
             operators().silu(as_wide(gate, inner_nF), inner_nF)
             operators().multiply(inner_nF, up, inner_nF)
             inner = as_narrow(inner_nF, rounded[2]) if narrow else inner_nF
-            _project(weights, self.down, inner, out_ND[part], accumulate=self.norm is not None)
+            if entrance is None:
+                _project(weights, self.down, inner, out_ND[part], accumulate=self.norm is not None)
+            else:
+                operators().matmul(inner, weights[f"{self.down}.weight"].T, added_ND[part])
 
-        host_threads().run(parts(slice(0, rows), _ROWS), compute)
-        return result, SavedMlp(scale_N, *kept) if keeps else None
+        host_threads().run(parts(slice(0, rows), ROWS), compute)
+        if entrance is not None and adds:
+            entrance.leave(x_ND, added_ND, weights.get(f"{self.down}.bias"), out_ND)
+        return result, SavedMlp(scale_N, *kept, normed_ND) if keeps else None
 
     def backward(
         self, x_ND: np.ndarray, weights: Weights, saved: SavedMlp, grad_ND: np.ndarray, trained: Iterable[str]
     ) -> tuple[Tensor, Gradients]:
         """As `HostAttention.backward`."""
-        rows, hidden = x_ND.shape
-        (result, out_ND), found = empty(rows, hidden), WeightGradients(trained)
-        dtype, width, rounded_ND = saved.gate_NF.dtype, self.width, grad_ND
-        narrow = dtype == BFLOAT16
-        inner_NF, y_ND = empty(rows, width, dtype=dtype)[1], x_ND
-        if narrow or self.norm is not None:
+        entrance, (result, out_ND), found = self.entrance, empty(*x_ND.shape), WeightGradients(trained)
+        (rows, width), hidden, dtype = saved.gate_NF.shape, x_ND.shape[1], saved.gate_NF.dtype
+        every_ND = grad_ND if entrance is None else entrance.exchange.gather(grad_ND)
+        narrow, rounded_ND = dtype == BFLOAT16, every_ND
+        inner_NF, y_ND, into_ND = empty(rows, width, dtype=dtype)[1], x_ND, out_ND
+        if entrance is not None:
+            y_ND, into_ND = saved.normed_ND, empty(rows, hidden)[1]
+        elif narrow or self.norm is not None:
             y_ND = empty(rows, hidden, dtype=dtype)[1]
         if narrow:
             rounded_ND = empty(rows, hidden, dtype=dtype)[1]
@@ -480,9 +376,9 @@ class HostMlp:
             grad_inner, silu, *more, work = self.scratch.take(
                 thread, part, width, width, *(narrow * width,) * 2, narrow * hidden
             )
-            gate, up, inner, out, y = (array[part] for array in (saved.gate_NF, saved.up_NF, inner_NF, out_ND, y_ND))
+            gate, up, inner, out, y = (array[part] for array in (saved.gate_NF, saved.up_NF, inner_NF, into_ND, y_ND))
             wide_gate, wide_inner = more if narrow else (gate, inner)
-            run.matmul(as_narrow(grad_ND[part], rounded_ND[part]), weights[f"{self.down}.weight"], grad_inner)
+            run.matmul(as_narrow(every_ND[part], rounded_ND[part]), weights[f"{self.down}.weight"], grad_inner)
             as_wide(gate, wide_gate)
             run.silu(wide_gate, silu)
             run.multiply(silu, up, wide_inner)
@@ -494,16 +390,20 @@ class HostMlp:
             store(silu, up)  # from here on both hold their gradients
             run.matmul(gate, weights[f"{self.gate}.weight"], out)
             run.matmul(up, weights[f"{self.up}.weight"], out, True)
+            if entrance is not None:
+                return
             if self.norm is not None:
                 x, weight_D, scale_n = x_ND[part], weights[_MLP_NORM], saved.scale_N[part]
                 work = work if narrow else y
                 of_norm[part.start] = self.norm.gradient(x, weight_D, scale_n, out, work)
                 out += grad_ND[part]
-                _normed(self.norm, x, weight_D, scale_n, work, y)
+                normed(self.norm, x, weight_D, scale_n, work, y)
             else:
                 as_narrow(x_ND[part], y)
 
-        host_threads().run(parts(slice(0, rows), _ROWS), compute)
+        host_threads().run(parts(slice(0, rows), ROWS), compute)
+        if entrance is not None:
+            of_norm = entrance.gradient(x_ND, weights[_MLP_NORM], saved.scale_N, into_ND, grad_ND, out_ND)
         if self.norm is not None:
             found.add_parts(_MLP_NORM, of_norm)
         gradients = (self.gate, saved.gate_NF), (self.up, saved.up_NF), (self.down, grad_ND)
@@ -522,15 +422,6 @@ def _project(weights: Weights, name: str, x_nI: np.ndarray, out_nO: np.ndarray, 
     if bias_O is not None:
         wide += bias_O
         as_narrow(wide, out_nO)
-
-
-def _normed(
-    norm: RmsNorm, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, work_nD: np.ndarray, out_nD: np.ndarray
-) -> None:
-    """The normed rows in the dtype of `out`; `work`, which is float32, is overwritten."""
-    wide_nD = work_nD if out_nD.dtype == BFLOAT16 else out_nD
-    norm(x_nD, weight_D, scale_n, wide_nD)
-    as_narrow(wide_nD, out_nD)
 
 
 def _masked_scores(q: np.ndarray, k: np.ndarray, block: QueryBlock, out: np.ndarray) -> None:
