@@ -41,7 +41,7 @@ from run_helpers import (  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
 JOB_SECONDS = 200  # two cores that other tests use as well
-# Ranks that divide matrices or sequences compile their blocks, which is a third of the time of a short job.
+# Ranks that divide matrices compile their head, those that divide sequences whole blocks: a third of a short job.
 EAGER = {"context.mode": 1}
 SAVED_EVERY = 5
 SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}

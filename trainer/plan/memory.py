@@ -157,13 +157,19 @@ def _host_activations(
     config: Config, tokens: int, held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tuple[int, ...]]
 ) -> int:
     """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays."""
-    settings, depth = config.decoder, config.decoder.mtp_depth
+    settings, depth = local_settings(config.decoder, held.tensor), config.decoder.mtp_depth
     narrow = _product_bytes(config, own_bytes.world)
     first, again = first_trained_layer(config, frozen_names(config)), recomputed_parts(config)
     again += again[-1:] * depth  # multi-token prediction modules recompute what the last layer recomputes
     layers = {layer: layer_bytes(settings, layer, again[layer], narrow) for layer in held.passes if layer >= first}
     working = max((each.working for each in layers.values()), default=0) * tokens
     kept = sum(each.kept * held.passes[layer] for layer, each in layers.items()) * tokens
+    head = head_bytes(settings, tokens, narrow)
+    if held.tensor > 1:
+        shared = _shared_sublayer_bytes(settings, held.tensor, config.parallel_config.use_seq_parallel)
+        kept += sum(held.passes[layer] for layer in layers) * shared * tokens
+        # The head of a part of the vocabulary is compiled: logits, probabilities and their gradients, as was measured.
+        head = (4 * settings.vocab_size + 12 * settings.hidden_size) * tokens * _FLOAT32_BYTES
     # Recomputed experts: as much as their weights was measured.
     redone = tuple(layer_prefix(layer) for layer in layers if again[layer] in ("block", "mlp"))
     kept += _bytes({name: shape for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone)})
@@ -179,9 +185,16 @@ def _host_activations(
     whole = tuple(layer_prefix(layer) for layer in layers if not again[layer])
     later = {name: shape for name, shape in trained.items() if name.startswith(whole) and not is_expert(name)}
     later_bytes = own_bytes.gradients(later, 1) if own_bytes.level in ("", "level1") else 0
-    beginning = kept + max(head_bytes(settings, tokens, narrow), working) - later_bytes
+    beginning = kept + max(head, working) - later_bytes
     end = max((each.kept for each in layers.values()), default=0) * tokens + working
     return max(beginning, end)
+
+
+def _shared_sublayer_bytes(settings: ModelConfig, tensor: int, shares_rows: bool) -> int:
+    """Of a token, what both sublayers of a layer keep besides where ranks compute them together: what they have entered
+    with; and what the sums leave in the allocator, as was measured, unless a rank has its own rows of them."""
+    values = 2 * settings.hidden_size
+    return (values - values * (tensor - 1) // tensor if shares_rows else 2 * values) * _FLOAT32_BYTES
 
 
 def _product_bytes(config: Config, world: World) -> int:
