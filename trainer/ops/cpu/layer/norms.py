@@ -19,7 +19,7 @@ class RowExchange(Protocol):
         """The rows of all ranks, [N, D], from those that this rank has of the residual stream."""
 
     def collect(self, part_ND: np.ndarray) -> np.ndarray:
-        """The sum over the ranks: the rows [n, D] that this rank has of the residual stream."""
+        """The sum over the ranks: the rows [n, D] that this rank has of the residual stream. `part_ND` is used up."""
 
 
 class RmsNorm:
