@@ -229,7 +229,8 @@ def _ended(run: SweepRun, tell: Tell) -> None:
     if run.code == EXIT_OK:
         tell(f"{run.name}: finished in {seconds:.0f} s")
     elif run.code in (EXIT_SIGINT, EXIT_SIGTERM):
-        tell(f"{run.name}: stopped, and has saved a checkpoint")
+        saved = newest_complete(run.folder / "checkpoints")
+        tell(f"{run.name}: stopped, {f'its newest checkpoint is {saved.name}' if saved else 'without a checkpoint'}")
     else:
         lines = (run.folder / _LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
         errors = [line for line in lines if line.startswith("error: ")] or lines[-1:] or [f"exit code {run.code}"]
