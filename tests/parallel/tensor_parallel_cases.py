@@ -77,6 +77,15 @@ CASES: dict[str, dict[str, Any]] = {
         "recompute_config": {"recompute": True}, **COMPILED, **CLIPPED, **SMOOTH,
     },
 }  # fmt: skip
+# Whole layers on arrays: no dropout, no norm after a sublayer, mode 0.
+CASES["arrays"] = {
+    "model": {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True},
+    **COMPILED, **CLIPPED, **SMOOTH,
+}  # fmt: skip
+CASES["arrays, recomputed"] = {
+    "model": {"n_kv_heads": 1, "sliding_window": 5, "mtp_depth": 1}, "recompute_config": {"recompute": True},
+    **COMPILED, **CLIPPED, **SMOOTH,
+}  # fmt: skip
 CASES["DeepSeek, recomputed"] = CASES["DeepSeek"] | {"recompute_config": {"recompute": True}}
 
 

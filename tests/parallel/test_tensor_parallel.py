@@ -19,6 +19,7 @@ DENSE, MIXTRAL = "dense", "Mixtral, shared gate, frozen"
 DEEPSEEK, RECOMPUTED = "DeepSeek", "DeepSeek, recomputed"
 ADAPTERS, LATENT_ADAPTERS = "one key head, adapters", "latent attention, adapters"
 COMPILED = "compiled experts, load of the step"
+ARRAYS, ARRAYS_RECOMPUTED = "arrays", "arrays, recomputed"
 _ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
 
 
@@ -41,8 +42,8 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    "tensor with rows": Suite(2, {"tensor": 2, "rows": True}, {DENSE: LONG, LATENT_ADAPTERS: SHORT}),
-    "tensor": Suite(2, {"tensor": 2}, {ADAPTERS: 1, MIXTRAL: 1}, {
+    "tensor with rows": Suite(2, {"tensor": 2, "rows": True}, {DENSE: LONG, LATENT_ADAPTERS: SHORT, ARRAYS: LONG}),
+    "tensor": Suite(2, {"tensor": 2}, {ADAPTERS: 1, MIXTRAL: 1, ARRAYS: SHORT, ARRAYS_RECOMPUTED: SHORT}, {
         # Summed over all ranks, and over those with the same key head.
         ADAPTERS: [f"{_ATTENTION}{one}.weight" for one in ("q_proj.lora_A", "o_proj.lora_B", "v_proj.lora_B")] + [
             COUNTED_TWICE],
