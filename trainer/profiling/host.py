@@ -42,6 +42,7 @@ _ITEMS = (
     (r"HostAttention.*attend", "attention: copies, mask"),
     (r"HostAttention", "attention: entering, leaving"),
     (r"HostMlp", "SwiGLU, residual"),
+    (r"Entrance", "norm"),
     (r"WeightGradients", "weight gradients"),
     (r"HostHead", "head: cross entropy"),
     (r"Adam", "optimizer"),
