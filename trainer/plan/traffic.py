@@ -3,8 +3,8 @@
 Counted as the code calls the collectives: of each micro-batch forward, backward, and once more forward what is
 recomputed; of each step the sums of gradients and the gathers of shared state. On a CPU each number is that of the
 bytes that go to other processes. On a device it is what a ring sends. How many rows the experts exchange is known only
-in the run: theirs is the mean of an even routing. Not counted: the losses, token counts and norms of a step, some hundred bytes for
-each other rank, and evaluations.
+in the run: theirs is the mean of an even routing. Not counted: the losses, token counts and norms of a step, some
+hundred bytes for each other rank, and evaluations.
 
 Legend: N tokens of a micro-batch on a rank, D hidden.
 """
