@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 FORKED = Path(__file__).resolve()
 """Stands for Python in a command: [sys.executable, FORKED, script, ...]."""
+FORKED_PYTHON = FORKED.parent / "forked" / "python"
+"""The same as one program, whose name is that of an interpreter."""
 REPOSITORY = FORKED.parents[1]
 SOCKET_VARIABLE = "RUN_TRAINER_FORK_SERVER"
 """Environment variable with the path of the server's socket."""
+_PYTHON_VARIABLE = "RUN_TRAINER_FORK_PYTHON"  # the interpreter that FORKED_PYTHON runs
 
 HANDED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 USAGE_VARIABLE = "RUN_TRAINER_FORK_USAGE"
@@ -57,6 +60,7 @@ def ensure_server() -> None:
     """Starts the server of this process and those that it starts, if there is none yet; ends it with this process."""
     if not os.environ.get(SOCKET_VARIABLE):
         os.environ[SOCKET_VARIABLE] = start_server(os.environ)
+    os.environ[_PYTHON_VARIABLE] = sys.executable
 
 
 def start_server(environment: Mapping[str, str]) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
-from fork_server import FORKED, ensure_server
+from fork_server import FORKED, FORKED_PYTHON, ensure_server
 
 TESTS = Path(__file__).resolve().parent
 REPOSITORY = TESTS.parent
@@ -29,17 +28,14 @@ def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_
     Raises:
         AssertionError: The job failed; the message ends with what the workers wrote.
     """
-    shims = folder / "bin"
-    shims.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     ensure_server()
-    # msrun starts its workers with the python that it finds first.
-    shim = shims / "python"
-    shim.write_text(f'#!/bin/sh\nexec {shlex.join([sys.executable, str(FORKED)])} "$@"\n')
-    shim.chmod(0o755)
     command = [sys.executable, str(FORKED), "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
     command += [f"--local_worker_num={workers}", f"--master_port={_free_port()}", f"--log_dir={folder}"]
     command += ["--join=True", "--cluster_time_out=100", str(script), *map(str, arguments)]
-    paths = {"PATH": f"{shims}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"}
+    # msrun starts its workers with the python that it finds first.
+    path = os.pathsep.join([str(FORKED_PYTHON.parent), os.environ["PATH"]])
+    paths = {"PATH": path, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{TESTS}"}
     with subprocess.Popen(command, env=os.environ | paths, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as job:
         try:
             output, _ = job.communicate(timeout=limit_seconds)

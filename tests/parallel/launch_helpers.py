@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from fork_server import FORKED, ensure_server
+from fork_server import FORKED, FORKED_PYTHON, ensure_server
 
 from trainer.launch.msrun import MSRUN_VARIABLE
 
@@ -107,7 +106,8 @@ class Launcher:
         while not holds():
             if time.monotonic() > deadline:
                 self.kill_family()
-                raise AssertionError(f"it did not happen; {self.printed[-500:]!r} {self.errors[-2000:]!r}")
+                said = [(each.process.poll(), each.printed[-500:], each.errors[-2000:]) for each in {self, *_started()}]
+                raise AssertionError(f"it did not happen; exit code, output and errors of each launcher: {said}")
             time.sleep(0.05)
 
     def wait_for_step(self, step: int, ranks: range = range(2)) -> None:
@@ -174,14 +174,10 @@ def forked_python() -> list[str]:
     return [sys.executable, str(FORKED)]
 
 
-def python_program(folder: Path, forked: bool = True) -> str:
+def python_program(forked: bool = True) -> str:
     """The interpreter for msrun_launcher.sh; a forked process of it starts in half the time."""
-    if not forked:
-        return sys.executable
-    program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {shlex.join(forked_python())} "$@"\n', encoding="utf-8")
-    program.chmod(0o755)
-    return str(program)
+    ensure_server()
+    return str(FORKED_PYTHON) if forked else sys.executable
 
 
 def call(folder: Path, *words: object) -> tuple[int, str, str]:

@@ -31,7 +31,7 @@ def start_node(
     numbers = [workers, 2, "127.0.0.1", port, node, folder / "logs", "True", 60]
     script = str(REPOSITORY / "scripts" / "msrun_launcher.sh")
     command = ["bash", script, order, *map(str, numbers)]
-    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": python_program(own, forked), **more}
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": python_program(forked), **more}
     return Launcher(own, command, environment)
 
 

@@ -28,7 +28,7 @@ TRICKY = [
 
 
 def script(folder: Path, *words: object, forked: bool = True, **more: str) -> Launcher:
-    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": python_program(folder, forked), **more}
+    environment = {"RUN_TRAINER_MSRUN": str(MSRUN), "PYTHON": python_program(forked), **more}
     return Launcher(folder, ["bash", str(SCRIPT), *map(str, words)], environment)
 
 
