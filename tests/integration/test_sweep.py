@@ -38,6 +38,8 @@ def test_a_failing_run_is_named_and_the_others_go_on(home: Path, capsys: pytest.
     assert "learning_rate=1e30: failed: step 2" in printed and "learning_rate=1e-3: finished in " in printed
     assert len(step_records(folder / "learning_rate=1e-3")) == 3
     assert "learning_rate=1e30" in (folder / "compare.html").read_text() and (folder / "compare.png").exists()
+    for told in (printed, (folder / "compare.html").read_text()):  # no two runs have the same settings
+        assert "configuration" in told.lower() and "first difference" not in told.lower()
     mistake = "learning_rate=1e-3: .*its folder has a run with another (.|\n)*seed"
     with pytest.raises(UserError, match=mistake):
         sweep(home, "failing", *grid, "--seed", "9")

@@ -9,13 +9,18 @@ from pathlib import Path
 import pytest
 from browser import Browser
 from config_helpers import BASE, load
+from test_monitors_console import run_info, step_metrics
 
 from trainer.cli.main import dispatch
 from trainer.config import dump_config
 from trainer.errors import UserError
+from trainer.monitors import wording
+from trainer.monitors.jsonl import JsonlMonitor
+from trainer.monitors.metrics import Totals
 from trainer.report.compare import Difference, compare, first_difference, tokens_to_loss
 from trainer.report.page import report_data
 from trainer.report.record import read_run
+from trainer.report.starts import StartMonitor
 
 
 def step(number: int, loss: float, **changes: object) -> dict[str, object]:
@@ -103,12 +108,35 @@ def test_programs_get_numbers_that_are_not_rounded(tmp_path, capsys):
     assert found["settings"] == {"optimizer.eps": {"left": 1e-8, "right": 1e-6}}
     assert found["runs"][0] == {
         "run": "left", "state": "unknown", "outcome": "", "step": 3, "last_step": 3, "loss": loss, "eval_loss": loss,
-        "best_eval_loss": loss, "best_eval_step": 2, "tokens": 300, "tokens_per_second": 50.0,
-        "peak_rss_bytes": 3 << 20, "began": None, "folder": str(left), "notes": [], "tokens_to_loss": 200,
+        "best_eval_loss": loss, "best_eval_step": 2, "tokens": 300, "input_tokens_per_second": 50.0,
+        "tokens_per_second": None, "peak_rss_bytes": 3 << 20, "began": None, "folder": str(left), "notes": [],
+        "tokens_to_loss": 200,
     }  # fmt: skip
     assert dispatch(["runs", str(tmp_path), "--json"]) == 0
     listed = {run["run"]: run for run in json.loads(capsys.readouterr().out)}
     assert listed["left"] == {key: value for key, value in found["runs"][0].items() if key != "tokens_to_loss"}
+
+
+def test_the_last_lines_of_a_run_its_report_and_a_comparison_tell_the_same(tmp_path, capsys, monkeypatch):
+    totals = Totals()
+    monitors = [totals, JsonlMonitor(tmp_path / "a" / "metrics.jsonl"), StartMonitor(tmp_path / "a", "CPU", 1)]
+    for monitor in monitors:
+        monitor.on_start(run_info(output_dir=tmp_path / "a"))
+    for step, rate in enumerate((1.0, 900.0, 200.0, 300.0), start=1):  # the first one compiles; the median is 300
+        rates = {"input_tokens_per_second": rate, "tokens_per_second": rate / 2, "step_seconds": 1500 / rate}
+        for monitor in monitors:
+            monitor.on_step(step_metrics(step, **rates, peak_rss_bytes=5 << 20))
+    monkeypatch.setattr("trainer.monitors.metrics.peak_rss_bytes", lambda: 7 << 20)  # the last evaluation takes more
+    summary = totals.summary("finished", {})
+    for monitor in monitors:
+        monitor.close(summary)
+    rows = dict(wording.summary_rows(summary))
+    assert rows["tokens"].startswith("6.00k, 300 tokens/s, 150 with loss (median;") and rows["peak memory"] == "7 MiB"
+    assert dispatch(["compare", str(tmp_path / "a"), str(write_run(tmp_path / "b"))]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"tokens  median tokens/s  peak memory\n  a .* 6.00k +300 +7 MiB *\n", printed)
+    data = report_data(read_run(tmp_path / "a"))
+    assert (data["input_tokens_per_second"], data["peak_bytes"]) == (300, 7 << 20)
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120, 200])

@@ -8,6 +8,7 @@ import re
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,13 +36,14 @@ def make_run(folder: Path, steps: int = 120, layers: int = 4, running: bool = Fa
         monitor = StartMonitor(folder, "CPU", 1)
         monitor.on_start(run_info(output_dir=folder, start_step=start, last_step=steps))
         if start == 0 or not running:
-            monitor.close(Totals().summary("finished" if start else "stopped by SIGTERM", {}))
+            ended = Totals().summary("finished" if start else "stopped by SIGTERM", {})
+            monitor.close(replace(ended, peak_rss_bytes=10**9 + steps))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             record = {"step": step, "epoch": 1, "loss": 2 + 3 / step, "lr": 1e-3, "global_norm": 0.5 + 2 / step,
-                      "tokens": 100, "tokens_per_second": 1000.0 + step, "step_seconds": 0.1, "data_wait_seconds": 0.01,
-                      "peak_rss_bytes": 10**9 + step, "drop_rate": [step / steps / 9] * layers,
-                      "load_imbalance": [1 + 1 / step] * layers, "aux_loss": 1.5}  # fmt: skip
+                      "tokens": 100, "input_tokens_per_second": 1000.0 + step, "step_seconds": 0.1,
+                      "data_wait_seconds": 0.01, "peak_rss_bytes": 10**9 + step, "aux_loss": 1.5,
+                      "drop_rate": [step / steps / 9] * layers, "load_imbalance": [1 + 1 / step] * layers}  # fmt: skip
             if step == 7:
                 record |= {"skipped": EVIL, "loss": None}
             if step % 25 == 1 and step > 1:
@@ -83,7 +85,7 @@ def test_what_the_page_holds(tmp_path: Path) -> None:
     data = report_data(read_run(make_run(tmp_path)))
     assert (data["state"], data["step"], data["resumes"], data["clip"]) == ("finished", 120, [60], 1.0)
     assert data["best"] == 5 and data["evaluations"][5][:2] == [120, 2.03333]
-    assert data["charts"] == ["lr", "global_norm", "tokens_per_second", "peak_rss_bytes", "aux_loss"]
+    assert data["charts"] == ["lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes", "aux_loss"]
     assert data["curves"]["fields"]["loss"]["mean"][6] is None and len(data["curves"]["steps"]) == 120
     assert [map_["title"].split(" of")[0] for map_ in data["heat"]] == ["drop rate", "load"]
     assert data["heat"][0]["layers"] == [0, 1, 2, 3] and len(data["heat"][0]["rows"]) == 4

@@ -39,7 +39,7 @@ def test_panels(tmp_path: Path) -> None:
     # No panel for a norm nobody asked for; one for each name before a dot.
     assert [(panel.title, panel.fields) for panel in panels(read_metrics(path).curves)] == [
         ("learning rate", ["lr"]),
-        ("tokens/s", ["tokens_per_second"]),
+        ("tokens/s", ["input_tokens_per_second"]),
         ("drop rate", ["drop_rate.0", "drop_rate.1"]),
         ("other", ["other.a", "other.b"]),
         ("balance", ["balance"]),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from trainer.errors import UserError
 from trainer.monitors import wording
 from trainer.monitors.jsonl import read_records
+from trainer.report.curves import RATES
 from trainer.report.record import METRICS_FILE, RunRecord, is_run_folder, read_run
 
 _SAME_IN_EQUAL_RUNS = ("loss", "lr", "global_norm", "tokens", "loss_scale", "overflow", "eval_loss")
@@ -44,7 +45,7 @@ class Comparison:
     Attributes:
         names: One for each, all different.
         settings: Keys that are not the same in all runs, with the value in each; `ABSENT` where a run lacks it.
-        differences: From the first run to each other one; None where all numbers are the same.
+        differences: From the first run to each other one; None where all numbers are the same. Empty if not looked for.
     """
 
     records: list[RunRecord]
@@ -53,8 +54,11 @@ class Comparison:
     differences: list[Difference | None]
 
 
-def compare(folders: Sequence[Path]) -> Comparison:
+def compare(folders: Sequence[Path], with_differences: bool = True) -> Comparison:
     """Reads the runs.
+
+    Args:
+        with_differences: Whether the first difference is looked for, step by step.
 
     Raises:
         UserError: A folder holds no run, or is named twice.
@@ -70,7 +74,8 @@ def compare(folders: Sequence[Path]) -> Comparison:
     own = [record.name for record in records]
     names = own if len(set(own)) == len(own) else [str(folder) for folder in folders]
     settings = list(_settings([record.settings for record in records]))
-    differences = [first_difference(records[0].folder, record.folder) for record in records[1:]]
+    others = records[1:] if with_differences else []
+    differences = [first_difference(records[0].folder, record.folder) for record in others]
     return Comparison(records, names, settings, differences)
 
 
@@ -111,11 +116,11 @@ def figures(comparison: Comparison, loss: float | None = None) -> tuple[tuple[st
     Args:
         loss: Adds the tokens that a run took to this loss, of evaluations where it makes any, else of steps.
     """
-    header = ("run", "state", "step", "loss", "best eval loss", "tokens", "tokens/s", "memory")
+    header = ("run", "state", "step", "loss", "best eval loss", "tokens", "median tokens/s", "peak memory")
     rows = []
     for name, record in zip(comparison.names, comparison.records, strict=True):
         found = run_values(record)
-        best, rate, memory = (found[key] for key in ("best_eval_loss", "tokens_per_second", "peak_rss_bytes"))
+        best, rate, memory = (found[key] for key in ("best_eval_loss", "input_tokens_per_second", "peak_rss_bytes"))
         row = [
             name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]),
             ABSENT if best is None else f"{best:.4f} at step {found['best_eval_step']}", wording.count(found["tokens"]),
@@ -136,9 +141,7 @@ def run_values(record: RunRecord) -> dict[str, Any]:
     """What tables and programs are told of a run: plain values, by the names that metrics.jsonl has for them; None for
     what is not known or not finite."""
     curves, best = record.curves, record.metrics.best
-    memory = curves.fields.get("peak_rss_bytes")
     evaluated = record.evaluations[-1].loss if record.evaluations else math.nan
-    tokens, seconds = (curves.tokens[-1], curves.seconds[-1]) if curves.steps else (0, 0.0)
     return {
         "state": record.state,
         "outcome": record.outcome,
@@ -148,9 +151,9 @@ def run_values(record: RunRecord) -> dict[str, Any]:
         "eval_loss": evaluated if math.isfinite(evaluated) else None,
         "best_eval_loss": best.loss if best else None,
         "best_eval_step": best.step if best else None,
-        "tokens": tokens,
-        "tokens_per_second": tokens / seconds if seconds else None,
-        "peak_rss_bytes": int(max(memory.highs)) if memory is not None and memory.has_values else None,
+        "tokens": curves.tokens[-1] if curves.steps else 0,
+        **{name: record.metrics.rate(name) for name in RATES},
+        "peak_rss_bytes": record.peak_rss_bytes,
         "began": record.began.isoformat() if record.began else None,
         "folder": str(record.folder),
         "notes": list(record.notes),
@@ -174,19 +177,21 @@ def tokens_to_loss(record: RunRecord, loss: float) -> int | None:
 
 
 def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
-    """The whole comparison as titled tables: figures, settings that differ, first steps that differ."""
+    """The whole comparison as titled tables: figures, settings that differ, first steps that differ if known."""
     header, rows = figures(comparison, loss)
     settings = [(key, *map(str, values)) for key, values in comparison.settings]
     settings = settings or [("no key differs", *[""] * len(comparison.names))]
-    others = zip(comparison.names[1:], comparison.differences, strict=True)
-    first = comparison.names[0]
-    same = "all numbers are the same"
-    steps = [(name, same if found is None else found.text(first, name)) for name, found in others]
-    return [
+    tables: list[tuple[str, Rows]] = [
         ("runs", [header, *rows]),
         ("configuration", [("key", *comparison.names), *settings]),
-        ("first difference", [("run", f"against {first}"), *steps]),
     ]
+    if comparison.differences:
+        first, *others = comparison.names
+        same = "all numbers are the same"
+        steps = [(name, same if found is None else found.text(first, name))
+                 for name, found in zip(others, comparison.differences, strict=True)]  # fmt: skip
+        tables.append(("first difference", [("run", f"against {first}"), *steps]))
+    return tables
 
 
 def as_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:

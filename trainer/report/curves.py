@@ -1,4 +1,5 @@
-"""metrics.jsonl as curves: read as it grows, and thinned out so that a long run takes no more memory than a short one.
+"""metrics.jsonl as curves: read as it grows, and thinned out so that a long run takes no more memory than a short one,
+but for the two rates of each step, of which the median is told.
 
 Each point of a curve stands for some consecutive steps, a power of two of them: one while the run is short. Of these
 steps it keeps the mean, the lowest and the highest value, so that no spike is lost.
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.monitors.jsonl import parse_line
-from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY
+from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, steady_rate
 
 LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY)
 """Fields that are lists with a number for each MoE layer: a curve for each, ``drop_rate.0``, ``drop_rate.1`` ..."""
+RATES = ("input_tokens_per_second", "tokens_per_second")
 MAX_POINTS = 1024  # of a curve; a longer one has between half as many and as many
 _NO_CURVE = frozenset(("step", "epoch", "overflow", "save_wait_seconds"))
 _NAN = math.nan
@@ -179,6 +181,7 @@ class Metrics:
         damaged: Numbers of the lines that are no records; they are left out.
         first_step: The first one in the file; None without any.
         last_loss: Of the last step whose loss is finite; None without any.
+        rates: The `RATES` of each step that has them.
         data_wait_seconds: Of all steps; part of their time.
         restarts: The records of a job that has started again: `number`, `most`, `reason`, `ranks`, with their `step`.
     """
@@ -192,6 +195,11 @@ class Metrics:
     first_step: int | None = None
     last_loss: float | None = None
     data_wait_seconds: float = 0.0
+    rates: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in RATES})
+
+    def rate(self, name: str) -> float | None:
+        """One of the `RATES` for the whole file, as the last lines of a run tell it; None where no step has it."""
+        return steady_rate(self.rates[name])
 
     @property
     def last_step(self) -> int:
@@ -226,6 +234,9 @@ class Metrics:
         if self.first_step is None:
             self.first_step = step
         self.curves.add(record)
+        for name, rates in self.rates.items():
+            if math.isfinite(rate := _number(record.get(name), _NAN)):
+                rates.append(rate)
         loss = _number(record["loss"], _NAN)
         self.last_loss = loss if math.isfinite(loss) else self.last_loss
         self.data_wait_seconds += _number(record.get("data_wait_seconds"), 0.0)

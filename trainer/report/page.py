@@ -31,9 +31,9 @@ MOST_POINTS = 512  # of a curve with extremes; one of a short run, which has non
 _MOST_CELLS = 12_000  # of a heat map
 _MOST_EVALUATIONS, _MOST_PAUSES, _MOST_SKIPPED, _MOST_CHECKPOINTS, _MOST_CHARTS = 400, 300, 200, 40, 14
 _MOST_TEXT = 4000  # characters of a sample or of a setting
-_FIRST_CHARTS = ("lr", "global_norm", "tokens_per_second", "peak_rss_bytes")
+_FIRST_CHARTS = ("lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes")
 _NO_CHART = frozenset(
-    ("loss", "tokens", "input_tokens_per_second", "step_seconds", "data_wait_seconds", "loss_scale")
+    ("loss", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds", "loss_scale")
 )
 _HEAT_MAPS = {DROP_RATE: "drop rate of each layer", LOAD_IMBALANCE: "load of the busiest expert / mean, of each layer"}
 
@@ -103,7 +103,6 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
     training = curves.seconds[-1] if curves.seconds else 0.0
     waited = min(metrics.data_wait_seconds, training)
     samples_title, samples = read_samples(record.folder, _MOST_TEXT)
-    memory = curves.fields.get("peak_rss_bytes")
     now = datetime.now().astimezone()
     return {
         "title": record.name,
@@ -117,8 +116,8 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
         "tokens": curves.tokens[-1] if curves.tokens else 0,
         "seconds": rounded(training + sum(by_kind.values())),
         "starts": len(record.starts),
-        "tokens_per_second": rounded(_median(curves.means("tokens_per_second"))),
-        "peak_bytes": rounded(max(_finite(memory.highs), default=None) if memory is not None else None, 4),
+        "input_tokens_per_second": rounded(metrics.rate("input_tokens_per_second")),
+        "peak_bytes": record.peak_rss_bytes,
         "curves": _curve_data(curves),
         "charts": _charts(curves),
         "evaluations": [[one.step, rounded(one.loss, 6), rounded(one.seconds, 3), rounded(one.accuracy)]
@@ -156,7 +155,7 @@ def _curve_data(curves: Curves) -> dict[str, Any]:
         # Of a process the highest memory so far never falls, and a mean over steps would be below it.
         values = series.highs if name == "peak_rss_bytes" else series.means
         fields[name] = {"mean": [rounded(value) for value in values]}
-        if curves.stride > 1 and name in ("loss", "global_norm", "tokens_per_second"):
+        if curves.stride > 1 and name in ("loss", "global_norm", "input_tokens_per_second"):
             fields[name]["low"] = [rounded(value, 4) for value in series.lows]
             fields[name]["high"] = [rounded(value, 4) for value in series.highs]
     return {"steps": curves.steps, "stride": curves.stride, "fields": fields}
@@ -265,11 +264,6 @@ def _left_seconds(record: RunRecord, pauses: dict[str, float]) -> float | None:
 
 def _finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
-
-
-def _median(values: Iterable[float]) -> float | None:
-    found = _finite(values)
-    return statistics.median(found) if found else None
 
 
 def rounded(value: float | None, digits: int = 5) -> float | int | None:

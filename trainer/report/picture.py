@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "tokens_per_second": "tokens/s"}
+_USUAL_PANELS = {"lr": "learning rate", "global_norm": "gradient norm", "input_tokens_per_second": "tokens/s"}
 _NOT_DRAWN = frozenset(
-    "step epoch loss loss_scale overflow tokens input_tokens_per_second mfu step_seconds data_wait_seconds "
+    "step epoch loss loss_scale overflow tokens tokens_per_second mfu step_seconds data_wait_seconds "
     "peak_rss_bytes router_entropy".split()
 )
 # Lists with a number for each MoE layer, a panel each.

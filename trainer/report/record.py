@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator
@@ -115,6 +116,14 @@ class RunRecord:
         with contextlib.suppress(ValueError):
             return datetime.fromisoformat(self.starts[0].began) if self.starts else None
         return None
+
+    @property
+    def peak_rss_bytes(self) -> int | None:
+        """Highest resident memory of rank 0, what came after the last step included; None where it is not known."""
+        steps = self.curves.fields.get("peak_rss_bytes")
+        ends = [start.peak_rss_bytes for start in self.starts if start.peak_rss_bytes]
+        known = [*ends, *(int(high) for high in steps.highs if not math.isnan(high))] if steps is not None else ends
+        return max(known, default=None)
 
     @property
     def moe_layers(self) -> list[int]:

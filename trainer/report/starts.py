@@ -43,6 +43,7 @@ class Start(OpenDocument):
         commit: Of the git folder that holds the trainer, with ``-dirty`` where files were changed; empty without one.
         outcome: ``finished``, ``stopped early``, ``stopped by SIGTERM``, ``failed: ...``; empty while it runs.
         end_step: The last step it did.
+        peak_rss_bytes: Highest resident memory of rank 0, with its last evaluation and checkpoint; 0 where it failed.
     """
 
     began: str
@@ -62,6 +63,7 @@ class Start(OpenDocument):
     ended: str = ""
     outcome: str = ""
     end_step: Count = 0
+    peak_rss_bytes: Count = 0
 
     @property
     def is_alive(self) -> bool | None:
@@ -108,7 +110,8 @@ class StartMonitor(Monitor):
         if not self._starts:  # it ended before the first step
             return
         outcome = summary.outcome if summary is not None else _failure(sys.exc_info()[1])
-        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step}
+        peak = summary.peak_rss_bytes if summary is not None else 0
+        changes = {"ended": _now(), "outcome": outcome, "end_step": self._step, "peak_rss_bytes": peak}
         self._starts[-1] = self._starts[-1].model_copy(update=changes)
         with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
             self._write()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from trainer.cli.flags import Arguments
 from trainer.errors import UserError
 from trainer.plan.render import print_fitting
-from trainer.report.compare import compare, figures, sections
+from trainer.report.compare import compare, sections
 from trainer.report.compare_page import draw, write_page
 from trainer.report.record import is_run_folder
 from trainer.sweep.run import execute, jobs_for, prepare_sweep
@@ -30,9 +30,8 @@ def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:
     code = execute(runs, at_a_time, tell)
     folders = [run.folder for run in runs if is_run_folder(run.folder)]
     if len(folders) > 1:
-        comparison = compare(folders)
-        header, rows = figures(comparison)
-        print_fitting([("runs", [header, *rows]), sections(comparison)[1]])
+        comparison = compare(folders, with_differences=False)  # no two runs have the same settings
+        print_fitting(sections(comparison))
         draw(comparison, root / "compare.png")
         write_page(comparison, root / "compare.html")
         tell(f"{root / 'compare.html'}\n{root / 'compare.png'}")

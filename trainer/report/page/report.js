@@ -61,7 +61,7 @@ function heading(data) {
 function tiles(data) {
   const loss = data.curves.fields.loss, best = data.best === null ? null : data.evaluations[data.best];
   const last = loss ? numbers(smoothed(data.curves.steps, loss.mean, smoothWidth(data))).pop() : undefined;
-  const rate = data.tokens_per_second;
+  const rate = data.input_tokens_per_second;
   const shown = [
     ["train loss", precise(last), "smoothed, at the end"],
     best && ["best eval loss", precise(best[1]), `at step ${count(best[0])}`],
@@ -157,7 +157,7 @@ function lossSpec(data, controls) {
 const SMALL = {
   lr: { title: "learning rate", zero: true, axis: (value) => value === 0 ? "0" : value.toExponential(1).replace(".0e", "e") },
   global_norm: { title: "gradient norm", zero: true },
-  tokens_per_second: { title: "tokens/s", zero: true },
+  input_tokens_per_second: { title: "tokens/s", zero: true },
   peak_rss_bytes: { title: "memory", zero: true, format: bytes },
 };
 
@@ -168,7 +168,7 @@ function smallCharts(data) {
     const spec = { domain: domain(data), stride: data.curves.stride, lines: [series(data, name, { label: known.title, width: 1.4 })],
       keys: [], flags: [], ...known };
     if (name === "global_norm") normExtras(spec, data);
-    if (name === "tokens_per_second") rateExtras(spec, data);
+    if (name === "input_tokens_per_second") rateExtras(spec, data);
     if (name === "peak_rss_bytes") memoryExtras(spec, data);
     spec.flags.push(...marks(data));
     made.push(spec);
