@@ -167,6 +167,14 @@ def test_a_browser_draws_it(browser: Browser, tmp_path: Path) -> None:
     # A line of 120 steps has 119 pieces, but for the step without a loss.
     drawn = "return document.querySelector('svg path[stroke-width=\"1\"]').getAttribute('d').match(/[ML]/g).length"
     assert browser.run(drawn) == 119
+    assert len(report_data(read_run(next(tmp_path.iterdir())))["charts"]) == 5, "an odd number, two in a row"
+    free = """const edges = new Map(), right = document.getElementById('charts').getBoundingClientRect().right;
+        for (const card of document.querySelectorAll('#charts > .card')) {
+          const box = card.getBoundingClientRect();
+          edges.set(box.top, Math.max(edges.get(box.top) || 0, box.right));
+        }
+        return [...edges.values()].filter(edge => edge < right - 1).length"""
+    assert browser.run(free) == 0, "no row is half empty"
 
 
 @pytest.mark.slow

@@ -31,6 +31,11 @@ function addCard(grid, fill, wide) {
   fill(card);
 }
 
+function addPairs(grid, fills) {
+  // Two in a row; the last one of an odd number has a row of its own.
+  fills.forEach((fill, at) => addCard(grid, fill, at % 2 === 0 && at === fills.length - 1));
+}
+
 function table(names, rows) {
   const cell = (kind, value, isNumber) => value instanceof Node ? element(kind, {}, value)
     : element(kind, { class: isNumber ? "number" : "" }, value);

@@ -16,9 +16,9 @@ function render(data) {
     element("footer", {}, element("span", {}, `run_trainer ${data.version}`), element("span", {}, `written ${data.written}`)));
   addCard(grid, (card) => tableCard(card, figures), true);
   if (data.charts.length) addCard(grid, (card) => legendCard(card, data), true);
-  const isAlone = data.charts.length % 2 === 0;  // in the last row, beside the first chart's own
-  data.charts.forEach((chart, number) => addCard(grid, (card) => chartCard(card, data, chart),
-    number === 0 || (isAlone && number === data.charts.length - 1)));
+  const [first, ...others] = data.charts.map((chart) => (card) => chartCard(card, data, chart));
+  if (first) addCard(grid, first, true);
+  addPairs(grid, others);
   for (const each of tables) addCard(grid, (card) => tableCard(card, each), true);
 }
 

@@ -17,7 +17,7 @@ function render(data) {
   const add = (fill, wide) => addCard(grid, fill, wide);
   if (data.curves.steps.length || data.evaluations.length) {
     add((card) => lossChart(card, data), true);
-    for (const spec of smallCharts(data)) add((card) => drawChart(card, spec));
+    addPairs(grid, smallCharts(data).map((spec) => (card) => drawChart(card, spec)));
     for (const map of data.heat) add((card) => drawHeatMap(card, { ...map, format: map.percent ? percent : precise }), true);
     add((card) => timeCard(card, data), true);
   }
