@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.notices import Notice
-from trainer.config.checks.parallel import degrees_of, fit_problems, in_job
-from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems
-from trainer.config.checks.rules import run_problems
+from trainer.config.checks.parallel import degrees_of, fit_problems, in_job, sharing_level
+from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems, value_of
+from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import with_device_defaults
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.resolve import planned_device, plans_elsewhere
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 
 _MODEL = "model.model_config"
 _LIMIT = "context.max_device_memory"
+_SHARING = "parallel.enable_parallel_optimizer"
+_LEVEL = "parallel.parallel_optimizer_config.optimizer_level"
+_MOST_TIMES = 8
+"""A fix has at most so many times the ranks of the file."""
 _OF_DATA = frozenset(("model", TRAIN, EVAL))
 _OF_MEMORY = frozenset(("model", "parallel", "parallel_config", "use_parallel", "context"))
 """Sections of the file whose mistakes leave the data, or the memory, unknown."""
@@ -96,7 +101,7 @@ def plan_file(
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not away)
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
-        of_memory = _memory_notices(config, memory_bytes) if has_sizes and checks_memory else []
+        of_memory = _memory_notices(config, world, memory_bytes) if has_sizes and checks_memory else []
     except UserError as error:
         problems = wrong or [_located(config, error)]
         broken = {one.error.key.partition(".")[0] for one in wrong}
@@ -104,7 +109,7 @@ def plan_file(
             for section in sections:
                 collect(partial(_check_data, backend.data_config, section, section in away))
         if elsewhere and has_sizes and checks_memory and not broken & _OF_MEMORY:
-            collect(lambda: _memory_notices(config, _memory(config, world)))
+            collect(lambda: _memory_notices(config, world, _memory(config, world)))
         raise_problems(list({str(one.error): one for one in problems}.values()))
     missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
     notices = [_unbuilt_notice(unbuilt)] if unbuilt else []
@@ -215,7 +220,7 @@ def _memory(config: Config, world: World) -> dict[str, int]:
     return memory_estimate(config, config.trains, planned_device(config), world)
 
 
-def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str]:
+def _memory_notices(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[str]:
     """Says where a rank's memory is probably above max_device_memory.
 
     Raises:
@@ -228,10 +233,72 @@ def _memory_notices(config: Config, memory_bytes: Mapping[str, int]) -> list[str
     fixed, total = fixed_bytes(memory_bytes) / gib, memory_bytes["total"] / gib
     if fixed > most:
         rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GiB"
-        fix = "use more ranks: model_parallel, expert_parallel and pipeline_stage divide them;"
-        fix += " enable_parallel_optimizer with parallel_optimizer_config.optimizer_level level3 shares all of them"
-        raise problem(config, _LIMIT, rule, fix).error
+        raise problem(config, _LIMIT, rule, _memory_fix(config, world, most * gib)).error
     if total > most:
         text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB, activations (estimated) included"
         return [Notice(text, "parallel")]
     return []
+
+
+def _memory_fix(config: Config, world: World, most_bytes: float) -> str:
+    """Settings with which a rank has room for the model: the fewest ranks, then the fewest changes."""
+    before, enough = _mistakes(config, world), ""
+    for ranks, changes in _divisions(config, world):
+        changed, job = _with_settings(config, changes), world_of(ranks)
+        if _mistakes(changed, job) - before:
+            continue
+        memory_bytes = _memory(changed, job)
+        if fixed_bytes(memory_bytes) > most_bytes:
+            continue
+        settings = ", ".join(f"{config.source.name(key)} to {value}" for key, value in changes.items())
+        has = f"{memory_bytes['total'] / (1 << 30):.1f} GiB with the activations (estimated)"
+        fix = f"for example set {settings}: a rank of {ranks} needs {has}"
+        if memory_bytes["total"] <= most_bytes:
+            return fix
+        enough = enough or fix
+    none = f"no degrees were found that help, with up to {_MOST_TIMES} times as many ranks"
+    return enough or f"use a smaller model or devices with more memory: {none}"
+
+
+def _divisions(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
+    """Numbers of ranks, and settings that divide the model further; whether these work together is not looked at."""
+    degrees, experts = degrees_of(_with_settings(config, {"use_parallel": True}), world), config.decoder.experts
+    shares, level = config.parallel.enable_parallel_optimizer, sharing_level(config)
+    levels: list[dict[str, Any]] = [{}]
+    levels += [{_SHARING: True, _LEVEL: each} for each in ("level1", "level2", "level3") if not shares or each > level]
+    groups = [degrees.expert_parallel]
+    if experts is not None:
+        larger = range(groups[0] + 1, experts.expert_num + 1)
+        groups += [size for size in larger if experts.expert_num % size == 0]
+    found = []
+    for stages, tensor, group, sharing in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), groups, levels):
+        if stages * tensor > _MOST_TIMES:
+            continue
+        wanted = {
+            "use_parallel": True, "parallel_config.pipeline_stage": degrees.pipeline_stage * stages,
+            "parallel_config.model_parallel": degrees.model_parallel * tensor,
+            "parallel_config.expert_parallel": group, **sharing,
+        }  # fmt: skip
+        changes = {key: value for key, value in wanted.items() if value_of(config, key) != value}
+        if changes:
+            found.append((degrees.ranks * stages * tensor, changes))
+    return sorted(found, key=lambda each: (each[0], len(each[1])))
+
+
+def _with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
+    """The configuration with other values of these dotted keys."""
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        holders = [config]
+        for section in sections:
+            holders.append(getattr(holders[-1], section))
+        for holder, own in zip(reversed(holders), [name, *reversed(sections)], strict=True):
+            value = holder.model_copy(update={own: value})
+        config = value
+    return config
+
+
+def _mistakes(config: Config, world: World) -> set[tuple[str, str]]:
+    """Keys and rules of what keeps a job from running, whatever its memory."""
+    found = rule_problems(config) or run_problems(config, world) + list(choose_backend(config, world).problems())
+    return {(one.error.key, one.error.rule) for one in found}
