@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
@@ -13,6 +14,7 @@ from config_helpers import BASE, failure
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.flags import split_arguments
 from trainer.config import Config
+from trainer.run import chat
 from trainer.run.chat import COMMANDS, Command, Conversation, chat_config, parse_command
 from trainer.run.generation import context_length
 
@@ -29,6 +31,9 @@ from trainer.run.generation import context_length
         ("/system", Command("/system", "")),
         ("/temperature 0.5", Command("/temperature", "0.5")),
         ("/save my file.jsonl", Command("/save", "my file.jsonl")),
+        *((word, Command("/exit", "")) for word in ("exit", "quit", "/exit", "/quit ")),
+        (" exit", None),
+        ("exit now", None),
     ],
 )
 def test_commands(line: str, command: Command | None) -> None:
@@ -47,6 +52,24 @@ def test_commands(line: str, command: Command | None) -> None:
 def test_mistakes_in_commands(line: str, parts: list[str]) -> None:
     message = failure(lambda: parse_command(line))
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize("word", ["exit", "quit", "/exit", "/quit"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_exit_leaves_a_pipe_as_it_leaves_a_terminal(word: str, is_terminal: bool, monkeypatch, capsys) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(chat._Chat, "reply", lambda self, message: asked.append(message) or 0)
+    talk = chat._Chat(tokenizer=None, encode=None, generator=None, sampling=None, context=1, max_new_tokens=1)
+    lines = ["one", " exit", word, "two"]
+    if is_terminal:
+        typed = iter(lines)
+        monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+        assert chat._on_terminal(talk) == 0
+    else:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
+        assert chat._from_pipe(talk) == 0
+        assert f"note: {word} in line 3 ends the conversation" in capsys.readouterr().err
+    assert asked == ["one", "exit"]
 
 
 def test_every_command_can_be_parsed() -> None:

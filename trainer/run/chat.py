@@ -1,7 +1,7 @@
 """run_mode chat: a conversation with a model, on a terminal or from a pipe.
 
-On a terminal answers are streamed, commands begin with a slash, Ctrl-C stops an answer and Ctrl-D leaves. From a pipe
-each line is a message or a command, and standard output has the answers alone.
+On a terminal answers are streamed, commands begin with a slash, Ctrl-C stops an answer, and Ctrl-D and ``exit`` leave.
+From a pipe each line is a message or a command, and standard output has the answers alone.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ COMMANDS = {
     "/temperature X": "sample with this temperature; 0: always the likeliest token",
     "/save FILE": "append the conversation to a file of JSON lines, in the form of training data",
     "/help": "show this",
+    "/exit": "leave; exit, quit and /quit do the same",
 }
+_LEAVING = ("/exit", "/quit", "exit", "quit")
 _PROMPT = ">>> "
 _MODEL = "model.model_config"
 _SAMPLING_RULES = {f"{_MODEL}.temperature", f"{_MODEL}.top_k", f"{_MODEL}.top_p"}
@@ -55,7 +57,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Command(NamedTuple):
-    """A line that begins with a slash."""
+    """A line that begins with a slash, or says ``exit`` or ``quit``."""
 
     name: str  # with the slash
     argument: str
@@ -100,6 +102,8 @@ def parse_command(line: str) -> Command | None:
     Raises:
         UserError: There is no such command, or its argument is missing or superfluous.
     """
+    if line.rstrip() in _LEAVING:
+        return Command("/exit", "")
     if not line.startswith("/"):
         return None
     name, _, argument = line.strip().partition(" ")
@@ -162,7 +166,7 @@ def config_beside(checkpoint: Path) -> Path | None:
 
 
 def chat(config: Config, world: World, device: str) -> int:
-    """Answers messages from standard input until its end; returns the exit code.
+    """Answers messages from standard input until its end or ``exit``; returns the exit code.
 
     Raises:
         UserError: The tokenizer, the template or the weights do not fit, or the job has several ranks; from a pipe also
@@ -188,7 +192,7 @@ def chat(config: Config, world: World, device: str) -> int:
     if not sys.stdin.isatty():
         return _from_pipe(talk)
     print(f"Chat with {config.load_checkpoint} ({template.name}, {context} tokens). /help lists the commands,"
-          " Ctrl-D leaves.", file=sys.stderr)
+          " exit or Ctrl-D leaves.", file=sys.stderr)
     return _on_terminal(talk)
 
 
@@ -203,6 +207,10 @@ def _from_pipe(talk: _Chat) -> int:
         if stopped:
             print(f"stopped by {signal.Signals(stopped - 128).name}", file=sys.stderr)
             return stopped
+        if talk.is_over:
+            word = line.strip()
+            _tell(f"{word} in line {number} ends the conversation; with a space before it, it is a message")
+            break
     return EXIT_OK
 
 
@@ -224,7 +232,7 @@ def _on_terminal(talk: _Chat) -> int:
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        if stopped == EXIT_SIGTERM:
+        if stopped == EXIT_SIGTERM or talk.is_over:
             return stopped
 
 
@@ -256,6 +264,7 @@ class _Chat:
     max_new_tokens: int | None
     conversation: Conversation = field(default_factory=Conversation)
     answers: int = 0  # each has its own random stream
+    is_over: bool = False
 
     def take(self, line: str) -> int:
         """Carries out a command or answers a message; returns the exit code of the signal that stopped the answer.
@@ -322,7 +331,9 @@ class _Chat:
 
     def obey(self, command: Command) -> None:
         name, argument = command
-        if name == "/reset":
+        if name == "/exit":
+            self.is_over = True
+        elif name == "/reset":
             self.conversation = Conversation(self.conversation.system)
         elif name == "/system":
             self.conversation.system = argument
