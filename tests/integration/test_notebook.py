@@ -69,6 +69,8 @@ def test_a_run_is_found_again_and_its_model_writes(run, capfd: pytest.CaptureFix
     capfd.readouterr()
     texts = found.generate(["the cat", "a dog"], max_new_tokens=3)
     assert found.generate("the cat", max_new_tokens=3) == texts[0] and len(texts) == 2
+    of_a_job = {"use_parallel": True, "parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 2}
+    assert found.generate("the cat", max_new_tokens=3, **of_a_job) == texts[0], "as in the file of a job of two ranks"
     assert capfd.readouterr().out == "" and not (run.folder / "predictions.jsonl").exists()
 
 

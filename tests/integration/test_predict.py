@@ -215,6 +215,7 @@ def test_a_prompt_is_continued_and_written_down(path: Path, capsys: pytest.Captu
     assert record["text"].startswith(short["text"]) and len(short["text"].encode()) == 5
     again = predict(path, predict_data="the cat")
     assert again == [record]
+    assert predict(path, predict_data="the cat", use_parallel=True, parallel_config__model_parallel=2) == [record]
 
 
 def test_a_file_of_prompts_in_batches(path: Path, home: Path, capsys: pytest.CaptureFixture) -> None:

@@ -9,10 +9,11 @@ from config_helpers import BASE, error_of, failure, load
 
 from trainer.cli.flags import split_arguments
 from trainer.config import config_notices, dump_config, parse_config, preflight
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer
+from trainer.config.checks.parallel import degrees_of, in_job, shard_threshold_bytes, shards_optimizer
 from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.run.plan_file import described_world
 from trainer.run.prepare import build_plan, choose_backend
 from trainer.semi_auto.rules import semi_auto_problems
 
@@ -77,7 +78,7 @@ def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
         ),
         (
             "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=chat",
-            ["model_parallel = 2: a conversation is held by one rank", "add --use_parallel False"],
+            ["run_mode = 'chat': one process holds a conversation, and this job has 8", "start it without launch"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",
@@ -147,6 +148,25 @@ def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
     preflight(load(BASE + text))
     assert notice in told(text, SINGLE_PROCESS)
     assert degrees_of(load(BASE + text), SINGLE_PROCESS) == Degrees()
+
+
+@pytest.mark.parametrize("mode", ["predict", "eval", "chat"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "parallel_config: {data_parallel: 2, model_parallel: 2}\n",
+        "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n",
+        "parallel_config: {data_parallel: 2}\nparallel: {parallel_mode: 1}\n",
+    ],
+)
+def test_what_several_ranks_have_trained_one_process_evaluates_and_continues(mode: str, text: str) -> None:
+    file = load(BASE + "use_parallel: True\n" + text, f"run_mode={mode}", "predict_data=a", "load_checkpoint=.",
+                "train_dataset.held_out=0.05")  # fmt: skip
+    config = in_job(file, SINGLE_PROCESS)
+    preflight(config, SINGLE_PROCESS, choose_backend(config, SINGLE_PROCESS).problems())
+    assert "one device runs it all: start several with `launch --nproc`" in "".join(config_notices(config))
+    assert described_world(file, SINGLE_PROCESS) == SINGLE_PROCESS, "the plan is of that process, too"
+    assert in_job(file, EIGHT).use_parallel, "a job keeps its degrees"
 
 
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:

@@ -169,13 +169,10 @@ def chat(config: Config, world: World, device: str) -> int:
     """Answers messages from standard input until its end or ``exit``; returns the exit code.
 
     Raises:
-        UserError: The tokenizer, the template or the weights do not fit, or the job has several ranks; from a pipe also
-            where a line cannot be answered.
+        UserError: The tokenizer, the template or the weights do not fit; from a pipe also where a line cannot be
+            answered.
         RunError: The model's output is not finite.
     """
-    if world.size > 1:
-        rule = f"one process holds a conversation, and this job has {world.size}"
-        raise UserError(rule, key="run_mode", value="chat", fix="start it without launch")
     context, tokenizer = context_length(config), load_tokenizer(config)
     template = load_chat_template(config, "train_dataset", tokenizer)
     for notice in template.notices:

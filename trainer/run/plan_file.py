@@ -42,8 +42,9 @@ _OF_MEMORY = frozenset(("model", "parallel", "parallel_config", "use_parallel", 
 
 
 def described_world(config: Config, world: World) -> World:
-    """The job of a plan: that of the flags or the environment, else the smallest one of the degrees in the file."""
-    if world != SINGLE_PROCESS or not config.use_parallel:
+    """The job of a plan: that of the flags or the environment, else the smallest one that can train with the degrees of
+    the file."""
+    if world != SINGLE_PROCESS or not config.use_parallel or not config.trains:
         return world
     degrees = degrees_of(config, world)
     if config.parallel_config.data_parallel is None:  # as many as the experts need

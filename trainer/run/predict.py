@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.checkpoint.adapters import starting_weights
+from trainer.config.checks.parallel import in_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
 from trainer.data.source.records import Record
 from trainer.data.source.samples import prompt_messages
@@ -180,7 +181,7 @@ def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
         UserError: As of `predict`.
         KeyboardInterrupt: SIGINT or SIGTERM came.
     """
-    prepared = prepare(config)
+    prepared = prepare(in_job(config, SINGLE_PROCESS))
     config, prompts = prepared.config, [_prompt(prepared.config, text, "") for text in texts]
     found = ["" for _ in texts]
     with StopSignals() as stop:

@@ -79,7 +79,7 @@ def semi_auto_without_device(config: Config) -> UserError:
 def _cannot(config: Config, world: World) -> Iterator[Problem]:
     """What the mode cannot do."""
     if not config.trains:
-        fix = "add --use_parallel False to run alone, or --parallel_fallback explicit for several ranks"
+        fix = "run it alone, without launch, or add --parallel_fallback explicit"
         yield problem(config, "run_mode", "semi-automatic mode trains only", fix)
         return
     yield from _communication(config, degrees_of(config, world))

@@ -41,7 +41,12 @@ def degrees_of(config: Config, world: World) -> Degrees:
 
 
 def in_job(config: Config, world: World) -> Config:
-    """The configuration with the micro-batches that `global_batch_size` means in this job, if the file has one."""
+    """The configuration in this job: with the micro-batches that `global_batch_size` means, if the file has one.
+
+    What a job of several ranks has trained one process evaluates and continues, too: checkpoints are those of one rank.
+    """
+    if world.size == 1 and config.use_parallel and not config.trains:
+        config = config.model_copy(update={"use_parallel": None})  # a notice tells what is not used then
     total = config.runner_config.global_batch_size
     if total is None:
         return config
@@ -112,6 +117,9 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
     if world.size > 1 and config.use_parallel is False:
         fix = "remove the key or set it to True; to run alone, leave `launch` out"
         return [problem(config, "use_parallel", f"this job has {world.size} ranks", fix)]
+    if world.size > 1 and config.run_mode == "chat":
+        rule = f"one process holds a conversation, and this job has {world.size}"
+        return [problem(config, "run_mode", rule, "start it without launch")]
     batches = list(_batch_problems(config, world))
     if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
         return batches
@@ -132,9 +140,6 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
         return
-    if config.run_mode == "chat":
-        fix = "set it to 1, or add --use_parallel False: checkpoints are those of one rank"
-        yield problem(config, key, "a conversation is held by one rank", fix)
     if degrees.model_parallel > 1:
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
@@ -169,8 +174,6 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
     if key != "expert_parallel" and config.parallel_config.data_parallel is None:  # the others do not fit
         key, ranks = indivisible_degree(degrees, world.size)
         fix = f"{set_to_divisor(ranks)}, or {fix}" if ranks > 1 else fix
-    if config.run_mode == "chat":
-        fix = "a chat runs on one rank: add --use_parallel False"
     return [problem(config, f"parallel_config.{key}", mismatch.rule, fix)]
 
 
