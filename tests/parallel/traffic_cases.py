@@ -128,10 +128,10 @@ def _counted_with_more(name: str) -> Callable:
 
 
 # The operator of MindSpore that calls them within compiled code looks at their arguments.
-for _name in ("all_gather", "all_gather_rows", "all_reduce", "all_reduce_in_place", "reduce_scatter", "all_to_all_rows",
-              "complete_ranges", "reduce_scatter_range"):
+for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows", "complete_ranges",
+              "reduce_scatter_range"):
     setattr(CountedGroup, _name, _counted(_name))
-for _name in ("all_to_all", "all_to_all_into", "rotate", "send", "broadcast"):
+for _name in ("all_to_all", "all_to_all_into", "all_reduce_into", "rotate", "send", "broadcast"):
     setattr(CountedGroup, _name, _counted_with_more(_name))
 
 

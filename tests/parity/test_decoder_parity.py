@@ -60,7 +60,7 @@ def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool)
 @pytest.mark.parametrize("name", model_case_names())
 def test_layers_on_arrays_equal_hugging_face(name: str) -> None:
     settings = settings_of(load_model_case(name))
-    if not has_host_layers(settings, FLOAT32, "CPU", compiled=True, divided=False):
+    if not has_host_layers(settings, FLOAT32, "CPU", compiled=True):
         assert settings.post_mlp_layernorm  # glm4
         return
     build(name, host_layers=True).check_numbers()

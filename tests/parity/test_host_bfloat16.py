@@ -109,7 +109,7 @@ def build(dtype: str, **model: object) -> tuple[Decoder, InputBuilder]:
     config = config_of(model=MODEL | model | {"compute_dtype": dtype})
     precision = precision_of(config, "CPU")
     assert precision.compute.dtype == dtype
-    assert has_host_layers(config.decoder, precision, "CPU", compiled=True, divided=False)
+    assert has_host_layers(config.decoder, precision, "CPU", compiled=True)
     kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision, host_layers=True)
     return Decoder(config.decoder, kernels, seed=5), InputBuilder(config.decoder, kernels)
 

@@ -48,16 +48,18 @@ def test_sums_gathers_and_broadcasts(ranks: int, shape: tuple[int, ...], dtype: 
 
     def work(group: HostGroup) -> list[np.ndarray]:
         own = given[group.rank]
-        again = [] if dtype == np.float16 else [group.all_reduce_in_place(own.copy())]
         sums = [group.all_reduce(own), group.all_gather(own), group.all_max(own), group.broadcast(own, ranks - 1)]
-        return [*sums, *again]
+        into = own.copy(), np.empty_like(own)
+        same = [group.all_reduce_into(into[0], into[0]), group.all_reduce_into(own, into[1])]
+        assert all(ours is given for ours, given in zip(same, into, strict=True))
+        return [*sums, *same]
 
     total = given[0].astype(np.float32 if dtype is np.float16 else dtype)
     for each in given[1:]:
         total += each  # in the order of the ranks, float16 in float32
     for found in on_groups(ranks, work):
-        expected = [total.astype(dtype), np.stack(given), np.max(given, 0), given[-1], total]
-        for ours, right in zip(found, expected, strict=False):
+        expected = [total.astype(dtype), np.stack(given), np.max(given, 0), given[-1], *[total.astype(dtype)] * 2]
+        for ours, right in zip(found, expected, strict=True):
             np.testing.assert_array_equal(ours, right)
             assert ours.dtype == dtype
 

@@ -16,6 +16,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
+    from trainer.parallel.mesh import Degrees
 
 REFERENCE = "reference"
 _MODEL = "model.model_config"
@@ -111,7 +112,7 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
 
 
 def has_host_layers(
-    settings: ModelConfig | ClassifierConfig, precision: Precision, device: str, *, compiled: bool, divided: bool
+    settings: ModelConfig | ClassifierConfig, precision: Precision, device: str, *, compiled: bool, divided: str = ""
 ) -> bool:
     """Whether whole layers are computed on arrays in the host's memory, without compilation.
 
@@ -119,18 +120,18 @@ def has_host_layers(
 
     Args:
         compiled: context.mode 0; mode 1 runs operator by operator.
-        divided: Whether ranks divide the sequences.
+        divided: What ranks divide that these layers do not know; empty for nothing.
     """
     if isinstance(settings, ClassifierConfig) or device != "CPU":
         return False
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     has_dtypes = bool(precision.by) or all(part.dtype == "float32" for part in parts)
-    return has_dtypes and not _unknown_to_host_layers(settings, compiled, "sequences" if divided else "")
+    return has_dtypes and not _unknown_to_host_layers(settings, compiled, divided)
 
 
 def _unknown_to_host_layers(settings: ModelConfig, compiled: bool, divided: str) -> str:
     """What of a model, or of how it runs, whole layers on arrays do not know; empty if they know everything. `divided`
-    names what ranks divide that they do not know."""
+    as in `has_host_layers`."""
     found = {
         "context.mode 1": not compiled,
         f"ranks that divide {divided}": bool(divided),
@@ -147,13 +148,14 @@ def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> 
     """The dtype that each part of a run computes in."""
     if device != "CPU":
         return resolve_precision(config.network, config.amp_level, device)
-    return precision_on_cpu(config, divided=_divides(config, world), semi_auto=runs_semi_auto(config, world))
+    divided = divided_for_bfloat16(degrees_of(config, world))
+    return precision_on_cpu(config, divided=divided, semi_auto=runs_semi_auto(config, world))
 
 
 def runs_host_layers(config: Config, device: str, world: World) -> bool:
     """`has_host_layers` of a run."""
     precision, compiled = precision_of(config, device, world), config.context.mode == 0
-    divided = _divides_sequences(config, world)
+    divided = _divided_sequences(config, world)
     known = has_host_layers(config.network, precision, device, compiled=compiled, divided=divided)
     return known and not runs_semi_auto(config, world)
 
@@ -166,28 +168,25 @@ def why_compiled(config: Config, device: str, world: World) -> str:
         return f"device {device}" if device != "CPU" else "a classifier"
     if runs_semi_auto(config, world):
         return "MindSpore's semi-automatic mode"
-    divided = "sequences" if _divides_sequences(config, world) else ""
-    unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided)
-    return unknown or "float16"
+    divided = _divided_sequences(config, world)
+    return _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided) or "float16"
 
 
-def _divides(config: Config, world: World) -> bool:
-    """Whether ranks divide the matrices or the sequences."""
-    degrees = degrees_of(config, world)
-    return degrees.model_parallel > 1 or degrees.context_parallel > 1
+def _divided_sequences(config: Config, world: World) -> str:
+    """What ranks divide that layers on arrays do not know, as `has_host_layers` takes it."""
+    return "sequences" if degrees_of(config, world).context_parallel > 1 else ""
 
 
-def _divides_sequences(config: Config, world: World) -> bool:
-    return degrees_of(config, world).context_parallel > 1
+def divided_for_bfloat16(degrees: Degrees) -> str:
+    """The same where they make products in bfloat16, which they know of whole matrices alone."""
+    return "matrices or sequences" if degrees.model_parallel > 1 or degrees.context_parallel > 1 else ""
 
 
-def precision_on_cpu(config: Config, *, divided: bool, semi_auto: bool = False) -> Precision:
-    """`precision_of` for a CPU, whose layers on arrays have products in bfloat16; `divided`: whether ranks divide the
-    matrices, of which they know products in float32 alone, or the sequences."""
+def precision_on_cpu(config: Config, *, divided: str = "", semi_auto: bool = False) -> Precision:
+    """`precision_of` for a CPU, whose layers on arrays have products in bfloat16; `divided` as in `has_host_layers`."""
     on_host = None
     if "bfloat16" in _asked(config).values():
-        parts = "matrices or sequences" if divided else ""
-        unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, parts)
+        unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided)
         on_host = _host_bfloat16("MindSpore's semi-automatic mode" if semi_auto else unknown)
     return resolve_precision(config.network, config.amp_level, "CPU", on_host)
 

@@ -60,31 +60,18 @@ class HostGroup:
 
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """The sum over all ranks, in the dtype of the array; sums of float16 are made in float32."""
-        if self.size == 1:
-            return array
-        if array.nbytes <= SMALL_BYTES:
-            return _sum(self.all_gather(array))
-        total = np.empty(array.size, array.dtype)
-        total[range_of_rank(total.size, self.rank, self.size)] = self.reduce_scatter_range(array)
-        self.complete_ranges([total])
-        return total.reshape(array.shape)
+        return array if self.size == 1 else self.all_reduce_into(array, np.empty(array.shape, array.dtype))
 
-    def all_reduce_in_place(self, array: np.ndarray) -> np.ndarray:
-        """`all_reduce` of a contiguous array of float32 or float64, into itself: other memory, which the system makes
+    def all_reduce_into(self, array: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """The same into a contiguous array that is there, `array` itself too: other memory, which the system makes
         ready, takes longer than the sum of a large one."""
-        if self.size == 1:
-            return array
-        if array.nbytes <= SMALL_BYTES:
-            array[...] = _sum(self.all_gather(array))
-            return array
-        flat = array.reshape(-1)
-        parts = self._ranges(flat)
-        rows = self._received(parts)
-        np.add(rows[0], rows[1], out=parts[self.rank])
-        for row in rows[2:]:
-            parts[self.rank] += row
+        if array.nbytes <= SMALL_BYTES or self.size == 1:
+            return _sum(self.all_gather(array), out)
+        flat = out.reshape(-1)
+        own = flat[range_of_rank(flat.size, self.rank, self.size)]
+        _sum(self._received(self._ranges(np.asarray(array, order="C").reshape(-1))), own)
         self.complete_ranges([flat])
-        return array
+        return out
 
     def reduce_scatter_range(self, array: np.ndarray) -> np.ndarray:
         """This rank's range (`range_of_rank`) of the sum over all ranks, flat: the same bits as `all_reduce` has."""
@@ -194,12 +181,19 @@ class HostGroup:
         )
 
 
-def _sum(rows: np.ndarray) -> np.ndarray:
+def _sum(rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """The sum of the rows, from the first to the last."""
-    total = rows[0, ...].astype(np.float32 if rows.dtype == np.float16 else rows.dtype)
-    for row in _each(rows)[1:]:
+    first, *others = _each(rows)
+    out = np.empty_like(first) if out is None else out
+    if not others:
+        np.copyto(out, first)
+        return out
+    total = np.add(first, others[0], **({"dtype": np.float32} if rows.dtype == np.float16 else {"out": out}))
+    for row in others[1:]:
         total += row
-    return total.astype(rows.dtype, copy=False)
+    if total is not out:
+        np.copyto(out, total, casting="same_kind")
+    return out
 
 
 def _each(rows: np.ndarray) -> list[np.ndarray]:

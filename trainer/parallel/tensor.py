@@ -59,7 +59,7 @@ class TensorParallel(NamedTuple):
 
     def collect(self, part_ND: np.ndarray) -> np.ndarray:
         """`leave` of arrays, and the backward pass of `enter`: [N, D] -> [n, D]; of ranks on CPUs. It is used up."""
-        return self.group.reduce_scatter(part_ND) if self.shares_rows else self.group.all_reduce_in_place(part_ND)
+        return self.group.reduce_scatter(part_ND) if self.shares_rows else self.group.all_reduce_into(part_ND, part_ND)
 
     def rows(self, tokens: int) -> slice:
         """The token rows of the residual stream that this rank has."""
