@@ -50,13 +50,13 @@ SUITES = {
         MIXTRAL: [f"{_MLP}gate.weight", f"{_MLP}shared_expert_gate.weight", NOT_COUNTED],
     }),
     "tensor of four": Suite(4, {"tensor": 4}, {ADAPTERS: SHORT}),
-    "context": Suite(2, {"context": 2}, {MIXTRAL: LONG}),
+    "context": Suite(2, {"context": 2}, {MIXTRAL: SHORT}),
     "experts, each on two ranks": Suite(
-        4, {"experts": 2}, {MIXTRAL: LONG}, {MIXTRAL: [f"{_MLP}experts.up_proj.weight"]},
+        4, {"experts": 2}, {MIXTRAL: SHORT}, {MIXTRAL: [f"{_MLP}experts.up_proj.weight"]},
     ),
-    "experts with tensor and data": Suite(4, {"tensor": 2, "rows": True, "experts": 4}, {MIXTRAL: LONG}),
+    "experts with tensor and data": Suite(4, {"tensor": 2, "rows": True, "experts": 4}, {MIXTRAL: SHORT}),
     "context in a ring with tensor and experts": Suite(
-        4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, {DEEPSEEK: LONG},
+        4, {"tensor": 2, "rows": True, "context": 2, "experts": 2}, {DEEPSEEK: SHORT},
     ),
     "context by heads with tensor and experts": Suite(
         4, {"tensor": 2, "context": 2, "in_ring": False, "experts": 4}, {ADAPTERS: SHORT, RECOMPUTED: SHORT},

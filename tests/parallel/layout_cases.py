@@ -1,0 +1,143 @@
+"""What a rank of test_layouts.py trains: a tiny model of each kind, divided in each way that there is."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+
+from pipeline_cases import weights_of  # noqa: E402
+from tiny_trainer import TOKENS, make_batch, quick_config  # noqa: E402
+
+from trainer.config import Config  # noqa: E402
+from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
+from trainer.run.prepare import held_parts  # noqa: E402
+from trainer.run.session import open_training  # noqa: E402
+from trainer.step.train_step import TrainStep  # noqa: E402
+
+STEPS, ACCUMULATING = 20, 5  # one step of five has two micro-batches
+EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {"tie_word_embeddings": True},
+    "Mixtral": {"moe_config": EXPERTS | {"norm_topk_prob": False}},
+    "DeepSeek": {  # latent attention, a dense layer before that with experts, and multi-token prediction
+        "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 6, "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2, "v_head_dim": 4, "mtp_depth": 1, "moe_config": EXPERTS | {
+            "shared_expert_num": 1, "use_gating_sigmoid": True, "balance_via_topk_bias": True,
+            "topk_bias_update_rate": 0.01, "first_k_dense_replace": 1}},
+}  # fmt: skip
+CLIPPED = {"use_clip_grad": True, "max_grad_norm": 1.0}
+
+
+class Layout(NamedTuple):
+    """How ranks divide a model.
+
+    Attributes:
+        degrees: Of `parallel_config`.
+        level: Of `enable_parallel_optimizer`; "": the ranks share nothing.
+    """
+
+    ranks: int
+    degrees: dict[str, Any]
+    level: str = ""
+
+    @property
+    def data(self) -> int:
+        return self.degrees.get("data_parallel", 1)
+
+    @property
+    def layers(self) -> int:
+        return self.degrees.get("pipeline_stage", 1)
+
+
+LAYOUTS = {
+    "data": Layout(2, {"data_parallel": 2}),
+    "level 2": Layout(2, {"data_parallel": 2}, "level2"),
+    "level 3": Layout(2, {"data_parallel": 2}, "level3"),
+    "tensor with rows": Layout(2, {"model_parallel": 2, "use_seq_parallel": True}),
+    "context": Layout(2, {"context_parallel": 2}),
+    "experts": Layout(2, {"data_parallel": 2, "expert_parallel": 2}),
+    "pipeline": Layout(2, {"pipeline_stage": 2, "micro_batch_num": 2}),
+    "experts and data": Layout(4, {"data_parallel": 4, "expert_parallel": 2}),
+    "tensor and experts": Layout(4, {"model_parallel": 2, "data_parallel": 2, "expert_parallel": 4}),
+    "context and tensor": Layout(4, {"context_parallel": 2, "model_parallel": 2}),
+    "tensor, pipeline and data": Layout(8, {
+        "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}),
+}  # fmt: skip
+
+
+class Trained(NamedTuple):
+    """What a training has computed; whole weights by name, as all ranks together would save them."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def has_layout(model: str, layout: str) -> bool:
+    """Only experts can be divided among ranks as experts."""
+    return "expert_parallel" not in LAYOUTS[layout].degrees or "moe_config" in MODELS[model]
+
+
+def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
+    # AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other.
+    sections: dict[str, Any] = {"optimizer": {"eps": 1e-5}, "runner_wrapper": CLIPPED}
+    if not alone:
+        level = {"parallel_optimizer_threshold": 0, "optimizer_level": layout.level or "level1"}
+        sections |= {
+            "use_parallel": True, "parallel_config": layout.degrees,
+            "parallel": {"enable_parallel_optimizer": bool(layout.level), "parallel_optimizer_config": level},
+        }  # fmt: skip
+    return quick_config(model=MODELS[model] | {"num_layers": layout.layers}, seed=5, **sections)
+
+
+def trained(group: Group | None, model: str, layout: Layout) -> Trained:
+    """By the ranks of a group; without one by one rank, with the micro-batches of all."""
+    config = config_of_case(model, layout, alone=group is None)
+    world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
+    weights, parts = weights_of(config), held_parts(config, world)
+    if parts is not None:
+        weights = {name: np.ascontiguousarray(part.shard.of(weights[name])) for name, part in parts.items()}
+    step = open_training(config, lambda update: 0.004, weights, world, "CPU", group)
+    own = range(layout.data) if group is None else [step.communicator.data_rank]
+    results = []
+    for number in range(STEPS):
+        micro_batches = 2 if number % ACCUMULATING == 0 else 1
+        # Each sequence has two documents; the second one of a window has fewer labels.
+        window = [make_batch(10 * number + 2 * rank + micro, TOKENS - 7 * micro)
+                  for rank in own for micro in range(micro_batches)]  # fmt: skip
+        results.append(step(window))
+    return Trained([one.loss for one in results], [one.global_norm for one in results], saved(step))
+
+
+def saved(step: TrainStep) -> dict[str, np.ndarray]:
+    """The whole weights, each number from a rank that writes it to a checkpoint."""
+    found: dict[str, np.ndarray] = {}
+    own = {name: (each.part, each.array.copy()) for name, each in step.to_save().weights.items()}
+    for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(own))):
+        for name, (part, array) in of_rank.items():
+            whole = found.setdefault(name, np.full(part.whole, np.nan, np.float32)).reshape(-1)
+            for there, here, count in part.runs():
+                whole[there : there + count] = array.reshape(-1)[here : here + count]
+    return found
+
+
+def all_trained(group: Group, cases: Sequence[tuple[str, str]]) -> list[Trained]:
+    """Of each of these models and layouts."""
+    return [trained(group, model, LAYOUTS[layout]) for model, layout in cases]
+
+
+def all_alone(group: Group, cases: Sequence[tuple[str, str]]) -> list[Trained]:
+    """The same by one rank; layouts with the same layers and data-parallel ranks are one training."""
+    found: dict[tuple[str, int, int], Trained] = {}
+    keys = [(model, LAYOUTS[name].layers, LAYOUTS[name].data) for model, name in cases]
+    for key, (model, name) in zip(keys, cases, strict=True):
+        found[key] = found.get(key) or trained(None, model, LAYOUTS[name])
+    return [found[key] for key in keys]
