@@ -268,7 +268,8 @@ def run_forked(path: str, words: list[str]) -> int:
             file.write(answer)
     code = End(*json.loads(answer)).code
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        if -code in HANDED_ON:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import mindspore
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from trainer.parallel import collectives
-from trainer.parallel.collectives import Group
+from trainer.parallel.collectives import Group, exchange_counts, exchange_rows
 from trainer.parallel.mesh import Degrees, build_mesh
 from trainer.parallel.process_groups import process_groups
+
+_TOKENS = 10_000  # for each rank, more than what travels at once
 
 
 class TwoLayers(nn.Cell):
@@ -51,3 +56,18 @@ def fails_on_one(group: Group, rank: int) -> None:
     if group.rank == rank:
         raise ValueError("this rank fails")
     group.all_reduce(np.ones(1))
+
+
+def dies_in_exchange(group: Group, rank: int) -> None:
+    """Tokens travel to experts; `rank` has sent half of its own when it is killed."""
+    counts = exchange_counts(Tensor(np.full(group.size, _TOKENS, np.int64)), group)
+    exchange = group.connections.exchange
+
+    def half(sent: dict[int, list[memoryview]], received: dict[int, list[memoryview]]) -> None:
+        exchange({to: [view[: len(view) // 2] for view in views] for to, views in sent.items()}, {})
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if group.rank == rank:
+        group.connections.exchange = half
+    rows = Tensor(np.ones((_TOKENS * group.size, 4), np.float32))
+    exchange_rows(rows, counts[0, :, 0], counts[1, :, 0], group)

@@ -42,7 +42,7 @@ class Suite(NamedTuple):
 
 
 SUITES = {
-    "tensor with rows": Suite(2, {"tensor": 2, "rows": True}, {DENSE: LONG, LATENT_ADAPTERS: SHORT, ARRAYS: LONG}),
+    "tensor with rows": Suite(2, {"tensor": 2, "rows": True}, {DENSE: SHORT, LATENT_ADAPTERS: SHORT, ARRAYS: LONG}),
     "tensor": Suite(2, {"tensor": 2}, {ADAPTERS: 1, MIXTRAL: 1, ARRAYS: SHORT, ARRAYS_RECOMPUTED: SHORT}, {
         # Summed over all ranks, and over those with the same key head.
         ADAPTERS: [f"{_ATTENTION}{one}.weight" for one in ("q_proj.lora_A", "o_proj.lora_B", "v_proj.lora_B")] + [
