@@ -181,14 +181,7 @@ def checkpoint_stages(
 
     def prepare() -> None:
         if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            _clear_leftovers(folder)
-            stage("cleared")
-            _check_space(folder, needed_bytes)
-            unfinished.mkdir()
-            for part in shared:
-                make_file(unfinished / f"{part}{ENDING}", own[part].entries)
-            stage("made temporary folder")
+            _begin(unfinished, {part: own[part] for part in shared}, needed_bytes, stage)
 
     def write() -> tuple[dict[str, _Written], dict[str, int]]:
         if not unfinished.is_dir():
@@ -226,6 +219,19 @@ def checkpoint_stages(
     written = dict(sorted(found))
     agreed((yield Work(complete, takes_long=True)))
     return path
+
+
+def _begin(unfinished: Path, shared: Mapping[str, FileParts], needed_bytes: int, stage: OnStage) -> None:
+    """Makes the folder of a save, with the files that several ranks will write."""
+    folder = unfinished.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    _clear_leftovers(folder)
+    stage("cleared")
+    _check_space(folder, needed_bytes)
+    unfinished.mkdir()
+    for part, whole in shared.items():
+        make_file(unfinished / f"{part}{ENDING}", whole.entries)
+    stage("made temporary folder")
 
 
 def _as_bytes(content: Mapping[str, object] | bytes) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
@@ -172,17 +172,8 @@ def load_kernels(
     on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
     drawing = ascend_attention if on_ascend else reference
 
-    def product(kernel: MakeCell) -> MakeCell:
-        return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
-
-    def part(kernel: str, name: str, inside: mstype.Type, *, first: bool = False) -> MakeCell:
-        """What is no product: half precision where a fused operator takes it, else float32 between rounded values."""
-        make = getattr(module_of[kernel], name)
-        if inside == compute == mstype.float32:
-            return make
-        wrap = InDtype if module_of[kernel] is of_device or inside == mstype.float32 else rounded
-        return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)
-
+    product = partial(_product, compute=compute)
+    part = partial(_part, module_of, of_device, compute=compute)
     rms_norm = part("rms_norm", "RmsNorm", norm)
     if module_of["rms_norm"] is ascend:
         rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
@@ -224,3 +215,26 @@ def load_kernels(
         host_layers=host_layers,
         host_dtype=precision.compute.dtype if host_layers else "float32",
     )
+
+
+def _product(kernel: MakeCell, compute: mstype.Type) -> MakeCell:
+    """A product in the dtype of products."""
+    return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
+
+
+def _part(
+    module_of: Mapping[str, ModuleType],
+    of_device: ModuleType,
+    kernel: str,
+    name: str,
+    inside: mstype.Type,
+    *,
+    compute: mstype.Type,
+    first: bool = False,
+) -> MakeCell:
+    """What is no product: half precision where a fused operator takes it, else float32 between rounded values."""
+    make = getattr(module_of[kernel], name)
+    if inside == compute == mstype.float32:
+        return make
+    wrap = InDtype if module_of[kernel] is of_device or inside == mstype.float32 else rounded
+    return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)

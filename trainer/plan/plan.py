@@ -146,12 +146,8 @@ def plan_run(
     notices = _notices(config, world, backend, device, memory_bytes)
     read, ranks, reads = backend.data_config.runner_config, backend.data_ranks[1], trains and opens_data
     data, steps = _open_data(config, backend, progress, notices) if opens_data else (None, 0)
-    epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
-    total = min(runner.max_steps or steps * epochs, steps * epochs)
-    last = min(total, runner.stop_step or total)
+    epochs, total, last = _run_length(config, steps)
     step_rows = read.batch_size * ranks * read.gradient_accumulation_steps
-    # Below the first trained layer there is no backward pass.
-    first = first_trained_layer(config, frozen_names(config)) if trains else 0
     return Plan(
         run_mode=config.run_mode,
         device=device,
@@ -175,7 +171,7 @@ def plan_run(
         experts=experts_plan(config),
         frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
         adapters=_adapters(settings),
-        recompute=recompute_text(("",) * first + recomputed_parts(config)[first:]) if trains else "",
+        recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
         rows=data.dataset.num_sequences if reads else 0,
         rows_exact=True,
@@ -203,6 +199,20 @@ def plan_run(
         backend=backend,
         data=data,
     )
+
+
+def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
+    """Epochs, their steps, and the step at which the run ends, where an epoch has so many steps."""
+    runner = config.runner_config
+    epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
+    total = min(runner.max_steps or steps * epochs, steps * epochs)
+    return epochs, total, min(total, runner.stop_step or total)
+
+
+def _recompute(config: Config) -> str:
+    """Of the layers that have a backward pass: from the first trained one on."""
+    first = first_trained_layer(config, frozen_names(config))
+    return recompute_text(("",) * first + recomputed_parts(config)[first:])
 
 
 def _open_data(
