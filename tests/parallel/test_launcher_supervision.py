@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -253,6 +254,22 @@ def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
     assert "\nrank 0 has done step 3, others 4; nothing moves any more.\n" in f"\n{job.errors}"
     for rank in range(2):
         assert "in wait_for_ever" in job.log(rank) and "most recent call first" in job.log(rank)
+
+
+def test_a_machine_that_stands_still_is_no_hang(tmp_path: Path) -> None:
+    """All processes are stopped at once, as those of a laptop that sleeps."""
+    go_on = tmp_path / "go_on"
+    job = launch(tmp_path, 8, f"0@5:after={go_on}", options=("--hang_timeout", 6), forked=False)
+    job.wait_for_step(3)
+    family = job.family()
+    for process in family:
+        process.suspend()
+    time.sleep(9)
+    for process in family:
+        process.resume()
+    go_on.touch()
+    assert job.end() == 0
+    assert re.search(r"the launcher could not run for \d+ s: this machine was suspended, or is overloaded", job.errors)
 
 
 def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:

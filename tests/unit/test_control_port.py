@@ -402,6 +402,18 @@ def test_a_short_secret_is_none(options: LaunchOptions, tmp_path: Path, monkeypa
     assert "guess me" not in str(caught.value)
 
 
+@pytest.mark.parametrize("own", ["", "MS_DISABLE_HEARTBEAT", "MS_NODE_TIMEOUT"])
+def test_mindspore_sends_no_heartbeats_unless_the_user_wants_them(
+    options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
+) -> None:
+    for name in ("MS_DISABLE_HEARTBEAT", "MS_NODE_TIMEOUT"):
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(own, "0")
+    for spec in worker_specs(options, job_files(tmp_path, 0, 2)).values():
+        assert spec["environment"].get("MS_DISABLE_HEARTBEAT") == (None if own else "1")
+
+
 def test_workers_do_not_get_it(options: LaunchOptions, tmp_path: Path) -> None:
     for spec in worker_specs(options, job_files(tmp_path, 0, 2)).values():
         assert "RUN_TRAINER_SECRET" in spec["without"] and "RUN_TRAINER_SECRET" not in spec["environment"]

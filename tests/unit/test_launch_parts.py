@@ -297,6 +297,23 @@ def test_the_first_failure_is_the_outcome() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "whose"),
+    [
+        ("The total number of timed out node is 2. Timed out node list is: [const vector]{0, 1}, worker 0 is the first"
+         " one timed out, please check its log.\n- C++ Call Stack: (For framework developers)", " of rank 0 and 1"),
+        ("RuntimeError: The state of the cluster is error, total nodes num: 2, abnormal nodes num: 2", ""),
+    ],
+)  # fmt: skip
+def test_a_heartbeat_that_mindspore_missed_is_told_in_plain_words(tmp_path: Path, said: str, whose: str) -> None:
+    log = tmp_path / "scheduler.log"
+    log.write_text(f"{said}\nmindspore/ccsrc/cluster/topology/meta_server_node.cc:554 UpdateTopoState\n")
+    lines = report(decide_outcome([End(None, 1, 3.0)], None), log, 135)
+    assert lines[:2] == ["error: the scheduler failed first: exit code 1, 135 s after the start.", f"  Log: {log}"]
+    assert lines[2].startswith(f"  MindSpore's scheduler got no heartbeat{whose} in time: the machine was suspended")
+    assert lines[3].startswith("  Fix: go on with --resume_training.") and len(lines) == 4
+
+
+@pytest.mark.parametrize(
     ("codes", "stopped_by", "hang", "expected"),
     [
         ([0, 0], None, "", 0),

@@ -53,6 +53,7 @@ _GATHER_SECONDS = 600
 files once in that time; a node that is lost for good does not come back later either."""
 _POLL_SECONDS = 0.05
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_HEARTBEAT_VARIABLES = ("MS_DISABLE_HEARTBEAT", "MS_NODE_TIMEOUT")
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
@@ -249,8 +250,13 @@ def worker_specs(
 
 
 def _own_environment(threads: int) -> dict[str, str]:
-    """PATH and encoding as the user has them, and at most so many threads."""
+    """PATH and encoding as the user has them, at most so many threads, and no heartbeats of MindSpore.
+
+    Its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers notice themselves.
+    """
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
+    if not any(name in os.environ for name in _HEARTBEAT_VARIABLES):
+        environment["MS_DISABLE_HEARTBEAT"] = "1"
     if ENCODING_VARIABLE in os.environ:
         environment[ENCODING_VARIABLE] = os.environ[ENCODING_VARIABLE]
     for name in _THREAD_VARIABLES:

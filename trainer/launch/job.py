@@ -29,6 +29,8 @@ from trainer.launch.processes import Identity, identity, is_alive
 from trainer.launch.terminal import last_lines
 
 _STATE = "state.json"
+_NO_HEARTBEAT = re.compile(r"Timed out node list is: \[[^]]*\]\{([\d, ]+)\}|The state of the cluster is error")
+"""What MindSpore's scheduler and its workers end with."""
 _NUMBERED = re.compile(r"(?:rank-\d+|scheduler|job(?:-node-\d+)?)\.(\d+)(?:\.log)?")
 
 
@@ -279,7 +281,16 @@ def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[
     if log is not None:
         lines.append(f"  Log: {log}")
         tail = [f"  | {line}" for line in last_lines(log)]
-        lines += ["  Its last lines:", *tail] if tail else []
+        found = _NO_HEARTBEAT.search("\n".join(tail))
+        if found:
+            of_ranks = f" of rank {found[1].replace(', ', ' and ')}" if found[1] else ""
+            lines += [
+                f"  MindSpore's scheduler got no heartbeat{of_ranks} in time: the machine was suspended or overloaded.",
+                "  Fix: go on with --resume_training. A job outlives that where the environment has neither"
+                " MS_NODE_TIMEOUT nor MS_DISABLE_HEARTBEAT.",
+            ]
+        elif tail:
+            lines += ["  Its last lines:", *tail]
     if outcome.others:
         others = sorted(outcome.others, key=lambda end: -1 if end.rank is None else end.rank)
         ended = ", ".join(f"{end.name} ({how(end.exit_code)})" for end in others)

@@ -41,6 +41,8 @@ _ECHO_SECONDS = 2.0
 _DUMP_SECONDS = 2.0
 _MSRUN_SECONDS = 3.0
 _UNKILLABLE_SECONDS = 15.0
+_STANDSTILL_SECONDS = 5.0
+"""The launcher looks every tenth of a second; after so long without a look its machine gave it no time."""
 _KILLED = "killed by the launcher when the job was to end"
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -114,6 +116,8 @@ class Supervisor:
     killed_at: float | None = None  # for the first time
     dumped_at: float | None = None
     moved_at: float | None = None  # the last sign that a rank of any node gets on
+    polled_at: float | None = None
+    woke_at: float = 0.0  # the end of the last standstill
     files_at: float = 0.0
     state_at: float = 0.0
 
@@ -161,6 +165,7 @@ class Supervisor:
 
     def _poll(self) -> None:
         now = time.monotonic()
+        self._check_standstill(now)
         while self.signals:
             number = self.signals.popleft()
             if number == signal.SIGWINCH:
@@ -234,6 +239,19 @@ class Supervisor:
             else:
                 self._end_workers(now, GRACE_SECONDS)
 
+    def _check_standstill(self, now: float) -> None:
+        """The ranks had no time either: what they did not do meanwhile is no hang."""
+        seconds = now - (now if self.polled_at is None else self.polled_at)
+        self.polled_at = now
+        if seconds > _STANDSTILL_SECONDS:
+            self.woke_at = now
+            self.screen.print([f"the launcher could not run for {seconds:.0f} s: this machine was suspended, or is"
+                               " overloaded. The job goes on; that time does not count as a hang."])  # fmt: skip
+
+    @property
+    def _last_sign_at(self) -> float:
+        return max(self.began, self.moved_at or 0.0, self.woke_at)
+
     def _check_signals(self, now: float) -> None:
         """A signal to end that came to one rank alone is one to the job: all ranks of a training act on it together."""
         received = self.pool.received_signal() if self.stopped_by is None and self.pool.ending_since is None else None
@@ -260,7 +278,7 @@ class Supervisor:
     def _check_trouble(self, now: float) -> None:
         """Names the ranks of this host for which the others wait."""
         if self.msrun is not None and self.stopped_by is None and self.pool.ending_since is None and not self.hang:
-            lines = self.trouble.lines(self.pool, now - max(self.began, self.moved_at or 0.0))
+            lines = self.trouble.lines(self.pool, now - self._last_sign_at)
             if lines:
                 self.screen.print(lines)
 
@@ -302,7 +320,7 @@ class Supervisor:
                 self._end_workers(now, GRACE_SECONDS / 2)
             return
         limit = self.limits.hang_timeout if self.pool.stepped else self.limits.start_timeout
-        if limit and now - max(self.began, self.moved_at or 0.0) > limit:
+        if limit and now - self._last_sign_at > limit:
             if self.pool.stepped:
                 self.hang = f"no step was finished for {limit:g} s (--hang_timeout)"
             else:
