@@ -190,7 +190,7 @@ def test_the_examples_train(tmp_path: Path) -> None:
     for start, lines in ((r"\| ", 2), ("^", 20)):
         losses = [float(loss) for loss in re.findall(rf"{start}loss ([\d.]+) ", done.stdout, re.M)]
         assert len(losses) == lines
-        assert losses[-1] < losses[0] - 1
+        assert losses[-1] < losses[0] - 0.5  # the text is Python's library, of any version
 
 
 _SCRIPT = """
