@@ -73,7 +73,7 @@ def test_ctrl_c_stops_all_runs_with_checkpoints_and_the_sweep_goes_on(home: Path
     last = max(done.values()) + 1
     assert sweep(home, "stopped", *long, "--stop_step", str(last)) == 0
     printed = capsys.readouterr().out
-    assert "seed=1: goes on" in printed and "seed=3: begins" in printed
+    assert "seed=1: resumes on core" in printed and "seed=3: begins" in printed
     for seed in (1, 2, 3):
         assert [record["step"] for record in step_records(folder / f"seed={seed}")] == list(range(1, last + 1))
 

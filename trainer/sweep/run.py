@@ -219,7 +219,7 @@ def _start(run: SweepRun, place: int, cores: Sequence[int], tell: Tell) -> Sweep
     finally:
         os.sched_setaffinity(0, all_cores)
     shared = f"core {cores[0]}" if len(cores) == 1 else f"cores {cores[0]} to {cores[-1]}"
-    tell(f"{run.name}: {'goes on' if run.resumes else 'begins'} on {shared}")
+    tell(f"{run.name}: {'resumes' if run.resumes else 'begins'} on {shared}")
     return run
 
 
