@@ -50,7 +50,7 @@ SECONDS = {
     "unit/test_newer_schema.py": 4, "unit/test_report_page.py": 12, "unit/test_report_compare.py": 6,
     "ascend/test_explicit.py": 27, "ascend/test_semi_auto.py": 27, "ascend/test_step.py": 5,
     "ascend/test_semi_auto_settings.py": 45, "ascend/test_kernels.py": 8, "unit/test_fuzz.py": 8,
-    "parallel/test_tensor_parallel.py": 50, "parallel/test_layouts.py": 90, "parallel/test_pipeline.py": 40,
+    "parallel/test_tensor_parallel.py": 50, "parallel/test_layouts.py": 80, "parallel/test_pipeline.py": 40,
     "parallel/test_context_parallel.py": 14,
     "parallel/test_expert_parallel.py": 6, "parallel/test_sharing_levels.py": 28, "parallel/test_traffic.py": 15,
     "integration/test_memory.py": 15, "semi_auto/test_expert_numbers.py": 10,

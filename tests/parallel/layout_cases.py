@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from pipeline_cases import weights_of  # noqa: E402
-from tiny_trainer import TOKENS, make_batch, quick_config  # noqa: E402
+from tiny_trainer import TOKENS, join, make_batch, quick_config  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
@@ -22,7 +22,7 @@ from trainer.run.prepare import held_parts  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-STEPS, ACCUMULATING = 20, 5  # one step of five has two micro-batches
+STEPS, ROWS = 20, 4  # sequences of a step, of all ranks together
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"tie_word_embeddings": True},
@@ -42,11 +42,13 @@ class Layout(NamedTuple):
     Attributes:
         degrees: Of `parallel_config`.
         level: Of `enable_parallel_optimizer`; "": the ranks share nothing.
+        micro_batches: Of a rank in each step.
     """
 
     ranks: int
     degrees: dict[str, Any]
     level: str = ""
+    micro_batches: int = 1
 
     @property
     def data(self) -> int:
@@ -59,17 +61,17 @@ class Layout(NamedTuple):
 
 LAYOUTS = {
     "data": Layout(2, {"data_parallel": 2}),
-    "level 2": Layout(2, {"data_parallel": 2}, "level2"),
-    "level 3": Layout(2, {"data_parallel": 2}, "level3"),
+    "level 2": Layout(2, {"data_parallel": 2}, "level2", micro_batches=2),
+    "level 3": Layout(2, {"data_parallel": 2}, "level3", micro_batches=2),
     "tensor with rows": Layout(2, {"model_parallel": 2, "use_seq_parallel": True}),
     "context": Layout(2, {"context_parallel": 2}),
     "experts": Layout(2, {"data_parallel": 2, "expert_parallel": 2}),
-    "pipeline": Layout(2, {"pipeline_stage": 2, "micro_batch_num": 2}),
+    "pipeline": Layout(2, {"pipeline_stage": 2, "micro_batch_num": 2}, micro_batches=2),
     "experts and data": Layout(4, {"data_parallel": 4, "expert_parallel": 2}),
     "tensor and experts": Layout(4, {"model_parallel": 2, "data_parallel": 2, "expert_parallel": 4}),
     "context and tensor": Layout(4, {"context_parallel": 2, "model_parallel": 2}),
     "tensor, pipeline and data": Layout(8, {
-        "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}),
+        "data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}, micro_batches=2),
 }  # fmt: skip
 
 
@@ -99,21 +101,21 @@ def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
 
 
 def trained(group: Group | None, model: str, layout: Layout) -> Trained:
-    """By the ranks of a group; without one by one rank, with the micro-batches of all."""
+    """By the ranks of a group; without one by one rank, with the sequences of all in one micro-batch."""
     config = config_of_case(model, layout, alone=group is None)
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
     weights, parts = weights_of(config), held_parts(config, world)
     if parts is not None:
         weights = {name: np.ascontiguousarray(part.shard.of(weights[name])) for name, part in parts.items()}
-    step = open_training(config, lambda update: 0.004, weights, world, "CPU", group)
-    own = range(layout.data) if group is None else [step.communicator.data_rank]
-    results = []
+    step, results = open_training(config, lambda update: 0.004, weights, world, "CPU", group), []
+    data, micro_batches = (1, 1) if group is None else (layout.data, layout.micro_batches)
+    size = ROWS // data // micro_batches
+    first = step.communicator.data_rank * micro_batches
     for number in range(STEPS):
-        micro_batches = 2 if number % ACCUMULATING == 0 else 1
-        # Each sequence has two documents; the second one of a window has fewer labels.
-        window = [make_batch(10 * number + 2 * rank + micro, TOKENS - 7 * micro)
-                  for rank in own for micro in range(micro_batches)]  # fmt: skip
-        results.append(step(window))
+        # Each has labels for other numbers of its tokens.
+        rows = [make_batch(10 * number + row, TOKENS - 3 * row) for row in range(ROWS)]
+        parts_of_step = [join(rows[place * size : (place + 1) * size], size) for place in range(ROWS // size)]
+        results.append(step(parts_of_step[first : first + micro_batches]))
     return Trained([one.loss for one in results], [one.global_norm for one in results], saved(step))
 
 
@@ -135,9 +137,9 @@ def all_trained(group: Group, cases: Sequence[tuple[str, str]]) -> list[Trained]
 
 
 def all_alone(group: Group, cases: Sequence[tuple[str, str]]) -> list[Trained]:
-    """The same by one rank; layouts with the same layers and data-parallel ranks are one training."""
-    found: dict[tuple[str, int, int], Trained] = {}
-    keys = [(model, LAYOUTS[name].layers, LAYOUTS[name].data) for model, name in cases]
+    """The same by one rank; layouts of equally many layers are one training."""
+    found: dict[tuple[str, int], Trained] = {}
+    keys = [(model, LAYOUTS[name].layers) for model, name in cases]
     for key, (model, name) in zip(keys, cases, strict=True):
         found[key] = found.get(key) or trained(None, model, LAYOUTS[name])
     return [found[key] for key in keys]
