@@ -183,13 +183,14 @@ def scalar_kinds(field: FieldInfo, *, listed: bool = True) -> set[type]:
     """The types of value a field may hold, leaving out ``None``; of ``Literal`` the types of its members, if `listed`.
     """
     parts = _flatten(field.annotation)
-    kinds = {part if isinstance(part, type) else get_origin(part) for part in parts if get_origin(part) is not Literal}
+    kinds = {get_origin(part) or part for part in parts if get_origin(part) is not Literal}
     members = {type(value) for part in parts if get_origin(part) is Literal for value in get_args(part) if listed}
     return {kind for kind in kinds | members if isinstance(kind, type) and kind is not type(None)}
 
 
 def _sections(parts: list[Any]) -> tuple[type[Section], ...]:
-    return tuple(part for part in parts if isinstance(part, type) and issubclass(part, Section))
+    kinds = (part for part in parts if isinstance(part, type) and not get_origin(part))  # list[...] is a type in 3.10
+    return tuple(kind for kind in kinds if issubclass(kind, Section))
 
 
 @cache
