@@ -13,6 +13,7 @@ from trainer.config.checks.parallel import degrees_of, in_job, shard_threshold_b
 from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.plan.ascend import ascend_problems
 from trainer.run.plan_file import described_world
 from trainer.run.prepare import build_plan, choose_backend
 from trainer.semi_auto.rules import semi_auto_problems
@@ -164,9 +165,23 @@ def test_what_several_ranks_have_trained_one_process_evaluates_and_continues(mod
                 "train_dataset.held_out=0.05")  # fmt: skip
     config = in_job(file, SINGLE_PROCESS)
     preflight(config, SINGLE_PROCESS, choose_backend(config, SINGLE_PROCESS).problems())
-    assert "one device runs it all: start several with `launch --nproc`" in "".join(config_notices(config))
+    why = "semi-automatic mode trains only" if "parallel_mode" in text else "start several with `launch --nproc`"
+    why = "a conversation is held by one rank" if mode == "chat" else why
+    assert f"one device runs it all: {why}" in "".join(config_notices(config))
     assert described_world(file, SINGLE_PROCESS) == SINGLE_PROCESS, "the plan is of that process, too"
     assert in_job(file, EIGHT).use_parallel, "a job keeps its degrees"
+
+
+@pytest.mark.parametrize(("degrees", "divides"), [("{model_parallel: 2}", True), ("{data_parallel: 2}", False)])
+def test_several_ranks_are_recommended_where_they_run(degrees: str, divides: bool) -> None:
+    """For a prediction on an Ascend, whose jobs divide no model."""
+    file = load(f"{BASE}use_parallel: True\nparallel_config: {degrees}\n", "run_mode=predict", "predict_data=a",
+                "load_checkpoint=.", "context.device_target=Ascend")  # fmt: skip
+    why = "prediction divides a model on CPUs alone"
+    refused = [one.error.rule for one in ascend_problems(file, degrees_of(file, world_of(2)))]
+    assert refused == [why] * divides
+    notices = "".join(config_notices(in_job(file, SINGLE_PROCESS)))
+    assert f"one device runs it all: {why if divides else 'start several'}" in notices
 
 
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:

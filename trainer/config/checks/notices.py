@@ -316,8 +316,7 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
     section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
     used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
     if used and not config.use_parallel:
-        because = "use_parallel is False" if config.use_parallel is False else "start several with `launch --nproc`"
-        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {because}"
+        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {_why_alone(config)}"
     if config.use_parallel:
         yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
     plain = parallel.parallel_mode in (*DATA_PARALLEL, "stand_alone") or semi_auto
@@ -325,6 +324,21 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
     keys += ["enable_parallel_optimizer"] * parallel.enable_parallel_optimizer
     if keys:
         yield f"parallel ({', '.join(keys)}): not used, one device runs it all"
+
+
+def _why_alone(config: Config) -> str:
+    """Why one device runs all of a file for several, or how to start several where these would run."""
+    if config.use_parallel is False:
+        return "use_parallel is False"
+    if config.run_mode == "chat":
+        return "a conversation is held by one rank"
+    if not config.trains and is_semi_auto(config):
+        return "semi-automatic mode trains only"
+    section, divide = config.parallel_config, {*Degrees._fields} - {"data_parallel"}
+    if config.run_mode == "predict" and config.context.device_target == "Ascend":
+        if any(getattr(section, name) > 1 for name in divide):
+            return "prediction divides a model on CPUs alone"
+    return "start several with `launch --nproc`"
 
 
 def pipeline_notices(config: Config) -> Iterator[str]:
