@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
+from collections.abc import Sequence
 
 import pytest
 from run_helpers import REPOSITORY
@@ -14,7 +16,7 @@ from benchmark_tools import last_json, run_process  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
-# Bytes in each step that is counted. Measured: the heap grows by 0.4 kB; without the compiled lookup of the embedding
+# Bytes in each step that is counted. Measured: the heap grows by 0.3 kB; without the compiled lookup of the embedding
 # by 85 kB, while private memory grows by 7 and 8.5 kB, because it has room for that. A MatMul called alone leaks
 # 0.33 kB of heap and 1.5 kB of private memory; a step here has two micro-batches of two layers. A step of a prediction
 # is a token.
@@ -32,11 +34,18 @@ def test_training_and_prediction_do_not_grow() -> None:
     }
     command = [sys.executable, REPOSITORY / "scripts" / "benchmark_soak.py", "--flags", json.dumps(flags)]
     predictions = [case for name, case in benchmark_soak.CASES.items() if name.startswith("prediction")]
-    command += ["--steps", "40", "--warm_up", "20", "--every", "10", "--then", *map(json.dumps, predictions)]
+    command += ["--steps", "40", "--warm_up", "60", "--every", "10", "--then", *map(json.dumps, predictions)]
     report = last_json(run_process(command))
     assert len(report["then"]) == 3
     for samples in (report["samples"], *report["then"]):
         found = benchmark_soak.growth(samples)
         assert found.steps == 40
-        assert found.heap_bytes_a_step < MOST_HEAP_BYTES and found.bytes_a_step < MOST_PRIVATE_BYTES
+        assert median_growth(samples, "heap_bytes_a_step") < MOST_HEAP_BYTES
+        assert median_growth(samples, "bytes_a_step") < MOST_PRIVATE_BYTES
         assert found.files <= 0 and found.threads <= 0
+
+
+def median_growth(samples: Sequence[Sequence[int]], name: str) -> float:
+    """Of every ten steps, bytes a step: what a shape of the data takes once, when it first comes, is no growth."""
+    pairs = zip(samples, samples[1:], strict=False)
+    return statistics.median(getattr(benchmark_soak.growth(pair), name) for pair in pairs)
