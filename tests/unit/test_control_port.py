@@ -402,16 +402,16 @@ def test_a_short_secret_is_none(options: LaunchOptions, tmp_path: Path, monkeypa
     assert "guess me" not in str(caught.value)
 
 
-@pytest.mark.parametrize("own", ["", "MS_DISABLE_HEARTBEAT", "MS_NODE_TIMEOUT"])
-def test_mindspore_sends_no_heartbeats_unless_the_user_wants_them(
+@pytest.mark.parametrize("own", ["", "45"])
+def test_mindspore_waits_an_hour_for_heartbeats_or_as_long_as_the_user_says(
     options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str
 ) -> None:
-    for name in ("MS_DISABLE_HEARTBEAT", "MS_NODE_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MS_NODE_TIMEOUT", raising=False)
     if own:
-        monkeypatch.setenv(own, "0")
+        monkeypatch.setenv("MS_NODE_TIMEOUT", own)
     for spec in worker_specs(options, job_files(tmp_path, 0, 2)).values():
-        assert spec["environment"].get("MS_DISABLE_HEARTBEAT") == (None if own else "1")
+        assert spec["environment"]["MS_NODE_TIMEOUT"] == (own or "3600")
+        assert "MS_DISABLE_HEARTBEAT" not in spec["environment"]
 
 
 def test_workers_do_not_get_it(options: LaunchOptions, tmp_path: Path) -> None:

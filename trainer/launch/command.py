@@ -53,7 +53,7 @@ _GATHER_SECONDS = 600
 files once in that time; a node that is lost for good does not come back later either."""
 _POLL_SECONDS = 0.05
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_HEARTBEAT_VARIABLES = ("MS_DISABLE_HEARTBEAT", "MS_NODE_TIMEOUT")
+_HEARTBEAT, _HEARTBEAT_SECONDS = "MS_NODE_TIMEOUT", 3600  # how long MindSpore's scheduler waits for one
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
@@ -250,13 +250,13 @@ def worker_specs(
 
 
 def _own_environment(threads: int) -> dict[str, str]:
-    """PATH and encoding as the user has them, at most so many threads, and no heartbeats of MindSpore.
+    """PATH and encoding as the user has them, at most so many threads, and MindSpore waits long for heartbeats.
 
-    Its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers notice themselves.
+    By itself its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers notice
+    themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs ended with SIGSEGV.
     """
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
-    if not any(name in os.environ for name in _HEARTBEAT_VARIABLES):
-        environment["MS_DISABLE_HEARTBEAT"] = "1"
+    environment[_HEARTBEAT] = os.environ.get(_HEARTBEAT, str(_HEARTBEAT_SECONDS))
     if ENCODING_VARIABLE in os.environ:
         environment[ENCODING_VARIABLE] = os.environ[ENCODING_VARIABLE]
     for name in _THREAD_VARIABLES:

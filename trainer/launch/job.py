@@ -286,8 +286,8 @@ def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[
             of_ranks = f" of rank {found[1].replace(', ', ' and ')}" if found[1] else ""
             lines += [
                 f"  MindSpore's scheduler got no heartbeat{of_ranks} in time: the machine was suspended or overloaded.",
-                "  Fix: go on with --resume_training. A job outlives that where the environment has neither"
-                " MS_NODE_TIMEOUT nor MS_DISABLE_HEARTBEAT.",
+                "  Fix: go on with --resume_training. A job outlives an hour of that where the environment has no"
+                " MS_NODE_TIMEOUT.",
             ]
         elif tail:
             lines += ["  Its last lines:", *tail]
