@@ -42,7 +42,8 @@ def make_run(folder: Path, steps: int = 120, layers: int = 4, running: bool = Fa
         for step in range(1, steps + 1):
             record = {"step": step, "epoch": 1, "loss": 2 + 3 / step, "lr": 1e-3, "global_norm": 0.5 + 2 / step,
                       "tokens": 100, "input_tokens_per_second": 1000.0 + step, "step_seconds": 0.1,
-                      "data_wait_seconds": 0.01, "peak_rss_bytes": 10**9 + step, "aux_loss": 1.5,
+                      "data_wait_seconds": 0.01, "peak_rss_bytes": 10**9 + step, "mfu": 0.4,
+                      "aux_loss": 1.5, "z_loss": 2.5,
                       "drop_rate": [step / steps / 9] * layers, "load_imbalance": [1 + 1 / step] * layers}  # fmt: skip
             if step == 7:
                 record |= {"skipped": EVIL, "loss": None}
@@ -85,7 +86,8 @@ def test_what_the_page_holds(tmp_path: Path) -> None:
     data = report_data(read_run(make_run(tmp_path)))
     assert (data["state"], data["step"], data["resumes"], data["clip"]) == ("finished", 120, [60], 1.0)
     assert data["best"] == 5 and data["evaluations"][5][:2] == [120, 2.03333]
-    assert data["charts"] == ["lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes", "aux_loss"]
+    first = ["lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes"]
+    assert data["charts"] == [*first, "mfu", "aux_loss", "z_loss"]
     assert data["curves"]["fields"]["loss"]["mean"][6] is None and len(data["curves"]["steps"]) == 120
     assert [map_["title"].split(" of")[0] for map_ in data["heat"]] == ["drop rate", "load"]
     assert data["heat"][0]["layers"] == [0, 1, 2, 3] and len(data["heat"][0]["rows"]) == 4
@@ -158,16 +160,16 @@ def test_a_browser_draws_it(browser: Browser, tmp_path: Path) -> None:
     assert EVIL in browser.run("return document.querySelector('.samples').textContent")
     titles = browser.run("return [...document.querySelectorAll('h2')].map(each => each.textContent)")
     for title in ("loss (nats a token)", "learning rate", "gradient norm", "tokens/s", "aux loss", "predictions",
-                  "where the time went", "drop rate of each layer", "the run"):  # fmt: skip
+                  "model FLOPs utilization", "where the time went", "drop rate of each layer", "the run"):  # fmt: skip
         assert title in titles, title
     text = browser.run("return document.querySelector('main').textContent")
-    assert "954 MiB" in text and "500 MiB" in text and not re.search(r"\d [kMG]B", text)
+    assert "954 MiB" in text and "500 MiB" in text and "40 %" in text and not re.search(r"\d [kMG]B", text)
     for part in ("clipped at 1", "1 step skipped", "resumed", "pause: evaluation", "pause: checkpoint", "best 2.0333"):
         assert part in text, part
     # A line of 120 steps has 119 pieces, but for the step without a loss.
     drawn = "return document.querySelector('svg path[stroke-width=\"1\"]').getAttribute('d').match(/[ML]/g).length"
     assert browser.run(drawn) == 119
-    assert len(report_data(read_run(next(tmp_path.iterdir())))["charts"]) == 5, "an odd number, two in a row"
+    assert len(report_data(read_run(next(tmp_path.iterdir())))["charts"]) == 7, "an odd number, two in a row"
     free = """const edges = new Map(), right = document.getElementById('charts').getBoundingClientRect().right;
         for (const card of document.querySelectorAll('#charts > .card')) {
           const box = card.getBoundingClientRect();
@@ -206,7 +208,7 @@ def test_hovering_shows_the_values_of_a_step(browser: Browser, tmp_path: Path) -
     text = browser.wait(tip)
     assert text.startswith("step 120") and "train loss2.025" in text and "eval loss2.0333" in text
     crossed = "return [...document.querySelectorAll('.cross:not([visibility=hidden])')].length"
-    assert browser.run(crossed) == 6, "every chart shows the step"
+    assert browser.run(crossed) == 8, "every chart shows the step"
     browser.move_to(1, 1)
     browser.wait(crossed + " == 0")
     assert browser.messages() == []

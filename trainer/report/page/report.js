@@ -159,6 +159,7 @@ const SMALL = {
   global_norm: { title: "gradient norm", zero: true },
   input_tokens_per_second: { title: "tokens/s", zero: true },
   peak_rss_bytes: { title: "memory", zero: true, format: bytes },
+  mfu: { title: "model FLOPs utilization", zero: true, format: percent, axis: percent },
 };
 
 function smallCharts(data) {
