@@ -1,0 +1,157 @@
+"""What a decoder consists of: parameters, layers, the embedding and the head, as plain values.
+
+`trainer.models.spec.build` makes these values from `model_config`; cells, native CPU layers, the layout over ranks,
+initial values, checkpoints and the plan read them. Layers that compute the same have equal `LayerSpec`s.
+
+Legend: D hidden, H query heads, K key/value heads, d head size, F width of a feed-forward layer, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
+
+Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
+"""How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not; by its outputs; by its outputs
+where key/value heads may be replicated; by its inputs; by the vocabulary; by its stack of experts. Ranks that hold a
+"partial" parameter are replicas, but each computes only a part of its gradient."""
+Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a"]
+"""Initial value; "residual" is normal, scaled down with the depth of the model."""
+Role: TypeAlias = Literal["embedding", "matrix", "norm", "bias", "router", "buffer", "adapter"]
+
+
+class ParameterSpec(NamedTuple):
+    """One parameter, of a layer by its name within the layer, otherwise by its full name."""
+
+    name: str
+    shape: tuple[int, ...]
+    sharding: Sharding = "replicated"
+    init: Init = "normal"
+    role: Role = "matrix"
+
+
+class AdapterSpec(NamedTuple):
+    """A low-rank adapter of a matrix: y += scale * dropout(x) A^T B^T (Hu et al. 2021, equation 3)."""
+
+    rank: int
+    scale: float
+    dropout: float = 0.0
+
+
+class LatentSpec(NamedTuple):
+    """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1)."""
+
+    query_rank: int | None
+    """Width of the latent vector that queries are made from; None: they are made from the hidden state."""
+    key_value_rank: int
+    nope_size: int
+    """Width of the part of a query or key without positions."""
+    rope_size: int
+    """Width of the rotated part, whose key all heads share."""
+    eps: float = 1e-6
+    """Epsilon of the norms of latent vectors."""
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The attention sublayer of a layer.
+
+    Attributes:
+        head_size, value_size: Widths of a query or key, and of a value, of one head.
+        scale: Factor on the scores before the softmax.
+        window: Tokens that a query sees, itself included; None: all before it.
+        rotary_size: How many numbers of a head, or with `latent` of its rotated part, are rotated.
+        rotary_interleaved: Rotates neighbouring numbers instead of the two halves.
+        head_norm: Queries and keys of each head are normed before they are rotated.
+        post_norm: The output is normed before it is added to the residual stream.
+        eps: Epsilon of the norms.
+        dropout: Rate of the attention probabilities.
+        output_dropout: Rate of what is added to the residual stream.
+        adapters: By the name of the matrix, for example "self_attn.q_proj".
+    """
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    value_size: int
+    scale: float
+    eps: float
+    rotary_size: int
+    rotary_interleaved: bool = False
+    window: int | None = None
+    head_norm: bool = False
+    post_norm: bool = False
+    latent: LatentSpec | None = None
+    dropout: float = 0.0
+    output_dropout: float = 0.0
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class MlpSpec:
+    """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x). Attributes as in `AttentionSpec`."""
+
+    hidden: int
+    width: int
+    eps: float
+    post_norm: bool = False
+    output_dropout: float = 0.0
+    adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A feed-forward sublayer with experts.
+
+    Attributes:
+        width: Width of an expert.
+        shared_width: Width of the shared experts together; 0: there are none.
+        shared_gate: The output of the shared experts is multiplied by a sigmoid gate.
+        down_bias: The output of each expert has a bias.
+        expert_bias: The router has a bias of each expert for load balancing.
+    """
+
+    hidden: int
+    eps: float
+    experts: int
+    chosen: int
+    width: int
+    shared_width: int = 0
+    shared_gate: bool = False
+    down_bias: bool = False
+    expert_bias: bool = False
+    output_dropout: float = 0.0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer of the decoder, or of an MTP module.
+
+    Attributes:
+        parameters: In forward order, by their names within the layer; the adapters' at the end.
+    """
+
+    attention: AttentionSpec
+    mlp: MlpSpec | MoeSpec
+    parameters: tuple[ParameterSpec, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder.
+
+    Attributes:
+        embedding: Width of the embedding and of the head; `hidden` unless matrices map between the two.
+        layers: The layers, then those of the MTP modules, of which the last `mtp_modules` are.
+        eps: Epsilon of the norm before the head and of those of the MTP modules.
+    """
+
+    vocabulary: int
+    hidden: int
+    embedding: int
+    eps: float
+    layers: tuple[LayerSpec, ...]
+    mtp_modules: int = 0
+    tied: bool = False
