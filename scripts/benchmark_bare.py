@@ -69,8 +69,8 @@ def build_bare_step(config: Config) -> Callable[[], None]:
     """
     import mindspore
 
+    from trainer.arrays.measures import squares
     from trainer.data import build_datasets
-    from trainer.ops.cpu.measures import squares
     from trainer.run.session import open_training
     from trainer.step.clip import clip_coefficient
 

@@ -10,9 +10,9 @@ import pytest
 from mindspore import Parameter, Tensor
 from tolerances import rounding_limit
 
+from trainer.arrays import measures
 from trainer.config import parse_config
 from trainer.config.schema.runner import RunnerWrapper
-from trainer.ops.cpu import measures
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
 from trainer.step.clip import GradientNorms, clip, clip_by_value, norm_groups

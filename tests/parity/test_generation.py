@@ -11,9 +11,9 @@ from numpy_kernels import distance
 from tiny_trainer import VOCABULARY, TinyTrainer
 from tolerances import decoder_limits
 
+from trainer.arrays import inference as host
 from trainer.models import generate
 from trainer.models.generate import DeviceParts, Generator, HostParts
-from trainer.ops.cpu import host
 
 pytestmark = pytest.mark.slow
 

@@ -16,13 +16,13 @@ from numpy_kernels import distance
 from tiny_trainer import TOKENS, config_of, make_batch
 from tolerances import GRADIENTS_BFLOAT16, SAME_ROUNDINGS, U_BFLOAT16, rounding_limit
 
+from trainer.arrays import onednn
+from trainer.arrays.memory import narrow_weight
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
 from trainer.models.moe import RouterStatistics
 from trainer.ops import host_library
-from trainer.ops.cpu import onednn
-from trainer.ops.cpu.arrays import narrow_weight
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import has_host_layers, precision_of, select_kernels
 from trainer.storage.bfloat16 import as_bfloat16, as_float32

@@ -23,14 +23,13 @@ from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, make_batch
 from tolerances import decoder_limits, rounding_limit
 
+from trainer.arrays import head, norms, onednn, positions, sublayers
+from trainer.arrays.memory import Scratch
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
 from trainer.models.moe import RouterStatistics
 from trainer.models.shapes import attention_shapes, mlp_shapes
-from trainer.ops.cpu import head, layer, onednn
-from trainer.ops.cpu.arrays import Scratch
-from trainer.ops.cpu.layer import norms, positions, sublayers
 
 HIDDEN, HEADS, SIZE, WIDTH, VOCABULARY = 6, 4, 4, 9, 11
 RANDOM = np.random.default_rng(21)
@@ -91,7 +90,7 @@ class Sequences(NamedTuple):
     segments_BT: np.ndarray
     cos_Nd: np.ndarray
     sin_Nd: np.ndarray
-    positions: layer.TokenPositions
+    positions: positions.TokenPositions
 
     def allowed(self, window: int | None) -> np.ndarray:
         tokens = np.arange(self.segments_BT.shape[1])
@@ -105,10 +104,9 @@ def sequences_of(settings: ModelConfig, segments: list[list[int]], window: int |
     angles = normal(segments_BT.size, settings.rotary_size // 2, scale=2).astype(np.float64)
     both = np.repeat(angles, 2, axis=1) if settings.rope_interleave else np.concatenate((angles, angles), 1)
     cos_Nd, sin_Nd = np.cos(both).astype(np.float32), np.sin(both).astype(np.float32)
-    positions = layer.TokenPositions(
-        layer.Rotary(settings).table(cos_Nd, sin_Nd), layer.query_blocks(segments_BT, window)
-    )
-    return Sequences(segments_BT, cos_Nd, sin_Nd, positions)
+    table_N1h = positions.Rotary(settings).table(cos_Nd, sin_Nd)
+    placed = positions.TokenPositions(table_N1h, positions.query_blocks(segments_BT, window))
+    return Sequences(segments_BT, cos_Nd, sin_Nd, placed)
 
 
 def weights_of(settings: ModelConfig, shapes: Mapping[str, tuple[int, ...]], norm: str) -> dict[str, np.ndarray]:
@@ -165,7 +163,7 @@ def test_attention(changes: dict, segments: list, window: int | None, implementa
     weights = weights_of(settings, attention_shapes(settings), "input_layernorm.weight")
     assert len(weights) == 5 + 4 * bool(changes.get("qkv_has_bias")) + 2 * bool(changes.get("use_qk_norm"))
     x, upstream = (normal(sequences.segments_BT.size, HIDDEN) for _ in range(2))
-    attention, given = layer.HostAttention(settings, Scratch(8)), x.copy()
+    attention, given = sublayers.HostAttention(settings, Scratch(8)), x.copy()
 
     def formula(x: np.ndarray, **weights: np.ndarray) -> np.ndarray:
         return attention_formula(settings, sequences, window, x, **weights)
@@ -193,8 +191,8 @@ def check_gradients(
         assert distance(array.asnumpy(), right[name]) <= rounding_limit(2 * terms, scale=3), name
 
 
-def mlp_of(settings: ModelConfig, scratch: Scratch) -> layer.HostMlp:
-    return layer.HostMlp(settings.ffn_size, scratch, layer.RmsNorm(settings.hidden_size, settings.rms_norm_eps))
+def mlp_of(settings: ModelConfig, scratch: Scratch) -> sublayers.HostMlp:
+    return sublayers.HostMlp(settings.ffn_size, scratch, norms.RmsNorm(settings.hidden_size, settings.rms_norm_eps))
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 10])
@@ -232,7 +230,7 @@ def test_shared_experts_have_neither_norm_nor_residual(implementation: str) -> N
     shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     weights = {f"{name}_proj.weight": normal(*shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()}
     x, upstream = normal(10, HIDDEN), normal(10, HIDDEN)
-    mlp = layer.HostMlp(WIDTH, Scratch(8), prefix="")
+    mlp = sublayers.HostMlp(WIDTH, Scratch(8), prefix="")
 
     def formula(x: np.ndarray, **weights: np.ndarray) -> np.ndarray:
         gate, up, down = weights.values()
@@ -252,7 +250,7 @@ def test_only_trained_weights_have_gradients() -> None:
     sequences = sequences_of(settings, PACKED, None)
     x, upstream = normal(14, HIDDEN), normal(14, HIDDEN)
     weights = weights_of(settings, attention_shapes(settings), "input_layernorm.weight")
-    attention, place = layer.HostAttention(settings, Scratch(8)), (sequences.positions, sequences.positions.blocks)
+    attention, place = sublayers.HostAttention(settings, Scratch(8)), (sequences.positions, sequences.positions.blocks)
     mlp_weights = weights_of(settings, mlp_shapes(settings), "post_attention_layernorm.weight")
     mlp = mlp_of(settings, Scratch(8))
 
@@ -373,7 +371,7 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     sequences, scratch = sequences_of(settings, PACKED, 4), Scratch(threads)
     x, upstream = normal(14, HIDDEN), normal(14, HIDDEN)
     weights = weights_of(settings, attention_shapes(settings), "input_layernorm.weight")
-    attention, place = layer.HostAttention(settings, scratch), (sequences.positions, sequences.positions.blocks)
+    attention, place = sublayers.HostAttention(settings, scratch), (sequences.positions, sequences.positions.blocks)
     result, saved = attention.forward(x, weights, *place)
     grad, found = attention.backward(x, weights, *place, saved, upstream, weights)
     yield from {"attention": result, "of attention": grad, **found}.items()
@@ -431,7 +429,7 @@ def test_frozen_weights_change_no_bit_of_the_other_gradients(frozen: dict) -> No
 
 def test_an_evaluation_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, kept = TinyTrainer(host_layers=True, **MODEL), []
-    for kind in (layer.HostAttention, layer.HostMlp):
+    for kind in (sublayers.HostAttention, sublayers.HostMlp):
         def forward(self, *arguments, plain=kind.forward):
             result, saved = plain(self, *arguments)
             kept.append(saved is not None)

@@ -25,6 +25,7 @@ from mindspore import Tensor, nn, ops
 from numpy_kernels import central_differences, distance
 from tolerances import rounding_limit
 
+from trainer.arrays import measures
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.block import Block, Head
@@ -185,9 +186,9 @@ def test_sum_of_squares_of_three_million_values() -> None:
     """A single float32 running sum, as L2Loss has on a CPU, is 0.3 % too small here."""
     values = (RANDOM.standard_normal(3_000_000) * RANDOM.choice([1e-3, 1.0, 30.0], 3_000_000)).astype(np.float32)
     limit = rounding_limit(1024, scale=(1024 / values.size) ** 0.5)  # rows of 1024, whose errors are independent
-    assert reference.sum_of_squares(Tensor(values)) == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=limit)
+    assert measures.sum_of_squares(Tensor(values)) == pytest.approx(np.sum(values.astype(np.float64) ** 2), rel=limit)
     ones = Tensor(np.ones((1000, 3000), np.float32))
-    assert reference.sum_of_squares(ones) == 3e6
+    assert measures.sum_of_squares(ones) == 3e6
 
 
 @pytest.mark.parametrize(
@@ -196,12 +197,12 @@ def test_sum_of_squares_of_three_million_values() -> None:
     ids=["float16 whose squares overflow", "zeros", "scalar"],
 )
 def test_sum_of_squares_of_other_kinds(values: np.ndarray, expected: float) -> None:
-    assert reference.sum_of_squares(Tensor(values)) == expected
+    assert measures.sum_of_squares(Tensor(values)) == expected
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_sum_of_squares_shows_what_is_not_finite(value: float) -> None:
-    assert not np.isfinite(reference.sum_of_squares(Tensor(np.array([1.0, value, 2.0], np.float32))))
+    assert not np.isfinite(measures.sum_of_squares(Tensor(np.array([1.0, value, 2.0], np.float32))))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])

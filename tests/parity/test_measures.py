@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
 
+from trainer.arrays import measures as of_host
 from trainer.ops.ascend import measures as of_device
-from trainer.ops.cpu import measures as of_host
 from trainer.ops.measures import read_together
 from trainer.ops.routing import Routing, RoutingCounts
 

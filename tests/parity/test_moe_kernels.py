@@ -17,14 +17,14 @@ from mindspore import Parameter, Tensor, nn
 from numpy_kernels import central_differences, distance, swiglu
 from tolerances import rounding_limit
 
+from trainer.arrays import experts as moe_swiglu
+from trainer.arrays import memory as host_arrays
+from trainer.arrays.onednn import NumpyOperators
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
-from trainer.ops.cpu import arrays as host_arrays
-from trainer.ops.cpu import experts as moe_swiglu
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.cpu.onednn import NumpyOperators
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels

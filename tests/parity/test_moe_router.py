@@ -15,11 +15,11 @@ from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import rounding_limit
 
+from trainer.arrays.router import CpuRouter
 from trainer.config import parse_config
 from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses
 from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing
 from trainer.ops.select import select_kernels

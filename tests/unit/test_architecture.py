@@ -48,6 +48,7 @@ ROOMS = (
     ("trainer.launch.checks",),
     ("trainer.device.threads",),
     ("trainer.parallel",),
+    ("trainer.arrays",),
     ("trainer.ops",),
     ("trainer.models",),
     ("trainer.optim",),
@@ -84,8 +85,8 @@ FUSED_OPERATORS = frozenset(
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
                   "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.semi_auto.kernels_ascend")
-KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe", "trainer.ops.cpu.router",
-                  "trainer.ops.cpu.experts", "trainer.semi_auto.kernels")
+KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe",
+                  "trainer.semi_auto.kernels")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "

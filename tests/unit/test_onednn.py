@@ -18,8 +18,8 @@ import pytest
 from numpy_kernels import distance
 from tolerances import rounding_limit
 
+from trainer.arrays import onednn
 from trainer.ops import host_library
-from trainer.ops.cpu import onednn
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy tells of numbers that are not finite
 

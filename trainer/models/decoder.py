@@ -3,7 +3,7 @@
 A block is compiled once (context.mode 0) and called for every layer with that layer's weights as views: MindSpore
 specialises on every Parameter object it is given, so handing over Parameters would compile every layer anew. A view
 costs microseconds, copies nothing, and gradients flow through it. Where a CPU computes whole layers on arrays
-(`trainer.ops.cpu.decoder_parts`), their parts take the place of the compiled ones.
+(`trainer.arrays.cells`), their parts take the place of the compiled ones.
 
 Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary, H query heads, K key/value heads, d head size.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
+from trainer.arrays.cells import HostBlock, HostEmbedding, HostHeadPart, HostLayerPart
 from trainer.config.recompute import SUBLAYERS
 from trainer.data.batches.context import SequencePart
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
@@ -45,7 +46,6 @@ from trainer.models.shapes import (
     parameter_name,
     sublayer_of,
 )
-from trainer.ops.cpu.decoder_parts import HostBlock, HostEmbedding, HostHeadPart, HostLayerPart
 from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.ops.measures import device_measures

@@ -1,7 +1,7 @@
 """Text generation: greedy or sampled continuation of a batch of prompts with a key/value cache.
 
 One pass over each piece of the prompts, then one token a step for all sequences. On a CPU a pass runs in NumPy (see
-trainer/ops/cpu/host.py), on a device operator by operator, without compilation.
+trainer/arrays/inference.py), on a device operator by operator, without compilation.
 
 Legend: B sequences, Q new tokens of a pass, N = B * Q, S cached positions, D hidden, C = heads * head size.
 """
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
+from trainer.arrays.memory import host_threads, parts
 from trainer.errors import RunError
 from trainer.models.block import Block
 from trainer.models.moe import HostMoeLayer
 from trainer.models.shapes import EMBEDDING, adapted_projections, adapter_names, block_names
-from trainer.ops.cpu import arrays
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
@@ -341,7 +341,7 @@ class HostParts:
         masks: Sequence[np.ndarray | None], cache: HostCache,
     ) -> np.ndarray:  # fmt: skip
         """As `DeviceParts.run_layers`. Threads share the sequences, and go through all layers without waiting."""
-        rows, threads = len(cache.positions_BQ), arrays.host_threads()
+        rows, threads = len(cache.positions_BQ), host_threads()
         # With less to compute, threads would wait for each other: only one at a time is in Python.
         if self.divided or rows == 1 or len(x_ND) * self.layer_size < _SHARED_WORK:
             return _run_layers(self, layers, x_ND, tables, masks, cache)
@@ -352,7 +352,7 @@ class HostParts:
             of_part = [table[tokens] for table in tables], [mask if mask is None else mask[part] for mask in masks]
             out_ND[tokens] = _run_layers(self, layers, x_ND[tokens], *of_part, cache.part(part))
 
-        threads.run(arrays.parts(slice(0, rows), -(-rows // threads.threads)), run)
+        threads.run(parts(slice(0, rows), -(-rows // threads.threads)), run)
         return out_ND
 
     def feed_forward(self, layer: int, x_ND: np.ndarray, weights: Sequence[np.ndarray | None]) -> np.ndarray:

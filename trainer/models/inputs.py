@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 from mindspore import Tensor
 
+from trainer.arrays.positions import Rotary, TokenPositions, query_blocks
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import SequencePart
 from trainer.models.rotary import rotary_angles
-from trainer.ops.cpu.layer import Rotary, TokenPositions, query_blocks
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

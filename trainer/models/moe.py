@@ -17,9 +17,9 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
+from trainer.arrays.cells import HostNorm, HostSharedExperts
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
-from trainer.ops.cpu.decoder_parts import HostNorm, HostSharedExperts
 from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, TokenRanks, tensors_of
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, routing_of_some
@@ -383,7 +383,7 @@ class MoeLayer(nn.Cell):
 
 
 class HostMoeLayer:
-    """`MoeLayer.evaluate` with the kernels of `trainer.ops.cpu.host`, for prediction: (x_ND, weights) -> x_ND.
+    """`MoeLayer.evaluate` with the kernels of `trainer.arrays.inference`, for prediction: (x_ND, weights) -> x_ND.
 
     Arrays come in and go out; `weights` in the order of `moe_shapes`. Ranks that share experts all have the same tokens
     and add up what their experts give.

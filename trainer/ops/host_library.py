@@ -8,7 +8,7 @@ import importlib.util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-_VERSION = (3, 10)  # the interface that `trainer.ops.cpu.onednn` calls is that of these releases
+_VERSION = (3, 10)  # the interface that `trainer.arrays.onednn` calls is that of these releases
 # dnnl_cpu_isa_t: sets of instructions, each with the bits of those that it contains.
 _AVX512, _BFLOAT16 = 0x27, 0xE7
 

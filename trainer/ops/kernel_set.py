@@ -13,15 +13,15 @@ from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
+from trainer.arrays.experts import CpuExperts
+from trainer.arrays.inference import HostKernels
+from trainer.arrays.router import CpuRouter
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.cpu.experts import CpuExperts
-from trainer.ops.cpu.host import HostKernels
-from trainer.ops.cpu.router import CpuRouter
 from trainer.ops.cpu.vocabulary import VocabularyCrossEntropy, VocabularyRows
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
@@ -106,7 +106,7 @@ class KernelSet:
     host: Callable[[], HostKernels] | None = None
     """Makes the kernels that prediction takes instead of these, where the model is in the host's memory."""
     host_layers: bool = False
-    """Whether a decoder computes whole layers on arrays (`trainer.ops.cpu.layer`) in the place of these kernels."""
+    """Whether a decoder computes whole layers on arrays (`trainer.arrays`) in the place of these kernels."""
     host_dtype: str = "float32"
     """Dtype of the products of these layers."""
 

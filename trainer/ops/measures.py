@@ -10,8 +10,8 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
+from trainer.arrays import measures as of_host
 from trainer.ops.ascend import measures as of_device
-from trainer.ops.cpu import measures as of_host
 
 
 def device_measures() -> ModuleType:

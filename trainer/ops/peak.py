@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from trainer.arrays.memory import host_threads, parts
+from trainer.arrays.onednn import BFLOAT16, operators
 from trainer.device.doctor import processor_name
-from trainer.ops.cpu.arrays import host_threads, parts
-from trainer.ops.cpu.onednn import BFLOAT16, operators
 from trainer.ops.host_library import bfloat16_products, find_onednn
 
 if TYPE_CHECKING:

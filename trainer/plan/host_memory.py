@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
 
-_LOGITS, _FEWEST_ROWS = 1 << 24, 64  # as in trainer.ops.cpu.head
+_LOGITS, _FEWEST_ROWS = 1 << 24, 64  # as in trainer.arrays.head
 _WIDE = 4  # bytes of float32
 
 

@@ -126,9 +126,10 @@ def patch_all(regions: Regions, step: TrainStep, weights: WeightNames) -> Patche
     """Measures the functions of a step. A name that is not there any more is an AttributeError."""
     from mindspore import Tensor
 
+    from trainer.arrays import cells as decoder_parts
+    from trainer.arrays import experts, head, measures, norms, onednn, positions, router
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
-    from trainer.ops.cpu import decoder_parts, experts, head, layer, measures, onednn, router
     from trainer.optim import host_adamw
 
     patches = Patches()
@@ -144,8 +145,8 @@ def patch_all(regions: Regions, step: TrainStep, weights: WeightNames) -> Patche
     for attribute in ("silu", "silu_gradient"):
         measure(operators, attribute, lambda of, _: item_name(of.item), arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
-        measure(layer.RmsNorm, attribute, "norm", arrays_cost)
-    measure(layer.Rotary, "turn", "rotary", arrays_cost)
+        measure(norms.RmsNorm, attribute, "norm", arrays_cost)
+    measure(positions.Rotary, "turn", "rotary", arrays_cost)
     patches.set(HostThreads, "run", lambda there: regions.wrapped_threads(there, item_name))
     measure(head.HostHead, "_gradients", _DISPATCH, direction=BACKWARD)
     measure(decoder_parts, "embedding_rows", "embedding", arrays_cost)

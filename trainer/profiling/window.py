@@ -212,7 +212,7 @@ def _end_range(number: Any) -> None:
 
 
 def _limits() -> Ceilings:
-    from trainer.ops.cpu.onednn import BFLOAT16
+    from trainer.arrays.onednn import BFLOAT16
     from trainer.ops.host_library import bfloat16_products
     from trainer.ops.peak import Ceilings, memory_ceiling, thread_peak
 

@@ -38,7 +38,7 @@ class NormGroups(NamedTuple):
     each: bool
 
     def norms(self, sums: np.ndarray) -> GradientNorms:
-        """From what `square_sums` of `trainer.ops.cpu.measures` describes."""
+        """From what `square_sums` of `trainer.arrays.measures` describes."""
         (whole, *roots), from_end = np.sqrt(np.delete(sums, 1)).tolist(), int(sums[1])
         each = dict(zip(self.names, roots[len(self.groups) :], strict=True)) if self.each else None
         of_groups = dict(zip(self.groups, roots, strict=False))

@@ -1,6 +1,6 @@
 """What a step reports of losses, gradients and routers, as float32 tensors that stay on the device.
 
-`trainer/ops/cpu/measures.py` says what the functions return. A step reads the results together, in one small tensor.
+`trainer/arrays/measures.py` says what the functions return. A step reads the results together, in one small tensor.
 
 Legend: as in cpu/measures.py.
 """

@@ -514,19 +514,3 @@ def cached_attention(
     out = ops.bmm(ops.softmax(scores + mask, -1).astype(softmax_dtype).astype(v.dtype), v)
     out = ops.transpose(out.reshape(rows, kv_heads, queries, heads // kv_heads * sizes[2]), (0, 2, 1, 3))
     return out.reshape(rows, queries, heads * sizes[2])
-
-
-def sum_of_squares(tensor: Tensor) -> float:
-    """Sum of the squares of all elements: float32 products over short rows, the rows added in float64.
-
-    The error stays below 1e-7 of the sum. MindSpore's L2Loss adds in one float32 running sum on a CPU: three million
-    values come out 0.3 % too small.
-    """
-    flat = tensor.asnumpy().reshape(-1)  # a view, not a copy, on a CPU
-    if flat.dtype != np.float32:
-        flat = flat.astype(np.float32)
-    row = 1024
-    rows = flat[: flat.size // row * row].reshape(-1, 1, row)
-    rest = flat[rows.size :]
-    sums = np.matmul(rows, rows.reshape(-1, row, 1))  # one dot product a row
-    return float(sums.sum(dtype=np.float64)) + float(np.dot(rest, rest))

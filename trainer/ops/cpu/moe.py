@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.cpu.arrays import (
+from trainer.arrays.memory import (
     MOST_MOVED,
     add_rows,
     cast,

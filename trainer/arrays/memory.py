@@ -13,8 +13,8 @@ import numpy as np
 from mindspore import Tensor, mint
 from mindspore import dtype as mstype
 
+from trainer.arrays.onednn import BFLOAT16, operators
 from trainer.device.threads import HostThreads
-from trainer.ops.cpu.onednn import BFLOAT16, operators
 
 MOST_MOVED = 128  # rows that a thread copies at once
 _CAST = 1 << 18  # numbers that a thread casts at once

@@ -15,18 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.cpu.arrays import Scratch, empty, host_threads, narrow_weight, on_host
-from trainer.ops.cpu.head import HostHead, embedding_gradient, embedding_rows
-from trainer.ops.cpu.layer import (
-    Gradients,
-    HostAttention,
-    HostMlp,
-    RmsNorm,
-    RowExchange,
-    TokenPositions,
-    Weights,
-)
-from trainer.ops.cpu.router import sigmoid
+from trainer.arrays.head import HostHead, embedding_gradient, embedding_rows
+from trainer.arrays.memory import Scratch, empty, host_threads, narrow_weight, on_host
+from trainer.arrays.norms import RmsNorm, RowExchange
+from trainer.arrays.positions import Gradients, TokenPositions, Weights
+from trainer.arrays.router import sigmoid
+from trainer.arrays.sublayers import HostAttention, HostMlp
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

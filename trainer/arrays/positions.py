@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
-from trainer.ops.cpu.arrays import parts
+from trainer.arrays.memory import parts
 
 if TYPE_CHECKING:
     from mindspore import Tensor

@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
 
-from trainer.ops.cpu.arrays import cast, empty, on_host
+from trainer.arrays.memory import cast, empty, on_host
 from trainer.ops.routing import Routing, SharedTokens
 
 if TYPE_CHECKING:

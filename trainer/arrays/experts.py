@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import numpy as np
 from mindspore import Parameter, Tensor, nn
 
-from trainer.ops.cpu.arrays import (
+from trainer.arrays.memory import (
     Scratch,
     add_rows,
     empty,
@@ -25,7 +25,7 @@ from trainer.ops.cpu.arrays import (
     parts,
     take_tokens,
 )
-from trainer.ops.cpu.onednn import operators
+from trainer.arrays.onednn import operators
 from trainer.ops.routing import Routing
 
 _MOST_ROWS = 1024  # rows that a thread takes at once: products of fewer than some hundred are slower

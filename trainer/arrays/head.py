@@ -4,7 +4,7 @@ The logits of all tokens, [N, V], are never there: the head takes some rows thro
 then the next ones in the same memory. In a training it computes the gradients of the loss in the forward pass (Hsu et
 al. 2024, Liger Kernel, section 3.2), so that no logit is computed twice.
 
-With a matrix in bfloat16 the products are those of numbers in bfloat16, as in `trainer.ops.cpu.layer`: the normed
+With a matrix in bfloat16 the products are those of numbers in bfloat16, as in `trainer.arrays`: the normed
 rows and the gradients of the logits are rounded, logits, softmax and loss are float32.
 
 Legend: N tokens, D hidden, V vocabulary; n rows of a part.
@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from mindspore import Tensor
 
-from trainer.ops.cpu.arrays import as_narrow, empty, host_threads, parts
-from trainer.ops.cpu.layer import RmsNorm
-from trainer.ops.cpu.onednn import operators
+from trainer.arrays.memory import as_narrow, empty, host_threads, parts
+from trainer.arrays.norms import RmsNorm
+from trainer.arrays.onednn import operators
 
 _LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
 _FEWEST_ROWS = 64

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from trainer.ops.cpu.arrays import as_narrow, empty, host_threads, parts
-from trainer.ops.cpu.onednn import BFLOAT16
+from trainer.arrays.memory import as_narrow, empty, host_threads, parts
+from trainer.arrays.onednn import BFLOAT16
 
 ROWS = 256  # that a thread takes at once: products of fewer are slower
 

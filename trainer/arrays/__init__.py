@@ -19,19 +19,3 @@ before and after it.
 Legend: N tokens (B sequences x T), D hidden, H query heads, K key/value heads, G = H / K, d head size, C = H * d,
 F feed-forward; n rows of a part, or those of the residual stream that a rank has; Q queries and S keys of a block.
 """
-
-from trainer.ops.cpu.layer.norms import RmsNorm, RowExchange
-from trainer.ops.cpu.layer.positions import Gradients, Rotary, TokenPositions, Weights, query_blocks
-from trainer.ops.cpu.layer.sublayers import HostAttention, HostMlp
-
-__all__ = [
-    "Gradients",
-    "HostAttention",
-    "HostMlp",
-    "RmsNorm",
-    "Rotary",
-    "RowExchange",
-    "TokenPositions",
-    "Weights",
-    "query_blocks",
-]

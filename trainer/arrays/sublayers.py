@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from mindspore import Tensor
 
-from trainer.ops.cpu.arrays import Scratch, as_narrow, as_wide, empty, host_threads, parts, store
-from trainer.ops.cpu.layer.norms import ROWS, Entrance, RmsNorm, RowExchange, normed
-from trainer.ops.cpu.layer.positions import Gradients, QueryBlock, Rotary, TokenPositions, Weights
-from trainer.ops.cpu.onednn import BFLOAT16, operators
+from trainer.arrays.memory import Scratch, as_narrow, as_wide, empty, host_threads, parts, store
+from trainer.arrays.norms import ROWS, Entrance, RmsNorm, RowExchange, normed
+from trainer.arrays.onednn import BFLOAT16, operators
+from trainer.arrays.positions import Gradients, QueryBlock, Rotary, TokenPositions, Weights
 from trainer.storage.bfloat16 import as_float32
 
 if TYPE_CHECKING:
