@@ -16,7 +16,7 @@ import pytest
 
 from trainer.checkpoint import store, writing
 from trainer.checkpoint.weights import read_weights
-from trainer.config.checks.problem import SourceLocation
+from trainer.config.location import SourceLocation
 from trainer.config.read.model_folder import _read_json
 from trainer.data.tokens.chat_template import _find_in
 from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside

@@ -13,7 +13,7 @@ from config_helpers import BASE, load
 from safetensors.numpy import save_file
 
 from trainer.config import Override, load_config
-from trainer.config.checks.notices import Notice
+from trainer.config.notice import Notice
 from trainer.errors import UserError
 from trainer.models.shapes import all_shapes, parameter_shapes
 from trainer.ops.host_library import OneDnn, find_onednn

@@ -18,11 +18,10 @@ Needs numpy only. E experts, F width of an expert, D hidden size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 import numpy as np
 
-from trainer.checkpoint.joined_names import join
+from trainer.checkpoint.joined_names import DiskPart, join
 from trainer.parallel.sharding import ArrayPart, whole_array
 from trainer.storage.tensor_file import AnyArray, stacked
 
@@ -59,20 +58,6 @@ def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, 
         else:
             found |= dict.fromkeys(_expert_names(name, shape[0], form), shape[1:])
     return found
-
-
-class DiskPart(NamedTuple):
-    """Where numbers of a parameter are in a tensor on disk.
-
-    Attributes:
-        name: Of the parameter.
-        own: The range of the flattened array in memory.
-        part: The same numbers in the tensor.
-    """
-
-    name: str
-    own: slice
-    part: ArrayPart
 
 
 def disk_parts(parts: Mapping[str, ArrayPart], family: str) -> dict[str, list[DiskPart]]:

@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.families import FAMILIES
 from trainer.parallel.sharding import ArrayPart
 from trainer.storage.tensor_file import AnyArray, concatenated
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.expert_names import DiskPart
     from trainer.config.schema.model import ModelConfig
 
 Weights = dict[str, AnyArray]
@@ -56,6 +55,20 @@ _NAMES = tuple(
         (r"\.mlp\.router\.", ".mlp.gate."),
     )
 )
+
+
+class DiskPart(NamedTuple):
+    """Where numbers of a parameter are in a tensor on disk.
+
+    Attributes:
+        name: Of the parameter.
+        own: The range of the flattened array in memory.
+        part: The same numbers in the tensor.
+    """
+
+    name: str
+    own: slice
+    part: ArrayPart
 
 
 def split_joined(weights: Mapping[str, AnyArray], settings: ModelConfig) -> Weights:

@@ -19,8 +19,9 @@ import numpy as np
 from trainer.checkpoint import adapters
 from trainer.checkpoint.documents import RunState, read_base, read_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
-from trainer.checkpoint.expert_names import DiskPart, disk_parts
+from trainer.checkpoint.expert_names import disk_parts
 from trainer.checkpoint.hugging_face import class_on_disk
+from trainer.checkpoint.joined_names import DiskPart
 from trainer.checkpoint.store import (
     Checkpoint,
     behind_link,

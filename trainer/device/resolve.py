@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import is_semi_auto
 from trainer.config.device_defaults import device_default_notice
+from trainer.config.notice import Notice
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import SPEED_UP_KEY, device_calls, jit_options, unused_keys
 from trainer.errors import UserError

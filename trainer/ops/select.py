@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.notice import Notice
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.ops.host_library import bfloat16_products

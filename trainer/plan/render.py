@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from trainer.config.checks.notices import NoticeKind
+from trainer.config.notice import NoticeKind
 
 if TYPE_CHECKING:
     from rich.console import Console

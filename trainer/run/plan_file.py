@@ -13,11 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.checks.notices import Notice
 from trainer.config.checks.parallel import degrees_of, fit_problems, in_job, sharing_level
-from trainer.config.checks.problem import Problem, SourceLocation, problem, raise_problems, value_of
+from trainer.config.checks.problem import Problem, problem, raise_problems, value_of
 from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import with_device_defaults
+from trainer.config.location import SourceLocation
+from trainer.config.notice import Notice
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
-from trainer.config.checks.notices import Notice, pipeline_notices
+from trainer.config.checks.notices import pipeline_notices
 from trainer.config.checks.parallel import degrees_of, fit_problems, micro_batches, sharing_level
 from trainer.config.checks.problem import Problem, one_of, problem
+from trainer.config.notice import Notice
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems

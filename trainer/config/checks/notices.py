@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from trainer.config.checks.model import targets_experts, targets_in_experts
 from trainer.config.checks.moe import capacity_factor, watches_drop_rate
@@ -11,6 +11,7 @@ from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_aut
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import FAMILIES, named_family
 from trainer.config.hugging_face import OTHERS, class_differences, saved_class
+from trainer.config.notice import Notice
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.recompute import recompute_notices, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
@@ -22,21 +23,6 @@ from trainer.parallel.world import World
 _MODEL = "model.model_config"
 _MOE = f"{_MODEL}.moe_config"
 _RUNNER = "runner_config"
-
-
-NoticeKind = Literal["results", "parallel", "dtype", "ignored"]
-"""What differs, by importance: the results, the degrees of parallelism, a dtype, or nothing: a key has no effect."""
-
-
-class Notice(str):
-    """A sentence that the user should know; a plain string in its place is about the results."""
-
-    kind: NoticeKind
-
-    def __new__(cls, text: str, kind: NoticeKind = "results") -> Notice:
-        notice = super().__new__(cls, text)
-        notice.kind = kind
-        return notice
 
 
 class _Unused(NamedTuple):

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from trainer.config.location import NOWHERE, SourceLocation
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,16 +19,6 @@ _LINE = re.compile(r":\d+$")
 _FIND: Any = object()
 NO_VALUE: Any = object()
 """For `problem`: the message names the key alone."""
-
-
-class SourceLocation(NamedTuple):
-    """Where something is written, and in which order it is read: lines of the file first, then overrides."""
-
-    order: int
-    text: str
-
-
-NOWHERE = SourceLocation(0, "")
 
 
 class Problem(NamedTuple):

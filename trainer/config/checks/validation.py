@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import NOWHERE, Problem, SourceLocation, nearest, one_of, problem_at
+from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
 from trainer.config.hugging_face import of_other_class
+from trainer.config.location import NOWHERE, SourceLocation
 from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of
 from trainer.config.schema.root import Config
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.checks.notices import Notice
-from trainer.config.checks.problem import Problem, SourceLocation, problem_at, raise_problems
+from trainer.config.checks.problem import Problem, problem_at, raise_problems
 from trainer.config.checks.unsupported import findings, ignored_texts
 from trainer.config.checks.validation import validate
+from trainer.config.location import SourceLocation
+from trainer.config.notice import Notice
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.schema import PynativeConfig
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trainer.config.checks.notices import Notice
-from trainer.config.checks.problem import SourceLocation
 from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
 from trainer.config.hugging_face import DEFAULTS
+from trainer.config.location import SourceLocation
+from trainer.config.notice import Notice
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.notices import Notice, parallel_notices, rule_notices
+from trainer.config.checks.notices import parallel_notices, rule_notices
 from trainer.config.checks.problem import Problem, raise_problems
 from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
 from trainer.config.checks.validation import validate
+from trainer.config.notice import Notice
 from trainer.config.pynative import is_newer_schema
 from trainer.config.read.defaults import fill_in
 from trainer.config.read.dump import RESOLVED, dump_values

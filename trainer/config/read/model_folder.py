@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks.notices import Notice
-from trainer.config.checks.problem import Problem, SourceLocation, one_of, problem_at
+from trainer.config.checks.problem import Problem, one_of, problem_at
 from trainer.config.families import known_class, named_family
 from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, known_families, verdict
+from trainer.config.location import SourceLocation
+from trainer.config.notice import Notice
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, plain
 from trainer.config.read.relocate import arrange
 from trainer.config.read.resolve import Resolved, resolve

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from trainer.config.checks.problem import NOWHERE, SourceLocation
+from trainer.config.location import NOWHERE, SourceLocation
 
 
 @dataclass(eq=False)

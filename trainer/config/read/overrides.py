@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import Problem, SourceLocation
+from trainer.config.checks.problem import Problem
+from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, expanded, is_null, own_node, plain
 from trainer.config.read.relocate import canonical_key, fields_at
 from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value

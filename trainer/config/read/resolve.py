@@ -10,9 +10,10 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.notices import Notice
-from trainer.config.checks.problem import Problem, SourceLocation, nearest, one_of, problem_at
+from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
 from trainer.config.hugging_face import NOT_BUILT, effect_of, is_known_effect
+from trainer.config.location import SourceLocation
+from trainer.config.notice import Notice
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
 from trainer.config.read.relocate import disagreement, merge
 from trainer.config.schema.fields import (

@@ -20,7 +20,7 @@ from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
-from trainer.config.checks.problem import SourceLocation
+from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null
 from trainer.errors import UserError, shown, working_directory
 from trainer.input_files import read_bytes

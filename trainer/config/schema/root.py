@@ -5,8 +5,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr
 
-from trainer.config.checks.problem import NOWHERE, SourceLocation
 from trainer.config.families import FAMILIES
+from trainer.config.location import NOWHERE, SourceLocation
 from trainer.config.schema.callbacks import Callback, CheckpointMonitor, EarlyStop, ProfileMonitor
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
