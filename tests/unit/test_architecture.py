@@ -34,9 +34,10 @@ ROOMS = (
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.shapes", "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
+        "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
         "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
+    ("trainer.models.shapes",),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
     ("trainer.plan.graph_memory", "trainer.plan.host_memory", "trainer.plan.division"),
     ("trainer.plan.device_memory",),

@@ -1,7 +1,8 @@
 """What a decoder consists of: parameters, layers, the embedding and the head, as plain values.
 
 `trainer.models.spec.build` makes these values from `model_config`; cells, native CPU layers, the layout over ranks,
-initial values, checkpoints and the plan read them. Layers that compute the same have equal `LayerSpec`s.
+initial values, checkpoints and the plan read them. Layers that compute the same have equal `LayerSpec`s, which are one
+object.
 
 Legend: D hidden, H query heads, K key/value heads, d head size, F width of a feed-forward layer, E experts.
 """
@@ -11,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
+
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not; by its outputs; by its outputs
@@ -130,12 +133,18 @@ class LayerSpec:
     """One layer of the decoder, or of an MTP module.
 
     Attributes:
-        parameters: In forward order, by their names within the layer; the adapters' at the end.
+        parameters: In forward order, by their names within the layer; the adapters' at the end. A multi-token
+            prediction module has those that merge its inputs, and the norm before its head, first.
     """
 
     attention: AttentionSpec
     mlp: MlpSpec | MoeSpec
     parameters: tuple[ParameterSpec, ...]
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the feed-forward sublayer has experts."""
+        return isinstance(self.mlp, MoeSpec)
 
 
 @dataclass(frozen=True)
@@ -144,8 +153,12 @@ class ModelSpec:
 
     Attributes:
         embedding: Width of the embedding and of the head; `hidden` unless matrices map between the two.
-        layers: The layers, then those of the MTP modules, of which the last `mtp_modules` are.
+        layers: The layers, then those of the MTP modules, of which the last `mtp_modules` are. Equal layers are one
+            object.
         eps: Epsilon of the norm before the head and of those of the MTP modules.
+        tied: The head is the embedding.
+        maps_embedding: Matrices map the embedding to the residual stream, and that to what the head multiplies.
+        attention_group: So many layers, one after the other, have the parameters of the first one's attention.
     """
 
     vocabulary: int
@@ -155,3 +168,41 @@ class ModelSpec:
     layers: tuple[LayerSpec, ...]
     mtp_modules: int = 0
     tied: bool = False
+    maps_embedding: bool = False
+    attention_group: int = 1
+
+    @property
+    def num_layers(self) -> int:
+        """Layers without those of the MTP modules."""
+        return len(self.layers) - self.mtp_modules
+
+    def parameter_name(self, layer: int, name: str) -> str:
+        """Returns the full name of a parameter of a layer, which may be one of another layer (`attention_group`)."""
+        if name.startswith("self_attn.") and layer < self.num_layers:
+            layer -= layer % self.attention_group
+        return layer_prefix(layer) + name
+
+    def layer_parameters(self, layer: int) -> dict[str, ParameterSpec]:
+        """Returns the parameters that a layer uses by their full names, in forward order."""
+        specs = {}
+        for parameter in self.layers[layer].parameters:
+            name = self.parameter_name(layer, parameter.name)
+            specs[name] = ParameterSpec(name, *parameter[1:])
+        return specs
+
+    def parameters(self) -> dict[str, ParameterSpec]:
+        """Returns every parameter by its full name, in forward order; adapters follow all others."""
+        specs = [ParameterSpec(EMBEDDING, (self.vocabulary, self.embedding), "vocabulary", role="embedding")]
+        if self.maps_embedding:
+            specs.append(ParameterSpec(MAPPING_IN, (self.hidden, self.embedding)))
+        for layer in range(self.num_layers):
+            specs += self.layer_parameters(layer).values()
+        if self.maps_embedding:
+            specs.append(ParameterSpec(MAPPING_OUT, (self.embedding, self.hidden)))
+        specs.append(ParameterSpec(FINAL_NORM, (self.embedding,), init="ones", role="norm"))
+        if not self.tied:
+            specs.append(ParameterSpec(HEAD, (self.vocabulary, self.embedding), "vocabulary"))
+        for layer in range(self.num_layers, len(self.layers)):
+            specs += self.layer_parameters(layer).values()
+        specs.sort(key=lambda spec: spec.role == "adapter")
+        return {spec.name: spec for spec in specs}

@@ -1,0 +1,57 @@
+"""Names of parameters.
+
+They are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE, Glm4Moe and DeepseekV3, and so is the layout [out, in] of
+every matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by;
+on disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+MAPPING_IN = "model.embedding_hidden_mapping_in.weight"
+"""From the embedding to the residual stream, where the two differ in width."""
+MAPPING_OUT = "model.embedding_hidden_mapping_out.weight"
+"""From the residual stream back to the width of the head, before the final norm."""
+POST_ATTENTION_NORM = "post_self_attn_layernorm.weight"
+"""Norm of what attention adds to the residual stream."""
+POST_MLP_NORM = "post_mlp_layernorm.weight"
+"""Norm of what the feed-forward layer adds to the residual stream."""
+ROUTER = "mlp.gate.weight"
+EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
+"""A buffer: it moves against the load of the experts, not by a gradient."""
+EXPERT_DOWN_BIAS = "mlp.experts.down_proj.bias"
+SHARED_GATE = "mlp.shared_expert_gate.weight"
+
+
+def layer_prefix(layer: int) -> str:
+    """Returns what the full names of a layer's parameters begin with."""
+    return f"model.layers.{layer}."
+
+
+def is_buffer(name: str) -> bool:
+    """Returns whether a parameter is a buffer: it has no gradient and no optimizer updates it."""
+    return name.endswith(EXPERT_BIAS)
+
+
+def sublayer_of(name: str) -> Literal["attention", "mlp"]:
+    """Returns the sublayer of a block that takes a parameter, by its name within the layer."""
+    if name.startswith(("self_attn.", "input_layernorm.", POST_ATTENTION_NORM)):
+        return "attention"
+    return "mlp"
+
+
+def adapter_names(projection: str) -> tuple[str, str]:
+    """Returns the names of the two matrices of a projection's adapter: A [rank, in] and B [out, rank].
+
+    They are those of Hugging Face's PEFT without their first part, `trainer.checkpoint.adapters.PREFIX`.
+    """
+    return f"{projection}.lora_A.weight", f"{projection}.lora_B.weight"
+
+
+def mask_name(projection: str) -> str:
+    """Returns the name of the dropout mask of a projection's adapter."""
+    return f"{projection}.lora_dropout"
