@@ -27,7 +27,8 @@ from mindspore.train import mind_ir_pb2
 
 from trainer.config import Config
 from trainer.parallel.world import World
-from trainer.semi_auto.network import SemiAuto, build_semi_auto
+from trainer.semi_auto.cells import SemiAuto
+from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.training import window_of
 
 _NAMES = []  # memory that MindSpore's context points to

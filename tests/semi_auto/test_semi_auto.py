@@ -38,9 +38,10 @@ from trainer.ops.dropout import DropoutKey
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
+from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.evaluation import own_share
-from trainer.semi_auto.network import LazyLossCell, LossCell, SemiAuto, build_semi_auto
-from trainer.semi_auto.step import GradientCell, GraphStep, graph_mode
+from trainer.semi_auto.network import LazyLossCell, LossCell, build_semi_auto
+from trainer.semi_auto.step import GraphStep, graph_mode
 from trainer.semi_auto.training import open_semi_auto_training, window_of
 from trainer.step.train_step import TrainStep
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
 from mindspore import dtype as mstype
@@ -40,11 +40,12 @@ from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_of
 from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import kernels_ascend
+from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.classifier import ImageLossCell, LazyImageLossCell
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
-from trainer.semi_auto.step import GradientCell, drops
+from trainer.semi_auto.step import drops
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -54,15 +55,6 @@ if TYPE_CHECKING:
 _KIB = 1024
 _BATCH_INPUTS, _IMAGE_INPUTS = 5, 3
 """How many inputs a loss cell has without the seeds of dropout masks: see `LossCell` and `ImageLossCell`."""
-
-
-class SemiAuto(NamedTuple):
-    """The cells of a training in this mode."""
-
-    network: AutoParallel
-    """Around the step; called with the batch of a whole window, see `LossCell`."""
-    step: GradientCell
-    loss: LossCell | ImageLossCell
 
 
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
-    from trainer.semi_auto.network import SemiAuto
+    from trainer.semi_auto.cells import SemiAuto
 
 PIECE_BYTES = 16 << 20
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import mindspore
 import numpy as np
-from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
+from mindspore import Tensor, nn
 
 from trainer.config.checks.parallel import degrees_of
 from trainer.config.schema.classifier import ClassifierConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from trainer.optim.optimizer import Optimizer
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
+    from trainer.semi_auto.cells import GradientCell
     from trainer.semi_auto.experts import GraphRouters
     from trainer.semi_auto.shards import ShardedParameters
 
@@ -45,36 +46,6 @@ def graph_mode() -> Iterator[None]:
         yield
     finally:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
-
-
-class GradientCell(nn.Cell):
-    """(batch of the loss cell) -> (loss, gradients), or where they are in `sums` (loss, 0).
-
-    Args:
-        network: Computes the loss of a whole window.
-        accumulates_in_graph: MindSpore sums the gradients of the micro-batches in its own parameters, `accu_grads.*`.
-        uses_sums: These sums are the gradients. If the optimizer state is sharded they are not: MindSpore returns
-            this rank's shards of the sums.
-    """
-
-    def __init__(
-        self, network: nn.Cell, weights: Sequence[Parameter], *, accumulates_in_graph: bool, uses_sums: bool
-    ) -> None:
-        super().__init__(auto_prefix=False)
-        self.network, self.weights = network, ParameterTuple(weights)
-        self.accumulates_in_graph, self.uses_sums = accumulates_in_graph, uses_sums
-        self.differentiated = mindspore.value_and_grad(network, None, self.weights)
-        self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
-
-    def construct(self, *batch):
-        loss, gradients = self.differentiated(*batch)
-        if not self.accumulates_in_graph:
-            return loss, gradients
-        # In both cases the graph must hold these parameters: MindSpore finds them by name.
-        sums = ops.depend(self.sums, gradients)
-        if self.uses_sums:  # a graph that returned them would copy them
-            return ops.depend(loss, sums), 0
-        return loss, ops.depend(gradients, sums)
 
 
 def drops(settings: ModelConfig) -> bool:
