@@ -33,7 +33,7 @@ def adamw_against_copy(config_path: str = str(ROOT / "configs" / "bench_dense.ya
     from mindspore import Parameter, Tensor
 
     from trainer.config import Override, load_config
-    from trainer.models.shapes import parameter_shapes
+    from trainer.models.spec.shapes import parameter_shapes
     from trainer.optim.groups import parameter_groups
     from trainer.optim.optimizer import AdamW
     from trainer.run.session import set_up_device

@@ -22,7 +22,7 @@ from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import Config, dump_config, parse_config
 from trainer.data.datasets import build_train_dataset, data_layout, find_tokenizer
 from trainer.errors import RunError, UserError
-from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.storage.checksums import checksum_of_bytes
 from trainer.storage.marker import marker_content

@@ -22,7 +22,7 @@ from ascend_cases import (
 from trainer.config import parse_config
 from trainer.dryrun.process import Measurement
 from trainer.dryrun.report import planned_bytes
-from trainer.models.shapes import all_shapes
+from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.world import World
 
 Bench = Callable[[str], Measurement]

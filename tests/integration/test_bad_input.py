@@ -31,7 +31,7 @@ from trainer.checkpoint.store import newest_complete, read_checkpoint
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import parse_config
 from trainer.data.source.indexed import write_indexed
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 
 CASES = {f"{group}: {case.name}": case for group, cases in GROUPS.items() for case in cases}
 CPU_SECONDS = 2.0  # of the process: those of the clock depend on what else the machine does

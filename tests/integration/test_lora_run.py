@@ -34,7 +34,7 @@ from trainer.checkpoint.store import newest_complete
 from trainer.checkpoint.weights import read_weights
 from trainer.cli.main import dispatch
 from trainer.errors import UserError
-from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 
 pytestmark = pytest.mark.slow
 

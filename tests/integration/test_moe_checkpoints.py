@@ -12,7 +12,7 @@ from run_helpers import arrays_of, assert_same_bits, config_of, figures, step_re
 from trainer.checkpoint.store import newest_complete
 from trainer.checkpoint.weights import requested_weights
 from trainer.errors import UserError
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.run.export import export
 
 pytestmark = pytest.mark.slow

@@ -28,7 +28,7 @@ from tolerances import decoder_limits, rounding_limit
 from trainer.checkpoint.weights import requested_weights
 from trainer.cli.main import dispatch
 from trainer.config import load_config, parse_config
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 
 pytestmark = pytest.mark.slow
 

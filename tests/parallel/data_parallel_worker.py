@@ -9,7 +9,7 @@ import numpy as np
 from step_cases import LONG, MODELS, SCALE, TinyTrainer, tiny_trainer, trained, window
 
 from trainer.errors import RunError
-from trainer.models.shapes import EMBEDDING
+from trainer.models.spec.names import EMBEDDING
 from trainer.parallel.communicator import ProcessGroup
 from trainer.run.session import check_same_weights
 from trainer.step.evaluate import evaluate

@@ -16,7 +16,7 @@ from tiny_trainer import config_of  # noqa: E402
 from trainer.config.schema.model import ModelConfig  # noqa: E402
 from trainer.models.inputs import SequenceWeights  # noqa: E402
 from trainer.models.moe import MoeLayer  # noqa: E402
-from trainer.models.shapes import moe_shapes  # noqa: E402
+from trainer.models.spec.shapes import moe_shapes  # noqa: E402
 from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
-from trainer.models.shapes import all_shapes  # noqa: E402
+from trainer.models.spec.shapes import all_shapes  # noqa: E402
 from trainer.ops.routing import SharedTokens  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import ModelParallel  # noqa: E402

@@ -9,7 +9,7 @@ import pytest
 from expert_parallel_cases import CASES, RANKS, computed, settings_of
 from rank_job import on_rank_processes
 
-from trainer.models.shapes import moe_shapes
+from trainer.models.spec.shapes import moe_shapes
 
 
 @pytest.fixture(scope="module")

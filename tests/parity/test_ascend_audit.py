@@ -18,7 +18,7 @@ from trainer.cli import main as cli
 from trainer.config import Config, parse_config
 from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
-from trainer.models.shapes import layer_prefix
+from trainer.models.spec.names import layer_prefix
 from trainer.ops.ascend.support import CANN, HOST, KERNEL, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision

@@ -23,7 +23,7 @@ from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
 from trainer.models.block import Block
 from trainer.models.inputs import InputBuilder
-from trainer.models.shapes import attention_shapes, mlp_shapes
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.kernel_set import KernelSet, load_kernels

@@ -14,7 +14,7 @@ from operator_counts import operator_counts
 from tiny_trainer import TinyTrainer, make_batch, shared_trainer
 
 from trainer.data import Batch
-from trainer.models.shapes import EMBEDDING
+from trainer.models.spec.names import EMBEDDING
 from trainer.step.accumulate import accumulate
 
 ADAMW = {"type": "AdamW", "weight_decay": 0.1}

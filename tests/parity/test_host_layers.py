@@ -29,7 +29,7 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
 from trainer.models.moe import RouterStatistics
-from trainer.models.shapes import attention_shapes, mlp_shapes
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 
 HIDDEN, HEADS, SIZE, WIDTH, VOCABULARY = 6, 4, 4, 9, 11
 RANDOM = np.random.default_rng(21)

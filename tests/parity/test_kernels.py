@@ -30,7 +30,7 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.block import Block, Head
 from trainer.models.inputs import InputBuilder
-from trainer.models.shapes import attention_shapes, mlp_shapes
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import select_kernels

@@ -14,7 +14,7 @@ from tolerances import decoder_limits
 from trainer.checkpoint.adapters import merged
 from trainer.data import Batch
 from trainer.models.generate import Generator
-from trainer.models.shapes import adapter_shapes
+from trainer.models.spec.shapes import adapter_shapes
 
 LATENT = {
     "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10, "kv_lora_rank": 8,

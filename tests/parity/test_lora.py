@@ -22,7 +22,7 @@ from tolerances import decoder_limits, rounding_limit
 from trainer.checkpoint.adapters import merged
 from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
-from trainer.models.shapes import adapter_shapes, block_names, parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, block_names, parameter_shapes
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey, dropout_mask
 from trainer.step.evaluate import evaluate

@@ -15,7 +15,7 @@ from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
 from trainer.errors import RunError
-from trainer.models.shapes import EMBEDDING, HEAD
+from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.step.guards import MOST_OVERFLOWS_IN_A_ROW
 from trainer.step.train_step import TrainStep
 

@@ -25,7 +25,7 @@ from trainer.models.compute_weights import ComputeWeights, in_float32
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
-from trainer.models.shapes import HEAD
+from trainer.models.spec.names import HEAD
 from trainer.ops.ascend.optim import FusedAdamW
 from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey

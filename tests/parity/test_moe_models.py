@@ -27,7 +27,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
 from trainer.models.moe import RouterStatistics
-from trainer.models.shapes import is_buffer
+from trainer.models.spec.names import is_buffer
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
 

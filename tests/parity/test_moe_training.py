@@ -30,7 +30,7 @@ from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.moe import RouterStatistics
-from trainer.models.shapes import EXPERT_BIAS, HEAD
+from trainer.models.spec.names import EXPERT_BIAS, HEAD
 from trainer.ops.routing import WindowLoad
 from trainer.parallel.communicator import SingleProcess
 from trainer.parallel.gradients import SumAfterBackward

@@ -29,7 +29,7 @@ from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
 from trainer.errors import RunError
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.communicator import SingleProcess
 from trainer.parallel.gradients import SumAfterBackward

@@ -14,7 +14,7 @@ from expert_operators import GroupedMatmul, operators_of_a_cpu
 from numpy_kernels import distance
 from test_semi_auto import batch, config_of, explicit
 
-from trainer.models.shapes import all_shapes
+from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.semi_auto import kernels as plain_kernels

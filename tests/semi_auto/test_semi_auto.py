@@ -30,7 +30,7 @@ from trainer.config.checks.parallel import sharing_level
 from trainer.data import Batch
 from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
-from trainer.models.shapes import all_shapes
+from trainer.models.spec.shapes import all_shapes
 from trainer.ops import dropout
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.cpu import kernels as reference

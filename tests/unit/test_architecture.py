@@ -37,7 +37,6 @@ ROOMS = (
         "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
         "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
-    ("trainer.models.shapes",),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
     ("trainer.plan.graph_memory", "trainer.plan.host_memory", "trainer.plan.division"),
     ("trainer.plan.device_memory",),
@@ -377,10 +376,11 @@ _BREAKS = {
     "cli/__init__.py": "",
     "cli/flags.py": "import mindspore as ms\n",
     "plan/__init__.py": "",
-    "plan/plan.py": "from typing import TYPE_CHECKING\nfrom trainer.models.shapes import x\n"
+    "plan/plan.py": "from typing import TYPE_CHECKING\nfrom trainer.models.spec.shapes import x\n"
                     "if TYPE_CHECKING:\n    from trainer.data import a\n",
     "models/__init__.py": "",
-    "models/shapes.py": "",
+    "models/spec/__init__.py": "",
+    "models/spec/shapes.py": "",
     "models/decoder.py": "from mindspore import ops, mint as m\nfrom trainer.ops.cpu.kernels import RmsNorm\n"
                          "y = ops.flash_attention_score(ops.swiglu)\nz = m.distributed.all_reduce\n"
                          "own = RmsNorm.Send\n",

@@ -18,7 +18,7 @@ from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_wei
 from trainer.config.schema.model import ModelConfig
 from trainer.models import init
 from trainer.models.init import initial_value
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
 from trainer.storage import tensor_file
 from trainer.storage.bfloat16 import as_bfloat16

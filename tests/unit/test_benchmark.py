@@ -24,7 +24,7 @@ import benchmark_targets  # noqa: E402
 import benchmark_tools  # noqa: E402
 
 from trainer.config import Override, load_config, parse_config  # noqa: E402
-from trainer.models.shapes import parameter_shapes  # noqa: E402
+from trainer.models.spec.shapes import parameter_shapes  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
 from trainer.profiling.host import NOT_EXPLAINED, profile_rows  # noqa: E402
 from trainer.profiling.regions import Key, Regions  # noqa: E402

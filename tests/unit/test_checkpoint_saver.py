@@ -22,7 +22,7 @@ from trainer.checkpoint.store import read_checkpoint
 from trainer.checkpoint.writing import FileParts, checkpoint_stages
 from trainer.config import Config
 from trainer.errors import RunError
-from trainer.models.shapes import all_shapes
+from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.communicator import SingleProcess
 from trainer.parallel.sharding import PartOfArray, whole_array
 from trainer.storage.tensor_file import float32_entries

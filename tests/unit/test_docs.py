@@ -27,7 +27,7 @@ from trainer.data.source.records import Record
 from trainer.data.source.samples import to_sample
 from trainer.errors import UserError
 from trainer.launch.arguments import HELP, LaunchOptions, read_options, read_positional
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.world import world_of
 from trainer.run.prepare import build_plan
 

@@ -15,7 +15,7 @@ from trainer.checkpoint.expert_names import FUSED, MIXTRAL, ONE_BY_ONE, disk_sha
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 
 GATE, UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 EXPERT = "model.layers.1.mlp.experts.2"

@@ -8,7 +8,8 @@ import pytest
 from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.config import Config, dump_config, parse_config
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, all_shapes, layer_prefix, parameter_shapes
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.plan.render import plan_text

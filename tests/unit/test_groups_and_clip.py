@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from trainer.config import parse_config
-from trainer.models.shapes import is_buffer, parameter_shapes
+from trainer.models.spec.names import is_buffer
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.step.clip import NormGroups, clip, clip_coefficient, norm_groups
 

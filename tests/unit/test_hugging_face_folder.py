@@ -28,7 +28,7 @@ from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import DEFAULTS, class_differences, config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
-from trainer.models.shapes import all_shapes, parameter_shapes
+from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.run.export import export
 from trainer.run.prepare import build_plan
 from trainer.storage.bfloat16 import as_bfloat16, as_float32

@@ -17,7 +17,7 @@ from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.config.schema.model import ModelConfig
-from trainer.models.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes
 
 Weights = dict[str, np.ndarray]
 HEADS, KEY_HEADS, SIZE = 4, 2, 16

@@ -12,7 +12,7 @@ from golden_files import load_model_case
 
 from trainer.config import dump_config, parse_config
 from trainer.models.rotary import rotary_angles
-from trainer.models.shapes import adapter_shapes, attention_shapes, parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, attention_shapes, parameter_shapes
 from trainer.ops.precision import PartDtype, Precision
 from trainer.ops.select import select_kernels
 from trainer.plan.memory import memory_estimate

@@ -15,7 +15,7 @@ from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig, projections
 from trainer.models.init import initial_value
-from trainer.models.shapes import (
+from trainer.models.spec.shapes import (
     adapted_projections,
     adapter_shapes,
     all_shapes,

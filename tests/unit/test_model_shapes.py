@@ -18,7 +18,8 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.init import initial_value
 from trainer.models.rotary import rotary_angles
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, attention_shapes, mlp_shapes, parameter_shapes
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes, parameter_shapes
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {
@@ -241,7 +242,7 @@ def test_trained_length_defaults_to_the_longest_context() -> None:
 
 def test_nothing_here_needs_mindspore() -> None:
     """`plan` counts weights and memory with these modules, and must start at once."""
-    modules = "models.shapes models.init models.rotary ops.dropout step.clip optim.groups ops.select".split()
+    modules = "models.spec.shapes models.init models.rotary ops.dropout step.clip optim.groups ops.select".split()
     imports = "".join(f"import trainer.{module}\n" for module in modules)
     code = f"{imports}import sys\nassert 'mindspore' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -12,7 +12,8 @@ import pytest
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.models.shapes import EMBEDDING, HEAD, all_shapes
+from trainer.models.spec.names import EMBEDDING, HEAD
+from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.layout import ModelLayout, local_settings, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 

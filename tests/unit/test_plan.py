@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from trainer.config import Override, load_config
 from trainer.config.notice import Notice
 from trainer.errors import UserError
-from trainer.models.shapes import all_shapes, parameter_shapes
+from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.ops.host_library import OneDnn, find_onednn
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan import plan as plan_module

@@ -10,7 +10,7 @@ import pytest
 
 from trainer.cli.main import dispatch
 from trainer.config import Config, Override, load_config
-from trainer.models.shapes import EMBEDDING, HEAD, layer_prefix
+from trainer.models.spec.names import EMBEDDING, HEAD, layer_prefix
 from trainer.parallel.mesh import Degrees, Mesh, group_ranks
 from trainer.parallel.world import world_of
 from trainer.plan.division import Division, division, layout_of, ranks_text

@@ -11,7 +11,7 @@ from smoke_files import ALPACA, DENSE, EXPERTS
 from trainer.config import Config, Override, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.recompute import gathered_again, recomputed_parts
-from trainer.models.shapes import all_shapes
+from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Setup, smoke_text

@@ -23,21 +23,15 @@ from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping,
 from trainer.models.decoder import DecoderWiring
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
-from trainer.models.shapes import (
-    EMBEDDING,
-    FINAL_NORM,
-    HEAD,
-    MAPPING_IN,
-    MAPPING_OUT,
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, sublayer_of
+from trainer.models.spec.shapes import (
     all_shapes,
     attention_shapes,
     block_weights,
     dropped_projections,
-    is_buffer,
     mlp_shapes,
     moe_shapes,
     parameter_name,
-    sublayer_of,
 )
 
 if TYPE_CHECKING:

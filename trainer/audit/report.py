@@ -17,7 +17,8 @@ from trainer.config.checks.parallel import in_job, is_semi_auto
 from trainer.config.device_defaults import device_defaults, with_device_defaults
 from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
-from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_prefix
+from trainer.models.spec.names import EMBEDDING, is_buffer, layer_prefix
+from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend.support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision

@@ -35,7 +35,7 @@ from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import UserError
-from trainer.models.shapes import adapter_shapes, all_shapes
+from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.communicator import SingleProcess

@@ -25,7 +25,8 @@ from mindspore.ops import operations as P
 
 from trainer.models.latent_attention import LatentAttentionLayer
 from trainer.models.projection import Projection
-from trainer.models.shapes import POST_ATTENTION_NORM, POST_MLP_NORM, block_names
+from trainer.models.spec.names import POST_ATTENTION_NORM, POST_MLP_NORM
+from trainer.models.spec.shapes import block_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

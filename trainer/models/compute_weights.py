@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
-from trainer.models.shapes import EMBEDDING, EXPERT_DOWN_BIAS, ROUTER, SHARED_GATE
+from trainer.models.spec.names import EMBEDDING, EXPERT_DOWN_BIAS, ROUTER, SHARED_GATE
 
 if TYPE_CHECKING:
     import numpy as np

@@ -26,25 +26,27 @@ from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
-from trainer.models.shapes import (
+from trainer.models.spec.build import layer_targets
+from trainer.models.spec.names import (
     EMBEDDING,
     EXPERT_BIAS,
     FINAL_NORM,
     HEAD,
     MAPPING_IN,
     MAPPING_OUT,
+    is_buffer,
+    layer_prefix,
+    sublayer_of,
+)
+from trainer.models.spec.shapes import (
     all_shapes,
     attention_shapes,
     balanced_layers,
     block_weights,
     dropped_projections,
-    is_buffer,
-    layer_prefix,
-    layer_targets,
     mlp_shapes,
     moe_shapes,
     parameter_name,
-    sublayer_of,
 )
 from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import MaskPart, OwnHeads

@@ -21,7 +21,8 @@ from trainer.arrays.memory import host_threads, parts
 from trainer.errors import RunError
 from trainer.models.block import Block
 from trainer.models.moe import HostMoeLayer
-from trainer.models.shapes import EMBEDDING, adapted_projections, adapter_names, block_names
+from trainer.models.spec.names import EMBEDDING, adapter_names
+from trainer.models.spec.shapes import adapted_projections, block_names
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mindspore import nn
 from mindspore.ops import operations as P
 
 from trainer.models.projection import Projection
-from trainer.models.shapes import block_names
+from trainer.models.spec.shapes import block_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

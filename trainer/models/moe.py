@@ -19,7 +19,8 @@ from mindspore.ops import operations as P
 
 from trainer.arrays.cells import HostNorm, HostSharedExperts
 from trainer.models.recompute import Compiled, compile_cell
-from trainer.models.shapes import EXPERT_BIAS, EXPERT_DOWN_BIAS, moe_shapes
+from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
+from trainer.models.spec.shapes import moe_shapes
 from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, TokenRanks, tensors_of
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, routing_of_some

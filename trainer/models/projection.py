@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from mindspore import Layout, nn, ops
 from mindspore.ops import operations as P
 
-from trainer.models.shapes import adapted_projections, adapter_names, block_names, dropped_projections, mask_name
+from trainer.models.spec.names import adapter_names, mask_name
+from trainer.models.spec.shapes import adapted_projections, block_names, dropped_projections
 from trainer.parallel.tensor import LeaveAfter
 
 if TYPE_CHECKING:

@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.errors import UserError
-from trainer.models.shapes import (
-    EMBEDDING,
-    HEAD,
-    MAPPING_IN,
-    all_shapes,
-    balanced_layers,
-    is_buffer,
-    layer_prefix,
-    parameter_shapes,
-)
+from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, is_buffer, layer_prefix
+from trainer.models.spec.shapes import all_shapes, balanced_layers, parameter_shapes
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -19,16 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from trainer.models.shapes import (
-    EMBEDDING,
-    HEAD,
-    MAPPING_IN,
-    ROUTER,
-    SHARED_GATE,
-    all_shapes,
-    is_buffer,
-    layer_prefix,
-)
+from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, ROUTER, SHARED_GATE, is_buffer, layer_prefix
+from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.sharding import ArrayPart, Shard, range_of_rank
 

@@ -24,7 +24,9 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
-from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer, layer_targets, sublayer_of
+from trainer.models.spec.build import layer_targets
+from trainer.models.spec.names import EMBEDDING, is_buffer, sublayer_of
+from trainer.models.spec.shapes import all_shapes
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups

@@ -14,7 +14,8 @@ from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import degrees_of, runs_semi_auto
 from trainer.config.layer_ranges import layer_text
 from trainer.config.stages import chunk_layers, stage_layers
-from trainer.models.shapes import EMBEDDING, all_shapes, is_buffer
+from trainer.models.spec.names import EMBEDDING, is_buffer
+from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 from trainer.parallel.schedule import most_in_flight, one_forward_one_backward

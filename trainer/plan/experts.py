@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config.layer_ranges import layer_text
-from trainer.models.shapes import balanced_layers
+from trainer.models.spec.shapes import balanced_layers
 from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:

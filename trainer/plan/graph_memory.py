@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config.checks.parallel import sharing_level
 from trainer.config.recompute import gathered_again, recomputed_parts
 from trainer.config.stages import part_sizes
-from trainer.models.shapes import EMBEDDING, HEAD, sublayer_of
+from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig

@@ -22,7 +22,9 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.shapes import EMBEDDING, attention_shapes, layer_prefix, layer_targets, mlp_shapes, sublayer_of
+from trainer.models.spec.build import layer_targets
+from trainer.models.spec.names import EMBEDDING, layer_prefix, sublayer_of
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import precision_of, runs_host_layers
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes

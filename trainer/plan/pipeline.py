@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
 from trainer.errors import UserError
-from trainer.models.shapes import attention_shapes, mlp_shapes, moe_shapes
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes, moe_shapes
 from trainer.parallel.schedule import (
     Action,
     Cost,

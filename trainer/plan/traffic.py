@@ -27,7 +27,7 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
-from trainer.models.shapes import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups

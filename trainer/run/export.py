@@ -19,7 +19,7 @@ from trainer.checkpoint.weights import module_layers, requested_weights
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
-from trainer.models.shapes import adapter_shapes, parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors import wording
 from trainer.monitors.files import make_folder, write_failure
 from trainer.storage.marker import MARKER

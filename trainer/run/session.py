@@ -26,7 +26,7 @@ from trainer.device.threads import set_up_cpu_threads
 from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
-from trainer.models.shapes import is_buffer
+from trainer.models.spec.names import is_buffer
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import precision_of, runs_host_layers, select_kernels

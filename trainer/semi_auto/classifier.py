@@ -13,7 +13,8 @@ from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
 
 from trainer.models.classifier import Layers
-from trainer.models.shapes import classifier_names, parameter_shapes
+from trainer.models.spec.build import classifier_names
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:

@@ -31,7 +31,8 @@ from mindspore.ops import operations as P
 
 from trainer.config.checks.parallel import degrees_of
 from trainer.models.moe import Gates, Router, SharedExperts, route_of
-from trainer.models.shapes import EXPERT_BIAS, balanced_layers, layer_prefix, moe_shapes
+from trainer.models.spec.names import EXPERT_BIAS, layer_prefix
+from trainer.models.spec.shapes import balanced_layers, moe_shapes
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RoutingCounts
 from trainer.optim.freeze import frozen_names

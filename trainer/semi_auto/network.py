@@ -32,7 +32,8 @@ from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.rotary import rotary_angles
-from trainer.models.shapes import EMBEDDING, MAPPING_IN, all_shapes, is_buffer, layer_prefix
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
+from trainer.models.spec.shapes import all_shapes
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels

@@ -14,7 +14,8 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.recompute import SUBLAYERS, gathered_again, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
-from trainer.models.shapes import all_shapes, layer_prefix
+from trainer.models.spec.names import layer_prefix
+from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
 from trainer.smoke.changes import Change, changed
 

@@ -6,7 +6,7 @@ layers: keep it where it is read for every layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config.schema.classifier import ClassifierConfig
@@ -47,7 +47,7 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
     for layer in range(settings.num_layers + settings.mtp_depth):
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
-        targets = () if is_mtp else adapted_projections(settings, layer)
+        targets = () if is_mtp else layer_targets(settings, layer)
         kind = (is_mtp, is_moe, settings.has_window(layer), targets)
         if kind not in layers:
             layers[kind] = _layer_spec(settings, layer, targets)
@@ -96,10 +96,10 @@ def dropout_sites(settings: ModelConfig, layer: int) -> dict[str, int]:
         return sites
     names = list(settings.projections)
     first = (settings.num_layers + settings.mtp_depth) * len(_DROPOUT_SITES) + layer * len(names)
-    return sites | {name: first + names.index(name) for name in adapted_projections(settings, layer)}
+    return sites | {name: first + names.index(name) for name in layer_targets(settings, layer)}
 
 
-def adapted_projections(settings: ModelConfig, layer: int) -> tuple[str, ...]:
+def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
     """Returns the projections of a layer that have an adapter, in forward order: experts have none."""
     if settings.pet_config is None:
         return ()
@@ -113,36 +113,24 @@ def _layer_spec(settings: ModelConfig, layer: int, targets: tuple[str, ...]) -> 
     if settings.pet_config is not None:
         pet = settings.pet_config
         adapters = {name: AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout) for name in targets}
-    attention = _attention_spec(settings, layer, adapters)
+    parameters: list[ParameterSpec] = []
+    if layer >= settings.num_layers:
+        parameters += _mtp_parameters(settings.hidden_size)
+    parameters += attention_parameters(settings)
     mlp: MlpSpec | MoeSpec
     if settings.is_moe_layer(layer):
         mlp = _moe_spec(settings)
-        mlp_parameters = list(_moe_parameters(settings, mlp))
+        parameters += moe_parameters(settings)
     else:
-        mlp = MlpSpec(
-            hidden=settings.hidden_size,
-            width=settings.ffn_size,
-            eps=settings.rms_norm_eps,
-            post_norm=settings.post_mlp_layernorm,
-            output_dropout=settings.hidden_dropout,
-            adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
-        )
-        mlp_parameters = list(_mlp_parameters(settings, mlp))
-    parameters = []
-    if layer >= settings.num_layers:
-        parameters += _mtp_parameters(settings.hidden_size)
-    if attention.latent is None:
-        parameters += _attention_parameters(settings, attention)
-    else:
-        parameters += _latent_attention_parameters(settings, attention, attention.latent)
-    parameters += mlp_parameters
+        mlp = _mlp_spec(settings, adapters)
+        parameters += mlp_parameters(settings)
     matrices = {parameter.name: parameter for parameter in parameters}
     for name, adapter in adapters.items():
         parameters += _adapter_parameters(matrices[f"{name}.weight"], name, adapter.rank)
-    return LayerSpec(attention, mlp, tuple(parameters))
+    return LayerSpec(_attention_spec(settings, layer, adapters), mlp, tuple(parameters))
 
 
-def _attention_spec(settings: ModelConfig, layer: int, adapters: dict[str, AdapterSpec]) -> AttentionSpec:
+def _attention_spec(settings: ModelConfig, layer: int, adapters: Mapping[str, AdapterSpec]) -> AttentionSpec:
     latent = None
     if settings.multi_latent_attention:
         latent = LatentSpec(
@@ -171,6 +159,17 @@ def _attention_spec(settings: ModelConfig, layer: int, adapters: dict[str, Adapt
     )
 
 
+def _mlp_spec(settings: ModelConfig, adapters: Mapping[str, AdapterSpec]) -> MlpSpec:
+    return MlpSpec(
+        hidden=settings.hidden_size,
+        width=settings.ffn_size,
+        eps=settings.rms_norm_eps,
+        post_norm=settings.post_mlp_layernorm,
+        output_dropout=settings.hidden_dropout,
+        adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
+    )
+
+
 def _moe_spec(settings: ModelConfig) -> MoeSpec:
     moe = settings.experts
     return MoeSpec(
@@ -187,7 +186,61 @@ def _moe_spec(settings: ModelConfig) -> MoeSpec:
     )
 
 
-def _attention_parameters(settings: ModelConfig, spec: AttentionSpec) -> Iterator[ParameterSpec]:
+def attention_parameters(settings: ModelConfig) -> list[ParameterSpec]:
+    """Returns the parameters of the attention sublayer of any layer, norm first, without adapters."""
+    spec = _attention_spec(settings, 0, {})
+    if spec.latent is not None:
+        return list(_latent_attention_parameters(settings, spec, spec.latent))
+    return list(_grouped_attention_parameters(settings, spec))
+
+
+def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
+    """Returns the parameters of the feed-forward sublayer of a layer without experts, norm first, without adapters."""
+    spec = _mlp_spec(settings, {})
+    parameters = [_norm("post_attention_layernorm.weight", spec.hidden)]
+    parameters += _linear("mlp.gate_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
+    parameters += _linear("mlp.up_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
+    parameters += _linear("mlp.down_proj", spec.hidden, spec.width, settings.down_has_bias, "row", "residual")
+    if spec.post_norm:
+        parameters.append(_norm(POST_MLP_NORM, spec.hidden))
+    return parameters
+
+
+def moe_parameters(settings: ModelConfig) -> list[ParameterSpec]:
+    """Returns the parameters of a layer's mixture of experts: norm, router, stacked experts, shared experts, gate.
+
+    The ranks of a tensor-parallel group share the tokens for the experts, so what is next to the router has a part of
+    its gradient on each.
+    """
+    spec = _moe_spec(settings)
+    hidden = spec.hidden
+    experts = (spec.experts, spec.width, hidden)
+    shared = (spec.shared_width, hidden)
+    parameters = [
+        _norm("post_attention_layernorm.weight", hidden, "partial"),
+        ParameterSpec(ROUTER, (spec.experts, hidden), "partial", role="router"),
+    ]
+    if spec.expert_bias:
+        parameters.append(ParameterSpec(EXPERT_BIAS, (spec.experts,), init="zeros", role="buffer"))
+    parameters += [
+        ParameterSpec("mlp.experts.gate_proj.weight", experts, "expert"),
+        ParameterSpec("mlp.experts.up_proj.weight", experts, "expert"),
+        ParameterSpec("mlp.experts.down_proj.weight", (spec.experts, hidden, spec.width), "expert", "residual"),
+    ]
+    if spec.down_bias:
+        parameters.append(ParameterSpec(EXPERT_DOWN_BIAS, (spec.experts, hidden), "expert", "zeros", "bias"))
+    if spec.shared_width:
+        parameters += [
+            ParameterSpec("mlp.shared_experts.gate_proj.weight", shared, "column"),
+            ParameterSpec("mlp.shared_experts.up_proj.weight", shared, "column"),
+            ParameterSpec("mlp.shared_experts.down_proj.weight", (hidden, spec.shared_width), "row", "residual"),
+        ]
+    if spec.shared_gate:
+        parameters.append(ParameterSpec(SHARED_GATE, (1, hidden), "partial", role="router"))
+    return parameters
+
+
+def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) -> Iterator[ParameterSpec]:
     hidden = spec.hidden
     queries = spec.heads * spec.head_size
     keys = spec.kv_heads * spec.head_size
@@ -229,40 +282,6 @@ def _latent_attention_parameters(
     yield ParameterSpec("self_attn.kv_b_proj.weight", (keys_and_values, rank), "column")
     values = spec.heads * spec.value_size
     yield from _linear("self_attn.o_proj", hidden, values, settings.attn_proj_has_bias, "row", "residual")
-
-
-def _mlp_parameters(settings: ModelConfig, spec: MlpSpec) -> Iterator[ParameterSpec]:
-    yield _norm("post_attention_layernorm.weight", spec.hidden)
-    yield from _linear("mlp.gate_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
-    yield from _linear("mlp.up_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
-    yield from _linear("mlp.down_proj", spec.hidden, spec.width, settings.down_has_bias, "row", "residual")
-    if spec.post_norm:
-        yield _norm(POST_MLP_NORM, spec.hidden)
-
-
-def _moe_parameters(settings: ModelConfig, spec: MoeSpec) -> Iterator[ParameterSpec]:
-    """Yields norm, router, stacked experts, then the shared experts with their gate.
-
-    The ranks of a tensor-parallel group share the tokens for the experts, so what is next to the router has a part of
-    its gradient on each.
-    """
-    experts = spec.experts
-    hidden = spec.hidden
-    yield _norm("post_attention_layernorm.weight", hidden, "partial")
-    yield ParameterSpec(ROUTER, (experts, hidden), "partial", role="router")
-    if spec.expert_bias:
-        yield ParameterSpec(EXPERT_BIAS, (experts,), init="zeros", role="buffer")
-    yield ParameterSpec("mlp.experts.gate_proj.weight", (experts, spec.width, hidden), "expert")
-    yield ParameterSpec("mlp.experts.up_proj.weight", (experts, spec.width, hidden), "expert")
-    yield ParameterSpec("mlp.experts.down_proj.weight", (experts, hidden, spec.width), "expert", "residual")
-    if spec.down_bias:
-        yield ParameterSpec(EXPERT_DOWN_BIAS, (experts, hidden), "expert", "zeros", "bias")
-    if spec.shared_width:
-        yield ParameterSpec("mlp.shared_experts.gate_proj.weight", (spec.shared_width, hidden), "column")
-        yield ParameterSpec("mlp.shared_experts.up_proj.weight", (spec.shared_width, hidden), "column")
-        yield ParameterSpec("mlp.shared_experts.down_proj.weight", (hidden, spec.shared_width), "row", "residual")
-    if spec.shared_gate:
-        yield ParameterSpec(SHARED_GATE, (1, hidden), "partial", role="router")
 
 
 def _mtp_parameters(hidden: int) -> Iterator[ParameterSpec]:

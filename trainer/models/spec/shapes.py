@@ -1,0 +1,100 @@
+"""Shapes of parameters by name, for readers that need no more of the description."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
+
+from trainer.models.spec.build import (
+    attention_parameters,
+    layer_targets,
+    mlp_parameters,
+    moe_parameters,
+    parameter_specs,
+)
+from trainer.models.spec.model import ParameterSpec
+from trainer.models.spec.names import EXPERT_BIAS, ROUTER, adapter_names, layer_prefix, mask_name
+
+if TYPE_CHECKING:
+    from trainer.config.schema.classifier import ClassifierConfig
+    from trainer.config.schema.model import ModelConfig
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def all_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
+    """Returns the shape of every parameter by its full name, in forward order: the model's, then the adapters'."""
+    return _shapes(parameter_specs(settings).values())
+
+
+def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
+    """Returns `all_shapes` without those of adapters."""
+    return _shapes(each for each in parameter_specs(settings).values() if each.role != "adapter")
+
+
+def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
+    """Returns those of `all_shapes` that adapters have; empty without `pet_config`."""
+    return _shapes(each for each in parameter_specs(settings).values() if each.role == "adapter")
+
+
+def attention_shapes(settings: ModelConfig) -> Shapes:
+    """Returns the parameters of one block's attention, norm first, in the order in which the block takes them."""
+    return _shapes(attention_parameters(settings))
+
+
+def mlp_shapes(settings: ModelConfig) -> Shapes:
+    """Returns those of one block's feed-forward layer, norm first, in the order in which the block takes them."""
+    return _shapes(mlp_parameters(settings))
+
+
+def moe_shapes(settings: ModelConfig) -> Shapes:
+    """Returns those of one layer's mixture of experts, norm first: router, stacked experts, shared experts with their
+    gate."""
+    return _shapes(moe_parameters(settings))
+
+
+def parameter_name(settings: ModelConfig, layer: int, name: str) -> str:
+    """Returns the full name of a parameter of a layer; layers of a group have those of attention in common
+    (layers_group)."""
+    if name.startswith("self_attn.") and layer < settings.num_layers:
+        layer -= layer % settings.layers_group
+    return layer_prefix(layer) + name
+
+
+def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]:
+    """Returns the layers whose expert bias is updated: those whose router and bias are not frozen."""
+    moe = settings.experts
+    if moe is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
+        return []
+    names = (ROUTER, EXPERT_BIAS)
+    return [layer for layer in settings.moe_layers if not any(layer_prefix(layer) + name in frozen for name in names)]
+
+
+def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
+    """Returns the projections that have an adapter in some layer, in forward order."""
+    if settings.pet_config is None:
+        return ()
+    adapted = {name for layer in range(settings.num_layers) for name in layer_targets(settings, layer)}
+    return tuple(name for name in settings.projections if name in adapted)
+
+
+def dropped_projections(settings: ModelConfig) -> tuple[str, ...]:
+    """Returns the projections whose adapters have dropout, in forward order."""
+    if settings.pet_config is None or not settings.pet_config.lora_dropout:
+        return ()
+    return adapted_projections(settings)
+
+
+def block_names(settings: ModelConfig) -> list[str]:
+    """Returns the arguments of a block in order: its weights, its adapters, then the masks of their dropout."""
+    return [*block_weights(settings), *(mask_name(name) for name in dropped_projections(settings))]
+
+
+def block_weights(settings: ModelConfig) -> list[str]:
+    """Returns the parameters among `block_names`."""
+    adapters = [each for name in adapted_projections(settings) for each in adapter_names(name)]
+    return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
+
+
+def _shapes(parameters: Iterable[ParameterSpec]) -> Shapes:
+    return {each.name: each.shape for each in parameters}
