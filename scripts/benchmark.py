@@ -21,8 +21,9 @@ the number of experts, and with a capacity.
 
 `parallel` divides these two models between two ranks, by each kind of parallelism.
 
-`targets` compares a figure or two of everything with its target: training in float32 and bfloat16, experts, memory,
-prediction, evaluation, start, and what watching a run costs. A round takes six minutes.
+`targets` compares a figure or two of everything with its target: training in float32 and bfloat16, experts, LoRA,
+latent attention, dropout, memory, prediction, evaluation, start, and what watching a run costs. A round takes ten
+minutes. With `--before EARLIER/run_trainer.py` some groups also measure an earlier checkout, in turns.
 
 `profile` says where the time of a training step goes, against what the machine can do at most.
 

@@ -22,6 +22,7 @@ from benchmark_tools import (
     SETTLING_STEPS,
     Line,
     Measurement,
+    RunFailed,
     conclude,
     cpu_seconds,
     last_json,
@@ -50,6 +51,24 @@ _WIDE = {
     "runner_config.batch_size": "4",
 }  # fmt: skip
 _VOCABULARY = {"model.model_config.vocab_size": "32768"}
+_LORA = {"model.model_config.pet_config": "{lora_rank: 8, lora_alpha: 16}"}
+_LATENT = {
+    "model.model_config.multi_latent_attention": "True", "model.model_config.q_lora_rank": "96",
+    "model.model_config.kv_lora_rank": "64", "model.model_config.qk_nope_head_dim": "32",
+    "model.model_config.qk_rope_head_dim": "16", "model.model_config.v_head_dim": "32",
+}  # fmt: skip
+_DROPOUT = {"model.model_config.hidden_dropout": "0.1", "model.model_config.attention_dropout": "0.1"}
+_LORA_QWEN3 = _LORA | {
+    "model.arch.type": "Qwen3ForCausalLM", "model.model_config.num_layers": "28",
+    "model.model_config.hidden_size": "1024", "model.model_config.num_heads": "16",
+    "model.model_config.n_kv_heads": "8", "model.model_config.head_dim": "128",
+    "model.model_config.intermediate_size": "3072", "model.model_config.vocab_size": "151936",
+    "model.model_config.seq_length": "512", "model.model_config.tie_word_embeddings": "True",
+    "runner_config.batch_size": "1", "train_dataset.data_loader.num_samples": "16",
+}  # fmt: skip
+"""The sizes of Qwen3-0.6B."""
+LORA_QWEN3_PEAK_OF_PEFT = 6.4e9
+"""Peak memory of PEFT on PyTorch for the same training."""
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
 _ROWS = 1, 8  # sequences that are generated together
@@ -58,10 +77,11 @@ _CEILING = "import sys; sys.path[:0] = ['.']; from trainer.ops import peak; impo
 
 
 class Programs(NamedTuple):
-    """What a group runs: `train(flags, configuration)` the trainer, `torch(keys, configuration, mode, flags)` the peer
-    with the sizes of that configuration."""
+    """What a group runs: `train(flags, configuration)` the trainer, `before(flags)` that of an earlier checkout by
+    name, or nothing, `torch(keys, configuration, mode, flags)` the peer with the sizes of that configuration."""
 
     train: Callable[..., Measurement]
+    before: Callable[[Mapping[str, str]], Figures]
     torch: Callable[..., Measurement]
     options: argparse.Namespace
     cache: str
@@ -70,6 +90,7 @@ class Programs(NamedTuple):
 class Group(NamedTuple):
     measure: Callable[[Programs], Figures]
     lines: Callable[[Sequence[Figures]], Iterator[Line]]
+    needs_torch: bool = False
 
 
 def flags(keys: Mapping[str, str]) -> list[str]:
@@ -84,13 +105,18 @@ def programs(options: argparse.Namespace, cache: str) -> Programs:
     def train(keys: Mapping[str, str], path: str = _DENSE, *more: str, steps: int = options.steps) -> Measurement:
         return run_trainer(options.trainer, path, steps, *flags(keys), *more)
 
+    def before(keys: Mapping[str, str]) -> Figures:
+        if options.before is None:
+            return {}
+        return {"before": run_trainer(options.before, _DENSE, options.steps, *flags(keys))}
+
     def torch(
         keys: Mapping[str, str], path: str = _DENSE, mode: str = "eager", *more: str, steps: int = options.steps
     ) -> Measurement:
         sizes = torch_sizes(config_of(path, keys))
         return run_torch(options.torch_python, sizes, mode, steps, options.threads, *more, cache=cache)[0]
 
-    return Programs(train, torch, options, cache)
+    return Programs(train, before, torch, options, cache)
 
 
 def ratio_line(name: str, limit: float, ours: Sequence[float], theirs: Sequence[float], unit: str,
@@ -104,6 +130,20 @@ def ratio_line(name: str, limit: float, ours: Sequence[float], theirs: Sequence[
 
 def speeds(rounds: Sequence[Figures], name: str) -> list[float]:
     return [each[name].tokens_per_second for each in rounds]
+
+
+def before_line(name: str, limit: float, rounds: Sequence[Figures]) -> Line:
+    """The speed of `trainer` relative to that of an earlier checkout."""
+    name = f"tokens/s, {name} / an earlier checkout"
+    if "before" not in rounds[0]:
+        return Line(name, None, limit, True, "--before names none")
+    return ratio_line(name, limit, speeds(rounds, "trainer"), speeds(rounds, "before"), "tokens/s")
+
+
+def steps_line(name: str, limit: float, rounds: Sequence[Figures], other: str) -> Line:
+    """The step of `trainer` relative to that of another model."""
+    ours, theirs = ([each[side].steady_step_seconds for each in rounds] for side in ("trainer", other))
+    return ratio_line(name, limit, ours, theirs, "s", at_least=False)
 
 
 def peaks(rounds: Sequence[Figures], name: str) -> float:
@@ -189,6 +229,44 @@ def memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
     yield Line("peak memory, vocabulary 32,768, against before", peak / VOCABULARY_PEAK_BEFORE, 0.6, False, detail)
 
 
+def lora(run: Programs) -> Figures:
+    return {"trainer": run.train(_LORA), "full": run.train({}), **run.before(_LORA)}
+
+
+def lora_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    yield steps_line("step, LoRA / all weights trained", 0.75, rounds, "full")
+    yield before_line("LoRA", 1.3, rounds)
+    first = statistics.median(each["trainer"].first_step_seconds for each in rounds)
+    yield Line("first step with LoRA, seconds", first, 1.0, False, "after the import")
+
+
+def lora_memory(run: Programs) -> Figures:
+    return {"trainer": run.train(_LORA_QWEN3, steps=SETTLING_STEPS + 2)}
+
+
+def lora_memory_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    name, detail = "peak memory, LoRA of Qwen3-0.6B, GB", "512 tokens in float32"
+    yield Line(name, peaks(rounds, "trainer") / 1e9, LORA_QWEN3_PEAK_OF_PEFT / 1e9, False, detail)
+
+
+def latent(run: Programs) -> Figures:
+    return {"trainer": run.train(_LATENT), "heads": run.train({}), **run.before(_LATENT)}
+
+
+def latent_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    yield steps_line("step, latent attention / heads of 32", 1.0, rounds, "heads")
+    yield before_line("latent attention", 1.2, rounds)
+
+
+def dropout(run: Programs) -> Figures:
+    return {"trainer": run.train(_DROPOUT), "without": run.train({}), **run.before(_DROPOUT)}
+
+
+def dropout_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
+    yield steps_line("step, dropout of sublayers and attention / none", 1.2, rounds, "without")
+    yield before_line("dropout", 1.2, rounds)
+
+
 def prediction(run: Programs) -> Figures:
     program, options = ROOT / "scripts" / "benchmark_generate.py", run.options
     ours = last_json(run_process([sys.executable, program, "--config", _DENSE, "--rows", *map(str, _ROWS)]))
@@ -241,15 +319,22 @@ def start_lines(rounds: Sequence[Figures]) -> Iterator[Line]:
 
 
 GROUPS = {
-    "dense": Group(dense, dense_lines), "bfloat16": Group(half, half_lines), "wide": Group(wide, wide_lines),
-    "experts": Group(experts, experts_lines), "memory": Group(memory, memory_lines),
-    "prediction": Group(prediction, prediction_lines), "start": Group(start, start_lines),
-    "watching": Group(watching, watching_lines),
+    "dense": Group(dense, dense_lines, needs_torch=True), "bfloat16": Group(half, half_lines, needs_torch=True),
+    "wide": Group(wide, wide_lines, needs_torch=True), "experts": Group(experts, experts_lines, needs_torch=True),
+    "lora": Group(lora, lora_lines), "lora_memory": Group(lora_memory, lora_memory_lines),
+    "latent": Group(latent, latent_lines), "dropout": Group(dropout, dropout_lines),
+    "memory": Group(memory, memory_lines), "prediction": Group(prediction, prediction_lines, needs_torch=True),
+    "start": Group(start, start_lines), "watching": Group(watching, watching_lines),
 }  # fmt: skip
 
 
 def targets(options: argparse.Namespace, console: Console) -> int:
     rounds: dict[str, list[Figures]] = {name: [] for name in options.only}
+    machine = {}
+    if any(GROUPS[name].needs_torch for name in options.only):
+        if options.torch_python is None:
+            raise RunFailed("these groups compare with PyTorch: give --torch_python, or others with --only")
+        machine["torch"] = _torch_version(options.torch_python)
     with tempfile.TemporaryDirectory(prefix="benchmark-") as cache:
         run = programs(options, cache)
         for number in range(1, options.rounds + 1):
@@ -259,7 +344,7 @@ def targets(options: argparse.Namespace, console: Console) -> int:
     lines = [line for name, found in rounds.items() for line in GROUPS[name].lines(found)]
     return conclude(
         "targets", "Figures and their targets", lines, console,
-        machine={"torch": _torch_version(options.torch_python)},
+        machine=machine,
         rounds={name: [_plain(figures) for figures in found] for name, found in rounds.items()},
     )  # fmt: skip
 
@@ -274,8 +359,9 @@ def _torch_version(python: str) -> str:
 
 def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser("targets", help="a figure or two of everything, against its target")
-    command.add_argument("--torch_python", required=True, help="the Python of an environment with torch")
+    command.add_argument("--torch_python", help="the Python of an environment with torch, for groups that need one")
     command.add_argument("--trainer", type=Path, default=ROOT / "run_trainer.py", help="the program to measure")
+    command.add_argument("--before", type=Path, help="that of an earlier checkout, for groups that compare with one")
     command.add_argument("--rounds", type=int, default=1, help="alternating runs of each side")
     command.add_argument("--steps", type=int, default=12,
                          help=f"steps a run; the first {1 + SETTLING_STEPS} are not counted")

@@ -367,6 +367,10 @@ def figures_of_groups() -> dict[str, dict]:
         "bfloat16": {"trainer": trainer, "compiled": compiled}, "wide": {"trainer": run(1.4, 0.38), "eager": eager},
         "experts": {"trainer": run(1.4, 0.4), "eager": eager, "dense": run(1.4, 0.37), "experts 4": run(1.4, 0.4),
                     "experts 64": run(1.4, 0.47)},
+        "lora": {"trainer": run(1.0, 0.3), "full": run(1.4, 0.4), "before": run(3.0, 0.39)},
+        "lora_memory": {"trainer": run(peak=6_400_000_000)},
+        "latent": {"trainer": run(1.0, 0.4), "heads": run(1.0, 0.4), "before": run(3.0, 0.48)},
+        "dropout": {"trainer": run(1.0, 0.48), "without": run(1.0, 0.4), "before": run(3.0, 0.58)},
         "memory": {"trainer": run(peak=1_360_000_000)}, "prediction": prediction, "start": {"help": 0.3, "plan": 0.5},
         "watching": {"share": 0.005, "step": 0.5, "own": 1e-4, "others": 1e-4, "report": 0.1},
     }  # fmt: skip
@@ -384,6 +388,15 @@ def figures_of_groups() -> dict[str, dict]:
     ("experts", {"eager": run(1.0, 0.47)}, ["tokens/s, 8 experts / PyTorch's loop over experts"]),
     ("experts", {"dense": run(1.0, 0.35)}, ["tokens/s, 8 experts / dense of equal active weights"]),
     ("experts", {"experts 64": run(1.0, 0.49)}, ["step, 64 / 4 experts"]),
+    ("lora", {}, []),
+    ("lora", {"full": run(1.4, 0.39)}, ["step, LoRA / all weights trained"]),
+    ("lora", {"before": run(3.0, 0.38)}, ["tokens/s, LoRA / an earlier checkout"]),
+    ("lora", {"trainer": run(1.1, 0.3)}, ["first step with LoRA, seconds"]),
+    ("lora_memory", {"trainer": run(peak=6_410_000_000)}, ["peak memory, LoRA of Qwen3-0.6B, GB"]),
+    ("latent", {"heads": run(1.0, 0.39)}, ["step, latent attention / heads of 32"]),
+    ("latent", {"before": run(3.0, 0.47)}, ["tokens/s, latent attention / an earlier checkout"]),
+    ("dropout", {"without": run(1.0, 0.39)}, ["step, dropout of sublayers and attention / none"]),
+    ("dropout", {"before": run(3.0, 0.57)}, ["tokens/s, dropout / an earlier checkout"]),
     ("memory", {"trainer": run(peak=1_370_000_000)}, ["peak memory, vocabulary 32,768, against before"]),
     ("prediction", {}, []),
     ("prediction", {"eager 8 decode": 0.89}, ["tokens/s, prediction of 8 / PyTorch eager"]),
@@ -421,6 +434,18 @@ def test_whole_benchmark_of_some_targets(tmp_path, capsys) -> None:
     }  # fmt: skip
     assert list(result["rounds"]) == names and {len(found) for found in result["rounds"].values()} == {2}
     assert result["machine"]["torch"] == "2.0"
+
+
+def test_an_earlier_checkout_is_measured_where_it_is_named(tmp_path, capsys) -> None:
+    programs(tmp_path)
+    program = str(tmp_path / "trainer.py")
+    words = ["targets", "--trainer", program, "--steps", "5", "--only", "dropout"]
+    for before, value in (([], None), (["--before", program], 1.0)):
+        assert benchmark.main([*words, *before]) == (value is not None)  # 1: equally fast is below the target
+        lines = json.loads(capsys.readouterr().out)["lines"]
+        assert {line["name"]: line["value"] for line in lines}["tokens/s, dropout / an earlier checkout"] == value
+    assert benchmark.main(["targets", "--only", "dropout", "wide"]) == 2
+    assert "give --torch_python" in capsys.readouterr().err
 
 
 def test_cpu_seconds_are_those_of_the_command() -> None:
