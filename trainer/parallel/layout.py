@@ -15,12 +15,13 @@ because the ranks of a tensor group share the tokens for the experts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, ROUTER, SHARED_GATE, is_buffer, layer_prefix
-from trainer.models.spec.shapes import all_shapes
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import ModelSpec, ParameterSpec
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, layer_prefix
 from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.sharding import ArrayPart, Shard, range_of_rank
 
@@ -32,13 +33,6 @@ SumGroup = Literal["tp", "kv", "dp_cp", "expert_dp", "embedding"]
 all ranks of a stage with the same tensor coordinate; those of a stage with the same experts; the stages that hold the
 embedding. They are fields of `trainer.parallel.process_groups.ProcessGroups`, in the order of the sums."""
 SUM_GROUPS: tuple[SumGroup, ...] = get_args(SumGroup)
-
-_COLUMNS = ("q_proj", "q_b_proj", "k_proj", "v_proj", "kv_b_proj", "gate_proj", "up_proj")
-_ROWS = ("o_proj", "down_proj")
-_KEYS_VALUES = ("self_attn.k_proj", "self_attn.v_proj")
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_EXPERTS = "mlp.experts."
-_MOE_ROWS = (ROUTER, SHARED_GATE, "post_attention_layernorm.weight")
 
 
 class ParameterLayout(NamedTuple):
@@ -139,72 +133,54 @@ def model_layout(
         stage_layers: The layers of each pipeline stage, without multi-token prediction modules, which the last stage
             has; None: one stage.
     """
-    stages = _stages_of(settings, stage_layers or [range(settings.num_layers)])
-    layers = range(settings.num_layers + settings.mtp_depth)
-    moe_prefixes = {layer_prefix(layer) for layer in layers if settings.is_moe_layer(layer)}
-    found = {}
-    for name, shape in all_shapes(settings).items():
-        one = _parameter(name, shape, settings, degrees, sequence_parallel, moe_prefixes)
-        sums: tuple[SumGroup, ...] = (*one.sums, "embedding") if len(stages[name]) > 1 else one.sums
-        found[name] = one._replace(sums=() if is_buffer(name) else sums, stages=stages[name])
-    return ModelLayout(degrees, found)
+    spec = model_spec(settings)
+    parameters = spec.parameters()
+    stages = _stages_of(spec, parameters, stage_layers or [range(spec.num_layers)])
+    kv_heads = spec.layers[0].attention.kv_heads
+    layouts = {}
+    for name, parameter in parameters.items():
+        layout = _parameter_layout(parameter, kv_heads, degrees, sequence_parallel)
+        sums = layout.sums
+        if parameter.role == "buffer":
+            sums = ()
+        elif len(stages[name]) > 1:
+            sums = (*sums, "embedding")
+        layouts[name] = layout._replace(sums=sums, stages=stages[name])
+    return ModelLayout(degrees, layouts)
 
 
-def is_expert(name: str) -> bool:
-    """Whether a parameter belongs to the experts of a layer, which are divided over ranks of their own."""
-    return f".{_EXPERTS}" in name
-
-
-def _parameter(
-    name: str,
-    shape: tuple[int, ...],
-    settings: ModelConfig,
-    degrees: Degrees,
-    sequence_parallel: bool,
-    moe_prefixes: set[str],
+def _parameter_layout(
+    parameter: ParameterSpec, kv_heads: int, degrees: Degrees, sequence_parallel: bool
 ) -> ParameterLayout:
-    """How the degrees cut a parameter, and how its gradient is summed within a stage."""
+    """Returns how the degrees cut a parameter, and how its gradient is summed within a stage."""
+    shape = parameter.shape
     tensor = degrees.model_parallel
-    inner = name.split(".", 3)[3] if name.startswith("model.layers.") else name
-    if inner.startswith(_EXPERTS):
+    if parameter.sharding == "expert":
         return ParameterLayout(shape, degrees.expert_parallel, by="ep", sums=("expert_dp",))
     if tensor == 1:
         return ParameterLayout(shape)
-    if name in (EMBEDDING, HEAD):
+    if parameter.sharding == "kv_column" and kv_heads < tensor:
+        return ParameterLayout(shape, kv_heads, sums=("kv", "dp_cp"))
+    if parameter.sharding in ("column", "kv_column", "vocabulary"):
         return ParameterLayout(shape, tensor)
-    partial = ParameterLayout(shape, sums=("tp", "dp_cp"))
-    module, kind = _module_and_kind(inner)
-    matrix = module.rsplit(".", 1)[-1]
-    if matrix in _COLUMNS:
-        # What an adapter's A makes is multiplied by a rank's rows of B alone.
-        if kind == "lora_A":
-            return partial
-        if module in _KEYS_VALUES and not settings.multi_latent_attention and settings.kv_heads < tensor:
-            return ParameterLayout(shape, settings.kv_heads, sums=("kv", "dp_cp"))
-        return ParameterLayout(shape, tensor)
-    if matrix in _ROWS and kind in ("weight", "lora_A"):
+    if parameter.sharding == "row":
         return ParameterLayout(shape, tensor, dimension=1)
-    in_moe = name[: -len(inner)] in moe_prefixes and inner in _MOE_ROWS
-    is_partial = kind == "lora_B" and matrix in _ROWS or module in _HEAD_NORMS or sequence_parallel or in_moe
-    return partial if is_partial else ParameterLayout(shape)
+    if parameter.sharding == "partial" or sequence_parallel:
+        return ParameterLayout(shape, sums=("tp", "dp_cp"))
+    return ParameterLayout(shape)
 
 
-def _module_and_kind(inner: str) -> tuple[str, str]:
-    """self_attn.q_proj.lora_A.weight -> self_attn.q_proj and lora_A; otherwise the kind is weight or bias."""
-    module, kind = inner.rsplit(".", 1)
-    *before, last = module.rsplit(".", 1)
-    return (before[0], last) if last in ("lora_A", "lora_B") else (module, kind)
-
-
-def _stages_of(settings: ModelConfig, stage_layers: Sequence[Sequence[int]]) -> dict[str, tuple[int, ...]]:
-    """The pipeline stages that hold each parameter: by default the last one, which has final norm and head."""
+def _stages_of(
+    spec: ModelSpec, names: Iterable[str], stage_layers: Sequence[Sequence[int]]
+) -> dict[str, tuple[int, ...]]:
+    """Returns the pipeline stages that hold each parameter: by default the last one, which has final norm and head."""
     last = len(stage_layers) - 1
-    found = dict.fromkeys(all_shapes(settings), (last,))
+    found = dict.fromkeys(names, (last,))
     for stage, layers in enumerate(stage_layers):
         prefixes = tuple(layer_prefix(layer) for layer in layers)
         found |= {name: (stage,) for name in found if prefixes and name.startswith(prefixes)}
     # Multi-token prediction modules look tokens up on the last stage.
-    shared = last and (settings.mtp_depth or settings.tie_word_embeddings)
+    shared = last and (spec.mtp_modules or spec.tied)
     found[EMBEDDING] = (0, last) if shared else (0,)
     return found | {name: (0,) for name in found if name == MAPPING_IN}
 

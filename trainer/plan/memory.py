@@ -23,13 +23,13 @@ from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
 from trainer.models.spec.build import layer_targets
-from trainer.models.spec.names import EMBEDDING, layer_prefix, sublayer_of
+from trainer.models.spec.names import EMBEDDING, is_expert, layer_prefix, sublayer_of
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import precision_of, runs_host_layers
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.layout import is_expert, local_settings
+from trainer.parallel.layout import local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.device_memory import device_memory, fixed_bytes
 from trainer.plan.division import Held, held_parts

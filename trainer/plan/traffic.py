@@ -27,11 +27,11 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.parallel.layout import SUM_GROUPS, ModelLayout, is_expert, local_settings
+from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
 from trainer.plan.division import fullest_rank, groups_of, layout_of, micro_batch_tokens

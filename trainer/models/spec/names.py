@@ -37,6 +37,12 @@ def is_buffer(name: str) -> bool:
     return name.endswith(EXPERT_BIAS)
 
 
+def is_expert(name: str) -> bool:
+    """Returns whether a parameter is one of the stacked experts of a layer, which are sharded over ranks of their own.
+    """
+    return ".mlp.experts." in name
+
+
 def sublayer_of(name: str) -> Literal["attention", "mlp"]:
     """Returns the sublayer of a block that takes a parameter, by its name within the layer."""
     if name.startswith(("self_attn.", "input_layernorm.", POST_ATTENTION_NORM)):
