@@ -12,6 +12,7 @@ from run_helpers import arrays_of, assert_same_bits, column, config_of, figures,
 from trainer.cli.main import dispatch
 from trainer.errors import UserError
 from trainer.models.init import initial_value
+from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.shapes import parameter_shapes
 
 SECTIONS = {
@@ -35,8 +36,8 @@ def test_frozen_weights_stay_byte_for_byte_and_have_no_state(trained: Path) -> N
     config = config_of(trained / "run.yaml")
     arrays, frozen = arrays_of(trained / "output"), 0
     state = {name.split(".", 1)[1] for name in arrays if name.startswith("optimizer/")}
-    for name, shape in parameter_shapes(config.decoder).items():
-        before, is_frozen = initial_value(name, shape, config.decoder, config.seed), ".0." in name or "embed" in name
+    for name, spec in parameter_specs(config.decoder).items():
+        before, is_frozen = initial_value(spec, config.decoder, config.seed), ".0." in name or "embed" in name
         assert (arrays[f"model/{name}"].tobytes() == before.tobytes()) == is_frozen, name
         assert (name in state) != is_frozen, name
         frozen += is_frozen

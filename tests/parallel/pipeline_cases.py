@@ -17,7 +17,7 @@ from tiny_trainer import quick_config  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
 from trainer.models.init import initial_value  # noqa: E402
-from trainer.models.spec.shapes import all_shapes  # noqa: E402
+from trainer.models.spec.build import parameter_specs  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.prepare import held_parts  # noqa: E402
@@ -83,10 +83,10 @@ def weights_of(config: Config) -> dict[str, np.ndarray]:
     """Initial weights, with values of their own for norms, biases and the adapters' B, which begin as ones and zeros.
     """
     draw, found = np.random.default_rng(4), {}
-    for name, shape in all_shapes(config.decoder).items():
-        found[name] = initial_value(name, shape, config.decoder, config.seed)
-        if len(shape) == 1 or "lora_B" in name:
-            found[name] = found[name] + draw.normal(0, 0.2, shape).astype(np.float32)
+    for name, spec in parameter_specs(config.decoder).items():
+        found[name] = initial_value(spec, config.decoder, config.seed)
+        if spec.init in ("ones", "zeros"):
+            found[name] = found[name] + draw.normal(0, 0.2, spec.shape).astype(np.float32)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_wei
 from trainer.config.schema.model import ModelConfig
 from trainer.models import init
 from trainer.models.init import initial_value
+from trainer.models.spec.model import Init, ParameterSpec
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
 from trainer.storage import tensor_file
@@ -107,14 +109,14 @@ def test_what_is_made_of_stored_arrays_is_read_part_by_part() -> None:
             assert sum(read) == part.size
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "x.lora_A.weight", "model.norm.weight"])
-def test_a_part_of_the_initial_weights_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize("kind", get_args(Init))
+def test_a_part_of_the_initial_weights_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, kind: Init) -> None:
     settings = golden("experts_mixtral")[1]
-    shape = (9,) if "norm" in name else (6, 5, 7)
-    whole = initial_value(name, shape, settings, 3)
+    spec = ParameterSpec("model.layers.0.mlp.up_proj.weight", (9,) if kind == "ones" else (6, 5, 7), init=kind)
+    whole = initial_value(spec, settings, 3)
     monkeypatch.setattr(init, "_BLOCK", 11)
-    for part in parts_of(shape):
-        np.testing.assert_array_equal(initial_value(name, shape, settings, 3, part), right(whole, part))
+    for part in parts_of(spec.shape):
+        np.testing.assert_array_equal(initial_value(spec, settings, 3, part), right(whole, part))
 
 
 def forms(folder: Path) -> Iterator[tuple[str, dict[str, np.ndarray], ModelConfig, str]]:

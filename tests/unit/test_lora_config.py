@@ -15,6 +15,7 @@ from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig, projections
 from trainer.models.init import initial_value
+from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.shapes import (
     adapted_projections,
     adapter_shapes,
@@ -196,8 +197,8 @@ def test_a_model_without_adapters_is_as_it_was() -> None:
 
 
 def values(config: Config) -> dict[str, np.ndarray]:
-    shapes = all_shapes(config.decoder)
-    return {name: initial_value(name, shape, config.decoder, config.seed) for name, shape in shapes.items()}
+    specs = parameter_specs(config.decoder)
+    return {name: initial_value(spec, config.decoder, config.seed) for name, spec in specs.items()}
 
 
 def test_initial_values() -> None:

@@ -18,6 +18,7 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.init import initial_value
 from trainer.models.rotary import rotary_angles
+from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes, parameter_shapes
 
@@ -67,7 +68,7 @@ def test_llama_2_7b_has_the_published_number_of_weights() -> None:
 
 
 def initial_values(settings: ModelConfig, seed: int = 1) -> dict[str, np.ndarray]:
-    return {name: initial_value(name, shape, settings, seed) for name, shape in parameter_shapes(settings).items()}
+    return {name: initial_value(spec, settings, seed) for name, spec in parameter_specs(settings).items()}
 
 
 def test_initial_weights_have_their_documented_deviations() -> None:

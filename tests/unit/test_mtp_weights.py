@@ -15,6 +15,7 @@ from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import Config, parse_config
 from trainer.models.init import initial_value
+from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.names import EXPERT_BIAS
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.run.export import export
@@ -40,7 +41,7 @@ def weights_of(name: str) -> dict[str, np.ndarray]:
     if name != DENSE:
         return load_model_case(name).weights
     settings = config_of(DENSE, Path()).decoder
-    return {key: initial_value(key, shape, settings, 9) for key, shape in parameter_shapes(settings).items()}
+    return {key: initial_value(spec, settings, 9) for key, spec in parameter_specs(settings).items()}
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_missing_modules_start_from_the_seed_in_training(
     which = "layers 1-2 (mtp_depth 2) start" if len(layers) == 2 else "layer 2 (mtp_depth 2) starts"
     assert text == f"the checkpoint has no multi-token prediction module: {which} from the seed"
     name = "model.layers.2.eh_proj.weight"
-    right = initial_value(name, found[name].shape, config.decoder, config.seed)
+    right = initial_value(parameter_specs(config.decoder)[name], config.decoder, config.seed)
     np.testing.assert_array_equal(found[name], right)
 
 

@@ -32,7 +32,7 @@ from trainer.checkpoint.weights import (
     stored_weights,
 )
 from trainer.errors import UserError
-from trainer.models.spec.build import layer_targets
+from trainer.models.spec.build import layer_targets, parameter_specs
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
@@ -81,7 +81,7 @@ def starting_weights(
     if config.adapter_id:
         adapters = read_adapters(config, Path(config.adapter_id).expanduser(), whole_base(base, found, parts))
     else:
-        adapters = _from_seed(adapter_shapes(config.decoder), config)
+        adapters = _from_seed(config, adapters=True)
     return found | adapters.read(parts)
 
 
@@ -101,7 +101,7 @@ def base_weights(
 ) -> FittingWeights:
     """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
     found = stored_weights(config, notice, new_modules=new_modules, world=world)
-    return _from_seed(parameter_shapes(config.decoder), config) if found is None else found
+    return _from_seed(config, adapters=False) if found is None else found
 
 
 def whole_base(
@@ -111,8 +111,11 @@ def whole_base(
     return found if parts is None else base.arrays
 
 
-def _from_seed(shapes: Mapping[str, tuple[int, ...]], config: Config) -> FittingWeights:
-    return FittingWeights(from_seed(shapes, config.decoder, config.seed), {}, Path(), "", "")
+def _from_seed(config: Config, adapters: bool) -> FittingWeights:
+    """Returns the initial values of the adapters, or of the model without them."""
+    specs = parameter_specs(config.decoder).values()
+    parameters = [each for each in specs if (each.role == "adapter") == adapters]
+    return FittingWeights(from_seed(parameters, config.decoder, config.seed), {}, Path(), "", "")
 
 
 def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts | None = None) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.init import initial_value
+from trainer.models.spec.build import parameter_specs
+from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix
 from trainer.models.spec.shapes import parameter_name, parameter_shapes
 from trainer.parallel.sharding import ArrayPart
@@ -74,15 +76,14 @@ def stored_weights(
     if not config.load_checkpoint:
         return None
     found, absent, biases = _fitting_model(config, notice, new_modules=new_modules, world=world)
-    shapes, settings, seed = parameter_shapes(config.network), config.decoder, config.seed
-    new = [name for name in shapes if name in (absent if new_modules else biases)]
-    return found._replace(arrays=found.arrays | from_seed({name: shapes[name] for name in new}, settings, seed))
+    names = absent if new_modules else biases
+    new = [parameter for name, parameter in parameter_specs(config.network).items() if name in names]
+    return found._replace(arrays=found.arrays | from_seed(new, config.decoder, config.seed))
 
 
-def from_seed(shapes: Mapping[str, tuple[int, ...]], settings: ModelConfig, seed: int) -> dict[str, StoredArray]:
-    """The initial values of parameters, drawn when they are read."""
-    return {name: StoredArray(shape, partial(initial_value, name, shape, settings, seed))
-            for name, shape in shapes.items()}  # fmt: skip
+def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, StoredArray]:
+    """Returns the initial values of parameters by their names, drawn when they are read."""
+    return {each.name: StoredArray(each.shape, partial(initial_value, each, settings, seed)) for each in parameters}
 
 
 def check_files(config: Config) -> None:

@@ -9,6 +9,7 @@ from mindspore import Parameter, Tensor, mint
 from mindspore import dtype as mstype
 
 from trainer.models import classifier, decoder
+from trainer.models.spec.model import ParameterSpec
 from trainer.optim.base import Optimizer
 from trainer.parallel.sharding import ArrayPart
 from trainer.run import session
@@ -32,9 +33,9 @@ def leave_weights_empty() -> None:
 
 
 def _empty_weight(
-    name: str, shape: tuple[int, ...], settings: Any, seed: int, part: ArrayPart | None = None
+    parameter: ParameterSpec, settings: Any, seed: int, part: ArrayPart | None = None
 ) -> Tensor:
-    return mint.empty(shape if part is None else part.shape, dtype=mstype.float32)
+    return mint.empty(parameter.shape if part is None else part.shape, dtype=mstype.float32)
 
 
 def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:

@@ -21,8 +21,7 @@ from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable, compile_cell
-from trainer.models.spec.build import classifier_names
-from trainer.models.spec.shapes import parameter_shapes
+from trainer.models.spec.build import classifier_names, parameter_specs
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
@@ -116,8 +115,8 @@ class Classifier(nn.Cell):
         super().__init__(auto_prefix=False)
         self.settings, self.kernels = settings, kernels
         self.parameters_by_name = {
-            name: Parameter(Tensor(initial_value(name, shape, settings, seed)), name, requires_grad=name not in frozen)
-            for name, shape in parameter_shapes(settings).items()
+            name: Parameter(Tensor(initial_value(spec, settings, seed)), name, requires_grad=name not in frozen)
+            for name, spec in parameter_specs(settings).items()
         }
         self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype)
         self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]

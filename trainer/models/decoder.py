@@ -26,7 +26,7 @@ from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
-from trainer.models.spec.build import layer_targets
+from trainer.models.spec.build import layer_targets, parameter_specs
 from trainer.models.spec.names import (
     EMBEDDING,
     EXPERT_BIAS,
@@ -183,11 +183,11 @@ class Decoder(DecoderWiring):
 
         self.parameters_by_name = {
             name: Parameter(
-                Tensor(initial_value(name, shape, settings, seed, None if shard is None else shard.part(name))),
+                Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.part(name))),
                 name,
-                requires_grad=name not in frozen and not is_buffer(name),
+                requires_grad=name not in frozen and parameter.role != "buffer",
             )
-            for name, shape in all_shapes(settings).items()
+            for name, parameter in parameter_specs(settings).items()
             if shard is None or shard.holds(name)
         }
         self.masks = DropoutParts(settings, shard)

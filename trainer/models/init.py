@@ -1,19 +1,18 @@
 """Initial weights. numpy only, so that a seed gives the same bits on every device.
 
-===============================================  =============================================
-parameter                                        initial value
-===============================================  =============================================
-norm weights (one axis, name ends in "norm...")  1
-biases                                           0
-o_proj and down_proj                             normal, initializer_range / sqrt(2 * layers)
-lora_A of adapters                               uniform in +-1 / sqrt(columns)
-lora_B of adapters                               0
-every other matrix, each expert's too             normal, initializer_range
-===============================================  =============================================
+========  ============================================  =============================================
+kind      parameters                                    initial value
+========  ============================================  =============================================
+ones      norms                                         1
+zeros     biases, lora_B of adapters                    0
+residual  o_proj and down_proj, those of experts too    normal, initializer_range / sqrt(2 * layers)
+lora_a    lora_A of adapters                            uniform in +-1 / sqrt(columns)
+normal    every other matrix, each expert's too         normal, initializer_range
+========  ============================================  =============================================
 
-The two projections that write to the residual stream are scaled down with depth (Radford et al. 2019, section 2.3),
-so that the stream's variance does not grow with the number of layers. An adapter's values are those of Hugging Face's
-PEFT (He et al. 2015 with a = sqrt(5)): with B zero it adds nothing at first (Hu et al. 2021, section 4.1).
+The projections that write to the residual stream are scaled down with depth (Radford et al. 2019, section 2.3), so that
+the stream's variance does not grow with the number of layers. An adapter's values are those of Hugging Face's PEFT (He
+et al. 2015 with a = sqrt(5)): with B zero it adds nothing at first (Hu et al. 2021, section 4.1).
 """
 
 from __future__ import annotations
@@ -29,32 +28,35 @@ from trainer.parallel.sharding import ArrayPart, whole_array
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
+    from trainer.config.schema.classifier import ClassifierConfig
+    from trainer.models.spec.model import ParameterSpec
 
 
 _BLOCK = 1 << 20  # numbers that are drawn at a time where a part of them is needed
 
 
 def initial_value(
-    name: str, shape: tuple[int, ...], settings: ModelConfig, seed: int, part: ArrayPart | None = None
+    parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig, seed: int, part: ArrayPart | None = None
 ) -> np.ndarray:
-    """Float32 initial value of one parameter of this shape, or of a part of it.
+    """Returns the float32 initial value of a parameter, or of a part of it; `parameter` has its full name.
 
     Each name has its own random stream, so adding one changes no other.
     """
+    shape = parameter.shape
     part = whole_array(shape) if part is None else part
-    if name.endswith(("bias", ".lora_B.weight")):
+    if parameter.init == "zeros":
         return np.zeros(part.shape, np.float32)
-    if len(shape) == 1:
+    if parameter.init == "ones":
         return np.ones(part.shape, np.float32)
-    stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(name.encode())]))
-    if name.endswith(".lora_A.weight"):
+    stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(parameter.name.encode())]))
+    if parameter.init == "lora_a":
         values = _drawn(lambda out: stream.random(out=out, dtype=np.float32), math.prod(shape), part)
         values *= 2
         values -= 1
         values *= np.float32(shape[1] ** -0.5)
         return values
     deviation = settings.initializer_range
-    if name.endswith(("o_proj.weight", "down_proj.weight")):
+    if parameter.init == "residual":
         deviation /= (2 * settings.num_layers) ** 0.5
     values = _drawn(lambda out: stream.standard_normal(out=out, dtype=np.float32), math.prod(shape), part)
     values *= np.float32(deviation)

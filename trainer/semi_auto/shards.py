@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from trainer.models.init import initial_value
+from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
@@ -142,8 +143,9 @@ class ShardedParameters:
             RunError: Ranks have different values of the same weights.
         """
         settings, seed, sums = self.config.network, self.config.seed, {}
+        specs = parameter_specs(settings)
         for name, parameter in self.own.items():
-            whole = initial_value(name, self.shapes[name], settings, seed) if weights is None else weights[name]
+            whole = initial_value(specs[name], settings, seed) if weights is None else weights[name]
             sums[name] = zlib.crc32(np.ascontiguousarray(whole))
             _set(parameter, self.part(name, whole))
         check_same_values(sums, "weights", self.communicator)
