@@ -1,272 +1,253 @@
-"""The parts of a decoder on a CPU as cells: embedding, blocks and head, computed by `trainer.ops.cpu` on arrays.
+"""The parts of a decoder on a CPU as cells, which MindSpore's autograd drives.
 
-A part is a cell with a `bprop` of its own, new for each call, which keeps what its backward pass needs. Only weights
-that are trained are its inputs: no gradient is computed of the others. They are the parameters themselves, as the array
-of a view, and of a gradient that went through one, would be a copy. Nothing is compiled.
+A call of a part is a cell of its own with a `bprop`, and keeps what the backward pass needs. Only weights that are
+trained are its inputs: no gradient is computed of the others. They are the parameters themselves, as the array of a
+view, and of a gradient that went through one, would be a copy. Nothing is compiled.
 
-Legend: N tokens, D hidden, V vocabulary.
+Legend: N tokens, D hidden, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn
+from mindspore import dtype as mstype
 
-from trainer.arrays.head import HostHead, embedding_gradient, embedding_rows
-from trainer.arrays.memory import Scratch, empty, host_threads, narrow_weight, on_host
-from trainer.arrays.norms import RmsNorm, RowExchange
-from trainer.arrays.positions import Gradients, TokenPositions, Weights
-from trainer.arrays.router import sigmoid
-from trainer.arrays.sublayers import HostAttention, HostMlp
+from trainer.arrays.memory import narrow_weight, on_host
+from trainer.arrays.onednn import BFLOAT16
+from trainer.arrays.tiles import SublayerCall
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.arrays.attention import CpuAttention
+    from trainer.arrays.dropout import LayerDropout
+    from trainer.arrays.embedding import CpuEmbedding, CpuMerge
+    from trainer.arrays.head import FusedLinearCrossEntropy, HeadResult
+    from trainer.arrays.mlp import CpuMlp
+    from trainer.arrays.moe import CpuMoe, MoeInputs
+    from trainer.arrays.positions import TokenPositions
+    from trainer.arrays.tiles import Arrays, Gradients
+    from trainer.ops.routing import Routing
+
+DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
+"""The dtype of arrays that hold numbers of a compute dtype."""
+Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
-class HostBlock:
-    """The functions of a block, which serve all layers.
-
-    Args:
-        settings: Those that this rank computes with.
-        dtype: That of the products, "float32" or "bfloat16".
-        exchange: Of tensor-parallel ranks, whose products are in float32.
-    """
-
-    def __init__(self, settings: ModelConfig, dtype: str = "float32", exchange: RowExchange | None = None) -> None:
-        scratch, self.dtype = Scratch(host_threads().threads), dtype
-        self.attention = HostAttention(settings, scratch, exchange)
-        norm = RmsNorm(settings.hidden_size, settings.rms_norm_eps)
-        self.mlp = HostMlp(settings.ffn_size, scratch, norm, exchange=exchange)
-
-
-class HostLayerPart:
-    """A block or a sublayer of it with the weights of one layer: (x_ND, positions) -> x_ND.
-
-    Args:
-        part: "block", "attention" or "mlp".
-        named: The weights that it uses, by their names in a block.
-        windowed: Whether the layer's attention has a sliding window.
-        recomputed: Compute its activations again in the backward pass; also where no gradient flows through it.
-    """
-
-    def __init__(
-        self, block: HostBlock, part: str, named: Mapping[str, Parameter], *, windowed: bool, recomputed: bool
-    ) -> None:
-        self.block, self.named, self.windowed, self.recomputed = block, dict(named), windowed, recomputed
-        self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
-
-    @property
-    def weights(self) -> list[Parameter]:
-        return list(self.named.values())
-
-    def __call__(self, x_ND: Tensor, positions: TokenPositions, trains: bool) -> Tensor:
-        """Without `trains` nothing is kept for a backward pass, which would compute it again."""
-        trained = [name for name, weight in self.named.items() if weight.requires_grad]
-        keeps = trains and not self.recomputed
-        return _LayerCall(self, positions, trained, keeps)(x_ND, *(self.named[name] for name in trained))
+class ArrayPart(Protocol):
+    """A part of a decoder: functions of arrays for one call."""
 
     def forward(
-        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, keeps: bool = True, adds: bool = True
-    ) -> tuple[Tensor, tuple | None]:
-        """The result, and what `backward` takes; without `keeps` None. Without `adds` the result is not computed."""
-        middle_ND, attention, mlp = x_ND, None, None
-        if self.has_attention:
-            result, attention = self.block.attention.forward(
-                x_ND, weights, positions, self._blocks(positions), keeps, adds or self.has_mlp
-            )
-            middle_ND = result.asnumpy()
-        if self.has_mlp:
-            result, mlp = self.block.mlp.forward(middle_ND, weights, keeps, adds)
-        return result, (middle_ND, attention, mlp) if keeps else None
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Results, Any]:
+        """Returns the results, and what `backward` takes; without `save` None.
+
+        Without `compute_output` nobody needs the results.
+        """
 
     def backward(
-        self, x_ND: np.ndarray, weights: Weights, positions: TokenPositions, saved: tuple, grad_ND: np.ndarray,
-        trained: Iterable[str],
-    ) -> tuple[Tensor, Gradients]:  # fmt: skip
-        middle_ND, attention, mlp = saved
-        found: Gradients = {}
-        if self.has_mlp:
-            result, found = self.block.mlp.backward(middle_ND, weights, mlp, grad_ND, trained)
-            grad_ND = result.asnumpy()
-        if self.has_attention:
-            result, more = self.block.attention.backward(
-                x_ND, weights, positions, self._blocks(positions), attention, grad_ND, trained
-            )
-            found |= more
-        return result, found
-
-    def _blocks(self, positions: TokenPositions) -> tuple:
-        return positions.window_blocks if self.windowed else positions.blocks
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        """Returns the gradients of the inputs and of the trained weights. `saved` is used up."""
 
 
-class _LayerCall(nn.Cell):
-    """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
+class PartWeights:
+    """The weights of a part: parameters by their names in it, and which of them products take in a narrow dtype."""
 
-    def __init__(self, part: HostLayerPart, positions: TokenPositions, trained: list[str], keeps: bool) -> None:
-        super().__init__(auto_prefix=False)
-        self.part, self.positions, self.trained, self.keeps = part, positions, trained, keeps
-        self.saved: tuple | None = None
-
-    def construct(self, x_ND, *trained):
-        result, self.saved = self.part.forward(on_host(x_ND), self.arrays(), self.positions, self.keeps)
-        return result
-
-    def bprop(self, x_ND, *trained_out_grad):
-        x, weights, saved = on_host(x_ND), self.arrays(), self.saved
-        if saved is None:
-            saved = self.part.forward(x, weights, self.positions, adds=False)[1]
-        self.saved = None
-        grad, found = self.part.backward(
-            x, weights, self.positions, saved, on_host(trained_out_grad[-1]), self.trained
-        )
-        return grad, *(found[name] for name in self.trained)
+    def __init__(self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = ()) -> None:
+        self.named = dict(named)
+        self.dtype = DTYPES[dtype]
+        self.narrow = frozenset(narrow) if dtype != "float32" else frozenset()
 
     def arrays(self) -> dict[str, np.ndarray]:
-        return {name: _weight(weight, self.part.block.dtype) for name, weight in self.part.named.items()}
+        """Returns the weights as the part computes with them."""
+        found = {name: on_host(weight) for name, weight in self.named.items()}
+        return found | {name: narrow_weight(found[name], self.dtype) for name in self.narrow if name in found}
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, weight in self.named.items() if weight.requires_grad]
 
 
-def _weight(weight: Tensor, dtype: str) -> np.ndarray:
-    """What a part computes with: of a matrix the numbers in the dtype of the products."""
-    array = on_host(weight)
-    return narrow_weight(array) if array.ndim == 2 and dtype == "bfloat16" else array
+def run_part(part: ArrayPart, weights: PartWeights, inputs: Sequence[Tensor], save: bool) -> Results:
+    """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass computes it again."""
+    cell = _PartCell(part, weights, len(inputs), save)
+    return cell(*inputs, *(weights.named[name] for name in cell.trained))
 
 
-class HostNorm:
-    """(x_ND, weight_D) -> normed x: the norm before experts."""
+class _PartCell(nn.Cell):
+    """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
 
-    def __init__(self, size: int, eps: float) -> None:
-        self.norm = RmsNorm(size, eps)
-
-    def __call__(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        return _NormCall(self.norm)(x_ND, weight_D)
-
-
-class _NormCall(nn.Cell):
-    """One call of a norm, which keeps the factors of the rows."""
-
-    def __init__(self, norm: RmsNorm) -> None:
+    def __init__(self, part: ArrayPart, weights: PartWeights, inputs: int, save: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.norm, self.scale_N = norm, None
+        self.part = part
+        self.weights = weights
+        self.trained = weights.trained
+        self.inputs = inputs
+        self.save = save
+        self.saved: Any = None
 
-    def construct(self, x_ND, weight_D):
-        (result, out_ND), x = empty(*x_ND.shape), on_host(x_ND)
-        self.scale_N = self.norm.scales(x)
-        self.norm(x, on_host(weight_D), self.scale_N, out_ND)
-        return result
+    def construct(self, *inputs_and_trained):
+        inputs = [on_host(x) for x in inputs_and_trained[: self.inputs]]
+        results, self.saved = self.part.forward(inputs, self.weights.arrays(), self.save, True)
+        return results
 
-    def bprop(self, x_ND, weight_D, out, grad_ND):
-        (result, out_ND), x = empty(*x_ND.shape), on_host(x_ND)
-        out_ND[...] = on_host(grad_ND)
-        of_weight_D = self.norm.gradient(x, on_host(weight_D), self.scale_N, out_ND, empty(*x_ND.shape)[1])
-        return result, Tensor(of_weight_D)
-
-
-_SHARED = "gate_proj.weight", "up_proj.weight", "down_proj.weight"
-
-
-class HostSharedExperts:
-    """(y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D], as `trainer.models.moe.SharedExperts`."""
-
-    def __init__(self, settings: ModelConfig, dtype: str = "float32") -> None:
-        self.mlp = HostMlp(settings.shared_expert_size, Scratch(host_threads().threads), prefix="")
-        self.dtype = dtype
-
-    def __call__(self, y_ND: Tensor, *weights: Tensor) -> Tensor:
-        return _SharedExpertsCall(self.mlp, self.dtype)(y_ND, *weights)
+    def bprop(self, *arguments):
+        *inputs_and_trained, _, grads = arguments
+        inputs = [on_host(x) for x in inputs_and_trained[: self.inputs]]
+        weights = self.weights.arrays()
+        saved, self.saved = self.saved, None
+        if saved is None:
+            saved = self.part.forward(inputs, weights, True, False)[1]
+        grads = [on_host(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
+        of_inputs, found = self.part.backward(inputs, weights, saved, grads, self.trained)
+        return *of_inputs, *(found[name] for name in self.trained)
 
 
-class _SharedExpertsCall(nn.Cell):
-    """One call, which keeps what its backward pass needs."""
+@dataclass(frozen=True)
+class LayerPass:
+    """Attention and feed-forward sublayer, or one of them, for one call: x_ND -> x_ND."""
 
-    def __init__(self, mlp: HostMlp, dtype: str) -> None:
-        super().__init__(auto_prefix=False)
-        self.mlp, self.dtype, self.saved, self.share_N1, self.out_ND = mlp, dtype, None, None, None
+    attention: CpuAttention | None
+    mlp: CpuMlp | None
+    positions: TokenPositions
+    dropout: LayerDropout | None = None
 
-    def construct(self, y_ND, *weights):
-        y, arrays = on_host(y_ND), self.arrays(weights)
-        result, self.saved = self.mlp.forward(y, arrays)
-        if len(weights) > len(_SHARED):
-            self.share_N1, self.out_ND = sigmoid(y @ on_host(weights[-1]).T), result.asnumpy()
-            result, out_ND = empty(*y.shape)
-            np.multiply(self.out_ND, self.share_N1, out=out_ND)
-        return result
+    def forward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Tensor, Any]:
+        [x_ND] = inputs
+        middle_ND = x_ND
+        saved: list[Any] = [None, None, None]
+        if self.attention is not None:
+            needs_output = compute_output or self.mlp is not None
+            call = SublayerCall(weights, dropout=self.dropout, save=save, compute_output=needs_output)
+            result = self.attention.forward(call, x_ND, self.positions)
+            middle_ND = result.asnumpy()
+            saved[1] = call.saved
+        if self.mlp is not None:
+            call = SublayerCall(weights, dropout=self.dropout, save=save, compute_output=compute_output)
+            result = self.mlp.forward(call, middle_ND)
+            saved[2] = call.saved
+        saved[0] = middle_ND
+        return result, saved if save else None
 
-    def bprop(self, y_ND, *weights_out_grad):
-        weights, grad = weights_out_grad[:-2], on_host(weights_out_grad[-1])
-        y, saved = on_host(y_ND), self.saved
-        of_score_N1 = None
-        if self.share_N1 is not None:
-            of_score_N1 = np.einsum("nd,nd->n", grad, self.out_ND)[:, None] * self.share_N1 * (1 - self.share_N1)
-            grad = grad * self.share_N1
-        self.saved = self.out_ND = None
-        result, found = self.mlp.backward(y, self.arrays(weights), saved, grad, _SHARED)
-        gradients = [found[name] for name in _SHARED]
-        if of_score_N1 is not None:
-            result.asnumpy()[...] += of_score_N1 * on_host(weights[-1])
-            gradients.append(Tensor(of_score_N1.T @ y))
-        return result, *gradients
-
-    def arrays(self, weights) -> dict[str, np.ndarray]:
-        return {name: _weight(one, self.dtype) for name, one in zip(_SHARED, weights, strict=False)}
-
-
-class HostEmbedding(nn.Cell):
-    """One look-up of tokens: weight_VD -> x_ND."""
-
-    def __init__(self, ids_N: Tensor) -> None:
-        super().__init__(auto_prefix=False)
-        self.ids_N = ids_N.asnumpy()
-
-    def construct(self, weight_VD):
-        return embedding_rows(on_host(weight_VD), self.ids_N)
-
-    def bprop(self, weight_VD, out, grad_ND):
-        return (embedding_gradient(weight_VD.shape, self.ids_N, on_host(grad_ND)),)
+    def backward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        [x_ND], [grad_ND] = inputs, grads
+        middle_ND, of_attention, of_mlp = saved
+        found: Gradients = {}
+        if self.mlp is not None:
+            call = SublayerCall(weights, dropout=self.dropout, saved=of_mlp, trained=trained)
+            result, found = self.mlp.backward(call, middle_ND, grad_ND)
+            grad_ND = result.asnumpy()
+        if self.attention is not None:
+            call = SublayerCall(weights, dropout=self.dropout, saved=of_attention, trained=trained)
+            result, more = self.attention.backward(call, x_ND, self.positions, grad_ND)
+            found |= more
+        return [result], found
 
 
-class HostHeadPart:
-    """(x_ND, norm, matrix, labels, trains) -> sum of token losses: final norm, output projection, cross entropy."""
+class ExpertsPass:
+    """The sublayer with experts for one call: x_ND -> x_ND, auxiliary and z loss.
 
-    def __init__(self, settings: ModelConfig, dtype: str = "float32") -> None:
-        self.dtype = dtype
-        self.head = HostHead(settings.hidden_size, settings.rms_norm_eps)
+    Attributes:
+        routing, scores_NE: What the router decided; a pass that is computed again repeats it.
+    """
 
-    def __call__(
-        self, x_ND: Tensor, norm_D: Parameter, weight_VD: Parameter, labels: Any, trains: bool
-    ) -> Tensor:
-        """`labels` has labels_N and valid_N1; without `trains` there is no backward pass."""
-        named = {"norm": norm_D, "weight": weight_VD}
-        trained = [name for name, weight in named.items() if weight.requires_grad]
-        numbers = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
-        call = _HeadCall(self.head, named, trained, *numbers, trains, self.dtype)
-        return call(x_ND, *(named[name] for name in trained))
+    def __init__(self, moe: CpuMoe, inputs: MoeInputs, dropout: LayerDropout | None) -> None:
+        self.moe = moe
+        self.inputs = inputs
+        self.dropout = dropout
+        self.routing: Routing | None = None
+        self.scores_NE: np.ndarray | None = None
+
+    def forward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Results, Any]:
+        call = SublayerCall(weights, dropout=self.dropout, save=save)
+        result, passed = self.moe.forward(call, inputs[0], replace(self.inputs, routing=self.routing))
+        self.routing = passed.routing
+        if passed.routed is None:
+            return result, None
+        self.scores_NE = passed.routed.scores_NE
+        losses = [Tensor(loss, mstype.float32) for loss in (passed.routed.aux_loss, passed.routed.z_loss)]
+        return (result, *losses), passed if save else None
+
+    def backward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        call = SublayerCall(weights, dropout=self.dropout)
+        result, found = self.moe.backward(call, saved, *grads, trained)
+        return [result], found
 
 
-class _HeadCall(nn.Cell):
-    """One call of the head, which keeps the gradients of its loss."""
+@dataclass(frozen=True)
+class EmbeddingPass:
+    """The look-up of tokens for one call: nothing -> x_ND."""
 
-    def __init__(
-        self, head: HostHead, named: dict[str, Parameter], trained: list[str], labels_N: np.ndarray,
-        valid_N1: np.ndarray, trains: bool, dtype: str,
-    ) -> None:  # fmt: skip
-        super().__init__(auto_prefix=False)
-        self.head, self.weights, self.trained, self.trains, self.dtype = head, named, trained, trains, dtype
-        self.labels_N, self.valid_N1, self.found = labels_N, valid_N1, None
+    embedding: CpuEmbedding
+    ids_N: np.ndarray
 
-    def construct(self, x_ND, *trained):
-        wanted = ("x", *self.trained) if self.trains else ()
-        weights = (_weight(self.weights[name], self.dtype) for name in ("norm", "weight"))
-        self.found = self.head(on_host(x_ND), *weights, self.labels_N, self.valid_N1, wanted)
-        return Tensor(self.found.loss)
+    def forward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Tensor, Any]:
+        result, rows_NE = self.embedding.forward(weights, self.ids_N)
+        return result, (rows_NE,) if save else None
 
-    def bprop(self, x_ND, *trained_out_grad):
-        factor, found = on_host(trained_out_grad[-1]), self.found
-        gradients = {"norm": found.norm_D, "weight": found.weight_VD}
-        self.found = None
-        wanted = [found.grad_ND, *(gradients[name] for name in self.trained)]
-        for gradient in wanted:
-            gradient.asnumpy()[...] *= factor
-        return tuple(wanted)
+    def backward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        return [], self.embedding.backward(weights, self.ids_N, *saved, grads[0], trained)
+
+
+@dataclass(frozen=True)
+class MergePass:
+    """The merge of an MTP module for one call: embedded_ND, x_ND -> x_ND."""
+
+    merge: CpuMerge
+
+    def forward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Tensor, Any]:
+        return self.merge.forward(weights, *inputs), True
+
+    def backward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        *of_inputs, found = self.merge.backward(weights, *inputs, grads[0], trained)
+        return of_inputs, found
+
+
+@dataclass(frozen=True)
+class HeadPass:
+    """The head for one call: x_ND -> sum of token losses. The gradients are those of the forward pass."""
+
+    head: FusedLinearCrossEntropy
+    labels_N: np.ndarray
+    valid_N1: np.ndarray
+    trained: Collection[str]
+
+    def forward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Tensor, Any]:
+        wanted = self.trained if save else None
+        result = self.head(weights, inputs[0], self.labels_N, self.valid_N1, wanted)
+        return Tensor(result.loss), result if save else None
+
+    def backward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: HeadResult, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        for gradient in (saved.grad, *saved.weights.values()):
+            gradient.asnumpy()[...] *= grads[0]
+        return [saved.grad], saved.weights

@@ -1,154 +1,189 @@
-"""The experts of a layer as one reference kernel, for float32: from tokens to the weighted sums of their experts.
+"""The routed experts of a layer on arrays: from tokens to the weighted sums of their experts, forward and backward.
 
-As a chain of kernels (permute, three grouped products with a SwiGLU between them, unpermute) every result goes through
-memory, which costs half as much as the products. Here a thread takes some hundred rows through all of it, forwards and
-backwards, while they are in its cache.
+A thread takes some hundred rows of an expert through both of its products and the SwiGLU between them, while they are
+in its cache. Experts compute in float32, whatever the other products take.
 
-Legend: as in moe.py; F width of an expert.
+Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each token, D hidden, F width of an expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn
 
-from trainer.arrays.memory import (
-    Scratch,
-    add_rows,
-    empty,
-    expert_parts,
-    expert_rows,
-    host_threads,
-    on_host,
-    parts,
-    take_tokens,
-)
+from trainer.arrays.memory import add_rows, empty, expert_parts, expert_rows, host_threads, parts, take_tokens
 from trainer.arrays.onednn import operators
-from trainer.ops.routing import Routing
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from mindspore import Tensor
+
+    from trainer.arrays.tiles import Scratch, Tile
+    from trainer.ops.routing import Routing
 
 _MOST_ROWS = 1024  # rows that a thread takes at once: products of fewer than some hundred are slower
 _SCRATCH_NUMBERS = 1 << 21  # size of a thread's scratch: large models have enough work in fewer rows
 _MOST_SEGMENTS = 4  # parts of one expert's rows, each with its own gradient of the weights
 
 
-class CpuExperts:
-    """(x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing) -> out_ND.
+class ExpertWeights(NamedTuple):
+    """The stacked weights of some experts: [E, F, D], [E, F, D], [E, D, F], and where outputs have a bias [E, D]."""
 
-    out is the sum over a token's experts e of its gate for e times down_e(silu(gate_e(x)) * up_e(x)): the same as
-    Permute, GroupedMatmul, SwiGLU and Unpermute one after the other. What GroupedMatmul says of experts without rows
-    and of parameters holds here too.
+    gate: np.ndarray
+    up: np.ndarray
+    down: np.ndarray
+    bias: np.ndarray | None = None
+
+
+class SavedExperts(NamedTuple):
+    """What the backward pass needs besides the inputs: the products before the SwiGLU, [R, F]."""
+
+    gate_RF: np.ndarray
+    up_RF: np.ndarray
+
+
+class ExpertGradients(NamedTuple):
+    """The gradients of tokens, gates and weights; None for weights that are not trained."""
+
+    x_ND: np.ndarray
+    gates_Nk: np.ndarray
+    weights: dict[str, Tensor]
+
+
+class CpuExperts:
+    """The sum over a token's experts e of its gate for e times (down_e(silu(gate_e(x)) * up_e(x)) + bias_e).
+
+    An expert without rows costs nothing, and its gradients are zero. Rows after the last expert's belong to no expert.
     """
 
-    def __init__(self) -> None:
-        self.scratch = Scratch(host_threads().threads)
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
 
-    def __call__(
-        self, x_ND: Tensor, gates_Nk: Tensor, gate_EFD: Tensor, up_EFD: Tensor, down_EDF: Tensor, routing: Routing
-    ) -> Tensor:
-        weights = (gate_EFD, up_EFD, down_EDF)
-        trained = [not isinstance(weight, Parameter) or weight.requires_grad for weight in weights]
-        return _ExpertsCall(routing, trained, self.scratch)(x_ND, gates_Nk, *weights)
-
-
-class _ExpertsCall(nn.Cell):
-    """One call, which keeps the products before the SwiGLU for its backward pass."""
-
-    def __init__(self, routing: Routing, trained: list[bool], scratch: Scratch) -> None:
-        super().__init__(auto_prefix=False)
-        self.trained, self.scratch = trained, scratch
-        # Tensors if the routing was decided in a graph.
-        self.row_Nk, self.token_R, self.counts_E = map(np.asarray, (routing.row_Nk, routing.token_R, routing.counts_E))
-        self.rows = int(self.counts_E.sum())  # those after them belong to no expert
-        self.gate_RF = self.up_RF = None
-
-    def construct(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF):
-        x, gate, up, down = map(on_host, (x_ND, gate_EFD, up_EFD, down_EDF))
-        (result, out), size, threads = empty(*x.shape), (len(self.token_R), gate.shape[1]), host_threads()
-        (_, self.gate_RF), (_, self.up_RF), (_, y) = empty(*size), empty(*size), empty(size[0], x.shape[1])
-        gate_R = self.gate_of_rows(gates_Nk)
-        y[self.rows :] = 0
+    def forward(
+        self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
+    ) -> tuple[np.ndarray, SavedExperts]:
+        """Returns the sums, [N, D], in memory of MindSpore's pool, and what `backward` takes; `routing` has arrays."""
+        rows = len(routing.token_R)
+        width = weights.gate.shape[1]
+        out_ND = empty(*x_ND.shape)[1]
+        saved = SavedExperts(empty(rows, width)[1], empty(rows, width)[1])
+        y_RD = empty(rows, x_ND.shape[1])[1]
+        y_RD[int(routing.counts_E.sum()) :] = 0
+        gate_R = _gate_of_rows(gates_Nk, routing)
 
         def compute(part: tuple[int, slice], thread: int) -> None:
             expert, rows = part
             run = operators()
-            x_rD, inner = self.scratch.take(thread, rows, x.shape[1], size[1])
-            take_tokens(x, self.token_R[rows], x_rD)
-            run.matmul(x_rD, gate[expert].T, self.gate_RF[rows])
-            run.matmul(x_rD, up[expert].T, self.up_RF[rows])
-            run.silu(self.gate_RF[rows], inner)
-            inner *= self.up_RF[rows]
-            inner *= gate_R[rows, None]
-            run.matmul(inner, down[expert].T, y[rows])
+            tile = self.scratch.tile(rows, thread)
+            x_rD = tile.take(x_ND.shape[1])
+            inner_rF = tile.take(width)
+            take_tokens(x_ND, routing.token_R[rows], x_rD)
+            run.matmul(x_rD, weights.gate[expert].T, saved.gate_RF[rows])
+            run.matmul(x_rD, weights.up[expert].T, saved.up_RF[rows])
+            run.silu(saved.gate_RF[rows], inner_rF)
+            inner_rF *= saved.up_RF[rows]
+            inner_rF *= gate_R[rows, None]
+            run.matmul(inner_rF, weights.down[expert].T, y_RD[rows])
+            if weights.bias is not None:
+                y_RD[rows] += gate_R[rows, None] * weights.bias[expert]
 
-        threads.run(expert_parts(self.counts_E, self.most_rows(gate)), compute)
-        add_rows(y, self.row_Nk, None, out)
-        return result
+        host_threads().run(expert_parts(routing.counts_E, _most_rows(weights)), compute)
+        add_rows(y_RD, routing.row_Nk, None, out_ND)
+        return out_ND, saved
 
-    def most_rows(self, gate_EFD: np.ndarray) -> int:
-        return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(gate_EFD.shape[1:]))))
-
-    def gate_of_rows(self, gates_Nk: Tensor) -> np.ndarray:
-        gate_R = np.zeros(len(self.token_R), np.float32)
-        gate_R[self.row_Nk] = on_host(gates_Nk)
-        return gate_R
-
-    def bprop(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, out, grad_ND):
-        x, gate, up, down, grad = map(on_host, (x_ND, gate_EFD, up_EFD, down_EDF, grad_ND))
-        (result, grad_x), (_, grad_rows) = empty(*x.shape), empty(len(self.token_R), x.shape[1])
-        gate_R, grad_gate_R = self.gate_of_rows(gates_Nk), np.zeros(len(self.token_R), np.float32)
-        grad_rows[self.rows :] = 0
-        threads, shapes = host_threads(), [weight.shape[1:] for weight in (gate, up, down)]
-        (width, hidden), most = shapes[0], self.most_rows(gate)
-        widths = (hidden, hidden, width, width, width)
-        weights = [
-            _WeightGradient(self.counts_E, shape) if trained else None
-            for shape, trained in zip(shapes, self.trained, strict=True)
-        ]
+    def backward(
+        self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: SavedExperts,
+        grad_ND: np.ndarray, trained: Collection[str],
+    ) -> ExpertGradients:  # fmt: skip
+        """Returns the gradients; `trained` has fields of `ExpertWeights`. `saved` is used up."""
+        rows = len(routing.token_R)
+        hidden = x_ND.shape[1]
+        width = weights.gate.shape[1]
+        grad_x_ND = empty(*x_ND.shape)[1]
+        grad_rows_RD = empty(rows, hidden)[1]
+        grad_rows_RD[int(routing.counts_E.sum()) :] = 0
+        gate_R = _gate_of_rows(gates_Nk, routing)
+        grad_gate_R = np.zeros(rows, np.float32)
+        sums = {
+            name: _SegmentSums(routing.counts_E, array.shape[1:])
+            for name, array in weights._asdict().items()
+            if array is not None and name in trained
+        }
+        most = _most_rows(weights)
 
         def compute(segment: tuple[int, int, slice], thread: int) -> None:
             expert, _, every = segment
             run = operators()
             for rows in parts(every, most):
-                x_rD, grad_rD, grad_inner, inner, work = self.scratch.take(thread, rows, *widths)
-                take_tokens(x, self.token_R[rows], x_rD)
-                take_tokens(grad, self.token_R[rows], grad_rD)
-                run.matmul(grad_rD, down[expert], grad_inner)
-                grad_gate, grad_up = self.gate_RF[rows], self.up_RF[rows]
-                _swiglu_gradient(grad_gate, grad_up, inner, grad_inner, work, gate_R[rows], grad_gate_R[rows])
-                run.matmul(grad_gate, gate[expert], grad_rows[rows])
-                run.matmul(grad_up, up[expert], grad_rows[rows], True)
-                pairs = ((grad_gate, x_rD), (grad_up, x_rD), (grad_rD, inner))
-                for weight, pair in zip(weights, pairs, strict=True):
-                    if weight is not None:
-                        weight.add(segment, rows, *pair)
+                tile = self.scratch.tile(rows, thread)
+                x_rD, grad_rD = tile.take(hidden), tile.take(hidden)
+                grad_inner_rF, inner_rF = tile.take(width), tile.take(width)
+                take_tokens(x_ND, routing.token_R[rows], x_rD)
+                take_tokens(grad_ND, routing.token_R[rows], grad_rD)
+                run.matmul(grad_rD, weights.down[expert], grad_inner_rF)
+                grad_gate_rF, grad_up_rF = saved.gate_RF[rows], saved.up_RF[rows]
+                grad_gate_R[rows] = _weighted_swiglu_gradient(
+                    grad_gate_rF, grad_up_rF, inner_rF, grad_inner_rF, gate_R[rows], tile
+                )
+                if weights.bias is not None:
+                    grad_gate_R[rows] += grad_rD @ weights.bias[expert]
+                run.matmul(grad_gate_rF, weights.gate[expert], grad_rows_RD[rows])
+                run.matmul(grad_up_rF, weights.up[expert], grad_rows_RD[rows], True)
+                for name, left, right in (
+                    ("gate", grad_gate_rF, x_rD), ("up", grad_up_rF, x_rD), ("down", grad_rD, inner_rF),
+                ):  # fmt: skip
+                    if name in sums:
+                        sums[name].add_product(segment, rows, left, right)
+                if "bias" in sums:
+                    sums["bias"].add(segment, rows, gate_R[rows] @ grad_rD)
 
-        threads.run(_segments(self.counts_E), compute)
-        self.gate_RF = self.up_RF = None
-        add_rows(grad_rows, self.row_Nk, None, grad_x)
-        found = [None if weight is None else weight.total() for weight in weights]
-        return result, Tensor.from_numpy(grad_gate_R[self.row_Nk]), *found
+        host_threads().run(_segments(routing.counts_E), compute)
+        add_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
+        found = {name: one.total() for name, one in sums.items()}
+        return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], found)
 
 
-class _WeightGradient:
-    """The gradient of all experts' weights, added up segment by segment: the same bits for any number of threads."""
+def _most_rows(weights: ExpertWeights) -> int:
+    return max(1, min(_MOST_ROWS, _SCRATCH_NUMBERS // (3 * sum(weights.gate.shape[1:]))))
 
-    def __init__(self, counts_E: np.ndarray, shape: tuple[int, int]) -> None:
+
+def _gate_of_rows(gates_Nk: np.ndarray, routing: Routing) -> np.ndarray:
+    gate_R = np.zeros(len(routing.token_R), np.float32)
+    gate_R[routing.row_Nk] = gates_Nk
+    return gate_R
+
+
+class _SegmentSums:
+    """The gradient of one weight of all experts, added up segment by segment: the same bits for any number of
+    threads."""
+
+    def __init__(self, counts_E: np.ndarray, shape: tuple[int, ...]) -> None:
         self.tensor, self.array = empty(len(counts_E), *shape)
         self.array[counts_E == 0] = 0
         self.other_segments: dict[tuple[int, int], np.ndarray] = {}
 
-    def add(self, segment: tuple[int, int, slice], rows: slice, left: np.ndarray, right: np.ndarray) -> None:
+    def add_product(self, segment: tuple[int, int, slice], rows: slice, left: np.ndarray, right: np.ndarray) -> None:
         """Adds left.T @ right of some of the segment's rows."""
-        expert, number, every = segment
-        is_first = rows.start == every.start
-        if number and is_first:
-            self.other_segments[expert, number] = np.empty(self.array.shape[1:], np.float32)
-        operators().matmul(left.T, right, self.of_segment(expert, number), not is_first)
+        operators().matmul(left.T, right, self._sum_of(segment, rows), rows.start != segment[2].start)
 
-    def of_segment(self, expert: int, number: int) -> np.ndarray:
-        return self.other_segments[expert, number] if number else self.array[expert]
+    def add(self, segment: tuple[int, int, slice], rows: slice, value: np.ndarray) -> None:
+        """Adds a value of some of the segment's rows."""
+        total = self._sum_of(segment, rows)
+        if rows.start == segment[2].start:
+            total[...] = value
+        else:
+            total += value
+
+    def _sum_of(self, segment: tuple[int, int, slice], rows: slice) -> np.ndarray:
+        expert, number, every = segment
+        if not number:
+            return self.array[expert]
+        if rows.start == every.start:
+            self.other_segments[expert, number] = np.empty(self.array.shape[1:], np.float32)
+        return self.other_segments[expert, number]
 
     def total(self) -> Tensor:
         for (expert, _), part in sorted(self.other_segments.items(), key=lambda item: item[0]):
@@ -157,39 +192,35 @@ class _WeightGradient:
 
 
 def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
-    """Experts, the number of the segment, and its rows: so many that an expert with most of the rows has work for
-    several threads."""
+    """Yields experts, the number of the segment, and its rows: so many that an expert with most of the rows has work
+    for several threads."""
     for expert, rows in expert_rows(counts_E):
         size = rows.stop - rows.start
         number = min(_MOST_SEGMENTS, -(-size // _MOST_ROWS))
         for segment in range(number):
-            first, last = (rows.start + size * place // number for place in (segment, segment + 1))
+            first = rows.start + size * segment // number
+            last = rows.start + size * (segment + 1) // number
             yield expert, segment, slice(first, last)
 
 
-def _swiglu_gradient(
-    gate: np.ndarray,
-    up: np.ndarray,
-    inner: np.ndarray,
-    grad: np.ndarray,
-    work: np.ndarray,
-    weight_r: np.ndarray,
-    grad_weight_r: np.ndarray,
-) -> None:
-    """Backward through weight_r * silu(gate) * up.
+def _weighted_swiglu_gradient(
+    gate_rF: np.ndarray, up_rF: np.ndarray, inner_rF: np.ndarray, grad_rF: np.ndarray, weight_r: np.ndarray, tile: Tile
+) -> np.ndarray:
+    """Goes backward through weight_r * silu(gate) * up. Returns the gradient of the factor of each row.
 
     Args:
-        gate, up: Replaced by their gradients.
-        inner: Receives the input of the next product.
-        grad: Gradient of `inner`; overwritten, as `work` is.
-        weight_r, grad_weight_r: A factor for each row; receives the gradient of the factor.
+        gate_rF, up_rF: Replaced by their gradients.
+        inner_rF: Receives the input of the next product.
+        grad_rF: Gradient of `inner_rF`; overwritten.
     """
     run = operators()
-    run.silu(gate, work)
-    np.multiply(work, up, out=inner)  # without the factor
-    np.einsum("rf,rf->r", inner, grad, out=grad_weight_r)
-    inner *= weight_r[:, None]
-    grad *= weight_r[:, None]
-    up *= grad
-    run.silu_gradient(gate, up, gate)
-    np.multiply(grad, work, out=up)
+    work_rF = tile.take(gate_rF.shape[1])
+    run.silu(gate_rF, work_rF)
+    np.multiply(work_rF, up_rF, out=inner_rF)  # without the factor
+    grad_weight_r = np.einsum("rf,rf->r", inner_rF, grad_rF)
+    inner_rF *= weight_r[:, None]
+    grad_rF *= weight_r[:, None]
+    up_rF *= grad_rF
+    run.silu_gradient(gate_rF, up_rF, gate_rF)
+    np.multiply(grad_rF, work_rF, out=up_rF)
+    return grad_weight_r

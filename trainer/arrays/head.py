@@ -1,156 +1,276 @@
-"""Embedding and head of a decoder on arrays, forward and backward.
+"""Final norm, output projection and cross entropy on arrays, forward and backward.
 
-The logits of all tokens, [N, V], are never there: the head takes some rows through product, softmax and gradients, and
-then the next ones in the same memory. In a training it computes the gradients of the loss in the forward pass (Hsu et
-al. 2024, Liger Kernel, section 3.2), so that no logit is computed twice.
+The logits of all tokens, [N, V], are never there: some rows go through product, softmax and gradients, and then the
+next ones in the same memory. In a training the gradients of the loss are computed in the forward pass (Hsu et al. 2024,
+Liger Kernel, section 3.2), so that no logit is computed twice.
 
-With a matrix in bfloat16 the products are those of numbers in bfloat16, as in `trainer.arrays`: the normed
-rows and the gradients of the logits are rounded, logits, softmax and loss are float32.
+Where tensor-parallel ranks shard the vocabulary, they exchange three numbers of each token: the largest logit of their
+shard, the sum of exp(logit - largest), and the logit of the label or 0. No rank ever has all logits.
 
-Legend: N tokens, D hidden, V vocabulary; n rows of a part.
+With a matrix in a narrow dtype the normed rows and the gradients of the logits are rounded; logits, softmax and loss
+are float32.
+
+Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the head, V vocabulary of this rank, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from mindspore import Tensor
 
 from trainer.arrays.memory import as_narrow, empty, host_threads, parts
-from trainer.arrays.norms import RmsNorm
 from trainer.arrays.onednn import operators
+from trainer.arrays.tiles import RmsNorm, WeightGradients
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+    from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
+    from trainer.parallel.tensor import TensorParallel
 
 _LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
 _FEWEST_ROWS = 64
 _COLUMNS = 1024  # of the vocabulary, that a thread takes at once
 _ROWS = 32  # of a softmax that a thread takes at once
-_FEW_TIMES = 8  # that a token of a batch comes
+_SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float16 times this, so that few become 0
 
 
 class HeadResult(NamedTuple):
-    """Sum of the losses, and its gradients of x, of the norm's weight and of the matrix, where they were asked for."""
+    """Sum of the losses, and its gradients of x, [n, D], and of the trained weights, where they were asked for."""
 
     loss: np.float32
-    grad_ND: Tensor | None
-    norm_D: Tensor | None
-    weight_VD: Tensor | None
+    grad: Tensor | None
+    weights: Gradients
 
 
-def embedding_rows(weight_VD: np.ndarray, ids_N: np.ndarray) -> Tensor:
-    """The rows of the tokens, [N, D]."""
-    result, out_ND = empty(len(ids_N), weight_VD.shape[1])
-    np.take(weight_VD, ids_N, axis=0, out=out_ND, mode="clip")  # other modes copy `out`
-    return result
+class FusedLinearCrossEntropy:
+    """Sum over valid tokens of logsumexp(logits) - logits[label].
 
-
-def embedding_gradient(shape: tuple[int, int], ids_N: np.ndarray, grad_ND: np.ndarray) -> Tensor:
-    """The gradient of the matrix, [V, D]: the sums over each token's rows, in their order."""
-    result, out_VD = empty(*shape)
-    out_VD[...] = 0
-    order_N = np.argsort(ids_N, kind="stable")
-    ids, first, counts = np.unique(ids_N[order_N], return_index=True, return_counts=True)
-    out_VD[ids] = grad_ND[order_N[first]]
-    # Most tokens come a few times: the second time of each of them, then the third. np.add.reduceat takes 20 times as
-    # long.
-    for time in range(1, min(_FEW_TIMES, counts.max(initial=0))):
-        again = np.flatnonzero(counts > time)
-        out_VD[ids[again]] += grad_ND[order_N[first[again] + time]]
-    for place in np.flatnonzero(counts > _FEW_TIMES):
-        left_n = order_N[first[place] + _FEW_TIMES : first[place] + counts[place]]
-        out_VD[ids[place]] += grad_ND[left_n].sum(0)
-    return result
-
-
-class HostHead:
-    """Final norm, output projection and cross entropy: sum over valid tokens of logsumexp(logits) - logits[label].
+    The weights are "norm", "weight" [V, E], and "mapping" [E, D] where the head has another width than the residual
+    stream.
 
     Args:
-        size, eps: Of the norm.
+        width: E.
+        first_token: First token of the vocabulary that this rank has.
     """
 
-    def __init__(self, size: int, eps: float) -> None:
-        self.norm = RmsNorm(size, eps)
+    def __init__(
+        self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, first_token: int = 0
+    ) -> None:
+        self.norm = RmsNorm(width, eps)
+        self.width = width
+        self.scratch = scratch
+        self.tensor = tensor
+        self.first_token = first_token
+
+    def normed(self, weights: Arrays, x_nD: np.ndarray) -> np.ndarray:
+        """Returns what the output projection multiplies, float32 [n, E]."""
+        y_nE = empty(len(x_nD), self.width)[1]
+
+        def compute(tile: Tile) -> None:
+            z_nE = self._mapped(weights, x_nD[tile.rows], tile)
+            self.norm(z_nE, weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows])
+
+        self.scratch.run(len(x_nD), compute)
+        return y_nE
+
+    def logits(self, weights: Arrays, x_nD: np.ndarray) -> np.ndarray:
+        """Returns the logits of this rank's vocabulary, [n, V]."""
+        y_nE = self.normed(weights, x_nD)
+        weight_VE = weights["weight"]
+        if weight_VE.dtype != np.float32:
+            y_nE = as_narrow(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
+        logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
+
+        def multiply(columns: slice, thread: int) -> None:
+            operators().matmul(y_nE, weight_VE[columns].T, logits_nV[:, columns])
+
+        host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), multiply)
+        return logits_nV
+
+    def _mapped(self, weights: Arrays, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns what the norm takes of a tile."""
+        if "mapping" not in weights:
+            return x_nD
+        z_nE = tile.take(self.width)
+        operators().matmul(tile.narrowed(x_nD, weights["mapping"].dtype), weights["mapping"].T, z_nE)
+        return z_nE
 
     @np.errstate(all="ignore")
     def __call__(
-        self, x_ND: np.ndarray, norm_D: np.ndarray, weight_VD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        wanted: Collection[str] = (),
+        self, weights: Arrays, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
+        trained: Iterable[str] | None = None,
     ) -> HeadResult:  # fmt: skip
-        """`wanted`: which gradients, "norm" and "weight"; that of x comes with any, and alone for "x"."""
-        vocabulary, hidden = weight_VD.shape
-        rows = min(len(x_ND), max(_FEWEST_ROWS, _LOGITS // vocabulary))
+        """Returns the loss, and with `trained`, names of weights, the gradients of x and of these."""
+        weight_VE = weights["weight"]
+        gradients = WeightGradients(trained or ())
+        y_NE = self.normed(weights, x_nD)
+        if self.tensor is not None:
+            y_NE = self.tensor.gather(y_NE)
+        grad_NE = None if trained is None else empty(*y_NE.shape)[1]
+        of_weight = (None, None)
+        if "weight" in gradients.trained:
+            of_weight = empty(*weight_VE.shape)
+            gradients.found["weight"] = of_weight[0]
+        loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, of_weight[1])
+        if trained is None:
+            return HeadResult(loss, None, {})
+        if self.tensor is not None:
+            grad_NE = self.tensor.collect(grad_NE)
+        return HeadResult(loss, self._input_gradient(weights, x_nD, grad_NE, gradients), gradients.compute())
+
+    def _loss(
+        self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
+        grad_NE: np.ndarray | None, of_weight_VE: np.ndarray | None,
+    ) -> np.float32:  # fmt: skip
+        """Returns the loss and writes the gradients; `y_NE` is used up."""
+        rows = min(len(y_NE), max(_FEWEST_ROWS, _LOGITS // len(weight_VE)))
+        dtype = weight_VE.dtype
         # Not by np.empty: memory from the system, which it would be each time, costs a third of the product.
-        logits, y_nD, work_nD = (empty(rows, width)[1] for width in (vocabulary, hidden, hidden))
-        dtype = weight_VD.dtype
-        # What products take of the gradients of the logits and of the normed rows.
-        factors = logits, y_nD
+        logits_nV = empty(rows, len(weight_VE))[1]
+        narrow_nE = narrow_nV = None
         if dtype != np.float32:
-            factors = np.empty((rows, 0), dtype), empty(rows, hidden, dtype=dtype)[1]
-            if wanted:
-                factors = empty(*logits.shape, dtype=dtype)[1], factors[1]
-        grad_ND, weight = empty(*x_ND.shape) if wanted else (None, None), (None, None)
-        if "weight" in wanted:
-            weight = empty(*weight_VD.shape)
-        of_norm_D, loss = np.zeros(hidden, np.float32), 0.0
-        for part in parts(slice(0, len(x_ND)), rows):
+            narrow_nE = empty(rows, self.width, dtype=dtype)[1]
+            if grad_NE is not None:
+                narrow_nV = empty(rows, len(weight_VE), dtype=dtype)[1]
+        loss = 0.0
+        for part in parts(slice(0, len(y_NE)), rows):
             size = part.stop - part.start
-            grad_nV, factor_nD = (array[:size] for array in factors)
-            x_nD, valid_n1, normed_nD = x_ND[part], valid_N1[part], y_nD[:size]
-            scale_n = self.norm.scales(x_nD)
-            self.norm(x_nD, norm_D, scale_n, normed_nD)
-            as_narrow(normed_nD, factor_nD)
-            loss += self._losses(logits[:size], factor_nD, weight_VD, labels_N[part], valid_n1, grad_nV)
-            if wanted:
-                out_nD = grad_ND[1][part]
-                normed_nD *= valid_n1
-                as_narrow(normed_nD, factor_nD)
-                self._gradients(grad_nV, factor_nD, weight_VD, valid_n1, out_nD, weight[1], first=not part.start)
-                of_norm_D += self.norm.gradient(x_nD, norm_D, scale_n, out_nD, work_nD[:size])
-        of_norm = Tensor(of_norm_D) if "norm" in wanted else None
-        return HeadResult(np.float32(loss), grad_ND[0], of_norm, weight[0])
+            y_nE, valid_n1 = y_NE[part], valid_N1[part]
+            factor_nE = y_nE if narrow_nE is None else as_narrow(y_nE, narrow_nE[:size])
+            grad_nV = None
+            if grad_NE is not None:
+                grad_nV = (logits_nV if narrow_nV is None else narrow_nV)[:size]
+            losses_n = self._losses(logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV)
+            loss += float(losses_n @ valid_n1[:, 0].astype(np.float64))
+            if grad_NE is not None:
+                y_nE *= valid_n1
+                if narrow_nE is not None:
+                    as_narrow(y_nE, factor_nE)
+                self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], of_weight_VE, first=not part.start)
+                grad_NE[part] *= valid_n1
+        return np.float32(loss)
 
     def _losses(
-        self, logits_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, labels_n: np.ndarray,
-        valid_n1: np.ndarray, grad_nV: np.ndarray,
-    ) -> float:  # fmt: skip
-        """The sum of the losses; `grad_nV`, which may be `logits_nV`, receives d loss / d logits of each row, but for
-        the factor valid_n1; if it is empty, nobody wants them."""
-        losses = np.empty(len(y_nD))
+        self, logits_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, labels_n: np.ndarray,
+        grad_nV: np.ndarray | None,
+    ) -> np.ndarray:  # fmt: skip
+        """Returns the loss of each row; `grad_nV`, which may be `logits_nV`, receives d loss / d logits."""
+        losses_n = np.empty(len(y_nE))
+        above_n = np.empty(len(y_nE), np.float32)
+        inverse_sum_n = np.empty(len(y_nE), np.float32)
+        largest_n = np.empty(len(y_nE), np.float32)
+        label_n = np.empty(len(y_nE), np.float32)
+        place_n = labels_n - self.first_token
+        inside_n = (place_n >= 0) & (place_n < len(weight_VE))
+        place_n = place_n * inside_n
 
         def multiply(columns: slice, thread: int) -> None:
-            operators().matmul(y_nD, weight_VD[columns].T, logits_nV[:, columns])
+            operators().matmul(y_nE, weight_VE[columns].T, logits_nV[:, columns])
 
         def normalise(rows: slice, thread: int) -> None:
-            logits, labels = logits_nV[rows], labels_n[rows]
-            places = np.arange(len(labels))
+            logits = logits_nV[rows]
+            largest_n[rows] = logits.max(1)
+            label_n[rows] = logits[np.arange(len(logits)), place_n[rows]] * inside_n[rows]
             # The difference of the logits first: it keeps its digits however large both are.
-            above = logits.max(1) - logits[places, labels]
+            above_n[rows] = largest_n[rows] - label_n[rows]
             operators().softmax(logits, logits)
-            losses[rows] = above - np.log(logits.max(1), dtype=np.float64)
-            logits[places, labels] -= 1
-            if grad_nV.size:
-                as_narrow(logits, grad_nV[rows])
+            inverse_sum_n[rows] = logits.max(1)
+            if self.tensor is None:
+                finish(rows, thread)
 
-        host_threads().run(parts(slice(0, len(weight_VD)), _COLUMNS), multiply)
-        host_threads().run(parts(slice(0, len(y_nD)), _ROWS), normalise)
-        return float(losses @ valid_n1[:, 0].astype(np.float64))
+        def finish(rows: slice, thread: int) -> None:
+            logits = logits_nV[rows]
+            losses_n[rows] = above_n[rows] - np.log(inverse_sum_n[rows], dtype=np.float64)
+            if grad_nV is None:
+                return
+            logits[np.arange(len(logits)), place_n[rows]] -= inside_n[rows]
+            if grad_nV.dtype == np.float16:
+                logits *= _SMALL_GRADIENTS
+            as_narrow(logits, grad_nV[rows])
+
+        def scale_shard(rows: slice, thread: int) -> None:
+            logits_nV[rows] *= share_n[rows, None]
+            finish(rows, thread)
+
+        host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), multiply)
+        host_threads().run(parts(slice(0, len(y_nE)), _ROWS), normalise)
+        if self.tensor is not None:
+            share_n = self._over_shards(largest_n, label_n, above_n, inverse_sum_n)
+            host_threads().run(parts(slice(0, len(y_nE)), _ROWS), scale_shard)
+        return losses_n
+
+    def _over_shards(
+        self, largest_n: np.ndarray, label_n: np.ndarray, above_n: np.ndarray, inverse_sum_n: np.ndarray
+    ) -> np.ndarray:
+        """Makes `above_n` and `inverse_sum_n` those of the whole vocabulary. Returns the probability of this rank's
+        shard, [n]."""
+        group = self.tensor.group
+        every_R3n = group.all_gather(np.stack((largest_n, 1 / inverse_sum_n, label_n)))
+        over_all_n = every_R3n[:, 0].max(0)
+        mass_Rn = every_R3n[:, 1] * np.exp(every_R3n[:, 0] - over_all_n)
+        total_n = mass_Rn.sum(0)
+        above_n[...] = over_all_n - every_R3n[:, 2].sum(0)
+        inverse_sum_n[...] = 1 / total_n
+        return mass_Rn[group.rank] / total_n
 
     def _gradients(
-        self, grad_nV: np.ndarray, y_nD: np.ndarray, weight_VD: np.ndarray, valid_n1: np.ndarray, out_nD: np.ndarray,
-        out_VD: np.ndarray | None, first: bool,
+        self, grad_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, out_nE: np.ndarray,
+        out_VE: np.ndarray | None, first: bool,
     ) -> None:  # fmt: skip
-        """Those of y, and those of the matrix, which are added up over the parts of the tokens; `y_nD` are the normed
+        """Writes the gradient of y, and adds up that of the matrix over the parts of the tokens; `y_nE` are the normed
         rows times valid_n1."""
+        is_scaled = grad_nV.dtype == np.float16
 
         def of_rows(rows: slice, thread: int) -> None:
-            operators().matmul(grad_nV[rows], weight_VD, out_nD[rows])
+            operators().matmul(grad_nV[rows], weight_VE, out_nE[rows])
+            if is_scaled:
+                out_nE[rows] /= _SMALL_GRADIENTS
 
         def of_weight(columns: slice, thread: int) -> None:
-            operators().matmul(grad_nV[:, columns].T, y_nD, out_VD[columns], not first)
+            if not is_scaled:
+                operators().matmul(grad_nV[:, columns].T, y_nE, out_VE[columns], not first)
+                return
+            sum_VE = np.empty(out_VE[columns].shape, np.float32)
+            operators().matmul(grad_nV[:, columns].T, y_nE, sum_VE)
+            sum_VE /= _SMALL_GRADIENTS
+            if first:
+                out_VE[columns] = sum_VE
+            else:
+                out_VE[columns] += sum_VE
 
-        host_threads().run(parts(slice(0, len(y_nD)), _FEWEST_ROWS), of_rows)
-        out_nD *= valid_n1
-        if out_VD is not None:
-            host_threads().run(parts(slice(0, len(weight_VD)), _COLUMNS), of_weight)
+        host_threads().run(parts(slice(0, len(y_nE)), _FEWEST_ROWS), of_rows)
+        if out_VE is not None:
+            host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), of_weight)
+
+    def _input_gradient(
+        self, weights: Arrays, x_nD: np.ndarray, grad_nE: np.ndarray, gradients: WeightGradients
+    ) -> Tensor:
+        """Returns the gradient of x from that of the normed rows, which is used up."""
+        result, out_nD = empty(*x_nD.shape)
+        mapping_ED = weights.get("mapping")
+        factors: tuple[np.ndarray, np.ndarray] | None = None
+        if mapping_ED is not None:
+            dtype = mapping_ED.dtype
+            factors = empty(*grad_nE.shape, dtype=dtype)[1], empty(*x_nD.shape, dtype=dtype)[1]
+
+        def compute(tile: Tile) -> None:
+            into = out_nD[tile.rows] if factors is None else grad_nE[tile.rows]
+            if factors is None:
+                into[...] = grad_nE[tile.rows]
+            z_nE = self._mapped(weights, x_nD[tile.rows], tile)
+            of_norm_E = self.norm.gradient(
+                z_nE, weights["norm"], self.norm.scales(z_nE), into, tile.take(self.width)
+            )
+            gradients.add_tile("norm", tile, of_norm_E)
+            if factors is not None:
+                factors[0][tile.rows] = tile.narrowed(into, mapping_ED.dtype)
+                factors[1][tile.rows] = tile.narrowed(x_nD[tile.rows], mapping_ED.dtype)
+                operators().matmul(factors[0][tile.rows], mapping_ED, out_nD[tile.rows])
+
+        self.scratch.run(len(x_nD), compute)
+        if factors is not None:
+            gradients.add("mapping", *factors)
+        return result

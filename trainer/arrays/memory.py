@@ -7,7 +7,7 @@ a product another tenth of its time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 from mindspore import Tensor, mint
@@ -26,57 +26,46 @@ def host_threads() -> HostThreads:
     return HostThreads()
 
 
-class Scratch:
-    """Memory of each thread, used again and again."""
-
-    def __init__(self, threads: int) -> None:
-        self.memory = [np.empty(0, np.float32)] * threads
-
-    def take(self, thread: int, rows: slice, *widths: int, narrow: Sequence[int] = ()) -> Iterator[np.ndarray]:
-        """Arrays of so many rows, one for each width, all of them in the memory of the thread; then those of the widths
-        `narrow`, of bfloat16."""
-        size, start = rows.stop - rows.start, 0
-        every = [*widths, *(-(-width // 2) for width in narrow)]
-        if self.memory[thread].size < size * sum(every):
-            self.memory[thread] = np.empty(size * sum(every), np.float32)
-        for place, width in enumerate(every):
-            array = self.memory[thread][start : start + size * width].reshape(size, width)
-            yield array if place < len(widths) else array.view(BFLOAT16)[:, : narrow[place - len(widths)]]
-            start += size * width
+_DTYPES = {
+    np.dtype(np.float32): mstype.float32, np.dtype(BFLOAT16): mstype.uint16, np.dtype(np.float16): mstype.float16,
+}  # fmt: skip
 
 
 def empty(*shape: int, dtype: type = np.float32) -> tuple[Tensor, np.ndarray]:
-    """A tensor in the host's memory, float32 or BFLOAT16, and the array that writes to it."""
-    tensor = mint.empty(shape, dtype=mstype.float32 if dtype == np.float32 else mstype.uint16, device="CPU")
+    """Returns a tensor in the host's memory, float32, float16 or BFLOAT16, and the array that writes to it."""
+    tensor = mint.empty(shape, dtype=_DTYPES[np.dtype(dtype)], device="CPU")
     return tensor, tensor.asnumpy()
 
 
 def store(x: np.ndarray, out: np.ndarray) -> None:
-    """out = x, rounded where `out` is bfloat16."""
+    """Writes x to `out`, rounded to its dtype."""
     if as_narrow(x, out) is x:
         out[...] = x
 
 
 def as_narrow(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """x; where `out` is bfloat16, the same numbers there, rounded."""
-    if out.dtype != BFLOAT16:
+    """Returns x; or where `out` has another dtype than float32, the same numbers there, rounded."""
+    if out.dtype == np.float32:
         return x
     operators().cast(x, out)
     return out
 
 
 def as_wide(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """x; where it is bfloat16, the same numbers in `out`, which is float32."""
-    if x.dtype != BFLOAT16:
+    """Returns x; or where it is not float32, the same numbers in `out`, which is."""
+    if x.dtype == np.float32:
         return x
     operators().cast(x, out)
     return out
 
 
-def narrow_weight(weight_OI: np.ndarray) -> np.ndarray:
-    """A matrix in bfloat16. It is cast for each use: that takes less than a hundredth of the time of a product with
-    some hundred rows, and nothing is kept that an update would have to change."""
-    out_OI = empty(*weight_OI.shape, dtype=BFLOAT16)[1]
+def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
+    """Returns a matrix in another dtype.
+
+    It is cast for each use: that takes less than a hundredth of the time of a product with some hundred rows, and
+    nothing is kept that an update would have to change.
+    """
+    out_OI = empty(*weight_OI.shape, dtype=dtype)[1]
 
     def narrow(rows: slice, thread: int) -> None:
         operators().cast(weight_OI[rows], out_OI[rows])

@@ -4,9 +4,10 @@ oneDNN's products are faster than those of NumPy's library, add to what is there
 softmax takes a third of NumPy's time. The library is called through its C interface (`dnnl.h` of version 3.10), in the
 thread of the caller. Without the library, or with another version of it, NumPy computes the same.
 
-Arrays are float32, or where a function says so uint16: these hold numbers in bfloat16. A product of them is summed in
-float32. A processor without instructions for it gets their float32 product: exact products of the same numbers, with
-the same sums but for their order. Rounding is to nearest, ties to even.
+Arrays are float32, or where a function says so narrow: float16, or uint16 that hold numbers in bfloat16. A product of
+them is summed in float32. For float16, and for bfloat16 on a processor without instructions for it, it is the float32
+product: exact products of the same numbers, with the same sums but for their order. Rounding is to nearest, ties to
+even.
 
 Matrices may be views: one of their last two axes must be dense, as it is in a transposed one. Products with float32
 results take any shape at once. For the other functions oneDNN compiles code for each shape, which takes a millisecond
@@ -44,14 +45,14 @@ class Operators(Protocol):
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         """out = a b, or with `accumulate` out += a b: [M, K] times [K, N], or [P, M, K] times [P, K, N].
 
-        a and b may both be bfloat16; then `out` may be, too, where it does not accumulate.
+        a and b may both be of one narrow dtype; then `out` may be, too, where it does not accumulate.
         """
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        """The numbers of x in the dtype of `out`, from float32 to bfloat16 or back."""
+        """The numbers of x in the dtype of `out`, from float32 to a narrow one or back."""
 
     def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-        """out = x y, number by number; `out` may be x, y may be bfloat16."""
+        """out = x y, number by number; `out` may be x, y may be narrow."""
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         """Over the last axis; `out` may be x, or bfloat16."""
@@ -81,20 +82,23 @@ class NumpyOperators:
     """`Operators` in NumPy."""
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        if a.dtype == BFLOAT16:
-            a, b = as_float32(a), as_float32(b)
+        if a.dtype != np.float32:
+            a, b = _widened(a), _widened(b)
         if accumulate:
             out += np.matmul(a, b)
-        elif out.dtype == BFLOAT16:
-            out[...] = as_bfloat16(np.matmul(a, b))
+        elif out.dtype != np.float32:
+            self.cast(np.matmul(a, b), out)
         else:
             np.matmul(a, b, out=out)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        out[...] = as_float32(x) if x.dtype == BFLOAT16 else as_bfloat16(x)
+        if x.dtype == np.float32 and out.dtype == BFLOAT16:
+            out[...] = as_bfloat16(x)
+        else:
+            out[...] = _widened(x)
 
     def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-        np.multiply(x, as_float32(y) if y.dtype == BFLOAT16 else y, out=out)
+        np.multiply(x, _widened(y), out=out)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         wide = out if out.dtype == x.dtype else np.empty_like(x)
@@ -117,6 +121,10 @@ class NumpyOperators:
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
         sigmoid = 1 / (1 + np.exp(-x))
         np.multiply(grad, sigmoid * (1 + x * (1 - sigmoid)), out=out)
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    return as_float32(x) if x.dtype == BFLOAT16 else x.astype(np.float32, copy=False)
 
 
 @functools.cache
@@ -171,15 +179,15 @@ class OneDnnOperators:
         self.wide = [np.empty(0, np.float32)] * 3
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        narrow = a.dtype == BFLOAT16
+        emulates = a.dtype == np.float16 or (a.dtype == BFLOAT16 and self.emulates)
         # A primitive writes bfloat16, and takes several matrices at once: between two calls a thread waits for
         # Python's lock. Where an axis has one number, oneDNN 3.10 reads wrong places of a view.
-        if not (narrow and self.emulates) and (a.ndim > 2 or out.dtype == BFLOAT16):
+        if not emulates and (a.ndim > 2 or out.dtype == BFLOAT16):
             if min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
                 self._primitive_product(a, b, out, accumulate)
                 return
-        result = self._wide(2, out) if out.dtype == BFLOAT16 else out
-        if narrow and self.emulates:
+        result = out if out.dtype == np.float32 else self._wide(2, out)
+        if emulates:
             a, b = self._widened(0, a), self._widened(1, b)
         self._product(a, b, result, accumulate)
         if result is not out:
@@ -210,7 +218,7 @@ class OneDnnOperators:
         primitive.run(self.stream, a, b, out)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        if not self.casts or not x.size:
+        if not self.casts or not x.size or np.float16 in (x.dtype, out.dtype):
             NumpyOperators().cast(x, out)
             return
         key = ("cast", x.dtype, x.shape, x.strides, out.strides)
@@ -233,7 +241,7 @@ class OneDnnOperators:
         primitive.run(self.stream, x, y, out)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        if not self.casts and out.dtype == BFLOAT16:
+        if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
             NumpyOperators().softmax(x, out)
             return
         key = ("softmax", x.shape, x.strides, out.dtype, out.strides)
@@ -246,7 +254,7 @@ class OneDnnOperators:
         primitive.run(self.stream, x, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        if not self.casts and out.dtype == BFLOAT16:
+        if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
             NumpyOperators().softmax_gradient(y, grad, out)
             return
         key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.dtype, out.strides)
@@ -303,11 +311,14 @@ class OneDnnOperators:
         return self.wide[place][: array.size].reshape(array.shape)
 
     def _widened(self, place: int, array: np.ndarray) -> np.ndarray:
-        """The numbers of an array of bfloat16 in float32, dense along the same axis."""
+        """The numbers of a narrow array in float32, dense along the same axis."""
         if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
             return self._widened(place, array.swapaxes(-1, -2)).swapaxes(-1, -2)
         wide = self._wide(place, array)
-        np.left_shift(array, 16, out=wide.view(np.uint32), dtype=np.uint32)
+        if array.dtype == BFLOAT16:
+            np.left_shift(array, 16, out=wide.view(np.uint32), dtype=np.uint32)
+        else:
+            wide[...] = array
         return wide
 
     def _sum(self) -> ctypes.c_void_p:

@@ -1,40 +1,54 @@
-"""Where the tokens of a batch stand: who sees whom, and the rotary embedding."""
+"""Where the tokens of a batch stand: which keys each query sees, and the rotary embedding.
+
+Legend: N tokens of this rank, B sequences of T tokens; Q queries of a block, S its keys, M those of them that some of
+its queries do not see; h half of the rotated numbers of a head, d head size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from trainer.arrays.memory import parts
+from trainer.data.batches.context import SequencePart
 
 if TYPE_CHECKING:
     from mindspore import Tensor
 
-    from trainer.config import ModelConfig
-
-Weights: TypeAlias = Mapping[str, np.ndarray]
-"""Those of a block, by their names in it."""
-Gradients: TypeAlias = "dict[str, Tensor]"
-"""Of the weights that are trained."""
+    from trainer.models.spec.model import AttentionSpec
 
 _QUERIES = 128  # of a block: half of what is computed on the diagonal is masked
 _KEYS = 64  # a block's keys begin at a multiple of this: softmax is compiled for each number of keys
 _CACHE_LINE = 16  # numbers
-_TURNED = "self_attn.q_", "self_attn.k_"  # names of what makes queries and keys begin so
 
 
 class QueryBlock(NamedTuple):
-    """Queries of one sequence that follow each other, and the keys that some of them see, as rows of the batch."""
+    """Queries of one sequence that follow each other, and the keys that some of them see.
+
+    Attributes:
+        queries: Rows of this rank's tokens.
+        keys: Rows of the keys and values, which are those of whole sequences.
+        position: Of the first query in its sequence.
+        masked: The key, counted from the first, from which `bias_QM` is added to the scores.
+        bias_QM: 0 where the query sees the key.
+    """
 
     queries: slice
     keys: slice
+    position: int
     masked: int
-    """The key, counted from the first, from which `bias_QM` is added to the scores."""
     bias_QM: np.ndarray
-    """0 where the query sees the key."""
+
+
+class SequenceBlocks(NamedTuple):
+    """The query blocks of one sequence, and the rows of all its keys."""
+
+    number: int
+    keys: slice
+    blocks: tuple[QueryBlock, ...]
 
 
 @dataclass(frozen=True)
@@ -42,78 +56,133 @@ class TokenPositions:
     """Where the tokens of a batch stand.
 
     Attributes:
-        turn_N1h: Of the rotary embedding: cos + i sin of the angle of each pair, complex, [N, 1, rotated size / 2].
+        rotation_N1h: Of the rotary embedding: cos + i sin of the angle of each pair, complex, [N, 1, h].
         blocks: The query blocks of each sequence, and those for layers with a sliding window.
     """
 
-    turn_N1h: np.ndarray
-    blocks: tuple[tuple[QueryBlock, ...], ...]
-    window_blocks: tuple[tuple[QueryBlock, ...], ...] | None = None
+    rotation_N1h: np.ndarray
+    blocks: tuple[SequenceBlocks, ...]
+    window_blocks: tuple[SequenceBlocks, ...] | None = None
+
+    def blocks_of(self, window: int | None) -> tuple[SequenceBlocks, ...]:
+        """Returns the blocks of layers with such a sliding window, or with None."""
+        return self.blocks if window is None else self.window_blocks
 
 
-def query_blocks(segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[tuple[QueryBlock, ...], ...]:
-    """Blocks of each sequence: causal, within a document, and with `window` within so many tokens."""
+_ALL_TOKENS = SequencePart(0, 1)
+
+
+def query_blocks(
+    segment_ids_BT: np.ndarray, window: int | None = None, shard: SequencePart = _ALL_TOKENS
+) -> tuple[SequenceBlocks, ...]:
+    """Returns the blocks of each sequence: causal, within a document, and with `window` within so many tokens.
+
+    With context parallelism `shard` says which tokens of each sequence are queries here; the keys are those of all.
+    """
     length = segment_ids_BT.shape[1]
-    return tuple(
-        tuple(_block(segments_T, row * length, queries, window) for queries in parts(slice(0, length), _QUERIES))
-        for row, segments_T in enumerate(segment_ids_BT)
-    )
+    found = []
+    for number, segments_T in enumerate(segment_ids_BT):
+        keys = slice(number * length, (number + 1) * length)
+        blocks = tuple(_blocks_of(segments_T, number * (length // shard.ranks), keys.start, window, shard))
+        found.append(SequenceBlocks(number, keys, blocks))
+    return tuple(found)
 
 
-def _block(segments_T: np.ndarray, start: int, queries: slice, window: int | None) -> QueryBlock:
-    query_Q1, key_1S = np.arange(queries.start, queries.stop)[:, None], np.arange(queries.stop)[None]
+def _blocks_of(
+    segments_T: np.ndarray, first_row: int, first_key: int, window: int | None, shard: SequencePart
+) -> Iterator[QueryBlock]:
+    for run in shard.ranges(len(segments_T)):
+        for queries in parts(slice(run.start, run.stop), _QUERIES):
+            keys, masked, bias_QM = _visible_keys(segments_T, queries, window)
+            size = queries.stop - queries.start
+            rows = slice(first_row, first_row + size)
+            first_row += size
+            yield QueryBlock(
+                rows, slice(first_key + keys.start, first_key + keys.stop), queries.start, masked, bias_QM
+            )
+
+
+def _visible_keys(segments_T: np.ndarray, queries: slice, window: int | None) -> tuple[slice, int, np.ndarray]:
+    """Returns the keys of a block in its sequence, then `masked` and `bias_QM` of `QueryBlock`."""
+    query_Q1 = np.arange(queries.start, queries.stop)[:, None]
+    key_1S = np.arange(queries.stop)[None]
     sees_QS = (segments_T[queries, None] == segments_T[None, : queries.stop]) & (key_1S <= query_Q1)
     if window is not None:
         sees_QS &= key_1S > query_Q1 - window
     first = int(sees_QS.any(0).argmax()) // _KEYS * _KEYS
     sees_QS = sees_QS[:, first:]
-    everywhere_S = sees_QS.all(0)
-    masked = 0 if not everywhere_S[0] else len(everywhere_S) if everywhere_S.all() else int(everywhere_S.argmin())
+    masked = _first_masked_key(sees_QS.all(0))
     masked -= masked % _CACHE_LINE  # an addition that begins there takes a third of the time
     bias_QM = np.where(sees_QS[:, masked:], np.float32(0), np.finfo(np.float32).min)
-    own = slice(start + queries.start, start + queries.stop)
-    return QueryBlock(own, slice(start + first, start + queries.stop), masked, bias_QM)
+    return slice(first, queries.stop), masked, bias_QM
+
+
+def _first_masked_key(seen_by_all_S: np.ndarray) -> int:
+    if seen_by_all_S.all():
+        return len(seen_by_all_S)
+    return int(seen_by_all_S.argmin())
 
 
 class Rotary:
-    """The rotation of every pair of a head's first numbers (Su et al. 2021, equation 34): numbers i and i + half, or
-    with `rope_interleave` neighbours.
+    """Rotates pairs of a head's numbers (Su et al. 2021, equation 34): numbers i and i + h, or neighbours.
 
-    Neighbours are turned as one complex number, which takes a tenth of the time. So queries and keys of the other kind
+    Neighbours are rotated as one complex number, which takes a tenth of the time. So queries and keys of the other kind
     of models are computed in another order, `paired`: a score is a sum over all numbers of a head, in any order.
+
+    Attributes:
+        orders: By the name of each weight that makes queries or keys, or norms them: rows of a head, and their order.
     """
 
-    def __init__(self, settings: ModelConfig) -> None:
-        self.head_size, self.half, self.order_d = settings.head_size, settings.rotary_size // 2, None
-        self.first = slice(0, 2 * self.half, 2) if settings.rope_interleave else slice(self.half)
-        if not settings.rope_interleave:
-            order_d = np.arange(self.head_size)
-            order_d[: 2 * self.half] = order_d[: 2 * self.half].reshape(2, -1).T.reshape(-1)
-            self.order_d = order_d
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.size = spec.rotary_size
+        half = self.size // 2
+        # Which angles of the tables belong to the pairs; both numbers of a pair have the same angle.
+        self.angles = slice(0, self.size, 2) if spec.rotary_interleaved else slice(half)
+        self.orders: dict[str, tuple[int, np.ndarray]] = {}
+        if spec.rotary_interleaved:
+            return
+        pairs = np.arange(self.size).reshape(2, -1).T.reshape(-1)
+        if spec.latent is None:
+            order = np.concatenate((pairs, np.arange(self.size, spec.head_size)))
+            names = [f"self_attn.{one}_proj.{kind}" for one in "qk" for kind in ("weight", "bias", "lora_B.weight")]
+            names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
+            self.orders = dict.fromkeys(names, (spec.head_size, order))
+            return
+        rotated = np.concatenate((pairs, np.arange(self.size, spec.latent.rope_size)))
+        query_order = np.concatenate((np.arange(spec.latent.nope_size), spec.latent.nope_size + rotated))
+        down_size = spec.latent.key_value_rank + spec.latent.rope_size
+        down_order = np.concatenate((np.arange(spec.latent.key_value_rank), spec.latent.key_value_rank + rotated))
+        for kind in ("weight", "bias", "lora_B.weight"):
+            self.orders[f"self_attn.q_proj.{kind}"] = spec.head_size, query_order
+            self.orders[f"self_attn.q_b_proj.{kind}"] = spec.head_size, query_order
+            self.orders[f"self_attn.kv_a_proj_with_mqa.{kind}"] = down_size, down_order
 
     def table(self, cos_Nd: np.ndarray, sin_Nd: np.ndarray) -> np.ndarray:
-        """What `turn` multiplies with; both numbers of a pair have the same angle."""
-        return (cos_Nd + 1j * sin_Nd)[:, None, self.first].astype(np.complex64)
+        """Returns what `apply` multiplies with, complex [N, 1, h]."""
+        return (cos_Nd + 1j * sin_Nd)[:, None, self.angles].astype(np.complex64)
 
-    def turn(self, x_nC: np.ndarray, turn_n1h: np.ndarray, back: bool = False) -> None:
-        """In place; `back` turns the other way, which is the gradient."""
-        pairs = x_nC.reshape(len(x_nC), -1, self.head_size)[..., : 2 * self.half].view(np.complex64)
-        pairs *= turn_n1h.conj() if back else turn_n1h
+    def apply(self, x_nhd: np.ndarray, rotation_n1h: np.ndarray) -> None:
+        """Rotates the first numbers of each head of [n, heads, d] in place."""
+        pairs = x_nhd[..., : self.size].view(np.complex64)
+        pairs *= rotation_n1h
 
-    def paired(self, weights: Weights) -> Weights:
-        """The weights that make queries and keys with both numbers of a pair beside each other."""
-        if self.order_d is None:
-            return weights
-        return {**weights, **{name: self._by_head(weights[name])[:, self.order_d].reshape(weights[name].shape)
-                              for name in weights if name.startswith(_TURNED)}}  # fmt: skip
+    def paired(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Returns the weights that make queries and keys with both numbers of a pair beside each other."""
+        changed = {
+            name: _by_head(weights[name], size)[:, order].reshape(weights[name].shape)
+            for name, (size, order) in self.orders.items()
+            if name in weights
+        }
+        return {**weights, **changed} if changed else weights
 
-    def unpaired(self, gradients: Gradients) -> Gradients:
-        """The gradients of those weights, in the order of the model."""
-        for name in gradients if self.order_d is not None else ():
-            if name.startswith(_TURNED):
-                by_head = self._by_head(gradients[name].asnumpy())
-                by_head[:, self.order_d] = by_head.copy()
+    def unpaired(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Puts the gradients of those weights into the order of the model, in place."""
+        for name, (size, order) in self.orders.items():
+            if name in gradients:
+                by_head = _by_head(gradients[name].asnumpy(), size)
+                by_head[:, order] = by_head.copy()
         return gradients
 
-    def _by_head(self, array: np.ndarray) -> np.ndarray:
-        return array.reshape(-1, self.head_size, *array.shape[1:])
+
+def _by_head(array: np.ndarray, size: int) -> np.ndarray:
+    return array.reshape(-1, size, *array.shape[1:])

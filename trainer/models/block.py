@@ -25,7 +25,7 @@ from mindspore.ops import operations as P
 
 from trainer.models.latent_attention import LatentAttentionLayer
 from trainer.models.projection import Projection
-from trainer.models.spec.names import POST_ATTENTION_NORM, POST_MLP_NORM
+from trainer.models.spec.names import MTP_NORM, MTP_WEIGHTS, POST_ATTENTION_NORM, POST_MLP_NORM  # noqa: F401
 from trainer.models.spec.shapes import block_names
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from trainer.ops.cpu.vocabulary import VocabularyPart
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import TensorParallel
-
-MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-"""Weights of `MergeTokens` that a multi-token prediction module has beside those of its block."""
-MTP_NORM = "shared_head.norm.weight"
-"""Its norm before the head."""
 
 
 class AttentionLayer(nn.Cell):

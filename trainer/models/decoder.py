@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mindspore import Parameter, Tensor, nn
 
-from trainer.arrays.cells import HostBlock, HostEmbedding, HostHeadPart, HostLayerPart
 from trainer.config.recompute import SUBLAYERS
-from trainer.data.batches.context import SequencePart
+from trainer.models.array_parts import ArrayParts
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
 from trainer.models.compute_weights import ComputeWeights
+from trainer.models.dropout import AdapterMasks, DropoutShards
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
@@ -40,16 +40,13 @@ from trainer.models.spec.names import (
 )
 from trainer.models.spec.shapes import (
     all_shapes,
-    attention_shapes,
     balanced_layers,
     block_weights,
     dropped_projections,
-    mlp_shapes,
     moe_shapes,
     parameter_name,
 )
 from trainer.ops.cpu.vocabulary import VocabularyPart
-from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.ops.measures import device_measures
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.layout import local_settings
@@ -190,16 +187,16 @@ class Decoder(DecoderWiring):
             for name, parameter in parameter_specs(settings).items()
             if shard is None or shard.holds(name)
         }
-        self.masks = DropoutParts(settings, shard)
+        self.masks = DropoutShards(settings, shard)
+        vocabulary = settings.vocab_size
         part = _vocabulary_part(settings, self.tensor)
         if self.tensor is not None:
             settings = local_settings(settings, self.tensor.group.size, self.tensor.group.rank)
         self.settings, self.kernels = settings, kernels
-        experts_take_copies = kernels.cpu_router is None
         # The multi-token prediction modules use these of the main model again.
         shared = (HEAD, MAPPING_IN, MAPPING_OUT) if settings.mtp_depth else ()
         self.compute_weights = ComputeWeights(
-            self.parameters_by_name, kernels.compute_dtype, experts_take_copies, shared
+            self.parameters_by_name, kernels.compute_dtype, True, shared
         )
         trained = {name for name in all_shapes(settings) if name not in frozen and not is_buffer(name)}
         self.balanced_layers = balanced_layers(settings, frozen)
@@ -208,15 +205,19 @@ class Decoder(DecoderWiring):
         self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
-        whole = kernels.host_layers and self.tensor is None  # a rank's part of the vocabulary is compiled
-        self.host_block = HostBlock(settings, kernels.host_dtype, self.tensor) if kernels.host_layers else None
-        self.host_head = HostHeadPart(settings, kernels.host_dtype) if whole else None
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor, part)
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
-        self.layers = self._layers(again + again[-1:] * settings.mtp_depth, compiled, trained)
+        again += again[-1:] * settings.mtp_depth
+        self.array_parts: ArrayParts | None = None
+        if kernels.host_layers:
+            self.array_parts = ArrayParts(
+                settings, kernels.host_dtype, self.parameters_by_name, self.compute_weights, again, trained,
+                self.masks, shard, vocabulary,
+            )  # fmt: skip
+        self.layers = self._layers(again, compiled, trained)
         modules = range(settings.num_layers, depth)
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
@@ -251,7 +252,7 @@ class Decoder(DecoderWiring):
 
     def _layers(
         self, recomputed: Sequence[str], compiled: bool, trained: Collection[str]
-    ) -> list[dict[str, HostLayerPart | LayerPart | MoePart]]:
+    ) -> list[dict[str, LayerPart | MoePart]]:
         """For each layer its parts, in order: the whole block, or its sublayers where one of them is recomputed.
 
         A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
@@ -271,7 +272,7 @@ class Decoder(DecoderWiring):
             experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
             names = (*block_weights(settings), *(moe_shapes(settings) if experts else ()))
             reached = reached or any(parameter_name(settings, layer, name) in trained for name in names)
-            parts: dict[str, HostLayerPart | LayerPart | MoePart] = {}
+            parts: dict[str, LayerPart | MoePart] = {}
             if all(weight is None for weight in weights):
                 layers.append(parts)
                 continue
@@ -280,13 +281,6 @@ class Decoder(DecoderWiring):
                 named = zip(block_weights(self.settings), weights, strict=True)
                 own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
                 redone = again == name or (bool(experts) and again == "block")
-                if self.host_block is not None:
-                    names = zip(block_weights(settings), own, strict=True)
-                    parts[name] = HostLayerPart(
-                        self.host_block, name, {each: weight for each, weight in names if weight is not None},
-                        windowed=settings.has_window(layer), recomputed=redone or not reached,
-                    )  # fmt: skip
-                    continue
                 one = function(name, None if name == "mlp" else kernels.window(settings, layer))
                 parts[name] = LayerPart(one, own, reached=reached, recomputed=redone)
             if experts:
@@ -318,19 +312,23 @@ class Decoder(DecoderWiring):
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
+        if self.array_parts is not None:
+            return self.array_parts.run_embedding(ids_N, call)
         whole = call is None and self.tensor is None
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
         around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
-        if self.kernels.host_layers and self.tensor is None:
-            return around((embedding,), ids_N, lambda ids_N: HostEmbedding(ids_N)(embedding))
         x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
         return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        if self.array_parts is not None:
+            return self.array_parts.run_layer(number, x_ND, call)
         weights = [weight for part in self.layers[number].values() for weight in part.weights]
         return self.compute_weights.around(weights, x_ND, lambda x_ND: self._layer(number, x_ND, call))
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        if self.array_parts is not None:
+            return self.array_parts.run_merge(module, x_ND, call)
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
         weights = self.norms[module], *self.merge_weights[module]
         return self.compute_weights.around(
@@ -338,6 +336,8 @@ class Decoder(DecoderWiring):
         )
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        if self.array_parts is not None:
+            return self.array_parts.run_head(number, x_ND, call)
         weights = self.norms[number], self.head_weight, self.mapping_out
         return self.compute_weights.around(weights, x_ND, lambda x_ND: self._head(number, x_ND, call))
 
@@ -352,16 +352,12 @@ class Decoder(DecoderWiring):
                     lambda: self._dropout_masks(dropout, number, inputs, "mlp").mlp_out,
                     statistics,
                 )
-            elif isinstance(part, HostLayerPart):
-                x_ND = part(x_ND, inputs.positions, statistics is not None)
             else:
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
         return x_ND, aux_loss, z_loss
 
     def _head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         labels = call.inputs.mtp[number - 1] if number else call.inputs
-        if self.host_head is not None:
-            return self.host_head(x_ND, self.norms[number], self.head_weight, labels, call.statistics is not None)
         weights = _view(self.norms[number]), _view(self.head_weight)
         mapping = () if self.mapping_out is None else (_view(self.mapping_out),)
         return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1, *mapping)
@@ -395,7 +391,11 @@ class Decoder(DecoderWiring):
 
     def logits_of(self, x_ND: Tensor) -> Tensor:
         """Logits of a residual stream after the last block."""
-        logits_NV = self.kernels.logits(self.head.normed(x_ND, self.final_norm, self.mapping_out), self.head_weight)
+        if self.array_parts is not None:
+            logits_NV = Tensor.from_numpy(self.array_parts.logits(x_ND))
+        else:
+            normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
+            logits_NV = self.kernels.logits(normed_NE, self.head_weight)
         if self.tensor is None:
             return logits_NV
         return AllGather(self.tensor.group, compiled=False)(logits_NV.T).T
@@ -428,90 +428,6 @@ def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
     own = layer_targets(settings, layer) if dropped and layer < settings.num_layers else ()
     first = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES + layer * len(names)
     return found + [first + names.index(name) if name in own else None for name in dropped]
-
-
-class DropoutParts:
-    """Which parts of the dropout masks of the whole model, for whole sequences, a rank draws.
-
-    Attributes:
-        heads: For masks of probabilities; None: all.
-        ranks: Those that share the columns of a matrix.
-    """
-
-    def __init__(self, settings: ModelConfig, shard: ModelShard | None) -> None:
-        self.tensor, self.sequence = (None, SequencePart(0, 1)) if shard is None else (shard.tensor, shard.tokens)
-        self.rank, self.ranks = (0, 1) if self.tensor is None else (self.tensor.group.rank, self.tensor.group.size)
-        sharing = self.sequence.ulysses  # divides the heads of a rank once more
-        self.heads = None
-        if self.ranks * sharing > 1:
-            own, number = local_settings(settings, self.ranks), self.rank * sharing + self.sequence.rank % sharing
-            heads, kv_heads = own.num_heads // sharing, max(1, own.kv_heads // sharing)
-            self.heads = OwnHeads(number, settings.num_heads, settings.kv_heads, heads, kv_heads)
-
-    def tokens(self, inputs: ModelInputs) -> int:
-        """Tokens of the micro-batch, those of other ranks included."""
-        return inputs.ids_N.shape[0] * self.sequence.ranks
-
-    def rows(self, inputs: ModelInputs) -> MaskPart | None:
-        """The part of a mask of the residual stream."""
-        if self.tensor is None or not self.tensor.shares_rows:
-            return self.whole_rows(inputs)
-        own = self.tensor.rows(inputs.ids_N.shape[0])
-        rows = own if inputs.rows is None else inputs.rows[own]
-        return MaskPart(self._number(self.rank), (rows, slice(None)))
-
-    def columns(self, inputs: ModelInputs, width: int) -> MaskPart | None:
-        """The part of a mask of what is cut by columns; `width` is that of the whole."""
-        return self._part(inputs, slice(None) if self.tensor is None else self.tensor.columns(width), self.rank)
-
-    def whole_rows(self, inputs: ModelInputs) -> MaskPart | None:
-        """The part of a mask of what each tensor-parallel rank has whole."""
-        return self._part(inputs, slice(None), 0)
-
-    def _part(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskPart | None:
-        if inputs.rows is None and columns == slice(None):
-            return None
-        return MaskPart(self._number(tensor_rank), (slice(None) if inputs.rows is None else inputs.rows, columns))
-
-    def _number(self, tensor_rank: int) -> int:
-        return self.sequence.rank * self.ranks + tensor_rank
-
-
-class AdapterMasks:
-    """Draws the masks of the adapters' dropout. Their sites follow those of all layers; every projection of every layer
-    has its own, whether it is adapted or not.
-    """
-
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, parts: DropoutParts) -> None:
-        self.settings, self.names, self.draw = settings, dropped_projections(settings), kernels.draw_mask
-        self.parts = parts
-        self.first_site = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES
-        self.shapes = attention_shapes(settings) | mlp_shapes(settings)
-
-    def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
-        """The masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
-        if key is None or not self.names:
-            return [None] * len(self.names)
-        targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
-        names = self.settings.projections
-        sites = {name: self.first_site + layer * len(names) + number for number, name in enumerate(names)}
-        found: list[Tensor | None] = []
-        for name in self.names:
-            width = self.shapes[f"{name}.weight"][1] if name in targets else 0
-            found.append(self.draw(key, sites[name], *self._part(name, inputs, width, rate)) if width else None)
-        return found
-
-    def _part(
-        self, name: str, inputs: ModelInputs, width: int, rate: float
-    ) -> tuple[tuple[int, int], float, MaskPart | None]:
-        """Shape and rate of the whole mask of a projection's input of so many columns, and the part of it."""
-        if name.endswith(("o_proj", "down_proj")):
-            width *= self.parts.ranks
-            part = self.parts.columns(inputs, width)
-        else:
-            of_rows = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
-            part = self.parts.rows(inputs) if of_rows else self.parts.whole_rows(inputs)
-        return (self.parts.tokens(inputs), width), rate, part
 
 
 def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:

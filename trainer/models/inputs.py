@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,6 +12,7 @@ from trainer.arrays.positions import Rotary, TokenPositions, query_blocks
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import SequencePart
 from trainer.models.rotary import rotary_angles
+from trainer.models.spec.build import model_spec
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -108,7 +110,7 @@ class InputBuilder:
         self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
         self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
-        self.rotary = Rotary(settings) if kernels.host_layers else None
+        self.rotary = Rotary(model_spec(settings).layers[0].attention) if kernels.host_layers else None
         self._plain: tuple[tuple[int, int], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
@@ -161,9 +163,9 @@ class InputBuilder:
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1]
         positions_N, window = self.part.of(batch.positions).reshape(-1), self.settings.sliding_window
-        make = query_blocks if self.rotary is not None else self.masks
+        make = self.masks if self.rotary is None else partial(query_blocks, shard=self.part.ring)
         mask = make(batch.segment_ids)
-        window_mask = make(batch.segment_ids, window) if self.settings.window_layers else None
+        window_mask = make(batch.segment_ids, window=window) if self.settings.window_layers else None
         if self.rotary is None:
             found = self.tables(positions_N), mask, window_mask, None
         else:

@@ -17,11 +17,10 @@ from mindspore import Parameter, Tensor, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.arrays.cells import HostNorm, HostSharedExperts
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
-from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, TokenRanks, tensors_of
+from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, tensors_of
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, routing_of_some
 from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
@@ -237,7 +236,6 @@ class MoeLayer(nn.Cell):
         tensor, sharing, expert_group = (None,) * 3 if shard is None else (shard.tensor, shard.sharing, shard.experts)
         rows = None if tensor is None else tensor._replace(shares_rows=True)
         self.divide = self.join = None
-        self.token_ranks = None if sharing is None else TokenRanks(sharing, shard.tokens)
         self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
         if tensor is not None and not tensor.shares_rows:
             self.divide, self.join = DivideRows(tensor.group, compiled=False), JoinRows(tensor.group, compiled=False)
@@ -259,11 +257,6 @@ class MoeLayer(nn.Cell):
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
-        if kernels.host_layers and tensor is None:
-            self.norm = HostNorm(settings.hidden_size, settings.rms_norm_eps)
-            self.shared = HostSharedExperts(settings, kernels.host_dtype)
-        self.cpu_router = kernels.cpu_router(moe) if kernels.cpu_router else None
-        self.cpu_experts = kernels.cpu_experts() if kernels.cpu_experts else None
         self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.dispatch = None
@@ -292,19 +285,13 @@ class MoeLayer(nn.Cell):
             shares: For gbs_aux_loss: `WindowLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
         """
         rows_ND = x_ND if self.divide is None else self.divide(x_ND)
-        if self.cpu_router is not None:
-            y_ND = self.norm(rows_ND, weights[0])
-            gates_Nk, aux_loss, z_loss, routing, scores_NE = self.routed_on_host(
-                y_ND, weights, sequence_weights, capacity, routing, shares
-            )
-        else:
-            y_ND, logits_NE, scores_NE = self.router(rows_ND, weights[0], weights[1])
-            if routing is None:
-                bias_E = None if self.bias is None else weights[self.bias]
-                routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
-            gates_Nk = self.gates(scores_NE, routing[0])
-            load = self.shares_of(routing[4], shares) if self.losses_of_step else routing[0]
-            aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
+        y_ND, logits_NE, scores_NE = self.router(rows_ND, weights[0], weights[1])
+        if routing is None:
+            bias_E = None if self.bias is None else weights[self.bias]
+            routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
+        gates_Nk = self.gates(scores_NE, routing[0])
+        load = self.shares_of(routing[4], shares) if self.losses_of_step else routing[0]
+        aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
         added_ND = added_ND if dropped is None else self.drop(added_ND, dropped)
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
@@ -332,55 +319,23 @@ class MoeLayer(nn.Cell):
     def routed(self, y_ND, gates_Nk, routing, weights):
         """The sum of each token's experts, all of which are here, weighted by their gates."""
         gate_EFD, up_EFD, down_EDF = weights[self.first], weights[self.first + 1], weights[self.first + 2]
-        if self.cpu_experts is not None:
-            added_ND = self.cpu_experts(y_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing)
-        else:
-            if self.cpu_router is not None:
-                routing = tensors_of(routing)
-            row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
-            rows_RD = self.permute(y_ND, token_R, row_Nk)
-            inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
-            added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
+        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
+        rows_RD = self.permute(y_ND, token_R, row_Nk)
+        inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
+        added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
         if self.down_bias is not None:
-            if self.cpu_router is not None:
-                routing = tensors_of(routing)
             bias_ND = self.biases(gates_Nk, routing[0], routing[1], routing[3], weights[self.down_bias])
             added_ND = added_ND + ops.cast(bias_ND, added_ND.dtype)
         return added_ND
 
-    def evaluate(
-        self, x_ND: Tensor, weights: Sequence[Tensor], sequence_weights: SequenceWeights | None = None
-    ) -> Tensor:
+    def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Evaluation, and prediction on a device: nothing is dropped, no losses."""
         rows_ND = x_ND if self.divide is None else self.divide(x_ND)
         bias_E = None if self.bias is None else weights[self.bias]
-        if self.cpu_router is not None and sequence_weights is not None:
-            def decide(scores_NE: np.ndarray) -> Routing:
-                return self.route.of_arrays(scores_NE, bias_E, None, self.drop_policy, None)
-
-            y_ND = self.norm(rows_ND, weights[0])
-            tokens_B1, valid_N1 = sequence_weights.tokens_B1, sequence_weights.valid_N1
-            gates_Nk, _, _, routing, _ = self.cpu_router(y_ND, weights[1], tokens_B1, valid_N1, decide)
-        else:
-            y_ND, _, scores_NE = self.router(rows_ND, weights[0], weights[1])
-            routing = self.route(scores_NE, bias_E, None, self.drop_policy)
-            gates_Nk = self.gates(scores_NE, routing[0])
+        y_ND, _, scores_NE = self.router(rows_ND, weights[0], weights[1])
+        routing = self.route(scores_NE, bias_E, None, self.drop_policy)
+        gates_Nk = self.gates(scores_NE, routing[0])
         return x_ND + self.experts(y_ND, gates_Nk, routing, weights)
-
-    def routed_on_host(self, y_ND, weights, sequence_weights, capacity, routing, shares):
-        """Gates, auxiliary and z loss, routing and scores, computed by one kernel on the host."""
-        tokens_B1, valid_N1 = sequence_weights.tokens_B1, sequence_weights.valid_N1
-        shared = None
-        if self.token_ranks is not None:
-            shared = self.token_ranks.of(tokens_B1.shape[0], y_ND.shape[0])
-
-        def decide(scores_NE: np.ndarray) -> Routing:
-            if routing is not None:
-                return routing
-            bias_E = None if self.bias is None else weights[self.bias]
-            return self.route.of_arrays(scores_NE, bias_E, capacity, self.drop_policy, shared)
-
-        return self.cpu_router(y_ND, weights[1], tokens_B1, valid_N1, decide, shares, shared)
 
 
 class HostMoeLayer:
@@ -455,7 +410,7 @@ class MoePart:
         # Compiled pieces take views, see decoder.py; the grouped product reads the stacked experts where they are.
         views = [weight if weight.ndim == 3 else weight.view(weight.shape) for weight in self.weights]
         if statistics is None:
-            return self.function.evaluate(x_ND, views, sequence_weights), None, None
+            return self.function.evaluate(x_ND, views), None, None
         capacity = self.capacity(x_ND.shape[0] * self.function.sharing)
         shares = statistics.load.of_layer(self.layer) if statistics.load is not None else None
 

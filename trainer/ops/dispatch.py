@@ -10,15 +10,13 @@ of a rank, R rows of this rank's tokens, Q received rows.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import TypeAlias
 
 import numpy as np
 from mindspore import Tensor, nn
 
-from trainer.data.batches.context import SequencePart
-from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
+from trainer.ops.routing import Routing, routing_of_some, rows_of_experts
 from trainer.parallel.collectives import AllGather, Group, ReduceScatter, exchange_counts, exchange_rows
 
 Compute: TypeAlias = Callable[[Tensor, Tensor, Routing], Tensor]
@@ -92,23 +90,3 @@ class _RowExchange(nn.Cell):
 
     def bprop(self, rows_RD: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor]:
         return (exchange_rows(grad, self.receive_S, self.send_S, self.group, rows_RD.shape[0]),)
-
-
-class TokenRanks:
-    """The ranks that share the tokens of each micro-batch: a capacity and a balance loss are of all of them.
-
-    Args:
-        group: Those of a context group with their tensor-parallel ranks, which are neighbours and each have as many of
-            their common token rows.
-        tokens: Those of each sequence that this rank and its tensor-parallel ones have.
-    """
-
-    def __init__(self, group: Group, tokens: SequencePart) -> None:
-        self.group, self.tokens, self.of = group, tokens, functools.cache(self._of)
-
-    def _of(self, sequences: int, tokens: int) -> SharedTokens:
-        """For a micro-batch of so many sequences, of which each rank has so many tokens."""
-        length = tokens * self.group.size // sequences
-        parts = (self.tokens._replace(rank=rank) for rank in range(self.tokens.ranks))
-        rows = np.stack([part.rows(sequences, length) for part in parts]).reshape(self.group.size, -1)
-        return SharedTokens(rows, self.group.rank, length, self.group.all_gather)

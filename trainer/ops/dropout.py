@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+_NUMBERS = 8  # of 32 bits that Philox makes of one count
 _DROPOUT_STREAM = 0xD0  # keeps these numbers apart from every other use of the seed
 
 
@@ -59,6 +60,13 @@ def dropout_mask(
     drawn = np.random.Generator(_stream(key, site)).random(shape, dtype=np.float32)
     kept = (drawn if part is None else drawn[part.places]) >= np.float32(rate)
     return kept * np.float32(1 / (1 - rate))
+
+
+def mask_run(key: DropoutKey, site: int, first: int, count: int, rate: float) -> np.ndarray:
+    """The numbers from `first` on, so many, of the flat `dropout_mask` of this site, of whatever shape."""
+    block, skipped = divmod(first, _NUMBERS)
+    drawn = np.random.Generator(_stream(key, site, block)).random(skipped + count, dtype=np.float32)
+    return (drawn[skipped:] >= np.float32(rate)) * np.float32(1 / (1 - rate))
 
 
 def scores_mask(

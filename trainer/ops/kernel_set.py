@@ -13,9 +13,7 @@ from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
-from trainer.arrays.experts import CpuExperts
 from trainer.arrays.inference import HostKernels
-from trainer.arrays.router import CpuRouter
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import loss as ascend_loss
@@ -123,18 +121,6 @@ class KernelSet:
         if draw is ascend_attention.draw_attention_mask:
             return (*shape[:-1], shape[-1] // 8), "uint8"
         return shape, "float32"
-
-    @property
-    def cpu_experts(self) -> MakeCell | None:
-        """One kernel from permute to unpermute, where this device and dtype have one."""
-        parts = self.permute, self.grouped_matmul, self.swiglu, self.unpermute
-        together = moe_reference.Permute, moe_reference.GroupedMatmul, reference.SwiGLU, moe_reference.Unpermute
-        return CpuExperts if parts == together else None
-
-    @property
-    def cpu_router(self) -> MakeCell | None:
-        """One kernel for the router in a training, where the host decides the routing."""
-        return CpuRouter if self.route is moe_reference.Route else None
 
 
 def load_kernels(

@@ -23,8 +23,8 @@ class PartDtype(NamedTuple):
     why: str
 
 
-class HostBfloat16(NamedTuple):
-    """Who multiplies in bfloat16 on a CPU, "oneDNN" or "emulated", and how; or why nobody does."""
+class NarrowProducts(NamedTuple):
+    """Who multiplies in half precision on a CPU, "oneDNN" or "emulated", and how; or why nobody does in bfloat16."""
 
     by: str = ""
     why: str = "of which a CPU has no kernels"
@@ -45,7 +45,7 @@ class Precision:
         norm: RMSNorm with its weight.
         softmax: The attention's softmax.
         rotary: Rotary tables and the rotation.
-        by: Who multiplies, where that is bfloat16 on a CPU.
+        by: Who multiplies, where native layers of a CPU have products in half precision.
     """
 
     compute: PartDtype = _DEFAULT
@@ -59,27 +59,29 @@ FLOAT32 = Precision()
 
 
 def resolve_precision(
-    settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str, on_host: HostBfloat16 | None = None
+    settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str, narrow: NarrowProducts | None = None
 ) -> Precision:
     """The dtype that each part computes in, by `amp_level` and the keys of the parts.
 
-    On a CPU only matrix products compute in bfloat16, and those where `on_host` says so; all else that asks for
-    bfloat16 is float32. Beside such products all is float32, also what asks for float16.
+    On a CPU only matrix products compute in half precision, those of native layers (`narrow.by`); beside such products
+    all is float32. Elsewhere on a CPU what asks for bfloat16 is float32.
     """
     if isinstance(settings, ClassifierConfig):
         return FLOAT32
-    on_host = on_host or HostBfloat16()
-    of_products = device == "CPU" and asked_dtype(settings, amp_level, "compute_dtype") == "bfloat16" and on_host.by
+    narrow = narrow or NarrowProducts()
+    has_narrow_products = (
+        device == "CPU" and bool(narrow.by) and asked_dtype(settings, amp_level, "compute_dtype") != "float32"
+    )
 
     def part(key: str) -> PartDtype:
         dtype = asked_dtype(settings, amp_level, key)
         why = key if getattr(settings, key) is not None else f"amp_level {amp_level}" if amp_level else _DEFAULT.why
-        if of_products and key == "compute_dtype":
-            return PartDtype(dtype, f"{why}; {on_host.why}")
-        if of_products and dtype != "float32":
-            return PartDtype("float32", f"{why} asks for {dtype}; between products in bfloat16 a CPU has float32")
+        if has_narrow_products and key == "compute_dtype":
+            return PartDtype(dtype, f"{why}; {narrow.why}")
+        if has_narrow_products and dtype != "float32":
+            return PartDtype("float32", f"{why} asks for {dtype}; between products in half precision a CPU has float32")
         if dtype == "bfloat16" and device == "CPU":
-            reason = "of which a CPU has matrix products alone" if on_host.by else on_host.why
+            reason = "of which a CPU has matrix products alone" if narrow.by else narrow.why
             return PartDtype("float32", f"{why} asks for bfloat16, {reason}")
         return PartDtype(dtype, why)
 
@@ -88,5 +90,5 @@ def resolve_precision(
         norm=part("layernorm_compute_type"),
         softmax=part("softmax_compute_type"),
         rotary=part("rotary_dtype"),
-        by=of_products or "",
+        by=narrow.by if has_narrow_products else "",
     )

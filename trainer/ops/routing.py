@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from trainer.config.schema.moe import MoEConfig
 
 DropPolicy = Literal["position", "probability"]
 GroupScore = Literal["best", "two_best"]
@@ -59,6 +62,14 @@ class RoutingRule:
     chosen_groups: int = 1
     group_score: GroupScore = "best"
     safe_tokens: bool = False
+
+    @classmethod
+    def of(cls, moe: MoEConfig) -> RoutingRule:
+        """The rule that `moe_config` asks for."""
+        groups = moe.n_group or 1
+        safe_tokens = bool(moe.use_gmm) and moe.enable_gmm_safe_tokens
+        chosen_groups = moe.topk_group or groups
+        return cls(moe.expert_num, moe.num_experts_chosen, groups, chosen_groups, moe.group_score, safe_tokens)
 
     @property
     def is_grouped(self) -> bool:

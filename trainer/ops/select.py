@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.checks.parallel import runs_semi_auto
 from trainer.config.notice import Notice
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.ops.host_library import bfloat16_products
-from trainer.ops.precision import HostBfloat16, PartDtype, Precision, resolve_precision
+from trainer.ops.precision import NarrowProducts, PartDtype, Precision, resolve_precision
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
-    from trainer.parallel.mesh import Degrees
 
 REFERENCE = "reference"
 _MODEL = "model.model_config"
@@ -111,84 +110,39 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     return ""
 
 
-def has_host_layers(
-    settings: ModelConfig | ClassifierConfig, precision: Precision, device: str, *, compiled: bool, divided: str = ""
-) -> bool:
-    """Whether whole layers are computed on arrays in the host's memory, without compilation.
+def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> bool:
+    """Whether native CPU layers compute the model: every decoder on a CPU in explicit mode.
 
-    What they do not know goes through compiled blocks: what `_unknown_to_host_layers` names, and float16.
-
-    Args:
-        compiled: context.mode 0; mode 1 runs operator by operator.
-        divided: What ranks divide that these layers do not know; empty for nothing.
+    context.mode 1 trains and evaluates with MindSpore's operators, one by one; it predicts with native layers, too.
     """
-    if isinstance(settings, ClassifierConfig) or device != "CPU":
+    if device != "CPU" or config.classifier is not None or runs_semi_auto(config, world):
         return False
-    parts = precision.compute, precision.norm, precision.softmax, precision.rotary
-    has_dtypes = bool(precision.by) or all(part.dtype == "float32" for part in parts)
-    return has_dtypes and not _unknown_to_host_layers(settings, compiled, divided)
-
-
-def _unknown_to_host_layers(settings: ModelConfig, compiled: bool, divided: str) -> str:
-    """What of a model, or of how it runs, whole layers on arrays do not know; empty if they know everything. `divided`
-    as in `has_host_layers`."""
-    found = {
-        "context.mode 1": not compiled,
-        f"ranks that divide {divided}": bool(divided),
-        "multi-head latent attention": settings.multi_latent_attention,
-        "norms after a sublayer": settings.post_self_attn_layernorm or settings.post_mlp_layernorm,
-        "dropout": settings.hidden_dropout > 0 or settings.attention_dropout > 0,
-        "adapters": settings.pet_config is not None,
-        "an embedding of another width": settings.maps_embedding,
-    }
-    return next((name for name, is_there in found.items() if is_there), "")
+    return config.context.mode == 0 or config.run_mode in ("predict", "chat")
 
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:
     """The dtype that each part of a run computes in."""
-    if device != "CPU":
-        return resolve_precision(config.network, config.amp_level, device)
-    divided = divided_for_bfloat16(degrees_of(config, world))
-    return precision_on_cpu(config, divided=divided, semi_auto=runs_semi_auto(config, world))
+    narrow = NarrowProducts()
+    if device == "CPU" and config.classifier is None:
+        asked = asked_dtype(config.decoder, config.amp_level, "compute_dtype")
+        narrow = _narrow_products(asked, on_arrays(config, device, world), config.context.mode == 0)
+    return resolve_precision(config.network, config.amp_level, device, narrow)
 
 
-def runs_host_layers(config: Config, device: str, world: World) -> bool:
-    """`has_host_layers` of a run."""
-    precision, compiled = precision_of(config, device, world), config.context.mode == 0
-    divided = _divided_sequences(config, world)
-    known = has_host_layers(config.network, precision, device, compiled=compiled, divided=divided)
-    return known and not runs_semi_auto(config, world)
-
-
-def why_compiled(config: Config, device: str, world: World) -> str:
-    """What sends the layers of a run through compiled blocks; empty where `runs_host_layers`."""
-    if runs_host_layers(config, device, world):
-        return ""
-    if device != "CPU" or config.classifier is not None:
-        return f"device {device}" if device != "CPU" else "a classifier"
-    if runs_semi_auto(config, world):
-        return "MindSpore's semi-automatic mode"
-    divided = _divided_sequences(config, world)
-    return _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided) or "float16"
-
-
-def _divided_sequences(config: Config, world: World) -> str:
-    """What ranks divide that layers on arrays do not know, as `has_host_layers` takes it."""
-    return "sequences" if degrees_of(config, world).context_parallel > 1 else ""
-
-
-def divided_for_bfloat16(degrees: Degrees) -> str:
-    """The same where they make products in bfloat16, which they know of whole matrices alone."""
-    return "matrices or sequences" if degrees.model_parallel > 1 or degrees.context_parallel > 1 else ""
-
-
-def precision_on_cpu(config: Config, *, divided: str = "", semi_auto: bool = False) -> Precision:
-    """`precision_of` for a CPU, whose layers on arrays have products in bfloat16; `divided` as in `has_host_layers`."""
-    on_host = None
-    if "bfloat16" in _asked(config).values():
-        unknown = _unknown_to_host_layers(config.decoder, config.context.mode == 0, divided)
-        on_host = _host_bfloat16("MindSpore's semi-automatic mode" if semi_auto else unknown)
-    return resolve_precision(config.network, config.amp_level, "CPU", on_host)
+def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts:
+    """Who multiplies numbers of a narrow dtype on a CPU; only native layers do so in bfloat16."""
+    if not native:
+        what = "MindSpore's semi-automatic mode" if compiled else "context.mode 1"
+        return NarrowProducts("", f"which a CPU does not compute with {what}")
+    if dtype == "float16":
+        return NarrowProducts("emulated", "float32 products of rounded numbers")
+    by = bfloat16_products()
+    why = {
+        "oneDNN": "oneDNN multiplies, sums are float32",
+        "emulated": "this processor has no instructions for it: float32 products of rounded numbers",
+        "": "for which this MindSpore has no oneDNN 3.10",
+    }
+    return NarrowProducts(by, why[by])
 
 
 def _asked(config: Config) -> dict[str, str]:
@@ -198,23 +152,10 @@ def _asked(config: Config) -> dict[str, str]:
     return {key: asked_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
 
 
-def _host_bfloat16(unknown: str) -> HostBfloat16:
-    """Who multiplies in bfloat16; `unknown` is what layers on arrays do not know, or empty."""
-    if unknown:
-        return HostBfloat16("", f"which a CPU does not compute with {unknown}")
-    by = bfloat16_products()
-    why = {
-        "oneDNN": "oneDNN multiplies, sums are float32",
-        "emulated": "this processor has no instructions for it: float32 products of rounded numbers",
-        "": "for which this MindSpore has no oneDNN 3.10",
-    }
-    return HostBfloat16(by, why[by])
-
-
 def dtype_notices(config: Config, precision: Precision, device: str) -> Iterator[Notice]:
-    """Notices about parts that asked for bfloat16 and get something else on a CPU, or get it slowly."""
+    """Notices about parts that asked for half precision and get something else on a CPU, or get it slowly."""
     asked = _asked(config)
-    if device != "CPU" or "bfloat16" not in asked.values():
+    if device != "CPU" or not {"bfloat16", "float16"} & set(asked.values()):
         return
     found = zip(PART_KEYS, (precision.compute, precision.norm, precision.softmax, precision.rotary), strict=True)
     others: dict[str, list[str]] = {}
@@ -224,11 +165,12 @@ def dtype_notices(config: Config, precision: Precision, device: str) -> Iterator
             others.setdefault(part.why, []).append(f"{_MODEL}.{key}" if own else "amp_level")
     for why, names in others.items():
         yield Notice(f"{', '.join(dict.fromkeys(names))}: computes in float32; {why}", "dtype")
+    compute = precision.compute.dtype
     if precision.by == "emulated":
-        yield Notice(f"{_MODEL}.compute_dtype bfloat16: this processor has no instructions for it; the numbers are"
+        yield Notice(f"{_MODEL}.compute_dtype {compute}: this processor has no instructions for it; the numbers are"
                      " rounded and multiplied in float32, which takes longer than compute_dtype float32", "dtype")
     if precision.by and config.decoder.experts is not None:
-        yield Notice(f"{_MODEL}.compute_dtype bfloat16: on a CPU routed experts compute in float32", "dtype")
+        yield Notice(f"{_MODEL}.compute_dtype {compute}: on a CPU routed experts compute in float32", "dtype")
     if config.trains and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield Notice("runner_wrapper.accumulate_allreduce_grads_in_fp32: on a CPU gradients are float32", "dtype")
 
@@ -254,10 +196,9 @@ def part_dtypes(
     fused = any(choice.kernel == "attention" and choice.fused for choice in choices)
     products, others = precision.compute, {}
     if precision.by:
+        if settings.experts is not None:
+            others = {"routed experts": PartDtype("float32", f"a CPU has no {products.dtype} kernels of them")}
         products = PartDtype(f"{products.dtype} ({precision.by})", products.why)
-        stays = PartDtype("float32", "a CPU has no bfloat16 kernels of them")
-        wanted = {"routed experts": settings.experts is not None, "merge of tokens": bool(settings.mtp_depth)}
-        others = {name: stays for name, is_there in wanted.items() if is_there}
     return {
         "parameters": always if asked == "float32" else master,
         "matrix products": products,

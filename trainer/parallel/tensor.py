@@ -53,6 +53,10 @@ class TensorParallel(NamedTuple):
         """A part of each number of [N, D] on every rank -> the residual stream [n, D]."""
         return ReduceScatter(self.group, compiled) if self.shares_rows else LeaveTensorParallel(self.group, compiled)
 
+    def gathered_rows(self, rows: int) -> int:
+        """How many rows `gather` makes of so many."""
+        return rows * self.group.size if self.shares_rows else rows
+
     def gather(self, own_nD: np.ndarray) -> np.ndarray:
         """`enter` of arrays, and the backward pass of `leave`: [n, D] -> [N, D]; of ranks on CPUs."""
         return self.group.all_gather_rows(own_nD) if self.shares_rows else own_nD
@@ -104,6 +108,7 @@ class ModelShard(NamedTuple):
         experts: The ranks that hold all experts together; None where it has all of them.
         tokens: Those of each sequence that it has.
         sharing: The ranks that share the tokens of a micro-batch for the experts; None where it has all of them.
+        ring, ulysses: The context-parallel ranks, see `trainer.parallel.process_groups`.
     """
 
     layout: ModelLayout
@@ -112,6 +117,8 @@ class ModelShard(NamedTuple):
     experts: Group | None = None
     tokens: SequencePart = SequencePart(0, 1)
     sharing: Group | None = None
+    ring: Group | None = None
+    ulysses: Group | None = None
 
     def holds(self, name: str) -> bool:
         """Whether the rank has this parameter, whole or a part of it."""

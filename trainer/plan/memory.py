@@ -26,7 +26,7 @@ from trainer.models.spec.build import layer_targets
 from trainer.models.spec.names import EMBEDDING, is_expert, layer_prefix, sublayer_of
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 from trainer.ops.precision import resolve_precision
-from trainer.ops.select import precision_of, runs_host_layers
+from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.layout import local_settings
@@ -72,7 +72,7 @@ def memory_estimate(
 
 
 def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
-    settings, network, on_host = config.decoder, config.network, runs_host_layers(config, device, world)
+    settings, network, on_host = config.decoder, config.network, on_arrays(config, device, world)
     own_bytes = _OwnBytes(config, world)
     weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES}

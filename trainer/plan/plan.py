@@ -24,9 +24,9 @@ from trainer.ops.precision import PartDtype
 from trainer.ops.select import (
     KernelChoice,
     dtype_notices,
+    on_arrays,
     part_dtypes,
     precision_of,
-    runs_host_layers,
     select_kernels,
 )
 from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
@@ -238,7 +238,7 @@ def _notices(
     notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
     notices += [*dtype_notices(config, precision_of(config, device, world), device), *freeze_notices(config)]
     notices += _record_notices(config)
-    if runs_host_layers(config, device, world) and find_onednn().library is None:
+    if on_arrays(config, device, world) and find_onednn().library is None:
         notices.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
 

@@ -37,7 +37,7 @@ from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, Totals, peak
 from trainer.monitors.trackers import tracker_monitors
 from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, StateLog, TrainingState
 from trainer.monitors.wording import drop_rate_lines
-from trainer.ops.select import kernel_notices, precision_of, runs_host_layers
+from trainer.ops.select import kernel_notices, on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.world import World, world_from_environment
@@ -125,7 +125,7 @@ class _Training:
             steps_per_epoch=self.plan.steps_per_epoch,
             resumed_from=prepared.resume_from,
             restarted=heartbeat.restarted(),
-            compiles=not runs_host_layers(config, prepared.plan.device, world),
+            compiles=not on_arrays(config, prepared.plan.device, world),
             samples_per_step=self.plan.micro_batches * self.data.loader.global_batch_size,
             ranks=world.size,
             flops_per_step=self.plan.flops_per_row * self.plan.micro_batches * self.data.loader.global_batch_size,
@@ -258,9 +258,9 @@ class _Training:
         if not is_profiled(section, config, self.world):
             return None
         folder = Path(section.output_path or self.folder).expanduser() / "profile" / f"rank_{self.world.rank}"
-        on_arrays = runs_host_layers(config, self.plan.device, self.world)
+        native = on_arrays(config, self.plan.device, self.world)
         notice, layout = functools.partial(self.tell, "on_notice"), distributed_arguments(config, self.world)
-        return StepProfiler(section, folder, self.plan.device, on_arrays, notice, layout)
+        return StepProfiler(section, folder, self.plan.device, native, notice, layout)
 
     def agree(self, stop: StopSignals, counts: Sequence[float] | None = None) -> None:
         """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting.

@@ -17,7 +17,7 @@ from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
 from trainer.monitors import wording
 from trainer.ops.host_library import find_onednn
-from trainer.ops.select import why_compiled
+from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.ascend import ascend_problems
@@ -63,16 +63,12 @@ class ExplicitBackend:
             self.data_ranks = (Mesh(degrees).coordinate_of(world.rank).data, degrees.data_parallel)
 
     def execution(self, device: str) -> str:
-        predicts, (library, text) = self.config.run_mode in ("predict", "chat"), find_onednn()
-        if predicts and device == "CPU":  # in any mode
-            products = f": {text}" if library is None else f", products through {text}"
-            return f"layer by layer on arrays, in NumPy{products}"
-        if predicts or self.config.context.mode != 0:
+        if on_arrays(self.config, device, self.world):
+            library, text = find_onednn()
+            return f"layer by layer on arrays, {'in NumPy: ' if library is None else 'through '}{text}"
+        if self.config.run_mode in ("predict", "chat") or self.config.context.mode != 0:
             return "operator by operator"
-        reason = why_compiled(self.config, device, self.world)
-        if reason:
-            return "blocks compiled once, run layer by layer" + (f", for {reason}" if device == "CPU" else "")
-        return f"layer by layer on arrays, {'in NumPy: ' if library is None else 'through '}{text}"
+        return "blocks compiled once, run layer by layer"
 
     def check_device(self, device: str) -> None:
         """A CPU can do what `preflight` lets through."""

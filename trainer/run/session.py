@@ -29,7 +29,7 @@ from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
 from trainer.ops.context import over_context
 from trainer.ops.kernel_set import KernelSet, load_kernels
-from trainer.ops.select import precision_of, runs_host_layers, select_kernels
+from trainer.ops.select import on_arrays, precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
@@ -100,9 +100,9 @@ def open_session(
     config = with_device_defaults(config, device)
     precision = precision_of(config, device, world)
     shard, pipeline = _shard(config, communicator), None
-    choices, on_host = select_kernels(config.network, device, precision), runs_host_layers(config, device, world)
-    kernels = load_kernels(choices, precision, device=device, host_layers=on_host)
-    if shard is not None and shard.tokens.ranks > 1:
+    choices, native = select_kernels(config.network, device, precision), on_arrays(config, device, world)
+    kernels = load_kernels(choices, precision, device=device, host_layers=native)
+    if not native and shard is not None and shard.tokens.ranks > 1:
         kernels = over_context(kernels, communicator.groups, shard.tokens, compiled=config.context.mode == 0)
     model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
@@ -132,7 +132,9 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     groups, section, where = communicator.groups, config.parallel_config, communicator.where
     tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
     tokens = SequencePart(where.context, section.context_parallel, ulysses_degree(config))
-    return ModelShard(communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp)
+    return ModelShard(
+        communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses
+    )
 
 
 def build_model(

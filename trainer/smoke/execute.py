@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.checkpoint.store import folder_name
 from trainer.config import Override, load_config
-from trainer.device.resolve import resolve_device
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, RunError
 from trainer.monitors.metrics import Monitor
-from trainer.ops.select import runs_host_layers
 from trainer.parallel.world import world_from_environment, world_of
 
 if TYPE_CHECKING:
@@ -67,19 +65,13 @@ def execute(setup: Setup, tell: Callable[[str], None]) -> None:
 
 
 def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> int:
-    """Runs the small copy, and once more from its checkpoint before the last step; returns the exit code.
-
-    On a CPU the second run does not compile, where that gives the same numbers: for one step it takes less time.
-    """
+    """Runs the small copy, and once more from its checkpoint before the last step; returns the exit code."""
     from trainer.run.loop import run
 
     is_first = world_from_environment().rank == 0
     config, again = load_config(str(folder / CONFIG)), {"resume_training": folder_name(steps - 1)}
     if config.decoder.pet_config is None:  # otherwise it is the base model, and not where to resume from
         again["load_checkpoint"] = "''"
-    device = resolve_device(config)
-    if device == "CPU" and not runs_host_layers(config, device, world_from_environment()):
-        again["context.mode"] = "1"
     for resumed in (False, True):
         overrides = [Override(key, text, "smoke") for key, text in again.items()] if resumed else []
         with (folder / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):

@@ -10,7 +10,7 @@ from trainer.config.checks.moe import capacity_factor
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
-from trainer.ops.select import divided_for_bfloat16, precision_on_cpu
+from trainer.ops.select import precision_of
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.layers import kept_layers, layer_changes
 
@@ -160,8 +160,7 @@ def _adapters(config: Config) -> Iterator[Change]:
 
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
-    degrees = setup.layout.degrees
-    precision = precision_on_cpu(config, divided=divided_for_bfloat16(degrees))
+    precision = precision_of(config, "CPU")
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     for key, part in zip(PART_KEYS, parts, strict=True):
         if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":

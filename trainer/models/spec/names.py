@@ -16,6 +16,10 @@ MAPPING_IN = "model.embedding_hidden_mapping_in.weight"
 """From the embedding to the residual stream, where the two differ in width."""
 MAPPING_OUT = "model.embedding_hidden_mapping_out.weight"
 """From the residual stream back to the width of the head, before the final norm."""
+INPUT_NORM = "input_layernorm.weight"
+"""Norm before attention."""
+MLP_NORM = "post_attention_layernorm.weight"
+"""Norm before the feed-forward layer or the experts."""
 POST_ATTENTION_NORM = "post_self_attn_layernorm.weight"
 """Norm of what attention adds to the residual stream."""
 POST_MLP_NORM = "post_mlp_layernorm.weight"
@@ -25,6 +29,10 @@ EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
 EXPERT_DOWN_BIAS = "mlp.experts.down_proj.bias"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
+MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
+"""Weights of a multi-token prediction module that make the input of its layer."""
+MTP_NORM = "shared_head.norm.weight"
+"""Its norm before the head."""
 
 
 def layer_prefix(layer: int) -> str:

@@ -1,0 +1,276 @@
+"""The attention sublayer of a decoder layer: x + W_o attention(norm(x)), forward and backward.
+
+Threads take tiles of rows through norm, projections and rotary embedding; then query blocks, each with the output
+projection and the residual stream. Tensor-parallel ranks compute some of the heads each; context-parallel ranks have
+some of the queries, or of the heads, see `trainer.arrays.context`.
+
+Legend: as in tiles.py and attend.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.arrays.attend import BlockAttention
+from trainer.arrays.latent import LatentProjections
+from trainer.arrays.memory import as_narrow, as_wide, empty, host_threads
+from trainer.arrays.positions import Rotary
+from trainer.arrays.tiles import Linear, NormedInput, RmsNorm, SublayerOutput, allocate
+from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM
+from trainer.models.spec.saved import attention_saved
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+    from trainer.arrays.context import ContextParallel
+    from trainer.arrays.positions import QueryBlock, SequenceBlocks, TokenPositions
+    from trainer.arrays.tiles import Gradients, Scratch, SequenceParallelComm, SublayerCall, Tile
+    from trainer.models.spec.model import AttentionSpec
+
+_TASKS = 8  # of which the threads take one after the other, at least, where there are heads enough
+
+
+class HeadProjections:
+    """Queries, keys and values of all heads: norm, projections, norms of the heads, rotary embedding, scale."""
+
+    def __init__(
+        self, spec: AttentionSpec, rotary: Rotary, scratch: Scratch, tensor: SequenceParallelComm | None
+    ) -> None:
+        self.rotary = rotary
+        self.scratch = scratch
+        self.head_size = spec.head_size
+        self.scale = np.float32(spec.scale)
+        self.input = NormedInput(RmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
+        self.linears = [Linear(f"self_attn.{one}_proj", spec.adapters.get(f"self_attn.{one}_proj")) for one in "qkv"]
+        self.head_norm = RmsNorm(spec.head_size, spec.eps) if spec.head_norm else None
+
+    def forward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray,
+        v_NK: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Writes rotated and scaled queries, rotated keys, and values, each with both numbers of a pair beside each
+        other."""
+        dtype = q_NC.dtype
+        rows = self.input.begin_forward(call, x_ND, dtype)
+
+        def compute(tile: Tile) -> None:
+            y_nD = self.input.forward(call, x_ND, tile, dtype)
+            self._rotated(call, "q", y_nD, q_NC[tile.rows], positions, tile)
+            self._rotated(call, "k", y_nD, k_NK[tile.rows], positions, tile)
+            self.linears[2].forward(call, y_nD, v_NK[tile.rows], tile)
+
+        self.scratch.run(rows, compute)
+
+    def _rotated(
+        self, call: SublayerCall, name: str, y_nD: np.ndarray, out_nC: np.ndarray, positions: TokenPositions, tile: Tile
+    ) -> None:
+        linear = self.linears["qkv".index(name)]
+        wide_nC = out_nC if out_nC.dtype == np.float32 else tile.take(out_nC.shape[1])
+        if self.head_norm is None:
+            linear.forward(call, y_nD, wide_nC, tile)
+        else:
+            plain_nC = call.saved[f"plain_{name}"][tile.rows] if call.saved else out_nC
+            linear.forward(call, y_nD, plain_nC, tile)
+            x, out = (self._by_head(array) for array in (as_wide(plain_nC, wide_nC), wide_nC))
+            self.head_norm(x, call.weights[f"self_attn.{name}_norm.weight"], self.head_norm.scales(x), out)
+        self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), positions.rotation_N1h[tile.rows])
+        if name == "q":
+            wide_nC *= self.scale
+        as_narrow(wide_nC, out_nC)
+
+    def backward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],
+        grad_ND: np.ndarray, out_ND: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Writes the gradient of x to `out_ND` and adds those of the weights.
+
+        Args:
+            grads: Gradients of queries, keys and values; overwritten.
+            grad_ND: Gradient of the residual stream after the sublayer.
+        """
+        dtype = call.saved["q"].dtype
+        wants_input = any(linear.wants_input(call) for linear in self.linears)
+        y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, wants_input)
+        # What products take of the gradients.
+        narrow = grads if dtype == np.float32 else [empty(*grad.shape, dtype=dtype)[1] for grad in grads]
+        for linear in self.linears:
+            linear.begin_backward(call, len(into_ND), into_ND.shape[1], dtype)
+
+        def compute(tile: Tile) -> None:
+            of_rows = [grad[tile.rows] for grad in grads]
+            of_rows[0][...] *= self.scale
+            rotation_n1h = positions.rotation_N1h[tile.rows].conj()
+            for name, grad_nC in zip("qk", of_rows, strict=False):
+                self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
+                if self.head_norm is not None:
+                    self._head_norm_gradient(call, name, grad_nC, tile)
+            into_nD = into_ND[tile.rows]
+            for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, of_rows, narrow, strict=True)):
+                factor_nC = as_narrow(grad_nC, narrow_NC[tile.rows])
+                linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
+            self.input.backward(call, x_ND, grad_ND, tile, out_ND)
+            y_nD = self.input.input_again(call, x_ND, y_ND, tile)
+            for linear in self.linears:
+                linear.keep_input(call, y_nD, tile)
+
+        self.scratch.run(len(into_ND), compute)
+        self.input.end_backward(call, x_ND, grad_ND, into_ND, out_ND)
+        for linear, grad_NC, factor_NC in zip(self.linears, grads, narrow, strict=True):
+            linear.add_gradients(call, factor_NC, y_ND, grad_NC)
+
+    def _head_norm_gradient(self, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile) -> None:
+        """Replaces the gradient of normed heads by that of the heads."""
+        key = f"self_attn.{name}_norm.weight"
+        x = self._by_head(tile.widened(call.saved[f"plain_{name}"][tile.rows]))
+        grad = self._by_head(grad_nC)
+        work = self._by_head(tile.take(grad_nC.shape[1]))
+        of_weight_d = self.head_norm.gradient(x, call.weights[key], self.head_norm.scales(x), grad, work)
+        call.gradients.add_tile(key, tile, of_weight_d)
+
+    def _by_head(self, x_nC: np.ndarray) -> np.ndarray:
+        return x_nC.reshape(-1, self.head_size)
+
+
+class CpuAttention:
+    """x + output(attention(projections(norm(x)))) of the layers with one `AttentionSpec`.
+
+    Args:
+        spec: With the heads of this rank.
+        tensor, context: The exchanges of ranks that share the sublayer.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec, scratch: Scratch, tensor: SequenceParallelComm | None = None,
+        context: ContextParallel | None = None,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.scratch = scratch
+        self.tensor = tensor
+        self.context = context
+        self.rotary = Rotary(spec)
+        projections = HeadProjections if spec.latent is None else LatentProjections
+        self.projections = projections(spec, self.rotary, scratch, tensor)
+        heads = spec.heads, spec.kv_heads
+        if context is not None:
+            heads = context.local_heads(*heads)
+        self.attention = BlockAttention(spec, *heads)
+        self.output = SublayerOutput(
+            Linear("self_attn.o_proj", spec.adapters.get("self_attn.o_proj")), scratch, tensor,
+            norm=RmsNorm(spec.hidden, spec.eps) if spec.post_norm else None, norm_name=POST_ATTENTION_NORM,
+            rate=spec.output_dropout, site="attention_output",
+        )  # fmt: skip
+
+    @property
+    def ulysses(self) -> int:
+        """Ranks that exchange heads for tokens."""
+        return self.spec.heads // (self.attention.kv_heads * self.attention.groups)
+
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
+        """Returns the residual stream after the sublayer."""
+        call.weights = self.rotary.paired(call.weights)
+        dtype = call.weights[self.output.linear.weight].dtype
+        tokens = len(positions.rotation_N1h)
+        sequences = positions.blocks_of(self.spec.window)
+        arrays = self._allocate(call, len(x_ND), tokens, sequences, dtype)
+        result, out_ND = empty(*x_ND.shape)
+        if self.context is None:
+            self.projections.forward(call, x_ND, positions, arrays["q"], arrays["k"], arrays["v"])
+        else:
+            self._exchanged_projections(call, x_ND, positions, arrays, len(sequences))
+        heads_NV = arrays["heads"]
+        if self.ulysses > 1:
+            heads_NV = empty(len(arrays["q"]), self.attention.width, dtype=dtype)[1]
+        self.output.begin_forward(call, x_ND, tokens)
+
+        def attend(task: tuple[SequenceBlocks, QueryBlock], thread: int) -> None:
+            sequence, block = task
+            tile = self.scratch.tile(block.queries, thread)
+            inputs = arrays["q"], arrays["k"], arrays["v"]
+            self.attention.forward(sequence, block, *inputs, heads_NV, tile, call.dropout)
+            if self.ulysses == 1:
+                self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
+
+        host_threads().run([(sequence, block) for sequence in sequences for block in sequence.blocks], attend)
+        if self.ulysses > 1:
+            local_NV = arrays["heads"]
+            local_NV[...] = self.context.to_tokens(heads_NV, self.spec.heads, len(sequences))
+            self.scratch.run(
+                tokens, lambda tile: self.output.forward(call, x_ND, local_NV[tile.rows], out_ND, tile)
+            )
+        self.output.end_forward(call, x_ND, out_ND)
+        return result
+
+    def _allocate(
+        self, call: SublayerCall, stream: int, tokens: int, sequences: Sequence[SequenceBlocks], dtype: type
+    ) -> dict[str, np.ndarray]:
+        """Returns room for queries, keys, values and the results of the heads; fills `call.saved` with all that is
+        kept."""
+        keys = sum(sequence.keys.stop - sequence.keys.start for sequence in sequences)
+        rows = {"stream": stream, "tokens": tokens, "queries": tokens * self.ulysses, "keys": keys}
+        listed = {one.name: one for one in attention_saved(self.spec, self.tensor is not None, self.ulysses)}
+        if call.save:
+            listed.pop("normed", None)  # it is gathered into memory of its own
+            call.saved = allocate(listed.values(), rows, dtype)
+            return call.saved
+        # The results of a block's heads take the place of its queries, where they have one shape.
+        reuses = self.spec.value_size == self.spec.head_size and self.ulysses == 1
+        names = ("q", "k", "v") if reuses else ("q", "k", "v", "heads")
+        arrays = allocate([listed[name] for name in names], rows, dtype)
+        return {"heads": arrays["q"], **arrays}
+
+    def _exchanged_projections(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, arrays: dict[str, np.ndarray],
+        sequences: int,
+    ) -> None:  # fmt: skip
+        """Fills queries, keys and values with those that attention takes on this rank."""
+        spec, context = self.spec, self.context
+        widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.kv_heads * spec.value_size
+        local = [empty(len(positions.rotation_N1h), width, dtype=arrays["q"].dtype)[1] for width in widths]
+        self.projections.forward(call, x_ND, positions, *local)
+        arrays["q"][...] = context.to_heads(local[0], spec.heads, sequences)
+        for name, x_NK in zip("kv", local[1:], strict=True):
+            context.gather_keys(context.to_heads(x_NK, spec.kv_heads, sequences), arrays[name], sequences)
+
+    def backward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
+    ) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
+        call.weights = self.rotary.paired(call.weights)
+        saved, context = call.saved, self.context
+        sequences = positions.blocks_of(self.spec.window)
+        result, out_ND = empty(*x_ND.shape)
+        grad_heads_NV = empty(*saved["heads"].shape, dtype=saved["heads"].dtype)[1]
+        self._output_gradients(call, grad_ND, grad_heads_NV)
+        if context is not None:
+            grad_heads_NV = context.to_heads(grad_heads_NV, self.spec.heads, len(sequences))
+        grads = [empty(*saved[name].shape)[1] for name in "qkv"]
+
+        def attend(task: tuple[SequenceBlocks, slice], thread: int) -> None:
+            sequence, heads = task
+            inputs = saved["q"], saved["k"], saved["v"], grad_heads_NV
+            tile = self.scratch.tile(sequence.keys, thread)
+            self.attention.backward(sequence, heads, *inputs, *grads, tile, call.dropout)
+
+        host_threads().run(self.attention.tasks(sequences, _TASKS), attend)
+        if context is not None:
+            grads[0] = context.to_tokens(grads[0], self.spec.heads, len(sequences))
+            for place in (1, 2):
+                local_MK = context.reduce_keys(grads[place], len(sequences))
+                grads[place] = context.to_tokens(local_MK, self.spec.kv_heads, len(sequences))
+        self.projections.backward(call, x_ND, positions, grads, grad_ND, out_ND)
+        return result, self.rotary.unpaired(call.gradients.compute())
+
+    def _output_gradients(self, call: SublayerCall, grad_ND: np.ndarray, grad_heads_NV: np.ndarray) -> None:
+        """Writes the gradients of the heads' results; adds those of the output projection and the norm after it."""
+        heads_NV = call.saved["heads"]
+        grad = self.output.begin_backward(call, grad_ND, *heads_NV.shape, heads_NV.dtype)
+
+        def compute(tile: Tile) -> None:
+            self.output.backward(call, grad, grad_heads_NV[tile.rows], tile)
+            self.output.linear.keep_input(call, heads_NV[tile.rows], tile)
+
+        self.scratch.run(len(heads_NV), compute)
+        self.output.end_backward(call, grad, heads_NV)

@@ -1,0 +1,183 @@
+"""How tokens reach the experts of other ranks, on arrays: Megatron-LM's token dispatchers "alltoall" and "allgather".
+
+Both compute what `CpuExperts` does where a rank has all experts, and are called like it.
+
+Legend: N tokens of a rank, D hidden, E experts, k chosen by a token, S ranks that hold all experts, e = E / S experts
+of a rank, R rows of this rank's tokens, Q rows that it receives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from trainer.arrays.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
+from trainer.arrays.memory import MOST_MOVED, add_rows, empty, host_threads, parts, take_tokens
+from trainer.data.batches.context import SequencePart
+from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
+
+if TYPE_CHECKING:
+    from trainer.config.schema.moe import MoEConfig
+    from trainer.parallel.host_group import HostGroup
+
+
+def token_dispatcher(
+    experts: CpuExperts, moe: MoEConfig, group: HostGroup | None
+) -> CpuExperts | AllToAllExperts | AllGatherExperts:
+    """Returns what computes the experts of a layer; `group` are the ranks that hold them, None: this rank alone."""
+    if group is None:
+        return experts
+    if moe.moe_token_dispatcher_type == "allgather":
+        return AllGatherExperts(experts, group)
+    return AllToAllExperts(experts, group)
+
+
+class _Exchanged(NamedTuple):
+    """What the backward pass of `AllToAllExperts` needs."""
+
+    send_S: np.ndarray
+    receive_S: np.ndarray
+    rows_QD: np.ndarray
+    local: Routing
+    saved: SavedExperts
+    out_RD: np.ndarray
+
+
+class AllToAllExperts:
+    """Sends rows to the ranks of their experts, and results back.
+
+    A rank's rows stand sorted by expert, so those for one rank stand together. The ranks tell each other how many rows
+    there are for each expert; rows, results and both gradients then travel in all-to-alls of exactly so many rows.
+    """
+
+    def __init__(self, experts: CpuExperts, group: HostGroup) -> None:
+        self.experts = experts
+        self.group = group
+
+    def forward(
+        self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
+    ) -> tuple[np.ndarray, _Exchanged]:
+        """Returns the sums of all experts of each token, [N, D], and what `backward` takes."""
+        rows_RD = _rows_of_tokens(x_ND, routing.token_R)
+        sent_Se = routing.counts_E.reshape(self.group.size, -1)
+        received_Se = np.stack(self.group.all_to_all(list(sent_Se), [sent_Se[0].shape] * self.group.size))
+        send_S = sent_Se.sum(1)
+        receive_S = received_Se.sum(1)
+        rows_QD = self._exchange(rows_RD, send_S, receive_S, int(receive_S.sum()))
+        local = rows_of_experts(received_Se)
+        out_QD, saved = self.experts.forward(rows_QD, np.ones((len(rows_QD), 1), np.float32), weights, local)
+        out_RD = self._exchange(out_QD, receive_S, send_S, len(rows_RD))
+        out_ND = empty(*x_ND.shape)[1]
+        add_rows(out_RD, routing.row_Nk, gates_Nk, out_ND)
+        return out_ND, _Exchanged(send_S, receive_S, rows_QD, local, saved, out_RD)
+
+    def backward(
+        self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: _Exchanged,
+        grad_ND: np.ndarray, trained: Collection[str],
+    ) -> ExpertGradients:  # fmt: skip
+        """Returns the gradients, as `CpuExperts.backward`."""
+        grad_RD = _rows_of_tokens(grad_ND, routing.token_R)
+        gate_R = np.zeros(len(grad_RD), np.float32)
+        gate_R[routing.row_Nk] = gates_Nk
+        grad_gate_R = np.einsum("rd,rd->r", saved.out_RD, grad_RD)
+        grad_RD *= gate_R[:, None]
+        grad_QD = self._exchange(grad_RD, saved.send_S, saved.receive_S, len(saved.rows_QD))
+        ones_Q1 = np.ones((len(saved.rows_QD), 1), np.float32)
+        found = self.experts.backward(
+            saved.rows_QD, ones_Q1, weights, saved.local, saved.saved, grad_QD, trained
+        )
+        grad_rows_RD = self._exchange(found.x_ND, saved.receive_S, saved.send_S, len(grad_RD))
+        grad_x_ND = empty(*x_ND.shape)[1]
+        add_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
+        return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], found.weights)
+
+    def _exchange(self, rows_RD: np.ndarray, send_S: np.ndarray, receive_S: np.ndarray, number: int) -> np.ndarray:
+        """Sends so many rows to each rank, those for the first rank first, and returns what comes, with zeros up to
+        `number` rows."""
+        total = int(receive_S.sum())
+        result = empty(number, rows_RD.shape[1])[1]
+        result[total:] = 0
+        self.group.all_to_all_into(
+            np.split(rows_RD[: send_S.sum()], np.cumsum(send_S)[:-1]),
+            np.split(result[:total], np.cumsum(receive_S)[:-1]),
+        )
+        return result
+
+
+class _Gathered(NamedTuple):
+    """What the backward pass of `AllGatherExperts` needs: the tokens of all ranks."""
+
+    x_MD: np.ndarray
+    gates_Mk: np.ndarray
+    local: Routing
+    saved: SavedExperts
+
+
+class AllGatherExperts:
+    """Gathers tokens and gates of all ranks; each rank adds up what its experts give to every token, and the sums of
+    all ranks go back to the rank of the token. The ranks have equally many tokens."""
+
+    def __init__(self, experts: CpuExperts, group: HostGroup) -> None:
+        self.experts = experts
+        self.group = group
+
+    def forward(
+        self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
+    ) -> tuple[np.ndarray, _Gathered]:
+        """Returns the sums of all experts of each token, [N, D], and what `backward` takes."""
+        experts = len(routing.counts_E)
+        kept_Nk = np.where(routing.row_Nk < routing.counts_E.sum(), routing.experts_Nk, np.int32(experts))
+        every_Mk = self.group.all_gather_rows(kept_Nk)
+        local = routing_of_some(every_Mk, self.group.rank, experts // self.group.size)
+        x_MD = self.group.all_gather_rows(x_ND)
+        gates_Mk = self.group.all_gather_rows(gates_Nk)
+        out_MD, saved = self.experts.forward(x_MD, gates_Mk, weights, local)
+        return self.group.reduce_scatter(out_MD), _Gathered(x_MD, gates_Mk, local, saved)
+
+    def backward(
+        self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: _Gathered,
+        grad_ND: np.ndarray, trained: Collection[str],
+    ) -> ExpertGradients:  # fmt: skip
+        """Returns the gradients, as `CpuExperts.backward`."""
+        grad_MD = self.group.all_gather_rows(grad_ND)
+        found = self.experts.backward(
+            saved.x_MD, saved.gates_Mk, weights, saved.local, saved.saved, grad_MD, trained
+        )
+        grad_x_ND = self.group.reduce_scatter(found.x_ND)
+        return ExpertGradients(grad_x_ND, self.group.reduce_scatter(found.gates_Nk), found.weights)
+
+
+def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
+    """Returns the row of each token, [R, D], zeros where there is no such token."""
+    rows_RD = empty(len(token_R), x_ND.shape[1])[1]
+
+    def copy(rows: slice, thread: int) -> None:
+        take_tokens(x_ND, token_R[rows], rows_RD[rows])
+
+    host_threads().run(parts(slice(0, len(token_R)), MOST_MOVED), copy)
+    return rows_RD
+
+
+class TokenRanks:
+    """The ranks that share the tokens of each micro-batch: a capacity and a balance loss are of all of them.
+
+    Args:
+        group: Those of a context group with their tensor-parallel ranks, which are neighbours and each have as many of
+            their common token rows.
+        tokens: Those of each sequence that this rank and its tensor-parallel ones have.
+    """
+
+    def __init__(self, group: HostGroup, tokens: SequencePart) -> None:
+        self.group = group
+        self.tokens = tokens
+        self.of = functools.cache(self._of)
+
+    def _of(self, sequences: int, tokens: int) -> SharedTokens:
+        """For a micro-batch of so many sequences, of which each rank has so many tokens."""
+        length = tokens * self.group.size // sequences
+        parts = (self.tokens._replace(rank=rank) for rank in range(self.tokens.ranks))
+        rows = np.stack([part.rows(sequences, length) for part in parts]).reshape(self.group.size, -1)
+        return SharedTokens(rows, self.group.rank, length, self.group.all_gather)

@@ -1,0 +1,103 @@
+"""Dropout masks of the rows and heads that a thread has at hand: the bits of `trainer.ops.dropout.dropout_mask`.
+
+A mask is a run of random numbers from a counter, and any piece of it can be drawn alone: no mask is ever there as a
+whole. Philox gives eight 32-bit numbers for each count.
+
+Legend: N tokens of the micro-batch, B sequences of T tokens, H query heads, K key/value heads, G = H / K.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from trainer.ops.dropout import DropoutKey, mask_run
+
+if TYPE_CHECKING:
+    from trainer.ops.dropout import OwnHeads
+
+
+class DropoutSite(NamedTuple):
+    """One place of a layer where numbers are dropped.
+
+    Attributes:
+        number: Names the mask.
+        rows: Which rows of the mask the rows of this rank are; None: the same.
+        width: Columns of the mask.
+        columns: Those that the rank has.
+    """
+
+    number: int
+    rate: float
+    width: int
+    columns: slice = slice(None)
+    rows: np.ndarray | None = None
+
+
+class LayerDropout:
+    """Draws the masks of one layer for one micro-batch.
+
+    Args:
+        sites: By name: "attention_output", "mlp_output", and the names of matrices for what enters their adapters.
+        probabilities: Number of the mask of the attention probabilities, and their rate.
+        heads: The heads of this rank; None: it has all.
+    """
+
+    def __init__(
+        self, key: DropoutKey, sites: Mapping[str, DropoutSite], probabilities: tuple[int, float] = (0, 0.0),
+        heads: OwnHeads | None = None,
+    ) -> None:  # fmt: skip
+        self.key = key
+        self.sites = sites
+        self.site, self.rate = probabilities
+        self.heads = heads
+
+    def rows(self, name: str, rows: slice, width: int) -> np.ndarray:
+        """Returns the factors of some rows of this rank at a site, float32 [n, width]: 0 or 1 / (1 - rate)."""
+        site = self.sites[name]
+        pieces = [
+            mask_run(self.key, site.number, first * site.width, count * site.width, site.rate).reshape(count, -1)
+            for first, count in _runs(rows, site.rows)
+        ]
+        mask_nI = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return mask_nI if site.columns == slice(None) else np.ascontiguousarray(mask_nI[:, site.columns])
+
+    def probabilities(
+        self, sequence: int, queries: slice, heads: slice, kv_heads: int, groups: int, keys: slice, length: int
+    ) -> np.ndarray:
+        """Returns the factors of attention probabilities, float32 [key heads, groups, Q, S].
+
+        Args:
+            sequence: Number of the sequence in the micro-batch.
+            queries, keys: Positions in the sequence.
+            heads: Key/value heads of this rank.
+            kv_heads, groups: How many key/value heads the rank has, and query heads for each of them.
+            length: T.
+        """
+        first_key, first_query, all_keys, all_groups = 0, 0, kv_heads, groups
+        if self.heads is not None:
+            all_keys, all_groups = self.heads.kv_heads, self.heads.heads // self.heads.kv_heads
+            first_key, first_query = divmod(self.heads.number * self.heads.own_heads, all_groups)
+        count = queries.stop - queries.start
+        # The mask is [B * K, T * G, T].
+        row = all_groups * length
+        found = np.empty((heads.stop - heads.start, groups, count, keys.stop - keys.start), np.float32)
+        for place, head in enumerate(range(heads.start, heads.stop)):
+            first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
+            drawn = mask_run(self.key, self.site, first, count * row, self.rate)
+            by_query = drawn.reshape(count, all_groups, length)[:, first_query : first_query + groups, keys]
+            found[place] = by_query.transpose(1, 0, 2)
+        return found
+
+
+def _runs(rows: slice, places_N: np.ndarray | None) -> Iterator[tuple[int, int]]:
+    """Yields the first row of the mask and the number of rows of each run of neighbours."""
+    if places_N is None:
+        yield rows.start, rows.stop - rows.start
+        return
+    places_n = places_N[rows]
+    starts = [0, *(np.flatnonzero(np.diff(places_n) != 1) + 1).tolist(), len(places_n)]
+    for start, stop in zip(starts, starts[1:], strict=False):
+        yield int(places_n[start]), stop - start

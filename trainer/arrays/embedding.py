@@ -1,0 +1,195 @@
+"""The embedding of tokens, and the merge of an MTP module, on arrays, forward and backward.
+
+Where tensor-parallel ranks shard the vocabulary, each looks up its tokens, and they add up the rows.
+
+Legend: N tokens, V vocabulary of this rank, E width of the embedding, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.arrays.memory import empty
+from trainer.arrays.onednn import operators
+from trainer.arrays.tiles import RmsNorm, WeightGradients
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from mindspore import Tensor
+
+    from trainer.arrays.tiles import Arrays, Gradients, Scratch, SequenceParallelComm, Tile
+
+_FEW_TIMES = 8  # that a token of a batch comes
+
+
+def embedding_rows(weight_VE: np.ndarray, ids_N: np.ndarray) -> tuple[Tensor, np.ndarray]:
+    """Returns the rows of the tokens, [N, E], and the same as an array."""
+    result, out_NE = empty(len(ids_N), weight_VE.shape[1])
+    np.take(weight_VE, ids_N, axis=0, out=out_NE, mode="clip")  # other modes copy `out`
+    return result, out_NE
+
+
+def embedding_gradient(shape: tuple[int, int], ids_N: np.ndarray, grad_NE: np.ndarray) -> Tensor:
+    """Returns the gradient of the matrix, [V, E]: the sums over each token's rows, in their order."""
+    result, out_VE = empty(*shape)
+    out_VE[...] = 0
+    order_N = np.argsort(ids_N, kind="stable")
+    ids, first, counts = np.unique(ids_N[order_N], return_index=True, return_counts=True)
+    out_VE[ids] = grad_NE[order_N[first]]
+    # Most tokens come a few times: the second time of each of them, then the third. np.add.reduceat takes 20 times as
+    # long.
+    for time in range(1, min(_FEW_TIMES, counts.max(initial=0))):
+        again = np.flatnonzero(counts > time)
+        out_VE[ids[again]] += grad_NE[order_N[first[again] + time]]
+    for place in np.flatnonzero(counts > _FEW_TIMES):
+        left_n = order_N[first[place] + _FEW_TIMES : first[place] + counts[place]]
+        out_VE[ids[place]] += grad_NE[left_n].sum(0)
+    return result
+
+
+class CpuEmbedding:
+    """Looks tokens up; where the embedding has another width than the residual stream, a matrix maps it there.
+
+    Args:
+        first_token: First token of the vocabulary that this rank has.
+    """
+
+    def __init__(self, scratch: Scratch, tensor: SequenceParallelComm | None = None, first_token: int = 0) -> None:
+        self.scratch = scratch
+        self.tensor = tensor
+        self.first_token = first_token
+
+    def forward(self, weights: Arrays, ids_N: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
+        """Returns the residual stream, [N, D] or the rows of it that this rank has, and the embeddings that the
+        gradient of the mapping needs."""
+        weight_VE = weights[EMBEDDING]
+        if self.tensor is None:
+            result, rows_NE = embedding_rows(weight_VE, ids_N)
+        else:
+            place_N, inside_N = self._local(ids_N, len(weight_VE))
+            local_NE = embedding_rows(weight_VE, place_N)[1]
+            local_NE *= inside_N[:, None]
+            sums_NE = self.tensor.collect(local_NE)
+            result, rows_NE = empty(*sums_NE.shape)
+            rows_NE[...] = sums_NE
+        if MAPPING_IN not in weights:
+            return result, None
+        mapping_DE = weights[MAPPING_IN]
+        mapped, out_ND = empty(len(rows_NE), len(mapping_DE))
+
+        def map_rows(tile: Tile) -> None:
+            rows_nE = tile.narrowed(rows_NE[tile.rows], mapping_DE.dtype)
+            operators().matmul(rows_nE, mapping_DE.T, out_ND[tile.rows])
+
+        self.scratch.run(len(rows_NE), map_rows)
+        return mapped, rows_NE
+
+    def backward(
+        self, weights: Arrays, ids_N: np.ndarray, rows_NE: np.ndarray | None, grad_ND: np.ndarray,
+        trained: Iterable[str],
+    ) -> Gradients:  # fmt: skip
+        """Returns the gradients of the trained weights."""
+        gradients = WeightGradients(trained)
+        grad_NE = grad_ND
+        if MAPPING_IN in weights:
+            mapping_DE = weights[MAPPING_IN]
+            dtype = mapping_DE.dtype
+            grad_NE = empty(*rows_NE.shape)[1]
+            factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
+            narrow_NE = empty(*rows_NE.shape, dtype=dtype)[1]
+
+            def through_mapping(tile: Tile) -> None:
+                factor_ND[tile.rows] = tile.narrowed(grad_ND[tile.rows], dtype)
+                narrow_NE[tile.rows] = tile.narrowed(rows_NE[tile.rows], dtype)
+                operators().matmul(factor_ND[tile.rows], mapping_DE, grad_NE[tile.rows])
+
+            self.scratch.run(len(grad_ND), through_mapping)
+            gradients.add(MAPPING_IN, factor_ND, narrow_NE)
+        found = gradients.compute()
+        if EMBEDDING in gradients.trained:
+            place_N = ids_N
+            shape = weights[EMBEDDING].shape
+            if self.tensor is not None:
+                grad_NE = self.tensor.gather(grad_NE)
+                place_N, inside_N = self._local(ids_N, shape[0])
+                place_N, grad_NE = place_N[inside_N], grad_NE[inside_N]
+            found[EMBEDDING] = embedding_gradient(shape, place_N, grad_NE)
+        return found
+
+    def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns places in this rank's vocabulary, 0 for tokens of other ranks, and which tokens it has."""
+        place_N = ids_N - self.first_token
+        inside_N = (place_N >= 0) & (place_N < size)
+        return place_N * inside_N, inside_N
+
+
+class CpuMerge:
+    """The input of an MTP module's layer: W [norm(embedding of a later token); norm(final norm(hidden state))], see
+    `trainer.models.block`. The weights are "norm", that of the final norm, and `MTP_WEIGHTS`."""
+
+    def __init__(self, hidden: int, eps: float, scratch: Scratch) -> None:
+        self.norm = RmsNorm(hidden, eps)
+        self.hidden = hidden
+        self.scratch = scratch
+
+    def forward(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray) -> Tensor:
+        """Returns the input of the layer, [N, D]."""
+        result, out_ND = empty(*x_ND.shape)
+        matrix_DC = weights["eh_proj.weight"]
+
+        def compute(tile: Tile) -> None:
+            both_nC = self._both(weights, embedded_ND, x_ND, tile)
+            operators().matmul(tile.narrowed(both_nC, matrix_DC.dtype), matrix_DC.T, out_ND[tile.rows])
+
+        self.scratch.run(len(x_ND), compute)
+        return result
+
+    def _both(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns what the matrix multiplies, [n, 2 D]."""
+        both_nC = tile.take(2 * self.hidden)
+        both_nC[:, : self.hidden] = self._normed(embedded_ND[tile.rows], weights["enorm.weight"], tile)
+        final_nD = self._normed(x_ND[tile.rows], weights["norm"], tile)
+        both_nC[:, self.hidden :] = self._normed(final_nD, weights["hnorm.weight"], tile)
+        return both_nC
+
+    def _normed(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
+        out_nD = tile.take(self.hidden)
+        self.norm(x_nD, weight_D, self.norm.scales(x_nD), out_nD)
+        return out_nD
+
+    def backward(
+        self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, grad_ND: np.ndarray, trained: Iterable[str]
+    ) -> tuple[Tensor, Tensor, Gradients]:
+        """Returns the gradients of the embeddings, of the hidden states and of the trained weights."""
+        gradients = WeightGradients(trained)
+        matrix_DC = weights["eh_proj.weight"]
+        dtype = matrix_DC.dtype
+        of_embedded, of_embedded_ND = empty(*x_ND.shape)
+        of_x, of_x_ND = empty(*x_ND.shape)
+        both_NC = empty(len(x_ND), 2 * self.hidden, dtype=dtype)[1]
+        factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
+
+        def through(name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile) -> None:
+            work_nD = tile.take(self.hidden)
+            scale_n = self.norm.scales(x_nD)
+            gradients.add_tile(name, tile, self.norm.gradient(x_nD, weights[name], scale_n, grad_nD, work_nD))
+
+        def compute(tile: Tile) -> None:
+            both_NC[tile.rows] = tile.narrowed(self._both(weights, embedded_ND, x_ND, tile), dtype)
+            factor_ND[tile.rows] = tile.narrowed(grad_ND[tile.rows], dtype)
+            grad_nC = tile.take(2 * self.hidden)
+            operators().matmul(factor_ND[tile.rows], matrix_DC, grad_nC)
+            of_embedded_nD, of_x_nD = of_embedded_ND[tile.rows], of_x_ND[tile.rows]
+            of_embedded_nD[...] = grad_nC[:, : self.hidden]
+            through("enorm.weight", embedded_ND[tile.rows], of_embedded_nD, tile)
+            of_x_nD[...] = grad_nC[:, self.hidden :]
+            through("hnorm.weight", self._normed(x_ND[tile.rows], weights["norm"], tile), of_x_nD, tile)
+            through("norm", x_ND[tile.rows], of_x_nD, tile)
+
+        self.scratch.run(len(x_ND), compute)
+        gradients.add("eh_proj.weight", factor_ND, both_NC)
+        return of_embedded, of_x, gradients.compute()

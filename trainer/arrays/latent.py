@@ -1,0 +1,324 @@
+"""Queries, keys and values of multi-head latent attention on arrays (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
+
+The formulas are in `trainer.models.latent_attention`. What all heads share is computed on the rows of the residual
+stream that the rank has; tensor-parallel ranks gather the latent vectors, and make their heads from them.
+
+Legend: as in tiles.py; L key_value_rank, P nope_size, R rope_size, H heads, v value size, C = H * (P + R), G columns
+that ranks gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.arrays.memory import as_narrow, empty, store
+from trainer.arrays.tiles import Linear, RmsNorm
+from trainer.models.spec.names import INPUT_NORM
+
+if TYPE_CHECKING:
+    from trainer.arrays.positions import Rotary, TokenPositions
+    from trainer.arrays.tiles import Scratch, SequenceParallelComm, SublayerCall, Tile
+    from trainer.models.spec.model import AttentionSpec
+
+_QUERY_NORM = "self_attn.q_a_layernorm.weight"
+_LATENT_NORM = "self_attn.kv_a_layernorm.weight"
+
+
+class LatentProjections:
+    """Makes queries, keys and values of all heads from latent vectors; called like `HeadProjections`."""
+
+    def __init__(
+        self, spec: AttentionSpec, rotary: Rotary, scratch: Scratch, tensor: SequenceParallelComm | None
+    ) -> None:
+        latent = spec.latent
+        self.rotary = rotary
+        self.scratch = scratch
+        self.tensor = tensor
+        self.heads = spec.heads
+        self.value_size = spec.value_size
+        self.nope_size = latent.nope_size
+        self.rope_size = latent.rope_size
+        self.rank = latent.key_value_rank
+        self.scale = np.float32(spec.scale)
+        self.norm = RmsNorm(spec.hidden, spec.eps)
+        self.latent_norm = RmsNorm(self.rank, latent.eps)
+        self.query_norm: RmsNorm | None = None
+        self.query_width = spec.hidden
+        query_name = "self_attn.q_proj"
+        if latent.query_rank is not None:
+            self.query_norm = RmsNorm(latent.query_rank, latent.eps)
+            self.query_width = latent.query_rank
+            query_name = "self_attn.q_b_proj"
+
+        def linear(name: str) -> Linear:
+            return Linear(name, spec.adapters.get(name))
+
+        self.query_down = linear("self_attn.q_a_proj")
+        self.query = linear(query_name)
+        self.down = linear("self_attn.kv_a_proj_with_mqa")
+        self.key_value = linear("self_attn.kv_b_proj")
+
+    def forward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NC: np.ndarray,
+        v_NV: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Writes rotated and scaled queries, rotated keys, and values."""
+        dtype = q_NC.dtype
+        if self.tensor is None:
+
+            def compute(tile: Tile) -> None:
+                made = self._latents(call, x_ND, tile, dtype)
+                self._heads(call, *made, positions, q_NC, k_NC, v_NV, tile)
+
+            self.scratch.run(len(x_ND), compute)
+            return
+        gathered_NG = self._gather(call, x_ND, dtype)
+
+        def compute_heads(tile: Tile) -> None:
+            self._heads(call, *self._split(gathered_NG[tile.rows]), positions, q_NC, k_NC, v_NV, tile)
+
+        self.scratch.run(len(gathered_NG), compute_heads)
+
+    def _latents(
+        self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns for a tile what queries are made from, the normed latent vector, and the key that all heads share,
+        not rotated yet; in the dtype of the products."""
+        x_nD = x_ND[tile.rows]
+        scale_n = self.norm.scales(x_nD)
+        wide_nD = tile.take(x_nD.shape[1])
+        self.norm(x_nD, call.weights[INPUT_NORM], scale_n, wide_nD)
+        y_nD = tile.narrowed(wide_nD, dtype)
+        if call.save:
+            call.saved["scale"][tile.rows, 0] = scale_n
+        queries_from = y_nD
+        if self.query_norm is not None:
+            plain_nQ = call.saved["query_latent"][tile.rows] if call.save else tile.take(self.query_width, dtype)
+            self.query_down.forward(call, y_nD, plain_nQ, tile)
+            queries_from = self._normed(self.query_norm, call.weights[_QUERY_NORM], plain_nQ, tile)
+        down = tile.take(self.rank + self.rope_size, dtype)
+        self.down.forward(call, y_nD, down, tile)
+        plain_nL = tile.take(self.rank, dtype)
+        if call.save:
+            plain_nL = call.saved["latent"][tile.rows]
+        plain_nL[...] = down[:, : self.rank]
+        latent_nL = self._normed(self.latent_norm, call.weights[_LATENT_NORM], plain_nL, tile)
+        return queries_from, latent_nL, down[:, self.rank :]
+
+    @staticmethod
+    def _normed(norm: RmsNorm, weight_Q: np.ndarray, x_nQ: np.ndarray, tile: Tile) -> np.ndarray:
+        wide_nQ = tile.widened(x_nQ)
+        out_nQ = tile.take(x_nQ.shape[1])
+        norm(wide_nQ, weight_Q, norm.scales(wide_nQ), out_nQ)
+        return tile.narrowed(out_nQ, x_nQ.dtype)
+
+    def _gather(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> np.ndarray:
+        """Returns the latents of all ranks' rows, [N, G]."""
+        local_nG = empty(len(x_ND), self.query_width + self.rank + self.rope_size, dtype=dtype)[1]
+
+        def compute(tile: Tile) -> None:
+            for part_nX, made_nX in zip(
+                self._split(local_nG[tile.rows]), self._latents(call, x_ND, tile, dtype), strict=True
+            ):
+                part_nX[...] = made_nX
+
+        self.scratch.run(len(x_ND), compute)
+        gathered_NG = self.tensor.gather(local_nG)
+        if call.save:
+            call.saved["normed"] = gathered_NG
+        return gathered_NG
+
+    def _split(self, x_NG: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns views of the columns of what `_latents` makes."""
+        end = self.query_width + self.rank
+        return x_NG[:, : self.query_width], x_NG[:, self.query_width : end], x_NG[:, end:]
+
+    def _heads(
+        self, call: SublayerCall, queries_from: np.ndarray, latent_nL: np.ndarray, key_nR: np.ndarray,
+        positions: TokenPositions, q_NC: np.ndarray, k_NC: np.ndarray, v_NV: np.ndarray, tile: Tile,
+    ) -> None:  # fmt: skip
+        rotation_n1h = positions.rotation_N1h[tile.rows]
+        q_nC = q_NC[tile.rows]
+        wide_nC = q_nC if q_nC.dtype == np.float32 else tile.take(q_nC.shape[1])
+        self.query.forward(call, queries_from, wide_nC, tile)
+        self.rotary.apply(self._by_head(wide_nC)[..., self.nope_size :], rotation_n1h)
+        wide_nC *= self.scale
+        as_narrow(wide_nC, q_nC)
+        wide_nR = tile.take(self.rope_size)
+        if key_nR.dtype == np.float32:
+            wide_nR[...] = key_nR
+        else:
+            wide_nR[...] = tile.widened(np.ascontiguousarray(key_nR))
+        self.rotary.apply(wide_nR[:, None], rotation_n1h)
+        key_nR = tile.narrowed(wide_nR, q_nC.dtype)
+        both = tile.take(self.heads * (self.nope_size + self.value_size), q_nC.dtype)
+        self.key_value.forward(call, latent_nL, both, tile)
+        both = self._by_head(both)
+        keys = self._by_head(k_NC[tile.rows])
+        keys[..., : self.nope_size] = both[..., : self.nope_size]
+        keys[..., self.nope_size :] = key_nR[:, None]
+        self._by_head(v_NV[tile.rows])[...] = both[..., self.nope_size :]
+
+    def _by_head(self, x_nC: np.ndarray) -> np.ndarray:
+        return x_nC.reshape(len(x_nC), self.heads, -1)
+
+    def backward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],
+        grad_ND: np.ndarray, out_ND: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Writes the gradient of x to `out_ND` and adds those of the weights; called like
+        `HeadProjections.backward`."""
+        dtype = call.saved["q"].dtype
+        pass_ = _LatentBackward(self, call, x_ND, len(grads[0]), dtype)
+        if self.tensor is None:
+
+            def compute(tile: Tile) -> None:
+                latents = pass_.inputs_again(tile)
+                grad_nG = tile.take(self.query_width + self.rank + self.rope_size)
+                pass_.through_heads(positions, grads, latents[:2], grad_nG, tile)
+                pass_.through_latents(grad_nG, latents[2], grad_ND, out_ND, tile)
+
+            self.scratch.run(len(x_ND), compute)
+        else:
+            gathered_NG = call.saved["normed"]
+            grad_NG = empty(*gathered_NG.shape)[1]
+
+            def of_heads(tile: Tile) -> None:
+                latents = self._split(gathered_NG[tile.rows])[:2]
+                pass_.through_heads(positions, grads, latents, grad_NG[tile.rows], tile)
+
+            def of_latents(tile: Tile) -> None:
+                latents = pass_.inputs_again(tile)
+                pass_.through_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
+
+            self.scratch.run(len(gathered_NG), of_heads)
+            sums_nG = self.tensor.collect(grad_NG)
+            self.scratch.run(len(x_ND), of_latents)
+        pass_.add_gradients(grads[0])
+
+
+class _LatentBackward:
+    """What one backward pass keeps for the gradients of the weights: inputs and gradients of the four matrices, [N,
+    ...] in the dtype of the products."""
+
+    def __init__(self, of: LatentProjections, call: SublayerCall, x_ND: np.ndarray, rows: int, dtype: type) -> None:
+        self.of = of
+        self.call = call
+        self.x_ND = x_ND
+        self.dtype = dtype
+        stream = len(x_ND)
+        self.y_ND = empty(*x_ND.shape, dtype=dtype)[1]
+        self.down_grad = empty(stream, of.rank + of.rope_size, dtype=dtype)[1]
+        self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
+        self.key_value_grad = empty(rows, of.heads * (of.nope_size + of.value_size), dtype=dtype)[1]
+        self.query_grad: np.ndarray | None = None
+        if dtype != np.float32:
+            self.query_grad = empty(rows, of.heads * (of.nope_size + of.rope_size), dtype=dtype)[1]
+        self.latent_NL = empty(rows, of.rank, dtype=dtype)[1]
+        self.queries_from = self.y_ND
+        if of.query_norm is not None or of.tensor is not None:
+            self.queries_from = empty(rows, of.query_width, dtype=dtype)[1]
+        of.query.begin_backward(call, rows, of.query_width, dtype)
+        of.key_value.begin_backward(call, rows, of.rank, dtype)
+        of.down.begin_backward(call, stream, x_ND.shape[1], dtype)
+        of.query_down.begin_backward(call, stream, x_ND.shape[1], dtype)
+
+    def inputs_again(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns for a tile of the residual stream what queries were made from, the normed latent vector and the
+        normed residual stream, once more."""
+        of, call = self.of, self.call
+        y_nD = self.y_ND[tile.rows]
+        wide_nD = y_nD if self.dtype == np.float32 else tile.take(y_nD.shape[1])
+        of.norm(self.x_ND[tile.rows], call.weights[INPUT_NORM], call.saved["scale"][tile.rows, 0], wide_nD)
+        as_narrow(wide_nD, y_nD)
+        queries_from = y_nD
+        if of.query_norm is not None:
+            plain_nQ = call.saved["query_latent"][tile.rows]
+            queries_from = of._normed(of.query_norm, call.weights[_QUERY_NORM], plain_nQ, tile)
+        latent_nL = of._normed(of.latent_norm, call.weights[_LATENT_NORM], call.saved["latent"][tile.rows], tile)
+        return queries_from, latent_nL, y_nD
+
+    def through_heads(
+        self, positions: TokenPositions, grads: Sequence[np.ndarray], latents: Sequence[np.ndarray],
+        grad_nG: np.ndarray, tile: Tile,
+    ) -> None:  # fmt: skip
+        """Writes the gradients of what the heads are made from, and keeps what those of q_b_proj and kv_b_proj need."""
+        of, call = self.of, self.call
+        rotation_n1h = positions.rotation_N1h[tile.rows].conj()
+        of_queries, of_latent, of_key = of._split(grad_nG)
+        grad_q_nC, grad_k_nC, grad_v_nV = (grad[tile.rows] for grad in grads)
+        grad_q_nC *= of.scale
+        of.rotary.apply(of._by_head(grad_q_nC)[..., of.nope_size :], rotation_n1h)
+        factor_nC = grad_q_nC
+        if self.query_grad is not None:
+            factor_nC = as_narrow(grad_q_nC, self.query_grad[tile.rows])
+        made_from, latent_nL = latents
+        if self.queries_from is not self.y_ND:
+            self.queries_from[tile.rows] = made_from
+        self.latent_NL[tile.rows] = latent_nL
+        of.query.backward(call, factor_nC, of_queries, tile)
+        of.query.keep_input(call, made_from, tile)
+        of_keys = of._by_head(grad_k_nC)
+        wide = tile.take(self.key_value_grad.shape[1])
+        of._by_head(wide)[..., : of.nope_size] = of_keys[..., : of.nope_size]
+        of._by_head(wide)[..., of.nope_size :] = of._by_head(grad_v_nV)
+        both = self.key_value_grad[tile.rows]
+        store(wide, both)
+        of.key_value.backward(call, both, of_latent, tile)
+        of.key_value.keep_input(call, latent_nL, tile)
+        of_key_nR = of_keys[..., of.nope_size :].sum(1)
+        of.rotary.apply(of_key_nR[:, None], rotation_n1h)
+        of_key[...] = of_key_nR
+
+    def through_latents(
+        self, grad_nG: np.ndarray, y_nD: np.ndarray, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile
+    ) -> None:
+        """Writes the gradient of x, and keeps what those of q_a_proj and kv_a_proj_with_mqa need."""
+        of, call = self.of, self.call
+        of_queries, of_latent, of_key = of._split(grad_nG)
+        out_nD = out_ND[tile.rows]
+        if of.query_norm is None:
+            out_nD[...] = of_queries
+        else:
+            factor_nQ = self._through_norm(of.query_norm, _QUERY_NORM, "query_latent", of_queries, tile)
+            narrow_nQ = self.query_down_grad[tile.rows]
+            store(factor_nQ, narrow_nQ)
+            of.query_down.backward(call, narrow_nQ, out_nD, tile)
+            of.query_down.keep_input(call, y_nD, tile)
+        down = tile.take(of.rank + of.rope_size)
+        down[:, : of.rank] = self._through_norm(of.latent_norm, _LATENT_NORM, "latent", of_latent, tile)
+        down[:, of.rank :] = of_key
+        narrow_down = self.down_grad[tile.rows]
+        store(down, narrow_down)
+        of.down.backward(call, narrow_down, out_nD, tile, accumulate=True)
+        of.down.keep_input(call, y_nD, tile)
+        scale_n = call.saved["scale"][tile.rows, 0]
+        work_nD = tile.take(out_nD.shape[1])
+        of_weight_D = of.norm.gradient(self.x_ND[tile.rows], call.weights[INPUT_NORM], scale_n, out_nD, work_nD)
+        call.gradients.add_tile(INPUT_NORM, tile, of_weight_D)
+        out_nD += grad_ND[tile.rows]
+
+    def _through_norm(
+        self, norm: RmsNorm, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
+    ) -> np.ndarray:
+        """Returns the gradient of what a norm of latent vectors took."""
+        x_nQ = tile.widened(self.call.saved[saved][tile.rows])
+        found_nQ = tile.take(grad_nQ.shape[1])
+        found_nQ[...] = grad_nQ
+        of_weight_Q = norm.gradient(
+            x_nQ, self.call.weights[weight], norm.scales(x_nQ), found_nQ, tile.take(grad_nQ.shape[1])
+        )
+        self.call.gradients.add_tile(weight, tile, of_weight_Q)
+        return found_nQ
+
+    def add_gradients(self, grad_q_NC: np.ndarray) -> None:
+        of, call = self.of, self.call
+        query_grad = grad_q_NC if self.query_grad is None else self.query_grad
+        of.query.add_gradients(call, query_grad, self.queries_from)
+        of.key_value.add_gradients(call, self.key_value_grad, self.latent_NL)
+        of.down.add_gradients(call, self.down_grad, self.y_ND)
+        if of.query_norm is not None:
+            of.query_down.add_gradients(call, self.query_down_grad, self.y_ND)

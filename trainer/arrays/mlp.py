@@ -1,0 +1,122 @@
+"""The gated feed-forward sublayer: x + W_down (silu(W_gate norm(x)) * W_up norm(x)), forward and backward.
+
+Legend: as in tiles.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.arrays.memory import empty
+from trainer.arrays.tiles import Linear, NormedInput, RmsNorm, SublayerOutput, allocate, swiglu, swiglu_gradient
+from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
+from trainer.models.spec.saved import mlp_saved
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+    from trainer.arrays.tiles import Gradients, Scratch, SequenceParallelComm, SublayerCall, Tile
+    from trainer.models.spec.model import MlpSpec
+
+
+class CpuMlp:
+    """The sublayer of the layers with one `MlpSpec` (Shazeer 2020, equation 5).
+
+    Args:
+        spec: With the width of this rank.
+        tensor: The exchange of tensor-parallel ranks.
+        prefix: What the names of the matrices begin with.
+        is_sublayer: Otherwise it has neither norm nor residual, as shared experts.
+    """
+
+    def __init__(
+        self, spec: MlpSpec, scratch: Scratch, tensor: SequenceParallelComm | None = None, prefix: str = "mlp.",
+        is_sublayer: bool = True,
+    ) -> None:  # fmt: skip
+        self.spec = spec
+        self.scratch = scratch
+        self.tensor = tensor
+        norm = RmsNorm(spec.hidden, spec.eps) if is_sublayer else None
+        self.input = NormedInput(norm, MLP_NORM, scratch, tensor)
+        gate, up, down = (
+            Linear(f"{prefix}{name}_proj", spec.adapters.get(f"{prefix}{name}_proj")) for name in ("gate", "up", "down")
+        )
+        self.gate = gate
+        self.up = up
+        self.output = SublayerOutput(
+            down, scratch, tensor, norm=RmsNorm(spec.hidden, spec.eps) if spec.post_norm else None,
+            norm_name=POST_MLP_NORM, rate=spec.output_dropout, site="mlp_output", adds=is_sublayer,
+        )  # fmt: skip
+
+    def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
+        """Returns the residual stream after the sublayer, or without a residual what the matrices make of x."""
+        result, out_ND = empty(*x_ND.shape)
+        dtype = call.weights[self.gate.weight].dtype
+        tokens = self._begin(call, x_ND, dtype)
+        width = self.spec.width
+
+        def compute(tile: Tile) -> None:
+            y_nD = self.input.forward(call, x_ND, tile, dtype)
+            if call.save:
+                gate_nF = call.saved["gate"][tile.rows]
+                up_nF = call.saved["up"][tile.rows]
+            else:
+                gate_nF = tile.take(width, dtype)
+                up_nF = tile.take(width, dtype)
+            self.gate.forward(call, y_nD, gate_nF, tile)
+            self.up.forward(call, y_nD, up_nF, tile)
+            inner_nF = tile.take(width) if call.save or dtype != np.float32 else gate_nF
+            swiglu(gate_nF, up_nF, inner_nF)
+            self.output.forward(call, x_ND, tile.narrowed(inner_nF, dtype), out_ND, tile)
+
+        self.scratch.run(tokens, compute)
+        self.output.end_forward(call, x_ND, out_ND)
+        return result
+
+    def _begin(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
+        """Allocates what is kept, and returns how many rows the rank computes."""
+        if call.save:
+            # The input norm fills "scale" before the number of rows that ranks gather is known.
+            listed = {one.name: one for one in mlp_saved(self.spec, self.tensor is not None)}
+            listed.pop("normed", None)
+            rows = len(x_ND) if self.tensor is None else self.tensor.gathered_rows(len(x_ND))
+            call.saved = allocate(listed.values(), {"stream": len(x_ND), "tokens": rows}, dtype)
+        tokens = self.input.begin_forward(call, x_ND, dtype)
+        self.output.begin_forward(call, x_ND, tokens)
+        return tokens
+
+    def backward(self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
+        result, out_ND = empty(*x_ND.shape)
+        gate_NF, up_NF = call.saved["gate"], call.saved["up"]
+        dtype = gate_NF.dtype
+        inner_NF = empty(*gate_NF.shape, dtype=dtype)[1]
+        grad = self.output.begin_backward(call, grad_ND, *inner_NF.shape, dtype)
+        wants_input = self.gate.wants_input(call) or self.up.wants_input(call)
+        y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, wants_input)
+        for linear in (self.gate, self.up):
+            linear.begin_backward(call, len(gate_NF), x_ND.shape[1], dtype)
+
+        def compute(tile: Tile) -> None:
+            gate_nF, up_nF, inner_nF = gate_NF[tile.rows], up_NF[tile.rows], inner_NF[tile.rows]
+            grad_inner_nF = tile.take(self.spec.width)
+            self.output.backward(call, grad, grad_inner_nF, tile)
+            swiglu_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile)
+            self.output.linear.keep_input(call, inner_nF, tile)
+            # From here on gate and up hold their gradients.
+            into_nD = into_ND[tile.rows]
+            self.gate.backward(call, gate_nF, into_nD, tile)
+            self.up.backward(call, up_nF, into_nD, tile, accumulate=True)
+            self.input.backward(call, x_ND, grad_ND, tile, out_ND)
+            y_nD = self.input.input_again(call, x_ND, y_ND, tile)
+            for linear in (self.gate, self.up):
+                linear.keep_input(call, y_nD, tile)
+
+        self.scratch.run(len(gate_NF), compute)
+        self.input.end_backward(call, x_ND, grad_ND, into_ND, out_ND)
+        self.gate.add_gradients(call, gate_NF, y_ND)
+        self.up.add_gradients(call, up_NF, y_ND)
+        self.output.end_backward(call, grad, inner_NF)
+        return result, call.gradients.compute()

@@ -1,0 +1,266 @@
+"""The parts of a decoder on a CPU: native layers on arrays (`trainer.arrays`), for training, evaluation and prediction.
+
+They are called by `DecoderWiring` and take the parameters of the model themselves.
+
+Legend: B sequences of T tokens, N tokens of a rank, D hidden, E width of the embedding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.arrays.attention import CpuAttention
+from trainer.arrays.cells import (
+    EmbeddingPass,
+    ExpertsPass,
+    HeadPass,
+    LayerPass,
+    MergePass,
+    PartWeights,
+    run_part,
+)
+from trainer.arrays.context import ContextParallel
+from trainer.arrays.dispatch import TokenRanks
+from trainer.arrays.embedding import CpuEmbedding, CpuMerge
+from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.memory import on_host
+from trainer.arrays.mlp import CpuMlp
+from trainer.arrays.moe import CpuMoe, MoeInputs
+from trainer.arrays.router import RouterLabels
+from trainer.arrays.tiles import Scratch
+from trainer.config.recompute import SUBLAYERS
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
+from trainer.models.spec.names import (
+    EMBEDDING,
+    FINAL_NORM,
+    HEAD,
+    MAPPING_IN,
+    MAPPING_OUT,
+    MTP_NORM,
+    MTP_WEIGHTS,
+    layer_prefix,
+    sublayer_of,
+)
+from trainer.ops.routing import RoutingRule
+from trainer.parallel.sharding import range_of_rank
+
+if TYPE_CHECKING:
+    from mindspore import Parameter, Tensor
+
+    from trainer.config import ModelConfig
+    from trainer.models.compute_weights import ComputeWeights
+    from trainer.models.decoder import DecoderCall
+    from trainer.models.dropout import DropoutShards
+    from trainer.models.spec.model import LayerSpec
+    from trainer.parallel.tensor import ModelShard
+
+
+class ArrayParts:
+    """Embedding, layers, merges and heads of a decoder.
+
+    Args:
+        settings: Those that this rank computes with.
+        dtype: Of the products, "float32", "bfloat16" or "float16".
+        parameters: By their full names; a stage of a pipeline lacks those of the others.
+        recomputed: For each layer, those of MTP modules included, what the backward pass computes again: "block",
+            "attention", "mlp" or "".
+        trained: Full names of the trained weights, of all stages of a pipeline.
+        vocabulary: Tokens of all ranks.
+    """
+
+    def __init__(
+        self, settings: ModelConfig, dtype: str, parameters: Mapping[str, Parameter], weights: ComputeWeights,
+        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards, shard: ModelShard | None,
+        vocabulary: int,
+    ) -> None:  # fmt: skip
+        self.settings = settings
+        self.spec = model_spec(settings)
+        self.dtype = dtype
+        self.parameters = parameters
+        self.around = weights.around
+        self.dropout = dropout
+        self.scratch = Scratch()
+        tensor = None if shard is None else shard.tensor
+        self.tensor = tensor
+        first_token = 0
+        if tensor is not None:
+            first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
+        self.context = None
+        if shard is not None and shard.tokens.ranks > 1:
+            self.context = ContextParallel(shard.tokens, shard.ring, shard.ulysses)
+        self.attentions: dict[AttentionSpec, CpuAttention] = {}
+        self.mlps: dict[MlpSpec, CpuMlp] = {}
+        self.experts = _Experts(settings, self.spec.layers, self.scratch, shard)
+        self.embedding = CpuEmbedding(self.scratch, tensor, first_token)
+        self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
+        self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, first_token)
+        self.embedding_weights = self._part(
+            {EMBEDDING: EMBEDDING, MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN]
+        )
+        self.layers = [
+            self._layer_parts(number, again) for number, again in enumerate(recomputed)
+        ]
+        self.save = self._saving(recomputed, trained)
+        modules = range(len(self.spec.layers) - self.spec.mtp_modules, len(self.spec.layers))
+        self.norms = [FINAL_NORM, *(layer_prefix(layer) + MTP_NORM for layer in modules)]
+        head = EMBEDDING if self.spec.tied else HEAD
+        self.heads = [
+            self._part({"norm": norm, "weight": head, "mapping": MAPPING_OUT}, narrow=["weight", "mapping"])
+            for norm in self.norms
+        ]
+        self.merges = [
+            self._part(
+                {"norm": self.norms[number], **{name: layer_prefix(layer) + name for name in MTP_WEIGHTS}},
+                narrow=["eh_proj.weight"],
+            )
+            for number, layer in enumerate(modules)
+        ]  # fmt: skip
+
+    def _part(self, names: Mapping[str, str], narrow: Collection[str]) -> PartWeights:
+        """Returns the weights of a part that this rank has; `names` maps their names in the part to their full ones."""
+        named = {name: self.parameters[full] for name, full in names.items() if full in self.parameters}
+        return PartWeights(named, self.dtype, narrow)
+
+    def _layer_parts(self, number: int, again: str) -> dict[str, PartWeights]:
+        """Returns the weights of the parts of a layer, in order: "block", or its sublayers where one of them is
+        computed again or has experts. A layer that another stage of a pipeline has is empty."""
+        layer = self.spec.layers[number]
+        names = {one.name: self.spec.parameter_name(number, one.name) for one in layer.parameters}
+        names = {name: full for name, full in names.items() if full in self.parameters and name not in _MODULE_NAMES}
+        if not names:
+            return {}
+        narrow = [one.name for one in layer.parameters if one.role in ("matrix", "adapter") and len(one.shape) == 2]
+        if isinstance(layer.mlp, MoeSpec):
+            sublayers: tuple[str, ...] = ("attention", "experts")
+        else:
+            sublayers = SUBLAYERS if again in SUBLAYERS else ("block",)
+        found = {}
+        for part in sublayers:
+            sublayer = "mlp" if part == "experts" else part
+            of_part = {name: full for name, full in names.items() if part == "block" or sublayer_of(name) == sublayer}
+            found[part] = self._part(of_part, narrow)
+        return found
+
+    def _saving(self, recomputed: Sequence[str], trained: Collection[str]) -> list[dict[str, bool]]:
+        """Returns for the parts of each layer whether they keep what the backward pass needs: a gradient flows through
+        a part if a weight in its layer or before it is trained."""
+        reached = EMBEDDING in trained or MAPPING_IN in trained
+        found = []
+        for number, (parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
+            names = (self.spec.parameter_name(number, one.name) for one in self.spec.layers[number].parameters)
+            reached = reached or any(name in trained for name in names)
+            redone = {"experts": ("block", "mlp")}
+            found.append({
+                name: reached and again != "block" and again not in redone.get(name, (name,)) for name in parts
+            })  # fmt: skip
+        return found
+
+    def attention_of(self, spec: AttentionSpec) -> CpuAttention:
+        """Returns the functions of the layers with this attention."""
+        if spec not in self.attentions:
+            self.attentions[spec] = CpuAttention(spec, self.scratch, self.tensor, self.context)
+        return self.attentions[spec]
+
+    def mlp_of(self, spec: MlpSpec) -> CpuMlp:
+        """Returns the functions of the layers with this feed-forward sublayer."""
+        if spec not in self.mlps:
+            self.mlps[spec] = CpuMlp(spec, self.scratch, self.tensor)
+        return self.mlps[spec]
+
+    def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
+        weights = self.embedding_weights
+        part = EmbeddingPass(self.embedding, ids_N.asnumpy())
+        parameters = list(weights.named.values())
+        return self.around(parameters, ids_N, lambda _: run_part(part, weights, (), save=True))
+
+    def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        parameters = [one for weights in self.layers[number].values() for one in weights.named.values()]
+        return self.around(parameters, x_ND, lambda x_ND: self._run_layer(number, x_ND, call))
+
+    def _run_layer(
+        self, number: int, x_ND: Tensor, call: DecoderCall
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        spec, trains = self.spec.layers[number], call.statistics is not None
+        dropout = self.dropout.layer_dropout(spec, number, call.dropout, call.inputs)
+        aux_loss = z_loss = None
+        for name, weights in self.layers[number].items():
+            save = trains and self.save[number][name]
+            if name == "experts":
+                part = ExpertsPass(self.experts.moe, self.experts.inputs(number, x_ND, call), dropout)
+                x_ND = run_part(part, weights, (x_ND,), save)
+                if trains:
+                    x_ND, aux_loss, z_loss = x_ND
+                    call.statistics.routings.append((number, part.routing, part.scores_NE))
+                continue
+            attention = self.attention_of(spec.attention) if name != "mlp" else None
+            mlp = self.mlp_of(spec.mlp) if name != "attention" else None
+            x_ND = run_part(LayerPass(attention, mlp, call.inputs.positions, dropout), weights, (x_ND,), save)
+        return x_ND, aux_loss, z_loss
+
+    def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
+        weights = self.merges[module]
+
+        def merge(x_ND: Tensor) -> Tensor:
+            return run_part(MergePass(self.merge), weights, (embedded_ND, x_ND), save=True)
+
+        return self.around(list(weights.named.values()), x_ND, merge)
+
+    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        weights = self.heads[number]
+        labels = call.inputs.mtp[number - 1] if number else call.inputs
+        arrays = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
+        part = HeadPass(self.head, *arrays, weights.trained)
+        save = call.statistics is not None
+        return self.around(
+            list(weights.named.values()), x_ND, lambda x_ND: run_part(part, weights, (x_ND,), save)
+        )
+
+    def logits(self, x_ND: Tensor) -> np.ndarray:
+        """Returns the logits of a residual stream after the last layer, [N, V of this rank]."""
+        return self.head.logits(self.heads[0].arrays(), on_host(x_ND))
+
+
+_MODULE_NAMES = frozenset((*MTP_WEIGHTS, MTP_NORM))
+
+
+class _Experts:
+    """The sublayer of all layers with experts, and what its calls need."""
+
+    def __init__(
+        self, settings: ModelConfig, layers: Sequence[LayerSpec], scratch: Scratch, shard: ModelShard | None
+    ) -> None:
+        self.settings = settings
+        self.token_ranks: TokenRanks | None = None
+        self.sharing = 1  # ranks that have other rows of the residual stream
+        self.moe: CpuMoe | None = None
+        spec = next((layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)), None)
+        if spec is None:
+            return
+        tensor = experts = None
+        if shard is not None:
+            tensor, experts = shard.tensor, shard.experts
+            if shard.sharing is not None:
+                self.token_ranks = TokenRanks(shard.sharing, shard.tokens)
+                self.sharing = shard.sharing.size
+            if tensor is not None and not tensor.shares_rows:
+                self.sharing //= tensor.group.size
+        self.moe = CpuMoe(spec, settings.experts, RoutingRule.of(settings.experts), scratch, tensor, experts)
+
+    def inputs(self, layer: int, x_ND: Tensor, call: DecoderCall) -> MoeInputs:
+        """Returns what a layer needs for a call: in an evaluation nothing is dropped, and there are no losses."""
+        statistics = call.statistics
+        if statistics is None:
+            return MoeInputs()
+        weights = call.inputs.sequence_weights
+        tokens_B1, valid_N1 = weights.tokens_B1.asnumpy(), weights.valid_N1.asnumpy()
+        shared = None
+        if self.token_ranks is not None:
+            shared = self.token_ranks.of(len(tokens_B1), len(valid_N1))
+        shares = statistics.load.of_layer(layer) if statistics.load is not None else None
+        capacity = self.settings.experts.capacity(x_ND.shape[0] * self.sharing)
+        return MoeInputs(RouterLabels(tokens_B1, valid_N1, shared), capacity, shares)

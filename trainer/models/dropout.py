@@ -1,0 +1,147 @@
+"""Which dropout masks a rank draws: those of the whole model, for whole sequences, of which it needs a shard.
+
+Legend: N tokens, D hidden, I columns of what enters a matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.arrays.dropout import DropoutSite, LayerDropout
+from trainer.data.batches.context import SequencePart
+from trainer.models.spec.build import dropout_sites, layer_targets
+from trainer.models.spec.shapes import attention_shapes, dropped_projections, mlp_shapes
+from trainer.ops.dropout import MaskPart, OwnHeads
+from trainer.parallel.layout import local_settings
+
+if TYPE_CHECKING:
+    from mindspore import Tensor
+
+    from trainer.config import ModelConfig
+    from trainer.models.inputs import ModelInputs
+    from trainer.models.spec.model import LayerSpec
+    from trainer.ops.dropout import DropoutKey
+    from trainer.ops.kernel_set import KernelSet
+    from trainer.parallel.tensor import ModelShard
+
+
+class DropoutShards:
+    """Which parts of the dropout masks of the whole model, for whole sequences, a rank draws.
+
+    Attributes:
+        heads: For masks of probabilities; None: all.
+        ranks: Those that share the columns of a matrix.
+    """
+
+    def __init__(self, settings: ModelConfig, shard: ModelShard | None) -> None:
+        self.settings = settings
+        self.tensor = None
+        self.sequence = SequencePart(0, 1)
+        if shard is not None:
+            self.tensor = shard.tensor
+            self.sequence = shard.tokens
+        self.rank, self.ranks = 0, 1
+        if self.tensor is not None:
+            self.rank, self.ranks = self.tensor.group.rank, self.tensor.group.size
+        sharing = self.sequence.ulysses  # divides the heads of a rank once more
+        self.heads = None
+        if self.ranks * sharing > 1:
+            own, number = local_settings(settings, self.ranks), self.rank * sharing + self.sequence.rank % sharing
+            heads, kv_heads = own.num_heads // sharing, max(1, own.kv_heads // sharing)
+            self.heads = OwnHeads(number, settings.num_heads, settings.kv_heads, heads, kv_heads)
+
+    def tokens(self, inputs: ModelInputs) -> int:
+        """Tokens of the micro-batch, those of other ranks included."""
+        return inputs.ids_N.shape[0] * self.sequence.ranks
+
+    def rows(self, inputs: ModelInputs) -> MaskPart | None:
+        """The part of a mask of the residual stream."""
+        if self.tensor is None or not self.tensor.shares_rows:
+            return self.whole_rows(inputs)
+        own = self.tensor.rows(inputs.ids_N.shape[0])
+        rows = own if inputs.rows is None else inputs.rows[own]
+        return MaskPart(self._number(self.rank), (rows, slice(None)))
+
+    def columns(self, inputs: ModelInputs, width: int) -> MaskPart | None:
+        """The part of a mask of what is cut by columns; `width` is that of the whole."""
+        return self._part(inputs, slice(None) if self.tensor is None else self.tensor.columns(width), self.rank)
+
+    def whole_rows(self, inputs: ModelInputs) -> MaskPart | None:
+        """The part of a mask of what each tensor-parallel rank has whole."""
+        return self._part(inputs, slice(None), 0)
+
+    def _part(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskPart | None:
+        if inputs.rows is None and columns == slice(None):
+            return None
+        return MaskPart(self._number(tensor_rank), (slice(None) if inputs.rows is None else inputs.rows, columns))
+
+    def _number(self, tensor_rank: int) -> int:
+        return self.sequence.rank * self.ranks + tensor_rank
+
+    def of_adapter(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskPart | None]:
+        """Returns the columns of the mask of what enters an adapted matrix, of which the rank has `width`, and the part
+        of it that the rank draws."""
+        if name.endswith(("o_proj", "down_proj")):
+            return width * self.ranks, self.columns(inputs, width * self.ranks)
+        if name.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
+            return width, self.rows(inputs)
+        return width, self.whole_rows(inputs)
+
+    def layer_dropout(
+        self, spec: LayerSpec, layer: int, key: DropoutKey | None, inputs: ModelInputs
+    ) -> LayerDropout | None:
+        """Returns what draws the masks of a layer of native CPU layers; None where nothing is dropped. `spec` is that
+        of the rank."""
+        adapters = {**spec.attention.adapters, **getattr(spec.mlp, "adapters", {})}
+        rates = [spec.attention.dropout, spec.attention.output_dropout, *(one.dropout for one in adapters.values())]
+        if key is None or not any(rates):
+            return None
+        numbers = dropout_sites(self.settings, layer)
+        sites = {}
+        for name in ("attention_output", "mlp_output"):
+            stream = self.rows(inputs)
+            sites[name] = _site(numbers[name], spec.attention.output_dropout, spec.attention.hidden, stream)
+        widths = {parameter.name: parameter.shape[1] for parameter in spec.parameters if len(parameter.shape) == 2}
+        for name, adapter in adapters.items():
+            width, part = self.of_adapter(name, inputs, widths[f"{name}.weight"])
+            sites[name] = _site(numbers[name], adapter.dropout, width, part)
+        return LayerDropout(key, sites, (numbers["probabilities"], spec.attention.dropout), self.heads)
+
+
+def _site(number: int, rate: float, width: int, part: MaskPart | None) -> DropoutSite:
+    if part is None:
+        return DropoutSite(number, rate, width)
+    rows, columns = part.places
+    if isinstance(rows, slice):
+        rows = None if rows == slice(None) else np.arange(rows.start, rows.stop)
+    return DropoutSite(number, rate, width, columns, rows)
+
+
+class AdapterMasks:
+    """Draws the masks of the adapters' dropout for cells; every projection of every layer has its own, whether it is
+    adapted or not."""
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, shards: DropoutShards) -> None:
+        self.settings = settings
+        self.names = dropped_projections(settings)
+        self.draw = kernels.draw_mask
+        self.shards = shards
+        self.shapes = attention_shapes(settings) | mlp_shapes(settings)
+
+    def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
+        """Returns the masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
+        if key is None or not self.names:
+            return [None] * len(self.names)
+        targets = layer_targets(self.settings, layer)
+        sites = dropout_sites(self.settings, layer)
+        found: list[Tensor | None] = []
+        for name in self.names:
+            if name not in targets:
+                found.append(None)
+                continue
+            width, part = self.shards.of_adapter(name, inputs, self.shapes[f"{name}.weight"][1])
+            shape = self.shards.tokens(inputs), width
+            found.append(self.draw(key, sites[name], shape, self.settings.pet_config.lora_dropout, part))
+        return found

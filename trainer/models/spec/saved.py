@@ -1,0 +1,92 @@
+"""What the layers of a CPU keep between forward and backward pass: the arrays that `trainer.arrays` allocates, and that
+the plan counts.
+
+Legend: N tokens of a rank; with sequence parallelism it has n rows of the residual stream, otherwise N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from trainer.models.spec.model import AdapterSpec, AttentionSpec, MlpSpec, MoeSpec
+from trainer.models.spec.names import adapter_names
+
+
+class SavedArray(NamedTuple):
+    """An array [rows, width] that a sublayer keeps.
+
+    Attributes:
+        narrow: It is in the dtype of the products, otherwise float32.
+        rows: Of the residual stream that the rank has, of the tokens that it computes, of the queries and the keys of
+            its attention (those of more tokens, where context-parallel ranks share sequences), or of the tokens'
+            assignments to experts.
+    """
+
+    name: str
+    width: int
+    narrow: bool = True
+    rows: Literal["stream", "tokens", "queries", "keys", "experts"] = "tokens"
+
+
+def attention_saved(
+    spec: AttentionSpec, tensor_parallel: bool = False, ulysses: int = 1
+) -> Iterator[SavedArray]:
+    """Yields what an attention sublayer keeps besides its input; `spec` has the heads of the rank, of which each of
+    `ulysses` ranks computes the attention of some."""
+    yield SavedArray("scale", 1, narrow=False, rows="stream")
+    gathered = spec.hidden
+    if spec.latent is not None:
+        queries_from = spec.hidden
+        if spec.latent.query_rank is not None:
+            queries_from = spec.latent.query_rank
+            yield SavedArray("query_latent", spec.latent.query_rank, rows="stream")
+        yield SavedArray("latent", spec.latent.key_value_rank, rows="stream")
+        gathered = queries_from + spec.latent.key_value_rank + spec.latent.rope_size
+    if tensor_parallel:
+        yield SavedArray("normed", gathered)
+    if spec.head_norm:
+        yield SavedArray("plain_q", spec.heads * spec.head_size)
+        yield SavedArray("plain_k", spec.kv_heads * spec.head_size)
+    kv_heads = max(1, spec.kv_heads // ulysses)
+    yield SavedArray("q", spec.heads // ulysses * spec.head_size, rows="queries")
+    yield SavedArray("k", kv_heads * spec.head_size, rows="keys")
+    yield SavedArray("v", kv_heads * spec.value_size, rows="keys")
+    yield SavedArray("heads", spec.heads * spec.value_size)
+    if spec.post_norm:
+        yield SavedArray("output", spec.hidden, narrow=False, rows="stream")
+    for name, adapter in spec.adapters.items():
+        is_shared = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
+        yield _of_adapter(name, adapter, "stream" if is_shared else "tokens")
+
+
+def mlp_saved(spec: MlpSpec, tensor_parallel: bool = False) -> Iterator[SavedArray]:
+    """Yields what a feed-forward sublayer keeps besides its input; `spec` has the width of the rank."""
+    yield SavedArray("scale", 1, narrow=False, rows="stream")
+    if tensor_parallel:
+        yield SavedArray("normed", spec.hidden)
+    yield SavedArray("gate", spec.width)
+    yield SavedArray("up", spec.width)
+    if spec.post_norm:
+        yield SavedArray("output", spec.hidden, narrow=False, rows="stream")
+    for name, adapter in spec.adapters.items():
+        yield _of_adapter(name, adapter, "tokens")
+
+
+def moe_saved(spec: MoeSpec) -> Iterator[SavedArray]:
+    """Yields what a sublayer with experts keeps besides its input; routed experts compute in float32."""
+    yield SavedArray("scale", 1, narrow=False)
+    yield SavedArray("normed", spec.hidden, narrow=False)
+    # Scores, their normalised form, and what the losses of the router keep.
+    yield SavedArray("router", 4 * spec.experts, narrow=False)
+    yield SavedArray("gate", spec.width, narrow=False, rows="experts")
+    yield SavedArray("up", spec.width, narrow=False, rows="experts")
+    if spec.shared_width:
+        yield SavedArray("shared_gate", spec.shared_width)
+        yield SavedArray("shared_up", spec.shared_width)
+    if spec.shared_gate:
+        yield SavedArray("shared_output", spec.hidden, narrow=False)
+
+
+def _of_adapter(name: str, adapter: AdapterSpec, rows: Literal["stream", "tokens"]) -> SavedArray:
+    return SavedArray(adapter_names(name)[0], adapter.rank, rows=rows)
