@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.ops.dropout import DropoutKey, mask_run
+from trainer.ops.dropout import DropoutKey, drawn_bits, keep_threshold
 
 if TYPE_CHECKING:
     from trainer.ops.dropout import OwnHeads
@@ -57,12 +57,13 @@ class LayerDropout:
     def rows(self, name: str, rows: slice, width: int) -> np.ndarray:
         """Returns the factors of some rows of this rank at a site, float32 [n, width]: 0 or 1 / (1 - rate)."""
         site = self.sites[name]
-        pieces = [
-            mask_run(self.key, site.number, first * site.width, count * site.width, site.rate).reshape(count, -1)
-            for first, count in _runs(rows, site.rows)
-        ]
-        mask_nI = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-        return mask_nI if site.columns == slice(None) else np.ascontiguousarray(mask_nI[:, site.columns])
+        mask_nI = np.empty((rows.stop - rows.start, width), np.float32)
+        start = 0
+        for first, count in _runs(rows, site.rows):
+            bits = drawn_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
+            _write_factors(bits[:, site.columns], site.rate, mask_nI[start : start + count])
+            start += count
+        return mask_nI
 
     def probabilities(
         self, sequence: int, queries: slice, heads: slice, kv_heads: int, groups: int, keys: slice, length: int
@@ -86,10 +87,15 @@ class LayerDropout:
         found = np.empty((heads.stop - heads.start, groups, count, keys.stop - keys.start), np.float32)
         for place, head in enumerate(range(heads.start, heads.stop)):
             first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
-            drawn = mask_run(self.key, self.site, first, count * row, self.rate)
-            by_query = drawn.reshape(count, all_groups, length)[:, first_query : first_query + groups, keys]
-            found[place] = by_query.transpose(1, 0, 2)
+            bits = drawn_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
+            seen = bits[:, first_query : first_query + groups, keys]
+            _write_factors(seen.transpose(1, 0, 2), self.rate, found[place])
         return found
+
+
+def _write_factors(bits: np.ndarray, rate: float, out: np.ndarray) -> None:
+    """Writes 1 / (1 - rate) where the bits say that a number is kept, else 0."""
+    np.multiply(bits >= keep_threshold(rate), np.float32(1 / (1 - rate)), out=out)
 
 
 def _runs(rows: slice, places_N: np.ndarray | None) -> Iterator[tuple[int, int]]:

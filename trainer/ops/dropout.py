@@ -6,6 +6,7 @@ data-parallel ranks differ while everything that must agree across ranks uses ra
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,11 +63,17 @@ def dropout_mask(
     return kept * np.float32(1 / (1 - rate))
 
 
-def mask_run(key: DropoutKey, site: int, first: int, count: int, rate: float) -> np.ndarray:
-    """The numbers from `first` on, so many, of the flat `dropout_mask` of this site, of whatever shape."""
+def drawn_bits(key: DropoutKey, site: int, first: int, count: int) -> np.ndarray:
+    """The random bits behind the numbers from `first` on, so many, of the flat `dropout_mask` of this site, of whatever
+    shape: uint32. A number is kept where its bits are at least `keep_threshold`."""
     block, skipped = divmod(first, _NUMBERS)
-    drawn = np.random.Generator(_stream(key, site, block)).random(skipped + count, dtype=np.float32)
-    return (drawn[skipped:] >= np.float32(rate)) * np.float32(1 / (1 - rate))
+    drawn = _stream(key, site, block).random_raw(-(-(skipped + count) // 2))
+    return drawn.view(np.uint32)[skipped : skipped + count]
+
+
+def keep_threshold(rate: float) -> np.uint32:
+    """The least of 32 random bits whose number in [0, 1), made of the upper 24, is not below the rate."""
+    return np.uint32(math.ceil(np.float32(rate) * np.float32(1 << 24)) << 8)
 
 
 def scores_mask(
