@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from quick_mode import quick_mode
 from run_helpers import REPOSITORY, column, config_of, step_records, train
 
 from trainer.checkpoint.hugging_face import folder_files
@@ -16,8 +15,6 @@ from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 CONFIGS = sorted((REPOSITORY / "configs").glob("*.yaml"))
-COMPILED = "lora"
-"""Its blocks are compiled; those of other files that would be run operator by operator, which takes half as long."""
 names = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 
 
@@ -81,12 +78,10 @@ def test_it_trains(path: Path, cache: Path, tmp_path: Path, model_folder: Path) 
     """Two steps of at most 2 sequences, without evaluation; all else as it stands. With all sequences of a batch this
     process would grow beyond 2 GB."""
     rows = min(config_of(path).runner_config.batch_size, 2)
-    own = changes_of(path, model_folder)
-    own |= {} if path.stem == COMPILED else {"context__mode": quick_mode(config_of(path, **own))}
     output = train(
         path,
         output_dir=tmp_path / "output",
-        **own | {"run_mode": "train"},
+        **changes_of(path, model_folder) | {"run_mode": "train"},
         train_dataset__cache_dir=cache,
         runner_config__stop_step=2,
         runner_config__batch_size=rows,

@@ -13,7 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from pipeline_cases import weights_of  # noqa: E402
-from tiny_trainer import TOKENS, join, make_batch, quick_config  # noqa: E402
+from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
@@ -97,7 +97,7 @@ def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
             "use_parallel": True, "parallel_config": layout.degrees,
             "parallel": {"enable_parallel_optimizer": bool(layout.level), "parallel_optimizer_config": level},
         }  # fmt: skip
-    return quick_config(model=MODELS[model] | {"num_layers": layout.layers}, seed=5, **sections)
+    return config_of(model=MODELS[model] | {"num_layers": layout.layers}, seed=5, **sections)
 
 
 def trained(group: Group | None, model: str, layout: Layout) -> Trained:

@@ -12,7 +12,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from step_cases import CLIP, EXPERTS, SCALE, part_of, rows_of  # noqa: E402
-from tiny_trainer import quick_config  # noqa: E402
+from tiny_trainer import config_of  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
@@ -76,7 +76,7 @@ def config_of_case(name: str, **sections: Any) -> Config:
     given = {"optimizer": SGD, "runner_wrapper": CLIP} | ({"context": {"mode": 0}} if case.get("compiled") else {})
     given |= {"parallel_config": parallel, "parallel": interleaves, "seed": 5}
     given |= {"runner_config": {"batch_size": 4}} | case.get("sections", {}) | sections
-    return quick_config(model=model, **given)
+    return config_of(model=model, **given)
 
 
 def weights_of(config: Config) -> dict[str, np.ndarray]:

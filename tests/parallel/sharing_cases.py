@@ -14,7 +14,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
-from tiny_trainer import TOKENS, make_batch, quick_config  # noqa: E402
+from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.errors import RunError  # noqa: E402
@@ -78,7 +78,7 @@ def config(case: str, level: str, alone: bool = False) -> Config:
         sections |= {"use_parallel": True, "parallel_config": degrees}
     sharing = {"parallel_optimizer_threshold": sections.pop("threshold", 0), "optimizer_level": level or "level1"}
     parallel = {"enable_parallel_optimizer": bool(level), "parallel_optimizer_config": sharing}
-    return quick_config(parallel=parallel, **sections)
+    return config_of(parallel=parallel, **sections)
 
 
 def open_step(config: Config, group: Group, weights: Mapping[str, np.ndarray] | None = None) -> TrainStep:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import mindspore
 import numpy as np
+import pytest
 from golden_files import ModelCase
 from mindspore import Tensor
 from numpy_kernels import distance
@@ -21,6 +22,8 @@ from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import RouterStatistics
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
+
+MODES = pytest.mark.parametrize("mode", [0, 1], ids=["native", "cells"])
 
 
 class GoldenDecoder(NamedTuple):
@@ -61,12 +64,11 @@ class GoldenDecoder(NamedTuple):
         assert likeliest[len(prompt) - 1 : -1].tolist() == tokens
 
 
-def golden_decoder(
-    case: ModelCase, settings: ModelConfig, compiled: bool, host_layers: bool = False
-) -> GoldenDecoder:
-    """The model, with a parameter for each tensor of the case and no others."""
-    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=host_layers)
-    model = Decoder(settings, kernels, seed=1, compiled=compiled)
+def golden_decoder(case: ModelCase, settings: ModelConfig, mode: int) -> GoldenDecoder:
+    """The model as a CPU computes it in this context.mode, with a parameter for each tensor of the case and no
+    others."""
+    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=mode == 0)
+    model = Decoder(settings, kernels, seed=1, compiled=mode == 0)
     weights = fitting_weights(case.weights, settings, Path(case.name))
     assert model.parameters_by_name.keys() == weights.keys()
     for name, value in weights.items():

@@ -1,7 +1,6 @@
 """The decoder against Hugging Face: logits, loss and every gradient, float32 (limits: tolerances.py).
 
-All ways of running are held to it: layers on arrays and compiled blocks (context.mode 0), and operator by operator
-(mode 1).
+Both ways of running on a CPU are held to it: native layers (context.mode 0), and operator by operator (mode 1).
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ import json
 
 import numpy as np
 import pytest
-from golden_decoder import GoldenDecoder, golden_decoder
+from golden_decoder import MODES, GoldenDecoder, golden_decoder
 from golden_files import ModelCase, load_model_case, model_case_names, model_settings
 from numpy_kernels import distance
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.data import Batch
-from trainer.ops.precision import FLOAT32
-from trainer.ops.select import has_host_layers
 
 
 def settings_of(case: ModelCase) -> ModelConfig:
@@ -26,14 +23,14 @@ def settings_of(case: ModelCase) -> ModelConfig:
     return parse_config(case.name, json.dumps({"model": {"model_config": section}})).decoder
 
 
-def build(name: str, compiled: bool = False, host_layers: bool = False) -> GoldenDecoder:
+def build(name: str, mode: int = 0) -> GoldenDecoder:
     case = load_model_case(name)
-    return golden_decoder(case, settings_of(case), compiled, host_layers)
+    return golden_decoder(case, settings_of(case), mode)
 
 
 def test_positions_that_start_again_change_the_logits_of_a_single_segment() -> None:
     """As Megatron-LM's reset_position_ids alone asks for; before and after a sequence with positions from 0 on."""
-    case, model, build_inputs = build(model_case_names()[0], compiled=True)
+    case, model, build_inputs = build(model_case_names()[0])
     plain = np.ascontiguousarray(np.broadcast_to(np.arange(24, dtype=np.int32), case.input_ids.shape))
     again = np.where(plain < 10, plain, plain - 10)
     one = np.zeros_like(case.segment_ids)
@@ -45,25 +42,10 @@ def test_positions_that_start_again_change_the_logits_of_a_single_segment() -> N
     assert distance(logits[0][:, 11:], logits[1][:, 11:]) > 0.01
 
 
-# Those that differ in their blocks; the others differ in the tables of rotary positions, which no block computes.
-COMPILED = ("model_glm4", "model_llama", "model_llama_bias", "model_llama_packed", "model_llama_tied_linear",
-            "model_qwen3_packed")
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in model_case_names()), *((name, True) for name in COMPILED)]
-)
-def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool) -> None:
-    build(name, compiled).check_numbers()
-
-
+@MODES
 @pytest.mark.parametrize("name", model_case_names())
-def test_layers_on_arrays_equal_hugging_face(name: str) -> None:
-    settings = settings_of(load_model_case(name))
-    if not has_host_layers(settings, FLOAT32, "CPU", compiled=True):
-        assert settings.post_mlp_layernorm  # glm4
-        return
-    build(name, host_layers=True).check_numbers()
+def test_logits_loss_and_gradients_equal_hugging_face(name: str, mode: int) -> None:
+    build(name, mode).check_numbers()
 
 
 @pytest.mark.parametrize("name", ["model_glm4", "model_mistral", "model_qwen3_window"])

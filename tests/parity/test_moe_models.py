@@ -1,8 +1,7 @@
 """Models with experts against Hugging Face, and multi-token prediction against DeepSeek-V3's equations in PyTorch.
 
-Logits, losses and every gradient, each expert's by itself, in float32 (limits: tolerances.py); with layers on arrays
-or compiled pieces (context.mode 0) and operator by operator (mode 1). The model section is Hugging Face's config.json
-as it is.
+Logits, losses and every gradient, each expert's by itself, in float32 (limits: tolerances.py); with native layers
+(context.mode 0) and operator by operator (mode 1). The model section is Hugging Face's config.json as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import NamedTuple
 import mindspore
 import numpy as np
 import pytest
+from golden_decoder import MODES
 from golden_files import ModelCase, load_model_case, model_case_names
 from mindspore import Tensor
 from numpy_kernels import distance
@@ -51,7 +51,7 @@ class Built(NamedTuple):
         return Batch(self.case.input_ids, self.case.labels, self.case.positions, self.case.segment_ids)
 
 
-def build(name: str, compiled: bool, host_layers: bool = False, **changes) -> Built:
+def build(name: str, mode: int = 0, **changes) -> Built:
     case = load_model_case(name)
     # Hugging Face's losses have no balance loss unless asked for.
     section = {"seq_length": 24, **case.metadata["config_json"], "router_aux_loss_coef": 0.0, **changes}
@@ -59,8 +59,8 @@ def build(name: str, compiled: bool, host_layers: bool = False, **changes) -> Bu
         section["mtp_loss_factor"] = case.metadata["mtp_loss_factor"]
     config = parse_config(name, json.dumps({"model_config": section}))
     settings = config.decoder
-    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=host_layers)
-    model = Decoder(settings, kernels, seed=1, compiled=compiled)
+    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=mode == 0)
+    model = Decoder(settings, kernels, seed=1, compiled=mode == 0)
     for parameter, value in fitting_weights(case.weights, settings, Path(name)).items():
         model.parameters_by_name[parameter].set_data(Tensor(value))
     return Built(case, model, InputBuilder(settings, kernels), config.model.arch.type)
@@ -92,23 +92,11 @@ def check_gradients(found: dict[str, np.ndarray], built: Built) -> None:
             assert ".experts.3." in name and not value.any(), name
 
 
-EXPERTS = model_case_names("experts")
-# Compiled, the family with the most in a block: sigmoid scores in groups, dense layers and shared experts. All are
-# compared operator by operator; test_moe_training.py has a module for a further token compiled.
-COMPILED = ["experts_deepseek_v3"]
-# Latent attention goes through compiled blocks.
-ON_ARRAYS = [name for name in EXPERTS if "deepseek" not in name]
-HOW = {"eager": (False, {}, EXPERTS), "compiled": (True, {}, COMPILED),
-       "arrays": (True, {"host_layers": True}, ON_ARRAYS),
-       "safe tokens": (False, SAFE_TOKENS, ON_ARRAYS)}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "compiled", "keys"),
-    [pytest.param(name, *how[:2], id=f"{name}-{kind}") for kind, how in HOW.items() for name in how[2]],
-)
-def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool, keys: dict) -> None:
-    built = build(name, compiled, **keys)
+@MODES
+@pytest.mark.parametrize("keys", [{}, SAFE_TOKENS], ids=["plain", "safe tokens"])
+@pytest.mark.parametrize("name", model_case_names("experts"))
+def test_logits_loss_and_gradients_equal_hugging_face(name: str, keys: dict, mode: int) -> None:
+    built = build(name, mode, **keys)
     case = built.case
     logits = built.model.logits(built.build_inputs(built.batch)).asnumpy()
     assert distance(logits.reshape(case.logits.shape), case.logits) < built.limits.loss
@@ -117,9 +105,10 @@ def test_logits_loss_and_gradients_equal_hugging_face(name: str, compiled: bool,
     check_gradients(gradients, built)
 
 
+@MODES
 @pytest.mark.parametrize("name", model_case_names("mtp"))
-def test_mtp_modules_equal_deepseeks_equations(name: str) -> None:
-    built = build(name, compiled=False)
+def test_mtp_modules_equal_deepseeks_equations(name: str, mode: int) -> None:
+    built = build(name, mode)
     case = built.case
     logits = built.model.logits(built.build_inputs(built.batch)).asnumpy()
     assert distance(logits.reshape(case.logits.shape), case.logits) < built.limits.loss
@@ -136,14 +125,14 @@ def test_generation_goes_the_same_way_as_the_whole_row(name: str) -> None:
     """With a cache, experts chosen for a few tokens at a time, half of a head rotated, and keys and values that no
     cache holds.
     """
-    built = build(name, compiled=True)
+    built = build(name)
     generator = Generator(built.model, built.build_inputs, eos_ids=())
-    whole = build(name, compiled=False).model  # two rows of different lengths: compiled, that would be two graphs
+    whole = build(name, mode=1)
     prompts = [built.case.input_ids[0, :7].tolist(), built.case.input_ids[1, :4].tolist()]
     steps = list(generator.stream(prompts, [5, 5], Sampling()))
     for row, prompt in enumerate(prompts):
         ids = np.array([prompt + [step[row] for step in steps]], np.int32)
         places = np.arange(ids.shape[1], dtype=np.int32)[None]
         batch = Batch(ids, np.full_like(ids, IGNORE_INDEX), places, np.zeros_like(ids))
-        likeliest = whole.logits(built.build_inputs(batch)).asnumpy().argmax(-1)
+        likeliest = whole.model.logits(whole.build_inputs(batch)).asnumpy().argmax(-1)
         assert likeliest[len(prompt) - 1 : -1].tolist() == [step[row] for step in steps]

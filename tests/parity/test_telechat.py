@@ -1,6 +1,6 @@
 """TeleChat2, dense and with experts, and TeleChat3-1.8B against their published equations (golden_telechat.py).
 
-Logits, loss and every gradient, operator by operator and with compiled pieces; the weights have the names of the
+Logits, loss and every gradient, with native layers and operator by operator; the weights have the names of the
 published files and the settings are those of MindSpore Transformers' files.
 """
 
@@ -10,24 +10,23 @@ import json
 
 import numpy as np
 import pytest
-from golden_decoder import GoldenDecoder, golden_decoder
+from golden_decoder import MODES, GoldenDecoder, golden_decoder
 from golden_files import load_model_case, model_case_names
 from mindspore import Tensor
 
 from trainer.config import parse_config
 
 
-def build(name: str, compiled: bool = False) -> GoldenDecoder:
+def build(name: str, mode: int = 0) -> GoldenDecoder:
     case = load_model_case(name)
     settings = parse_config(name, json.dumps({"model": case.config})).decoder
-    return golden_decoder(case, settings, compiled)
+    return golden_decoder(case, settings, mode)
 
 
-@pytest.mark.parametrize(
-    ("name", "compiled"), [*((name, False) for name in model_case_names("other")), ("other_telechat3_1_8b", True)]
-)
-def test_logits_loss_and_gradients_equal_the_published_equations(name: str, compiled: bool) -> None:
-    build(name, compiled).check_numbers()
+@MODES
+@pytest.mark.parametrize("name", model_case_names("other"))
+def test_logits_loss_and_gradients_equal_the_published_equations(name: str, mode: int) -> None:
+    build(name, mode).check_numbers()
 
 
 @pytest.mark.parametrize("name", model_case_names("other"))
@@ -37,7 +36,7 @@ def test_generation_goes_the_same_way_as_the_whole_row(name: str) -> None:
 
 def test_tokens_that_an_expert_drops_have_none_of_its_bias() -> None:
     """With room for one token of each expert, every other assignment adds nothing: neither product nor bias."""
-    built = build("other_telechat2_experts")
+    built = build("other_telechat2_experts", mode=1)
     model, inputs = built.model, built.inputs
     layer, weights = model.moe, model.layers[0]["experts"].weights
     x_ND = Tensor(np.random.RandomState(0).standard_normal((48, 32)).astype(np.float32))

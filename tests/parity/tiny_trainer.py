@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from mindspore import Tensor
-from quick_mode import quick_mode
 
 from trainer.config import Config, parse_config
 from trainer.config.recompute import recomputed_parts
@@ -19,7 +18,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
-from trainer.ops.select import select_kernels
+from trainer.ops.select import precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
@@ -40,33 +39,26 @@ def config_of(**sections: dict[str, Any]) -> Config:
     return parse_config("tiny", json.dumps({"model": model} | sections))
 
 
-def quick_config(**sections: dict[str, Any]) -> Config:
-    """The same in the mode in which it is trained soonest, where the sections give none."""
-    config = config_of(**sections)
-    if "context" in sections or quick_mode(config) == config.context.mode:
-        return config
-    return config_of(**sections, context={"mode": 1})
-
-
 class TinyTrainer:
-    """One compiled model, reset for every test: compiling is what takes time.
+    """One model, reset for every test.
 
     Args:
-        compiled: See `Decoder`.
+        compiled: As a CPU computes in context.mode 0, with native layers; False: operator by operator, as in mode 1.
         sections: Further sections of the configuration that the model is built by: freeze, recompute_config.
-        host_layers: Whether whole layers are computed on arrays, as a run does where it can.
+        host_layers: Whether layers are native; False with `compiled`: cells that are compiled, as on an Ascend.
         model: Changes to the settings of the model.
     """
 
     def __init__(
-        self, compiled: bool = True, sections: dict[str, Any] | None = None, host_layers: bool = False, **model: Any
-    ) -> None:
-        self.sections = {"model": model} | (sections or {})
+        self, compiled: bool = True, sections: dict[str, Any] | None = None, host_layers: bool | None = None,
+        **model: Any,
+    ) -> None:  # fmt: skip
+        native = compiled if host_layers is None else host_layers
+        self.sections = {"model": model, "context": {"mode": 1 - compiled}} | (sections or {})
         config = config_of(**self.sections)
         settings = config.decoder
-        self.kernels = load_kernels(
-            select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"), host_layers=host_layers
-        )
+        precision = precision_of(config, "CPU") if native == compiled else resolve_precision(settings, None, "CPU")
+        self.kernels = load_kernels(select_kernels(settings, "CPU", precision), precision, host_layers=native)
         self.model = Decoder(
             settings, self.kernels, seed=5, compiled=compiled, frozen=frozen_names(config),
             recomputed=recomputed_parts(config),
@@ -104,16 +96,20 @@ class TinyTrainer:
         )  # fmt: skip
 
 
-def shared_trainer(compiled: bool = True, sections: dict[str, Any] | None = None, **model: Any) -> TinyTrainer:
+def shared_trainer(
+    compiled: bool = True, sections: dict[str, Any] | None = None, host_layers: bool | None = None, **model: Any
+) -> TinyTrainer:
     """The one `TinyTrainer` of this process with such a configuration. `step` gives it its initial weights again; a
     test that changes `initial` or a part of the model builds a trainer of its own."""
     used = {name: section for name, section in (sections or {}).items() if section}
-    return _shared_trainer(compiled, json.dumps(used, sort_keys=True), json.dumps(model, sort_keys=True))
+    return _shared_trainer(
+        compiled, json.dumps(used, sort_keys=True), host_layers, json.dumps(model, sort_keys=True)
+    )
 
 
 @functools.cache
-def _shared_trainer(compiled: bool, sections: str, model: str) -> TinyTrainer:
-    return TinyTrainer(compiled, json.loads(sections), **json.loads(model))
+def _shared_trainer(compiled: bool, sections: str, host_layers: bool | None, model: str) -> TinyTrainer:
+    return TinyTrainer(compiled, json.loads(sections), host_layers, **json.loads(model))
 
 
 def garbage_of(step: TrainStep, window: list[Batch]) -> int:
