@@ -18,8 +18,7 @@ from trainer.config.schema.model import ModelConfig
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
-from trainer.models.inputs import InputBuilder, ModelInputs
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import InputBuilder, ModelInputs, RouterStatistics
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels
 

@@ -20,8 +20,7 @@ from trainer.arrays import onednn
 from trainer.arrays.memory import narrow_weight
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
-from trainer.models.inputs import InputBuilder
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import InputBuilder, RouterStatistics
 from trainer.ops import host_library
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import has_host_layers, precision_of, select_kernels

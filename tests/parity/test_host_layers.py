@@ -28,7 +28,7 @@ from trainer.arrays.memory import Scratch
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 
 HIDDEN, HEADS, SIZE, WIDTH, VOCABULARY = 6, 4, 4, 9, 11

@@ -25,8 +25,7 @@ from trainer.config import parse_config
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
-from trainer.models.inputs import InputBuilder
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import InputBuilder, RouterStatistics
 from trainer.models.spec.names import is_buffer
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import select_kernels

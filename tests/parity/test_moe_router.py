@@ -15,7 +15,7 @@ from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import rounding_limit
 
-from trainer.arrays.router import CpuRouter
+from trainer.arrays.moe.router import CpuRouter
 from trainer.config import parse_config
 from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses

@@ -29,7 +29,7 @@ from tiny_trainer import (
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import IGNORE_INDEX, Batch
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.names import EXPERT_BIAS, HEAD
 from trainer.ops.routing import WindowLoad
 from trainer.parallel.communicator import SingleProcess

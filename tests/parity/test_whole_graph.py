@@ -14,8 +14,7 @@ from trainer.audit.graph import FunctionalDecoder, StepGraph, flat_arguments
 from trainer.config import parse_config
 from trainer.data import Batch
 from trainer.models.decoder import Decoder
-from trainer.models.inputs import InputBuilder
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import InputBuilder, RouterStatistics
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.select import REFERENCE, KernelChoice

@@ -34,8 +34,8 @@ ROOMS = (
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
-        "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
+        "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.ops.dropout",
+        "trainer.device.settings", "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
     ("trainer.plan.graph_memory", "trainer.plan.host_memory", "trainer.plan.division"),

@@ -18,7 +18,7 @@ from trainer.checkpoint.expert_names import disk_parts, to_disk
 from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
 from trainer.models import init
-from trainer.models.init import initial_value
+from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import Init, ParameterSpec
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array

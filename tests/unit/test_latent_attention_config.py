@@ -11,7 +11,7 @@ from config_helpers import error_of, load, notices
 from golden_files import load_model_case
 
 from trainer.config import dump_config, parse_config
-from trainer.models.rotary import rotary_angles
+from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import adapter_shapes, attention_shapes, parameter_shapes
 from trainer.ops.precision import PartDtype, Precision
 from trainer.ops.select import select_kernels

@@ -14,8 +14,8 @@ from trainer.checkpoint.documents import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig, projections
-from trainer.models.init import initial_value
 from trainer.models.spec.build import parameter_specs
+from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import (
     adapted_projections,
     adapter_shapes,

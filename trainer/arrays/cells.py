@@ -19,16 +19,16 @@ from mindspore import dtype as mstype
 
 from trainer.arrays.memory import narrow_weight, on_host
 from trainer.arrays.onednn import BFLOAT16
-from trainer.arrays.tiles import SublayerCall
+from trainer.arrays.sublayer import SublayerCall
 
 if TYPE_CHECKING:
-    from trainer.arrays.attention import CpuAttention
+    from trainer.arrays.attention.positions import TokenPositions
+    from trainer.arrays.attention.sublayer import CpuAttention
     from trainer.arrays.dropout import LayerDropout
     from trainer.arrays.embedding import CpuEmbedding, CpuMerge
     from trainer.arrays.head import FusedLinearCrossEntropy, HeadResult
     from trainer.arrays.mlp import CpuMlp
-    from trainer.arrays.moe import CpuMoe, MoeInputs
-    from trainer.arrays.positions import TokenPositions
+    from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
     from trainer.arrays.tiles import Arrays, Gradients
     from trainer.ops.routing import Routing
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from mindspore import Tensor
 
-    from trainer.arrays.tiles import Arrays, Gradients, Scratch, SequenceParallelComm, Tile
+    from trainer.arrays.sublayer import SequenceParallelComm
+    from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
 
 _FEW_TIMES = 8  # that a token of a batch comes
 

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.arrays.memory import expert_rows, host_threads, take_tokens
+from trainer.arrays.moe.router import chosen_gates, sigmoid
 from trainer.arrays.onednn import operators
-from trainer.arrays.router import chosen_gates, sigmoid
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.storage.bfloat16 import as_bfloat16, as_float32

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty
-from trainer.arrays.tiles import Linear, NormedInput, RmsNorm, SublayerOutput, allocate, swiglu, swiglu_gradient
+from trainer.arrays.sublayer import Linear, NormedInput, SublayerOutput, allocate
+from trainer.arrays.tiles import RmsNorm, swiglu, swiglu_gradient
 from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
 if TYPE_CHECKING:
     from mindspore import Tensor
 
-    from trainer.arrays.tiles import Gradients, Scratch, SequenceParallelComm, SublayerCall, Tile
+    from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
+    from trainer.arrays.tiles import Gradients, Scratch, Tile
     from trainer.models.spec.model import MlpSpec
 
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.attention import CpuAttention
+from trainer.arrays.attention.context import ContextParallel
+from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import (
     EmbeddingPass,
     ExpertsPass,
@@ -22,14 +23,13 @@ from trainer.arrays.cells import (
     PartWeights,
     run_part,
 )
-from trainer.arrays.context import ContextParallel
-from trainer.arrays.dispatch import TokenRanks
 from trainer.arrays.embedding import CpuEmbedding, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import on_host
 from trainer.arrays.mlp import CpuMlp
-from trainer.arrays.moe import CpuMoe, MoeInputs
-from trainer.arrays.router import RouterLabels
+from trainer.arrays.moe.dispatch import TokenRanks
+from trainer.arrays.moe.router import RouterLabels
+from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.tiles import Scratch
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.spec.build import model_spec
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
     from trainer.config import ModelConfig
     from trainer.models.compute_weights import ComputeWeights
-    from trainer.models.decoder import DecoderCall
     from trainer.models.dropout import DropoutShards
+    from trainer.models.inputs import DecoderCall
     from trainer.models.spec.model import LayerSpec
     from trainer.parallel.tensor import ModelShard
 

@@ -18,14 +18,14 @@ from mindspore.ops import operations as P
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
 from trainer.models.compute_weights import ComputeWeights
-from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable, compile_cell
 from trainer.models.spec.build import classifier_names, parameter_specs
+from trainer.models.spec.init import initial_value
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
-    from trainer.models.moe import RouterStatistics
+    from trainer.models.inputs import RouterStatistics
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts

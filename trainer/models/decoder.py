@@ -22,11 +22,11 @@ from trainer.models.array_parts import ArrayParts
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.dropout import AdapterMasks, DropoutShards
-from trainer.models.init import initial_value
-from trainer.models.inputs import LossSums, ModelInputs
+from trainer.models.inputs import DecoderCall, LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
 from trainer.models.spec.build import layer_targets, parameter_specs
+from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import (
     EMBEDDING,
     EXPERT_BIAS,
@@ -138,14 +138,6 @@ def _sum(total, added):
     if added is None:
         return total
     return added if total is None else total + added
-
-
-class DecoderCall(NamedTuple):
-    """What the parts of `Decoder` need of one call."""
-
-    inputs: ModelInputs
-    dropout: DropoutKey | None = None
-    statistics: RouterStatistics | None = None
 
 
 class Decoder(DecoderWiring):

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.positions import Rotary, TokenPositions, query_blocks
+from trainer.arrays.attention.positions import Rotary, TokenPositions, query_blocks
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import SequencePart
-from trainer.models.rotary import rotary_angles
 from trainer.models.spec.build import model_spec
+from trainer.models.spec.rotary import rotary_angles
+from trainer.ops.measures import device_measures
+from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
+    from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import ModelShard
 
@@ -93,6 +97,35 @@ class LossSums(NamedTuple):
     """Token losses of the multi-token prediction modules, summed over the modules."""
     correct: Tensor | None = None
     """Correct labels of a classifier, in evaluation only."""
+
+
+@dataclass
+class RouterStatistics:
+    """What the routers decided in one forward pass of a training.
+
+    Attributes:
+        routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order; arrays
+            or tensors, as the routing was decided on the host or in a graph.
+        load: The load of the step, for gbs_aux_loss alone.
+    """
+
+    routings: list[tuple[int, Any, Any]] = field(default_factory=list)
+    load: WindowLoad | None = None
+
+    def counts(self) -> RoutingCounts | None:
+        """The counts of all layers; None without experts."""
+        if not self.routings:
+            return None
+        layers, routings, scores = zip(*self.routings, strict=True)
+        return device_measures().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
+
+
+class DecoderCall(NamedTuple):
+    """What the parts of `Decoder` need of one call."""
+
+    inputs: ModelInputs
+    dropout: DropoutKey | None = None
+    statistics: RouterStatistics | None = None
 
 
 class InputBuilder:

@@ -8,9 +8,8 @@ Legend: N = B * T tokens of B sequences, D hidden, E experts, k chosen by a toke
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -21,37 +20,15 @@ from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
 from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, tensors_of
-from trainer.ops.measures import device_measures
-from trainer.ops.routing import Routing, RoutingCounts, WindowLoad, routing_of_some
+from trainer.ops.routing import routing_of_some
 from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
-    from trainer.models.inputs import SequenceWeights
+    from trainer.models.inputs import RouterStatistics, SequenceWeights
     from trainer.ops.kernel_set import HostKernels, KernelSet
     from trainer.parallel.collectives import Group
     from trainer.parallel.tensor import ModelShard, TensorParallel
-
-
-@dataclass
-class RouterStatistics:
-    """What the routers decided in one forward pass of a training.
-
-    Attributes:
-        routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order; arrays
-            or tensors, as the routing was decided on the host or in a graph.
-        load: The load of the step, for gbs_aux_loss alone.
-    """
-
-    routings: list[tuple[int, Any, Any]] = field(default_factory=list)
-    load: WindowLoad | None = None
-
-    def counts(self) -> RoutingCounts | None:
-        """The counts of all layers; None without experts."""
-        if not self.routings:
-            return None
-        layers, routings, scores = zip(*self.routings, strict=True)
-        return device_measures().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
 
 
 class Router(nn.Cell):

@@ -31,8 +31,8 @@ from trainer.config.recompute import gathered_again, recompute_text, recomputed_
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
-from trainer.models.rotary import rotary_angles
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
+from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision

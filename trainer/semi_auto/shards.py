@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from trainer.models.init import initial_value
 from trainer.models.spec.build import parameter_specs
+from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes

@@ -23,8 +23,7 @@ from mindspore import ParameterTuple, Tensor, ops
 from trainer.data.batches.batch import Batch
 from trainer.models.compute_weights import in_float32
 from trainer.models.decoder import DecoderCall
-from trainer.models.inputs import InputBuilder, LossSums, mtp_labels
-from trainer.models.moe import RouterStatistics
+from trainer.models.inputs import InputBuilder, LossSums, RouterStatistics, mtp_labels
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad

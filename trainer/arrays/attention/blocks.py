@@ -17,8 +17,8 @@ from trainer.arrays.memory import as_narrow, parts
 from trainer.arrays.onednn import operators
 
 if TYPE_CHECKING:
+    from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks
     from trainer.arrays.dropout import LayerDropout
-    from trainer.arrays.positions import QueryBlock, SequenceBlocks
     from trainer.arrays.tiles import Tile
     from trainer.models.spec.model import AttentionSpec
 

@@ -1,6 +1,6 @@
 """The sublayer with experts on arrays: norm, router, dispatch, experts, shared experts, residual stream.
 
-Ranks that share the experts exchange tokens in one of Megatron-LM's two ways, see `trainer.arrays.dispatch`.
+Ranks that share the experts exchange tokens in one of Megatron-LM's two ways, see `trainer.arrays.moe.dispatch`.
 
 Legend: N = B * T tokens of B sequences, n rows of the residual stream that a rank sends to experts, D hidden, E
 experts, k chosen by a token, S ranks that hold all experts, e = E / S experts of a rank, R rows of this rank's tokens,
@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.dispatch import token_dispatcher
-from trainer.arrays.experts import CpuExperts, ExpertWeights
 from trainer.arrays.memory import empty
 from trainer.arrays.mlp import CpuMlp
-from trainer.arrays.router import CpuRouter, sigmoid
-from trainer.arrays.tiles import RmsNorm, SublayerCall, WeightGradients
+from trainer.arrays.moe.dispatch import token_dispatcher
+from trainer.arrays.moe.experts import CpuExperts, ExpertWeights
+from trainer.arrays.moe.router import CpuRouter, sigmoid
+from trainer.arrays.sublayer import SublayerCall
+from trainer.arrays.tiles import RmsNorm, WeightGradients
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
 from trainer.ops.routing import Routing, RoutingRule, route
 
 if TYPE_CHECKING:
-    from trainer.arrays.router import RoutedTokens, RouterLabels, Shares
+    from trainer.arrays.moe.router import RoutedTokens, RouterLabels, Shares
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
     from trainer.config.schema.moe import MoEConfig
     from trainer.models.spec.model import MoeSpec

@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import as_narrow, empty, store
-from trainer.arrays.tiles import Linear, RmsNorm
+from trainer.arrays.sublayer import Linear
+from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import INPUT_NORM
 
 if TYPE_CHECKING:
-    from trainer.arrays.positions import Rotary, TokenPositions
-    from trainer.arrays.tiles import Scratch, SequenceParallelComm, SublayerCall, Tile
+    from trainer.arrays.attention.positions import Rotary, TokenPositions
+    from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
+    from trainer.arrays.tiles import Scratch, Tile
     from trainer.models.spec.model import AttentionSpec
 
 _QUERY_NORM = "self_attn.q_a_layernorm.weight"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
 from trainer.arrays.memory import MOST_MOVED, add_rows, empty, host_threads, parts, take_tokens
+from trainer.arrays.moe.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
 from trainer.data.batches.context import SequencePart
 from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
 

@@ -2,7 +2,7 @@
 
 Threads take tiles of rows through norm, projections and rotary embedding; then query blocks, each with the output
 projection and the residual stream. Tensor-parallel ranks compute some of the heads each; context-parallel ranks have
-some of the queries, or of the heads, see `trainer.arrays.context`.
+some of the queries, or of the heads, see `trainer.arrays.attention.context`.
 
 Legend: as in tiles.py and attend.py.
 """
@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.attend import BlockAttention
-from trainer.arrays.latent import LatentProjections
+from trainer.arrays.attention.blocks import BlockAttention
+from trainer.arrays.attention.latent import LatentProjections
+from trainer.arrays.attention.positions import Rotary
 from trainer.arrays.memory import as_narrow, as_wide, empty, host_threads
-from trainer.arrays.positions import Rotary
-from trainer.arrays.tiles import Linear, NormedInput, RmsNorm, SublayerOutput, allocate
+from trainer.arrays.sublayer import Linear, NormedInput, SublayerOutput, allocate
+from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM
 from trainer.models.spec.saved import attention_saved
 
 if TYPE_CHECKING:
     from mindspore import Tensor
 
-    from trainer.arrays.context import ContextParallel
-    from trainer.arrays.positions import QueryBlock, SequenceBlocks, TokenPositions
-    from trainer.arrays.tiles import Gradients, Scratch, SequenceParallelComm, SublayerCall, Tile
+    from trainer.arrays.attention.context import ContextParallel
+    from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks, TokenPositions
+    from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
+    from trainer.arrays.tiles import Gradients, Scratch, Tile
     from trainer.models.spec.model import AttentionSpec
 
 _TASKS = 8  # of which the threads take one after the other, at least, where there are heads enough

@@ -1,0 +1,1 @@
+"""The attention sublayer of a decoder layer on arrays."""

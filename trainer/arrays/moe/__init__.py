@@ -1,0 +1,1 @@
+"""The sublayer with experts of a decoder layer on arrays."""

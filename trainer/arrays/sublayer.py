@@ -1,0 +1,448 @@
+"""What sublayers of a decoder layer consist of: linear layers, the norm before them, the way to the residual stream.
+
+Tensor-parallel ranks compute a sublayer together, each with its heads or columns; `SequenceParallelComm` says what they
+exchange before and after it.
+
+Legend: N tokens, n rows of a tile or those of the residual stream that a rank has, D hidden, I/O in and out features,
+R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from trainer.arrays.memory import as_narrow, empty, store
+from trainer.arrays.onednn import operators
+from trainer.arrays.tiles import Arrays, RmsNorm, Scratch, Tile, WeightGradients
+
+if TYPE_CHECKING:
+    from trainer.arrays.dropout import LayerDropout
+    from trainer.models.spec.model import AdapterSpec
+    from trainer.models.spec.saved import SavedArray
+
+
+class SublayerCall:
+    """One forward or backward pass of a sublayer.
+
+    Attributes:
+        weights: By their names in the layer; matrices in the dtype of the products.
+        saved: What the forward pass keeps for the backward pass, by name, [N, ...]; empty where nothing is kept.
+        dropout: Draws the masks of the layer; None: nothing is dropped.
+        save: Whether the forward pass fills `saved`.
+        compute_output: Whether somebody needs the result of the forward pass; otherwise its numbers are anything.
+        gradients: Takes the gradients of the trained weights in the backward pass.
+    """
+
+    def __init__(
+        self, weights: Arrays, *, dropout: LayerDropout | None = None, save: bool = True, compute_output: bool = True,
+        saved: dict[str, np.ndarray] | None = None, trained: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.weights = weights
+        self.dropout = dropout
+        self.save = save
+        self.compute_output = compute_output
+        self.saved: dict[str, np.ndarray] = saved or {}
+        self.gradients = WeightGradients(trained)
+        self.working: dict[str, np.ndarray] = {}
+
+
+class Linear:
+    """y = x W^T (+ b) (+ scale * dropout(x) A^T B^T), tile by tile, and its gradients (Hu et al. 2021, equation 3).
+
+    In a backward pass `begin_backward` comes first, then for each tile `backward` and `keep_input`, then
+    `add_gradients`.
+    """
+
+    def __init__(self, name: str, adapter: AdapterSpec | None = None) -> None:
+        self.name = name
+        self.weight = f"{name}.weight"
+        self.bias = f"{name}.bias"
+        self.adapter = adapter
+        self.lora_a = f"{name}.lora_A.weight"
+        self.lora_b = f"{name}.lora_B.weight"
+
+    def forward(
+        self, call: SublayerCall, x_nI: np.ndarray, out_nO: np.ndarray, tile: Tile, *, accumulate: bool = False,
+        adds_bias: bool = True,
+    ) -> None:  # fmt: skip
+        """Writes y to `out_nO`, or with `accumulate` adds it; x is in the dtype of the matrix.
+
+        Tensor-parallel ranks, which add the bias to the sum of their results, call it without `adds_bias`.
+        """
+        weights = call.weights
+        bias_O = weights.get(self.bias) if adds_bias else None
+        wide_nO = out_nO
+        if out_nO.dtype != np.float32 and (bias_O is not None or self.adapter is not None):
+            wide_nO = tile.take(out_nO.shape[1])
+        operators().matmul(x_nI, weights[self.weight].T, wide_nO, accumulate)
+        if self.adapter is not None:
+            x_nI = self._dropped(call, x_nI, tile)
+            low_nR = tile.take(self.adapter.rank)
+            operators().matmul(x_nI, weights[self.lora_a].T, low_nR)
+            low_nR *= np.float32(self.adapter.scale)
+            low_nR = self._stored(call.saved, self.lora_a, low_nR, tile, x_nI.dtype)
+            operators().matmul(low_nR, weights[self.lora_b].T, wide_nO, True)
+        if bias_O is not None:
+            wide_nO += bias_O
+        if wide_nO is not out_nO:
+            as_narrow(wide_nO, out_nO)
+
+    def begin_backward(self, call: SublayerCall, rows: int, width: int, dtype: type) -> None:
+        """Makes room for what the gradients of the adapter need of so many rows of x, which are `width` wide."""
+        if self.adapter is None or not call.gradients.wants(self.lora_a):
+            return
+        call.working[self.lora_a] = empty(rows, self.adapter.rank, dtype=dtype)[1]
+        if self._drops(call):
+            call.working[self.name] = empty(rows, width, dtype=dtype)[1]
+
+    def backward(
+        self, call: SublayerCall, grad_nO: np.ndarray, into_nI: np.ndarray, tile: Tile, *, accumulate: bool = False
+    ) -> None:
+        """Writes the gradient of x to `into_nI`, or with `accumulate` adds it to float32 numbers.
+
+        `grad_nO` is the gradient of y in the dtype of the matrix.
+        """
+        weights = call.weights
+        wide_nI = into_nI
+        if self.adapter is not None and into_nI.dtype != np.float32:
+            wide_nI = tile.take(into_nI.shape[1])
+        operators().matmul(grad_nO, weights[self.weight], wide_nI, accumulate)
+        if self.adapter is not None:
+            low_nR = tile.take(self.adapter.rank)
+            operators().matmul(grad_nO, weights[self.lora_b], low_nR)
+            low_nR *= np.float32(self.adapter.scale)
+            low_nR = self._stored(call.working, self.lora_a, low_nR, tile, grad_nO.dtype)
+            if self._drops(call):
+                of_adapter_nI = tile.take(into_nI.shape[1])
+                operators().matmul(low_nR, weights[self.lora_a], of_adapter_nI)
+                of_adapter_nI *= call.dropout.rows(self.name, tile.rows, into_nI.shape[1])
+                wide_nI += of_adapter_nI
+            else:
+                operators().matmul(low_nR, weights[self.lora_a], wide_nI, True)
+        if wide_nI is not into_nI:
+            as_narrow(wide_nI, into_nI)
+
+    def keep_input(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> None:
+        """Keeps what the gradient of A needs of the tile: dropout(x), where something is dropped."""
+        if self.name in call.working:
+            call.working[self.name][tile.rows] = self._dropped(call, x_nI, tile)
+
+    def add_gradients(
+        self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray, of_bias_NO: np.ndarray | None = None
+    ) -> None:
+        """Adds the gradients of the matrix, the bias and the adapter.
+
+        Args:
+            grad_NO: Gradient of y in the dtype of the matrix, as x.
+            of_bias_NO: The same before it was rounded; by default `grad_NO`.
+        """
+        call.gradients.add(self.weight, grad_NO, x_NI)
+        call.gradients.add_bias(self.bias, grad_NO if of_bias_NO is None else of_bias_NO)
+        if self.adapter is not None:
+            if self.lora_a in call.working:
+                call.gradients.add(self.lora_a, call.working[self.lora_a], call.working.get(self.name, x_NI))
+            if call.gradients.wants(self.lora_b):
+                call.gradients.add(self.lora_b, grad_NO, call.saved[self.lora_a])
+
+    def wants_input(self, call: SublayerCall) -> bool:
+        """Whether the gradient of a trained weight needs x."""
+        return call.gradients.wants(self.weight, self.lora_a, self.lora_b)
+
+    def _drops(self, call: SublayerCall) -> bool:
+        return call.dropout is not None and self.adapter.dropout > 0
+
+    def _dropped(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
+        if not self._drops(call):
+            return x_nI
+        dropped_nI = call.dropout.rows(self.name, tile.rows, x_nI.shape[1])
+        dropped_nI *= tile.widened(x_nI)
+        return tile.narrowed(dropped_nI, x_nI.dtype)
+
+    @staticmethod
+    def _stored(arrays: Arrays, name: str, x_nR: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
+        """Returns x in `dtype`, where `arrays` has such an array in its rows of the tile."""
+        if name not in arrays:
+            return tile.narrowed(x_nR, dtype)
+        stored_nR = arrays[name][tile.rows]
+        store(x_nR, stored_nR)
+        return stored_nR
+
+
+def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> dict[str, np.ndarray]:
+    """Returns an array for each of them; `rows` has the number of rows of each kind, `dtype` is that of products."""
+    return {
+        one.name: empty(rows[one.rows], one.width, dtype=dtype if one.narrow else np.float32)[1] for one in arrays
+    }
+
+
+class SequenceParallelComm(Protocol):
+    """Between the residual stream and what tensor-parallel ranks compute together, see `trainer.parallel.tensor`."""
+
+    def gathered_rows(self, rows: int) -> int:
+        """Returns how many rows `gather` makes of so many."""
+
+    def gather(self, own_nD: np.ndarray) -> np.ndarray:
+        """Returns the rows of all ranks, [N, D], from those that this rank has of the residual stream."""
+
+    def collect(self, part_ND: np.ndarray) -> np.ndarray:
+        """Returns the sum over the ranks: the rows [n, D] that this rank has of the residual stream. `part_ND` is used
+        up."""
+
+
+class NormedInput:
+    """The norm before a sublayer, and the gather of its rows where tensor-parallel ranks share the sublayer.
+
+    Without a norm the sublayer takes x itself, and x is no residual stream (shared experts).
+    """
+
+    def __init__(
+        self, norm: RmsNorm | None, norm_name: str, scratch: Scratch, tensor: SequenceParallelComm | None = None
+    ) -> None:
+        self.norm = norm
+        self.norm_name = norm_name
+        self.scratch = scratch
+        self.tensor = tensor
+
+    def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
+        """Gathers the normed rows of all ranks. Returns how many rows the sublayer computes."""
+        if self.tensor is None:
+            return len(x_ND)
+        y_nD = empty(*x_ND.shape, dtype=dtype)[1]
+
+        def compute(tile: Tile) -> None:
+            y_nD[tile.rows] = self._normed(call, x_ND, tile, dtype)
+
+        self.scratch.run(len(x_ND), compute)
+        call.working["normed"] = self.tensor.gather(y_nD)
+        if call.save:
+            call.saved["normed"] = call.working["normed"]
+        return len(call.working["normed"])
+
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
+        """Returns the rows of a tile as the sublayer takes them, in the dtype of the products."""
+        if self.tensor is not None:
+            return call.working["normed"][tile.rows]
+        return self._normed(call, x_ND, tile, dtype)
+
+    def _normed(self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
+        x_nD = x_ND[tile.rows]
+        if self.norm is None:
+            return tile.narrowed(x_nD, dtype)
+        scale_n = self.norm.scales(x_nD)
+        if "scale" in call.saved:
+            call.saved["scale"][tile.rows, 0] = scale_n
+        y_nD = tile.take(x_nD.shape[1])
+        self.norm(x_nD, call.weights[self.norm_name], scale_n, y_nD)
+        return tile.narrowed(y_nD, dtype)
+
+    def begin_backward(
+        self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, wants_input: bool
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        """Returns what the sublayer took, [N, D], where a gradient wants it, and where the gradient of it goes: to
+        `out_ND`, that of x, unless ranks have to sum it."""
+        if self.tensor is not None:
+            normed_ND = call.saved["normed"]
+            return normed_ND, empty(*normed_ND.shape)[1]
+        if not wants_input:
+            return None, out_ND
+        if self.norm is None and dtype == np.float32:
+            return x_ND, out_ND
+        return empty(*x_ND.shape, dtype=dtype)[1], out_ND
+
+    def input_again(
+        self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile
+    ) -> np.ndarray | None:
+        """Returns a tile of what the sublayer took, computed once more into `y_ND`."""
+        if y_ND is None:
+            return None
+        y_nD = y_ND[tile.rows]
+        if self.tensor is None and y_ND is not x_ND:
+            x_nD = x_ND[tile.rows]
+            if self.norm is None:
+                store(x_nD, y_nD)
+            else:
+                wide_nD = y_nD if y_nD.dtype == np.float32 else tile.take(x_nD.shape[1])
+                self.norm(x_nD, call.weights[self.norm_name], call.saved["scale"][tile.rows, 0], wide_nD)
+                as_narrow(wide_nD, y_nD)
+        return y_nD
+
+    def backward(
+        self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, tile: Tile, out_ND: np.ndarray
+    ) -> None:
+        """Turns a tile of `out_ND`, the gradient of what the sublayer took, into that of x, with that of the residual
+        stream."""
+        if self.tensor is None and self.norm is not None:
+            self._norm_gradient(call, x_ND, grad_ND, tile, out_ND)
+
+    def end_backward(
+        self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, into_ND: np.ndarray, out_ND: np.ndarray
+    ) -> None:
+        """Does the same for all rows where tensor-parallel ranks have to sum their gradients `into_ND` first."""
+        if self.tensor is None:
+            return
+        sums_nD = self.tensor.collect(into_ND)
+
+        def compute(tile: Tile) -> None:
+            out_ND[tile.rows] = sums_nD[tile.rows]
+            if self.norm is not None:
+                self._norm_gradient(call, x_ND, grad_ND, tile, out_ND)
+
+        self.scratch.run(len(x_ND), compute)
+
+    def _norm_gradient(
+        self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, tile: Tile, out_ND: np.ndarray
+    ) -> None:
+        out_nD = out_ND[tile.rows]
+        of_weight_D = self.norm.gradient(
+            x_ND[tile.rows], call.weights[self.norm_name], call.saved["scale"][tile.rows, 0], out_nD,
+            tile.take(out_nD.shape[1]),
+        )  # fmt: skip
+        call.gradients.add_tile(self.norm_name, tile, of_weight_D)
+        out_nD += grad_ND[tile.rows]
+
+
+class SublayerOutput:
+    """The last matrix of a sublayer and the way to the residual stream: x + dropout(norm(W y)).
+
+    Norm and dropout are there where the model has them. Tensor-parallel ranks add up W y first, and then the bias.
+
+    Args:
+        norm: The norm of what is added; None: there is none.
+        rate: Rate of the dropout.
+        site: Name of its mask.
+        adds: Without it the sublayer returns W y alone (shared experts).
+    """
+
+    def __init__(
+        self, linear: Linear, scratch: Scratch, tensor: SequenceParallelComm | None = None, *,
+        norm: RmsNorm | None = None, norm_name: str = "", rate: float = 0.0, site: str = "", adds: bool = True,
+    ) -> None:  # fmt: skip
+        self.linear = linear
+        self.scratch = scratch
+        self.tensor = tensor
+        self.norm = norm
+        self.norm_name = norm_name
+        self.rate = rate
+        self.site = site
+        self.adds = adds
+
+    def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, rows: int) -> None:
+        if self.tensor is not None and self._computes(call):
+            call.working["partial"] = empty(rows, x_ND.shape[1])[1]
+
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, y_nI: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
+        """Computes the rows of a tile from y, which is in the dtype of the products."""
+        if not self._computes(call):
+            return
+        if self.tensor is not None:
+            self.linear.forward(call, y_nI, call.working["partial"][tile.rows], tile, adds_bias=False)
+            return
+        out_nD = out_ND[tile.rows]
+        if not self._changes(call):
+            if self.adds:
+                out_nD[...] = x_ND[tile.rows]
+            self.linear.forward(call, y_nI, out_nD, tile, accumulate=self.adds)
+            return
+        added_nD = call.saved["output"][tile.rows] if "output" in call.saved else tile.take(out_nD.shape[1])
+        self.linear.forward(call, y_nI, added_nD, tile)
+        self._add(call, x_ND[tile.rows], added_nD, out_nD, tile)
+
+    def end_forward(self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray) -> None:
+        """Adds up the results of tensor-parallel ranks."""
+        if self.tensor is None or not self._computes(call):
+            return
+        sum_nD = self.tensor.collect(call.working.pop("partial"))
+        bias_D = call.weights.get(self.linear.bias)
+        if bias_D is not None:
+            sum_nD += bias_D
+        if not self._changes(call):
+            if self.adds:
+                np.add(x_ND, sum_nD, out=out_ND)
+            else:
+                out_ND[...] = sum_nD
+            return
+        if "output" in call.saved:
+            call.saved["output"][...] = sum_nD
+
+        def compute(tile: Tile) -> None:
+            self._add(call, x_ND[tile.rows], sum_nD[tile.rows], out_ND[tile.rows], tile)
+
+        self.scratch.run(len(x_ND), compute)
+
+    def _add(
+        self, call: SublayerCall, x_nD: np.ndarray, added_nD: np.ndarray, out_nD: np.ndarray, tile: Tile
+    ) -> None:
+        if self.norm is not None:
+            normed_nD = tile.take(added_nD.shape[1])
+            self.norm(added_nD, call.weights[self.norm_name], self.norm.scales(added_nD), normed_nD)
+            added_nD = normed_nD
+        if self._drops(call):
+            mask_nD = call.dropout.rows(self.site, tile.rows, added_nD.shape[1])
+            mask_nD *= added_nD
+            added_nD = mask_nD
+        np.add(x_nD, added_nD, out=out_nD)
+
+    def begin_backward(
+        self, call: SublayerCall, grad_ND: np.ndarray, rows: int, width: int, dtype: type
+    ) -> OutputGradient:
+        """Returns the gradient of W y from `grad_ND`, that of the residual stream after the sublayer; y has so many
+        rows and columns."""
+        local_ND = grad_ND
+        if self._changes(call):
+            local_ND = empty(*grad_ND.shape)[1]
+            self.scratch.run(len(grad_ND), lambda tile: self._gradient(call, grad_ND, local_ND, tile))
+        every_ND = local_ND if self.tensor is None else self.tensor.gather(local_ND)
+        self.linear.begin_backward(call, rows, width, dtype)
+        factor_ND = every_ND if dtype == np.float32 else empty(*every_ND.shape, dtype=dtype)[1]
+        return OutputGradient(local_ND, every_ND, factor_ND)
+
+    def _gradient(self, call: SublayerCall, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
+        out_nD = out_ND[tile.rows]
+        if self._drops(call):
+            np.multiply(grad_ND[tile.rows], call.dropout.rows(self.site, tile.rows, out_nD.shape[1]), out=out_nD)
+        else:
+            out_nD[...] = grad_ND[tile.rows]
+        if self.norm is not None:
+            added_nD = call.saved["output"][tile.rows]
+            of_weight_D = self.norm.gradient(
+                added_nD, call.weights[self.norm_name], self.norm.scales(added_nD), out_nD,
+                tile.take(added_nD.shape[1]),
+            )  # fmt: skip
+            call.gradients.add_tile(self.norm_name, tile, of_weight_D)
+
+    def backward(self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile) -> None:
+        """Writes the gradient of a tile of y."""
+        factor_nD = as_narrow(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
+        self.linear.backward(call, factor_nD, into_nI, tile)
+
+    def end_backward(self, call: SublayerCall, grad: OutputGradient, y_NI: np.ndarray) -> None:
+        """Adds the gradients of the matrix, its bias and its adapter."""
+        self.linear.add_gradients(call, grad.factor_ND, y_NI, grad.local_ND)
+
+    def _changes(self, call: SublayerCall) -> bool:
+        """Whether something happens to W y before it is added."""
+        return self.norm is not None or self._drops(call)
+
+    def _computes(self, call: SublayerCall) -> bool:
+        """Whether the result of the product is needed: by the next sublayer, or by the gradient of the norm."""
+        return call.compute_output or (self.norm is not None and call.save)
+
+    def _drops(self, call: SublayerCall) -> bool:
+        return call.dropout is not None and self.rate > 0
+
+
+class OutputGradient(NamedTuple):
+    """The gradient of what a sublayer adds to the residual stream.
+
+    Attributes:
+        local_ND: For the rows that the rank has.
+        every_ND: For all rows that it computes.
+        factor_ND: The same in the dtype of the products, filled tile by tile.
+    """
+
+    local_ND: np.ndarray
+    every_ND: np.ndarray
+    factor_ND: np.ndarray
