@@ -57,31 +57,40 @@ class CpuMlp:
         result, out_ND = empty(*x_ND.shape)
         dtype = call.weights[self.gate.weight].dtype
         tokens = self._begin(call, x_ND, dtype)
-        width = self.spec.width
-
-        def compute(tile: Tile) -> None:
-            y_nD = self.input.forward(call, x_ND, tile, dtype)
-            if call.save:
-                gate_nF = call.saved["gate"][tile.rows]
-                up_nF = call.saved["up"][tile.rows]
-            else:
-                gate_nF = tile.take(width, dtype)
-                up_nF = tile.take(width, dtype)
-            self.gate.forward(call, y_nD, gate_nF, tile)
-            self.up.forward(call, y_nD, up_nF, tile)
-            inner_nF = tile.take(width) if call.save or dtype != np.float32 else gate_nF
-            swiglu(gate_nF, up_nF, inner_nF)
-            self.output.forward(call, x_ND, tile.narrowed(inner_nF, dtype), out_ND, tile)
-
-        self.scratch.run(tokens, compute)
+        self.scratch.run(tokens, lambda tile: self.compute(call, x_ND, out_ND, tile))
         self.output.end_forward(call, x_ND, out_ND)
         return result
+
+    def compute(self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
+        """Computes a tile; `SublayerOutput.end_forward` follows all of them."""
+        dtype, width = call.weights[self.gate.weight].dtype, self.spec.width
+        y_nD = self.input.forward(call, x_ND, tile, dtype)
+        if call.save:
+            gate_nF = call.saved["gate"][tile.rows]
+            up_nF = call.saved["up"][tile.rows]
+        else:
+            gate_nF = tile.take(width, dtype)
+            up_nF = tile.take(width, dtype)
+        self.gate.forward(call, y_nD, gate_nF, tile)
+        self.up.forward(call, y_nD, up_nF, tile)
+        inner_nF = gate_nF
+        if call.save or dtype != np.float32:
+            inner_nF = tile.take(width)
+        swiglu(gate_nF, up_nF, inner_nF)
+        self.output.forward(call, x_ND, tile.narrowed(inner_nF, dtype), out_ND, tile)
+
+    def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
+        """Returns the residual stream after the sublayer for few tokens."""
+        out_ND = np.empty_like(x_ND)
+        self.output.begin_forward(call, x_ND, len(x_ND))
+        self.compute(call, x_ND, out_ND, self.scratch.tile(slice(0, len(x_ND)), thread))
+        self.output.end_forward(call, x_ND, out_ND)
+        return out_ND
 
     def _begin(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
         """Allocates what is kept, and returns how many rows the rank computes."""
         if call.save:
-            # The input norm fills "scale" before the number of rows that ranks gather is known.
-            listed = {one.name: one for one in mlp_saved(self.spec, self.tensor is not None)}
+            listed = {one.name: one for one in mlp_saved(self.spec, self.input.gathers)}
             listed.pop("normed", None)
             rows = len(x_ND) if self.tensor is None else self.tensor.gathered_rows(len(x_ND))
             call.saved = allocate(listed.values(), {"stream": len(x_ND), "tokens": rows}, dtype)

@@ -77,14 +77,14 @@ class Linear:
         wide_nO = out_nO
         if out_nO.dtype != np.float32 and (bias_O is not None or self.adapter is not None):
             wide_nO = tile.take(out_nO.shape[1])
-        operators().matmul(x_nI, weights[self.weight].T, wide_nO, accumulate)
+        tile.project(x_nI, weights[self.weight], wide_nO, accumulate)
         if self.adapter is not None:
             x_nI = self._dropped(call, x_nI, tile)
             low_nR = tile.take(self.adapter.rank)
-            operators().matmul(x_nI, weights[self.lora_a].T, low_nR)
+            tile.project(x_nI, weights[self.lora_a], low_nR)
             low_nR *= np.float32(self.adapter.scale)
             low_nR = self._stored(call.saved, self.lora_a, low_nR, tile, x_nI.dtype)
-            operators().matmul(low_nR, weights[self.lora_b].T, wide_nO, True)
+            tile.project(low_nR, weights[self.lora_b], wide_nO, True)
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
@@ -181,6 +181,9 @@ def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type)
 class SequenceParallelComm(Protocol):
     """Between the residual stream and what tensor-parallel ranks compute together, see `trainer.parallel.tensor`."""
 
+    shares_rows: bool
+    """Whether each rank has rows of the residual stream of its own (sequence parallelism)."""
+
     def gathered_rows(self, rows: int) -> int:
         """Returns how many rows `gather` makes of so many."""
 
@@ -205,10 +208,11 @@ class NormedInput:
         self.norm_name = norm_name
         self.scratch = scratch
         self.tensor = tensor
+        self.gathers = tensor is not None and tensor.shares_rows
 
     def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
         """Gathers the normed rows of all ranks. Returns how many rows the sublayer computes."""
-        if self.tensor is None:
+        if not self.gathers:
             return len(x_ND)
         y_nD = empty(*x_ND.shape, dtype=dtype)[1]
 
@@ -223,7 +227,7 @@ class NormedInput:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
         """Returns the rows of a tile as the sublayer takes them, in the dtype of the products."""
-        if self.tensor is not None:
+        if self.gathers:
             return call.working["normed"][tile.rows]
         return self._normed(call, x_ND, tile, dtype)
 
@@ -243,14 +247,15 @@ class NormedInput:
     ) -> tuple[np.ndarray | None, np.ndarray]:
         """Returns what the sublayer took, [N, D], where a gradient wants it, and where the gradient of it goes: to
         `out_ND`, that of x, unless ranks have to sum it."""
-        if self.tensor is not None:
+        if self.gathers:
             normed_ND = call.saved["normed"]
             return normed_ND, empty(*normed_ND.shape)[1]
+        into_ND = out_ND if self.tensor is None else empty(*x_ND.shape)[1]
         if not wants_input:
-            return None, out_ND
+            return None, into_ND
         if self.norm is None and dtype == np.float32:
-            return x_ND, out_ND
-        return empty(*x_ND.shape, dtype=dtype)[1], out_ND
+            return x_ND, into_ND
+        return empty(*x_ND.shape, dtype=dtype)[1], into_ND
 
     def input_again(
         self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile
@@ -259,7 +264,7 @@ class NormedInput:
         if y_ND is None:
             return None
         y_nD = y_ND[tile.rows]
-        if self.tensor is None and y_ND is not x_ND:
+        if not self.gathers and y_ND is not x_ND:
             x_nD = x_ND[tile.rows]
             if self.norm is None:
                 store(x_nD, y_nD)

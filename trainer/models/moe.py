@@ -20,13 +20,12 @@ from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
 from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, tensors_of
-from trainer.ops.routing import routing_of_some
 from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import RouterStatistics, SequenceWeights
-    from trainer.ops.kernel_set import HostKernels, KernelSet
+    from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.collectives import Group
     from trainer.parallel.tensor import ModelShard, TensorParallel
 
@@ -313,43 +312,6 @@ class MoeLayer(nn.Cell):
         routing = self.route(scores_NE, bias_E, None, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
         return x_ND + self.experts(y_ND, gates_Nk, routing, weights)
-
-
-class HostMoeLayer:
-    """`MoeLayer.evaluate` with the kernels of `trainer.arrays.inference`, for prediction: (x_ND, weights) -> x_ND.
-
-    Arrays come in and go out; `weights` in the order of `moe_shapes`. Ranks that share experts all have the same tokens
-    and add up what their experts give.
-    """
-
-    def __init__(
-        self, settings: ModelConfig, kernels: HostKernels, layer: MoeLayer, shard: ModelShard | None = None
-    ) -> None:
-        self.kernels, self.layer, self.has_gate = kernels, layer, settings.has_shared_gate
-        self.group, tensor = (None, None) if shard is None else (shard.experts, shard.tensor)
-        self.norm, self.linear = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps), kernels.linear()
-        self.shared_down = self.linear if tensor is None else kernels.summed_linear(tensor.group)
-        self.swiglu, self.router = kernels.swiglu(), kernels.router(settings.experts, layer.route.rule)
-
-    def __call__(self, x_ND: np.ndarray, weights: Sequence[np.ndarray]) -> np.ndarray:
-        layer, kernels, y_ND = self.layer, self.kernels, self.norm(x_ND, weights[0])
-        gates_Nk, routing = self.router(y_ND, weights[1], None if layer.bias is None else weights[layer.bias])
-        if self.group is not None:
-            own = len(weights[layer.first])
-            routing = routing_of_some(routing.experts_Nk, self.group.rank, own)
-            is_own_Nk = routing.experts_Nk < own
-            gates_Nk = gates_Nk * is_own_Nk
-            routing = routing._replace(experts_Nk=routing.experts_Nk * is_own_Nk)
-        added_ND = kernels.experts(y_ND, gates_Nk, *weights[layer.first : layer.first + 3], routing)
-        if layer.down_bias is not None:
-            added_ND = added_ND + kernels.expert_biases(gates_Nk, routing.experts_Nk, weights[layer.down_bias])
-        if self.group is not None:
-            added_ND = kernels.rounded(self.group.all_reduce(added_ND))
-        if layer.has_shared:
-            gate_SD, up_SD, down_DS, *weight_1D = weights[layer.first_shared :]
-            shared_ND = self.shared_down(self.swiglu(self.linear(y_ND, gate_SD), self.linear(y_ND, up_SD)), down_DS)
-            added_ND = added_ND + (kernels.shared_gate(shared_ND, y_ND, *weight_1D) if self.has_gate else shared_ND)
-        return x_ND + added_ND
 
 
 class MoePart:

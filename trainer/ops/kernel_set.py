@@ -13,7 +13,6 @@ from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
-from trainer.arrays.inference import HostKernels
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import loss as ascend_loss
@@ -101,8 +100,6 @@ class KernelSet:
     cached_attention: Callable
     logits: Callable
     compute_dtype: mstype.Type = mstype.float32
-    host: Callable[[], HostKernels] | None = None
-    """Makes the kernels that prediction takes instead of these, where the model is in the host's memory."""
     host_layers: bool = False
     """Whether a decoder computes whole layers on arrays (`trainer.arrays`) in the place of these kernels."""
     host_dtype: str = "float32"
@@ -197,7 +194,6 @@ def load_kernels(
         cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
         logits=partial(reference.logits, dtype=compute),
         compute_dtype=compute,
-        host=partial(HostKernels, precision) if own is plain and not any(fused.values()) else None,
         host_layers=host_layers,
         host_dtype=precision.compute.dtype if host_layers else "float32",
     )

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.arrays.attention.cache import attend_cached
 from trainer.arrays.memory import as_narrow, empty, store
 from trainer.arrays.sublayer import Linear
 from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import INPUT_NORM
 
 if TYPE_CHECKING:
+    from trainer.arrays.attention.cache import KVCache
     from trainer.arrays.attention.positions import Rotary, TokenPositions
     from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
     from trainer.arrays.tiles import Scratch, Tile
@@ -39,10 +41,12 @@ class LatentProjections:
         self.rotary = rotary
         self.scratch = scratch
         self.tensor = tensor
+        self.gathers = tensor is not None and tensor.shares_rows
         self.heads = spec.heads
         self.value_size = spec.value_size
         self.nope_size = latent.nope_size
         self.rope_size = latent.rope_size
+        self.head_size = spec.head_size
         self.rank = latent.key_value_rank
         self.scale = np.float32(spec.scale)
         self.norm = RmsNorm(spec.hidden, spec.eps)
@@ -69,18 +73,19 @@ class LatentProjections:
     ) -> None:  # fmt: skip
         """Writes rotated and scaled queries, rotated keys, and values."""
         dtype = q_NC.dtype
-        if self.tensor is None:
+        if not self.gathers:
 
             def compute(tile: Tile) -> None:
                 made = self._latents(call, x_ND, tile, dtype)
-                self._heads(call, *made, positions, q_NC, k_NC, v_NV, tile)
+                self._heads(call, *made, positions.rotation_N1h, q_NC, k_NC, v_NV, tile)
 
             self.scratch.run(len(x_ND), compute)
             return
         gathered_NG = self._gather(call, x_ND, dtype)
 
         def compute_heads(tile: Tile) -> None:
-            self._heads(call, *self._split(gathered_NG[tile.rows]), positions, q_NC, k_NC, v_NV, tile)
+            latents = self._split(gathered_NG[tile.rows])
+            self._heads(call, *latents, positions.rotation_N1h, q_NC, k_NC, v_NV, tile)
 
         self.scratch.run(len(gathered_NG), compute_heads)
 
@@ -140,22 +145,12 @@ class LatentProjections:
 
     def _heads(
         self, call: SublayerCall, queries_from: np.ndarray, latent_nL: np.ndarray, key_nR: np.ndarray,
-        positions: TokenPositions, q_NC: np.ndarray, k_NC: np.ndarray, v_NV: np.ndarray, tile: Tile,
+        rotation_N1h: np.ndarray, q_NC: np.ndarray, k_NC: np.ndarray, v_NV: np.ndarray, tile: Tile,
     ) -> None:  # fmt: skip
-        rotation_n1h = positions.rotation_N1h[tile.rows]
+        rotation_n1h = rotation_N1h[tile.rows]
         q_nC = q_NC[tile.rows]
-        wide_nC = q_nC if q_nC.dtype == np.float32 else tile.take(q_nC.shape[1])
-        self.query.forward(call, queries_from, wide_nC, tile)
-        self.rotary.apply(self._by_head(wide_nC)[..., self.nope_size :], rotation_n1h)
-        wide_nC *= self.scale
-        as_narrow(wide_nC, q_nC)
-        wide_nR = tile.take(self.rope_size)
-        if key_nR.dtype == np.float32:
-            wide_nR[...] = key_nR
-        else:
-            wide_nR[...] = tile.widened(np.ascontiguousarray(key_nR))
-        self.rotary.apply(wide_nR[:, None], rotation_n1h)
-        key_nR = tile.narrowed(wide_nR, q_nC.dtype)
+        as_narrow(self._queries(call, queries_from, rotation_n1h, q_nC, tile), q_nC)
+        key_nR = tile.narrowed(self._rotated_key(key_nR, rotation_n1h, tile), q_nC.dtype)
         both = tile.take(self.heads * (self.nope_size + self.value_size), q_nC.dtype)
         self.key_value.forward(call, latent_nL, both, tile)
         both = self._by_head(both)
@@ -163,6 +158,47 @@ class LatentProjections:
         keys[..., : self.nope_size] = both[..., : self.nope_size]
         keys[..., self.nope_size :] = key_nR[:, None]
         self._by_head(v_NV[tile.rows])[...] = both[..., self.nope_size :]
+
+    def _queries(
+        self, call: SublayerCall, queries_from: np.ndarray, rotation_n1h: np.ndarray, out_nC: np.ndarray, tile: Tile
+    ) -> np.ndarray:
+        """Returns rotated and scaled queries in float32: in `out_nC` where it is float32."""
+        wide_nC = out_nC if out_nC.dtype == np.float32 else tile.take(out_nC.shape[1])
+        self.query.forward(call, queries_from, wide_nC, tile)
+        self.rotary.apply(self._by_head(wide_nC)[..., self.nope_size :], rotation_n1h)
+        wide_nC *= self.scale
+        return wide_nC
+
+    def _rotated_key(self, key_nR: np.ndarray, rotation_n1h: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns the rotated key that all heads share, float32."""
+        wide_nR = tile.take(self.rope_size)
+        wide_nR[...] = tile.widened(np.ascontiguousarray(key_nR))
+        self.rotary.apply(wide_nR[:, None], rotation_n1h)
+        return wide_nR
+
+    def attend_cached(
+        self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
+        mask: np.ndarray | None, tile: Tile,
+    ) -> np.ndarray:  # fmt: skip
+        """Returns the results of the heads for new tokens, [N, V], as `HeadProjections.attend_cached`.
+
+        The cache holds latent vectors and rotated keys alone. Keys and values of the cached tokens are never made:
+        q_nope W_k c = (q_nope W_k) c, so queries meet the latent vectors themselves, as one key of all heads, and W_v
+        multiplies the sum of these (DeepSeek-V2, section 2.1.2).
+        """
+        queries_from, latent_nL, key_nR = self._latents(call, x_ND, tile, np.dtype(np.float32))
+        tokens = len(x_ND)
+        q_NC = self._queries(call, queries_from, rotation_N1h, tile.take(self.heads * self.head_size), tile)
+        matrix = self._by_head(call.weights[self.key_value.weight].T).transpose(1, 2, 0)
+        plain, rotated = np.split(self._by_head(q_NC), [self.nope_size], axis=2)
+        absorbed = (plain.transpose(1, 0, 2) @ matrix[:, : self.nope_size]).transpose(1, 0, 2)
+        queries = np.concatenate((absorbed, rotated), 2).reshape(tokens, -1)
+        rotated_key_nR = self._rotated_key(key_nR, rotation_N1h, tile)
+        latents, keys = cache.update(layer, (latent_nL, rotated_key_nR))
+        sums = attend_cached(queries, np.concatenate((latents, keys), -1), latents, mask)
+        sums = sums.reshape(tokens, self.heads, self.rank).transpose(1, 0, 2)
+        values = sums @ matrix[:, self.nope_size :].transpose(0, 2, 1)
+        return values.transpose(1, 0, 2).reshape(tokens, -1)
 
     def _by_head(self, x_nC: np.ndarray) -> np.ndarray:
         return x_nC.reshape(len(x_nC), self.heads, -1)
@@ -185,18 +221,18 @@ class LatentProjections:
 
             self.scratch.run(len(x_ND), compute)
         else:
-            gathered_NG = call.saved["normed"]
-            grad_NG = empty(*gathered_NG.shape)[1]
+            gathered_NG = call.saved.get("normed")  # None where ranks have all rows of the residual stream
+            grad_NG = empty(len(grads[0]), self.query_width + self.rank + self.rope_size)[1]
 
             def of_heads(tile: Tile) -> None:
-                latents = self._split(gathered_NG[tile.rows])[:2]
-                pass_.through_heads(positions, grads, latents, grad_NG[tile.rows], tile)
+                latents = pass_.inputs_again(tile) if gathered_NG is None else self._split(gathered_NG[tile.rows])
+                pass_.through_heads(positions, grads, latents[:2], grad_NG[tile.rows], tile)
 
             def of_latents(tile: Tile) -> None:
                 latents = pass_.inputs_again(tile)
                 pass_.through_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
 
-            self.scratch.run(len(gathered_NG), of_heads)
+            self.scratch.run(len(grad_NG), of_heads)
             sums_nG = self.tensor.collect(grad_NG)
             self.scratch.run(len(x_ND), of_latents)
         pass_.add_gradients(grads[0])

@@ -129,26 +129,30 @@ class Rotary:
     Neighbours are rotated as one complex number, which takes a tenth of the time. So queries and keys of the other kind
     of models are computed in another order, `paired`: a score is a sum over all numbers of a head, in any order.
 
+    Args:
+        pairs: Whether to do so; otherwise, in a prediction, which reads weights where they are, halves are rotated.
+
     Attributes:
         orders: By the name of each weight that makes queries or keys, or norms them: rows of a head, and their order.
     """
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    def __init__(self, spec: AttentionSpec, pairs: bool = True) -> None:
         self.size = spec.rotary_size
+        self.rotates_pairs = pairs or spec.rotary_interleaved
         half = self.size // 2
         # Which angles of the tables belong to the pairs; both numbers of a pair have the same angle.
         self.angles = slice(0, self.size, 2) if spec.rotary_interleaved else slice(half)
         self.orders: dict[str, tuple[int, np.ndarray]] = {}
-        if spec.rotary_interleaved:
+        if spec.rotary_interleaved or not pairs:
             return
-        pairs = np.arange(self.size).reshape(2, -1).T.reshape(-1)
+        pair_order = np.arange(self.size).reshape(2, -1).T.reshape(-1)
         if spec.latent is None:
-            order = np.concatenate((pairs, np.arange(self.size, spec.head_size)))
+            order = np.concatenate((pair_order, np.arange(self.size, spec.head_size)))
             names = [f"self_attn.{one}_proj.{kind}" for one in "qk" for kind in ("weight", "bias", "lora_B.weight")]
             names += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"]
             self.orders = dict.fromkeys(names, (spec.head_size, order))
             return
-        rotated = np.concatenate((pairs, np.arange(self.size, spec.latent.rope_size)))
+        rotated = np.concatenate((pair_order, np.arange(self.size, spec.latent.rope_size)))
         query_order = np.concatenate((np.arange(spec.latent.nope_size), spec.latent.nope_size + rotated))
         down_size = spec.latent.key_value_rank + spec.latent.rope_size
         down_order = np.concatenate((np.arange(spec.latent.key_value_rank), spec.latent.key_value_rank + rotated))
@@ -163,8 +167,16 @@ class Rotary:
 
     def apply(self, x_nhd: np.ndarray, rotation_n1h: np.ndarray) -> None:
         """Rotates the first numbers of each head of [n, heads, d] in place."""
-        pairs = x_nhd[..., : self.size].view(np.complex64)
-        pairs *= rotation_n1h
+        if self.rotates_pairs:
+            numbers = x_nhd[..., : self.size].view(np.complex64)
+            numbers *= rotation_n1h
+            return
+        half = self.size // 2
+        first, second = x_nhd[..., :half], x_nhd[..., half : self.size]
+        rotated = first * rotation_n1h.real - second * rotation_n1h.imag
+        second *= rotation_n1h.real
+        second += first * rotation_n1h.imag
+        first[...] = rotated
 
     def paired(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Returns the weights that make queries and keys with both numbers of a pair beside each other."""

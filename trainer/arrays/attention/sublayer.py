@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.attention.blocks import BlockAttention
+from trainer.arrays.attention.cache import KVCache, attend_cached
 from trainer.arrays.attention.latent import LatentProjections
 from trainer.arrays.attention.positions import Rotary
 from trainer.arrays.memory import as_narrow, as_wide, empty, host_threads
@@ -44,6 +45,7 @@ class HeadProjections:
         self.rotary = rotary
         self.scratch = scratch
         self.head_size = spec.head_size
+        self.widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         self.scale = np.float32(spec.scale)
         self.input = NormedInput(RmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
         self.linears = [Linear(f"self_attn.{one}_proj", spec.adapters.get(f"self_attn.{one}_proj")) for one in "qkv"]
@@ -55,19 +57,24 @@ class HeadProjections:
     ) -> None:  # fmt: skip
         """Writes rotated and scaled queries, rotated keys, and values, each with both numbers of a pair beside each
         other."""
-        dtype = q_NC.dtype
-        rows = self.input.begin_forward(call, x_ND, dtype)
+        rows = self.input.begin_forward(call, x_ND, q_NC.dtype)
+        self.scratch.run(
+            rows, lambda tile: self.compute(call, x_ND, positions.rotation_N1h, q_NC, k_NK, v_NK, tile)
+        )
 
-        def compute(tile: Tile) -> None:
-            y_nD = self.input.forward(call, x_ND, tile, dtype)
-            self._rotated(call, "q", y_nD, q_NC[tile.rows], positions, tile)
-            self._rotated(call, "k", y_nD, k_NK[tile.rows], positions, tile)
-            self.linears[2].forward(call, y_nD, v_NK[tile.rows], tile)
-
-        self.scratch.run(rows, compute)
+    def compute(
+        self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, q_NC: np.ndarray, k_NK: np.ndarray,
+        v_NK: np.ndarray, tile: Tile,
+    ) -> None:  # fmt: skip
+        """Computes a tile of them."""
+        y_nD = self.input.forward(call, x_ND, tile, q_NC.dtype)
+        rotation_n1h = rotation_N1h[tile.rows]
+        self._rotated(call, "q", y_nD, q_NC[tile.rows], rotation_n1h, tile)
+        self._rotated(call, "k", y_nD, k_NK[tile.rows], rotation_n1h, tile)
+        self.linears[2].forward(call, y_nD, v_NK[tile.rows], tile)
 
     def _rotated(
-        self, call: SublayerCall, name: str, y_nD: np.ndarray, out_nC: np.ndarray, positions: TokenPositions, tile: Tile
+        self, call: SublayerCall, name: str, y_nD: np.ndarray, out_nC: np.ndarray, rotation_n1h: np.ndarray, tile: Tile
     ) -> None:
         linear = self.linears["qkv".index(name)]
         wide_nC = out_nC if out_nC.dtype == np.float32 else tile.take(out_nC.shape[1])
@@ -78,10 +85,23 @@ class HeadProjections:
             linear.forward(call, y_nD, plain_nC, tile)
             x, out = (self._by_head(array) for array in (as_wide(plain_nC, wide_nC), wide_nC))
             self.head_norm(x, call.weights[f"self_attn.{name}_norm.weight"], self.head_norm.scales(x), out)
-        self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), positions.rotation_N1h[tile.rows])
+        self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
         if name == "q":
             wide_nC *= self.scale
         as_narrow(wide_nC, out_nC)
+
+    def attend_cached(
+        self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
+        mask: np.ndarray | None, tile: Tile,
+    ) -> np.ndarray:  # fmt: skip
+        """Returns the results of the heads for new tokens, [N, C], over the keys and values of a layer in the cache, to
+        which it adds those of the new tokens."""
+        q_NC = tile.take(self.widths[0])
+        k_NK = tile.take(self.widths[1])
+        v_NK = tile.take(self.widths[1])
+        self.compute(call, x_ND, rotation_N1h, q_NC, k_NK, v_NK, tile)
+        keys, values = cache.update(layer, (k_NK, v_NK))
+        return attend_cached(q_NC, keys, values, mask)
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],
@@ -142,17 +162,18 @@ class CpuAttention:
     Args:
         spec: With the heads of this rank.
         tensor, context: The exchanges of ranks that share the sublayer.
+        pairs: See `Rotary`.
     """
 
     def __init__(
         self, spec: AttentionSpec, scratch: Scratch, tensor: SequenceParallelComm | None = None,
-        context: ContextParallel | None = None,
+        context: ContextParallel | None = None, pairs: bool = True,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.scratch = scratch
-        self.tensor = tensor
+        self.gathers = tensor is not None and tensor.shares_rows
         self.context = context
-        self.rotary = Rotary(spec)
+        self.rotary = Rotary(spec, pairs)
         projections = HeadProjections if spec.latent is None else LatentProjections
         self.projections = projections(spec, self.rotary, scratch, tensor)
         heads = spec.heads, spec.kv_heads
@@ -212,7 +233,7 @@ class CpuAttention:
         kept."""
         keys = sum(sequence.keys.stop - sequence.keys.start for sequence in sequences)
         rows = {"stream": stream, "tokens": tokens, "queries": tokens * self.ulysses, "keys": keys}
-        listed = {one.name: one for one in attention_saved(self.spec, self.tensor is not None, self.ulysses)}
+        listed = {one.name: one for one in attention_saved(self.spec, self.gathers, self.ulysses)}
         if call.save:
             listed.pop("normed", None)  # it is gathered into memory of its own
             call.saved = allocate(listed.values(), rows, dtype)
@@ -235,6 +256,18 @@ class CpuAttention:
         arrays["q"][...] = context.to_heads(local[0], spec.heads, sequences)
         for name, x_NK in zip("kv", local[1:], strict=True):
             context.gather_keys(context.to_heads(x_NK, spec.kv_heads, sequences), arrays[name], sequences)
+
+    def predict(
+        self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
+        mask: np.ndarray | None, tile: Tile,
+    ) -> np.ndarray:  # fmt: skip
+        """Returns the residual stream after the sublayer for new tokens, which see what the cache has of a layer."""
+        heads_NV = self.projections.attend_cached(call, x_ND, rotation_N1h, layer, cache, mask, tile)
+        out_ND = np.empty_like(x_ND)
+        self.output.begin_forward(call, x_ND, len(x_ND))
+        self.output.forward(call, x_ND, heads_NV, out_ND, tile)
+        self.output.end_forward(call, x_ND, out_ND)
+        return out_ND
 
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray

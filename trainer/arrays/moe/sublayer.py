@@ -25,7 +25,7 @@ from trainer.arrays.sublayer import SublayerCall
 from trainer.arrays.tiles import RmsNorm, WeightGradients
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
-from trainer.ops.routing import Routing, RoutingRule, route
+from trainer.ops.routing import Routing, RoutingRule, route, routing_of_some
 
 if TYPE_CHECKING:
     from trainer.arrays.moe.router import RoutedTokens, RouterLabels, Shares
@@ -65,24 +65,29 @@ class CpuMoe:
         rule: How tokens choose experts.
         tensor: The tensor-parallel ranks, which share the rows of the residual stream for the experts.
         experts: The ranks that share the experts; None: this rank has all of them.
+        predicts: All ranks have the same tokens, each computes its experts for them, and they add up the results.
     """
 
     def __init__(
         self, spec: MoeSpec, moe: MoEConfig, rule: RoutingRule, scratch: Scratch, tensor: TensorParallel | None = None,
-        experts: HostGroup | None = None,
+        experts: HostGroup | None = None, predicts: bool = False,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.rule = rule
         self.drop_policy: DropPolicy = moe.drop_policy
         self.scratch = scratch
+        self.group = experts
         # The rank takes its rows of a residual stream that is the same on all ranks of its tensor-parallel group.
         self.divides = tensor if tensor is not None and not tensor.shares_rows else None
         self.norm = RmsNorm(spec.hidden, spec.eps)
         self.router = CpuRouter(moe)
-        self.dispatcher = token_dispatcher(CpuExperts(scratch), moe, experts)
+        self.experts = CpuExperts(scratch)
+        self.dispatcher = token_dispatcher(self.experts, moe, experts)
         self.shared: CpuMlp | None = None
         if spec.shared_width:
-            rows = None if tensor is None else tensor._replace(shares_rows=True)
+            rows = tensor
+            if tensor is not None and not predicts:
+                rows = tensor._replace(shares_rows=True)
             shared = MlpSpec(spec.hidden, spec.shared_width, spec.eps)
             self.shared = CpuMlp(shared, scratch, rows, prefix=_SHARED, is_sublayer=False)
 
@@ -112,6 +117,27 @@ class CpuMoe:
 
         self.scratch.run(len(x_ND), add)
         return result, passed
+
+    def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
+        """Returns the residual stream after the sublayer for few tokens, which all ranks have."""
+        weights = call.weights
+        y_ND = np.empty_like(x_ND)
+        self.norm(x_ND, weights[MLP_NORM], self.norm.scales(x_ND), y_ND)
+        gates_Nk, routing = self.router.choose(
+            y_ND, weights[ROUTER], lambda scores_NE: route(self.rule, scores_NE, weights.get(EXPERT_BIAS))
+        )
+        experts = _expert_weights(weights)
+        if self.group is not None:
+            routing = routing_of_some(routing.experts_Nk, self.group.rank, len(experts.gate))
+        added_ND = self.experts.predict(y_ND, gates_Nk, experts, routing, thread)
+        if self.group is not None:
+            added_ND = self.group.all_reduce(added_ND)
+        if self.shared is not None:
+            shared_ND = self.shared.predict(call, y_ND, thread)
+            if SHARED_GATE in weights:
+                shared_ND *= sigmoid(y_ND @ weights[SHARED_GATE].T)
+            added_ND = added_ND + shared_ND
+        return x_ND + added_ND
 
     def _normed(self, call: SublayerCall, rows_ND: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns the normed rows and the factor of each."""

@@ -91,6 +91,13 @@ class AttentionSpec:
     output_dropout: float = 0.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
+    @property
+    def cache_widths(self) -> tuple[int, int]:
+        """Numbers of a token that a prediction caches: keys and values, or the latent vector and the shared key."""
+        if self.latent is not None:
+            return self.latent.key_value_rank, self.latent.rope_size
+        return self.kv_heads * self.head_size, self.kv_heads * self.head_size
+
 
 @dataclass(frozen=True)
 class MlpSpec:

@@ -30,7 +30,7 @@ class SavedArray(NamedTuple):
 
 
 def attention_saved(
-    spec: AttentionSpec, tensor_parallel: bool = False, ulysses: int = 1
+    spec: AttentionSpec, sequence_parallel: bool = False, ulysses: int = 1
 ) -> Iterator[SavedArray]:
     """Yields what an attention sublayer keeps besides its input; `spec` has the heads of the rank, of which each of
     `ulysses` ranks computes the attention of some."""
@@ -43,7 +43,7 @@ def attention_saved(
             yield SavedArray("query_latent", spec.latent.query_rank, rows="stream")
         yield SavedArray("latent", spec.latent.key_value_rank, rows="stream")
         gathered = queries_from + spec.latent.key_value_rank + spec.latent.rope_size
-    if tensor_parallel:
+    if sequence_parallel:
         yield SavedArray("normed", gathered)
     if spec.head_norm:
         yield SavedArray("plain_q", spec.heads * spec.head_size)
@@ -60,10 +60,10 @@ def attention_saved(
         yield _of_adapter(name, adapter, "stream" if is_shared else "tokens")
 
 
-def mlp_saved(spec: MlpSpec, tensor_parallel: bool = False) -> Iterator[SavedArray]:
+def mlp_saved(spec: MlpSpec, sequence_parallel: bool = False) -> Iterator[SavedArray]:
     """Yields what a feed-forward sublayer keeps besides its input; `spec` has the width of the rank."""
     yield SavedArray("scale", 1, narrow=False, rows="stream")
-    if tensor_parallel:
+    if sequence_parallel:
         yield SavedArray("normed", spec.hidden)
     yield SavedArray("gate", spec.width)
     yield SavedArray("up", spec.width)
