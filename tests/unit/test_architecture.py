@@ -35,7 +35,8 @@ ROOMS = (
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
         "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.ops.dropout",
-        "trainer.device.settings", "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
+        "trainer.device.settings", "trainer.device.doctor", "trainer.cli.flags", "trainer.launch",
+        "trainer.dryrun.stand_ins",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
     ("trainer.plan.graph_memory", "trainer.plan.host_memory", "trainer.plan.division"),
