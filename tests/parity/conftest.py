@@ -1,7 +1,35 @@
 """Parity tests compute as a run does: with the threads that a run sets up, which are several times faster."""
 
+import threading
+
+import pytest
+
+from trainer.arrays import head, memory, onednn, tiles
+from trainer.arrays.attention import blocks, positions
+from trainer.arrays.moe import experts
 from trainer.device.threads import set_up_cpu_threads
 
 # Not in a fixture: a tensor that a test file makes while it is imported starts MindSpore's threads with their defaults,
 # and then everything that is compiled takes up to five times as long.
 set_up_cpu_threads()
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of rows, queries, logits and columns are a few numbers long: small arrays have several of each, and a
+    shorter last one."""
+    for module, name, value in (
+        (tiles, "ROWS", 4), (blocks, "_SCORES", 1), (positions, "_QUERIES", 3), (positions, "_KEYS", 2),
+        (head, "_LOGITS", 1), (head, "_FEWEST_ROWS", 4), (head, "_COLUMNS", 4), (head, "_ROWS", 3),
+        (experts, "_MOST_ROWS", 4), (memory, "MOST_MOVED", 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+
+
+@pytest.fixture(params=["onednn", "numpy"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the library of MindSpore and without it."""
+    if request.param == "numpy":
+        monkeypatch.setattr(onednn, "library", lambda: None)
+        monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())
+    return request.param

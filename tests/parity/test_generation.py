@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -11,9 +9,11 @@ from numpy_kernels import distance
 from tiny_trainer import VOCABULARY, TinyTrainer
 from tolerances import decoder_limits
 
-from trainer.arrays import inference as host
-from trainer.models import generate
-from trainer.models.generate import DeviceParts, Generator, HostParts
+from trainer.arrays import tiles
+from trainer.arrays.attention import cache as kv_cache
+from trainer.models import array_prediction, generate
+from trainer.models.array_prediction import ArrayPredictor
+from trainer.models.generate import DeviceParts, Generator
 
 pytestmark = pytest.mark.slow
 
@@ -73,17 +73,17 @@ def logits_of(made: TinyTrainer, kind: type) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_pass_in_numpy_gives_the_numbers_of_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_on_arrays_gives_the_numbers_of_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts as a whole; and in pieces, which end within and after a prompt, with threads that share every product."""
-    made = with_large_weights(TinyTrainer(compiled=False, **MODELS[name]))
-    whole = logits_of(made, HostParts)
+    made = with_large_weights(TinyTrainer(**MODELS[name]))
+    whole = logits_of(made, ArrayPredictor)
     with monkeypatch.context() as patch:
         patch.setattr(generate, "_MOST_PROMPT_TOKENS", 4)
-        patch.setattr(host, "_SHARED_WORK", 0)
-        patch.setattr(host, "_ALIGNED", 1)
-        pieces = logits_of(made, HostParts)
-    made.model.kernels = dataclasses.replace(made.kernels, host=None)
-    right = logits_of(made, DeviceParts)
+        for module in (tiles, kv_cache, array_prediction):
+            patch.setattr(module, "_SHARED_WORK", 0)
+        patch.setattr(tiles, "_SHARED_COLUMNS", 1)
+        pieces = logits_of(made, ArrayPredictor)
+    right = logits_of(with_large_weights(TinyTrainer(compiled=False, **MODELS[name])), DeviceParts)
     assert right.std() > 0.1
     limit = 12 * HALF if "float16" in name else decoder_limits(made.model.settings, rows=3).loss
     assert distance(whole, right) < limit and distance(pieces, right) < limit

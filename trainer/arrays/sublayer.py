@@ -79,16 +79,19 @@ class Linear:
             wide_nO = tile.take(out_nO.shape[1])
         tile.project(x_nI, weights[self.weight], wide_nO, accumulate)
         if self.adapter is not None:
-            x_nI = self._dropped(call, x_nI, tile)
-            low_nR = tile.take(self.adapter.rank)
-            tile.project(x_nI, weights[self.lora_a], low_nR)
-            low_nR *= np.float32(self.adapter.scale)
-            low_nR = self._stored(call.saved, self.lora_a, low_nR, tile, x_nI.dtype)
-            tile.project(low_nR, weights[self.lora_b], wide_nO, True)
+            operators().matmul(self.through_lora_a(call, x_nI, tile), weights[self.lora_b].T, wide_nO, True)
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
             as_narrow(wide_nO, out_nO)
+
+    def through_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns scale * dropout(x) A^T, [n, R], and keeps it for the gradient of B."""
+        x_nI = self._dropped(call, x_nI, tile)
+        low_nR = tile.take(self.adapter.rank)
+        operators().matmul(x_nI, call.weights[self.lora_a].T, low_nR)
+        low_nR *= np.float32(self.adapter.scale)
+        return self._stored(call.saved, self.lora_a, low_nR, tile, x_nI.dtype)
 
     def begin_backward(self, call: SublayerCall, rows: int, width: int, dtype: type) -> None:
         """Makes room for what the gradients of the adapter need of so many rows of x, which are `width` wide."""
@@ -341,6 +344,8 @@ class SublayerOutput:
     def forward(self, call: SublayerCall, x_ND: np.ndarray, y_nI: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         """Computes the rows of a tile from y, which is in the dtype of the products."""
         if not self._computes(call):
+            if self.linear.adapter is not None and call.save:
+                self.linear.through_lora_a(call, y_nI, tile)
             return
         if self.tensor is not None:
             self.linear.forward(call, y_nI, call.working["partial"][tile.rows], tile, adds_bias=False)

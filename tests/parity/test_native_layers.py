@@ -1,0 +1,523 @@
+"""Attention, feed-forward layer, head and embedding of native CPU layers against literal float64 formulas and their
+exact derivatives (native_layers.py), and what must change no bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import mindspore
+import numpy as np
+import numpy_kernels
+import pytest
+from mindspore import Tensor
+from native_layers import (
+    HIDDEN,
+    KEY,
+    VOCABULARY,
+    WIDTH,
+    Case,
+    attention_case,
+    check_saved,
+    mlp_case,
+    mlp_formula,
+    normal,
+    trained_subsets,
+)
+from numpy_kernels import distance
+from tiny_trainer import TinyTrainer, assert_same_bits, make_batch, shared_trainer
+from tolerances import decoder_limits, rounding_limit
+
+from trainer.arrays import head, memory, onednn, tiles
+from trainer.arrays.attention import sublayer as attention
+from trainer.arrays.attention.sublayer import CpuAttention
+from trainer.arrays.embedding import CpuEmbedding, CpuMerge
+from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.mlp import CpuMlp
+from trainer.arrays.moe import dispatch, experts
+from trainer.arrays.sublayer import SublayerCall
+from trainer.arrays.tiles import Scratch
+from trainer.device.threads import HostThreads
+from trainer.models.inputs import RouterStatistics
+from trainer.models.spec.model import MlpSpec
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN
+from trainer.models.spec.saved import attention_saved, mlp_saved
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+ONE, PACKED = [[0] * 7], [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]
+BIASES = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True}
+POST_NORMS = {"post_self_attn_layernorm": True, "post_mlp_layernorm": True}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+
+
+def adapters(dropout: float = 0.0, targets: str = ".*_proj") -> dict[str, Any]:
+    pet = {"lora_rank": 3, "lora_alpha": 7.5, "lora_dropout": dropout, "target_modules": targets}
+    return {"pet_config": pet}
+
+
+LATENT = {
+    "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 5, "kv_lora_rank": 3,
+    "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3, "num_heads": 2, "n_kv_heads": 2, "head_dim": None,
+}  # fmt: skip
+ATTENTION: dict[str, tuple[dict, list]] = {
+    "plain": ({}, PACKED),
+    "all heads": ({"n_kv_heads": 4}, ONE),
+    "one group, interleaved": ({"n_kv_heads": 1, "rope_interleave": True}, ONE),
+    "partial, biases": ({"rotary_pct": 0.5, **BIASES}, [[0] * 6]),
+    "head norms, window": ({"use_qk_norm": True, "sliding_window": 3}, PACKED),
+    "window 1": ({"sliding_window": 1}, [[0] * 8]),
+    "window 5": ({"sliding_window": 5}, [[0] * 8]),
+    "one token": ({"use_qk_norm": True, "n_kv_heads": 1}, [[0], [0]]),
+    "norm after it": ({**POST_NORMS, **BIASES}, PACKED),
+    "adapters": (adapters(), PACKED),
+    "adapters of some, biases": ({**adapters(targets=".*(q|o)_proj"), **BIASES}, ONE),
+    "adapters with dropout": ({**adapters(0.3), **BIASES}, PACKED),
+    "dropout of probabilities": ({"attention_dropout": 0.3}, PACKED),
+    "dropout of the output": ({"hidden_dropout": 0.2, **BIASES}, ONE),
+    "everything": (
+        {"use_qk_norm": True, "sliding_window": 3, **POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES}, PACKED,
+    ),
+    "latent": (LATENT, PACKED),
+    "latent, interleaved, biases": ({**LATENT, "rope_interleave": True, **BIASES}, ONE),
+    "latent, queries of the hidden state": ({**LATENT, "q_lora_rank": None, "sliding_window": 3}, ONE),
+    "latent, adapters": ({**LATENT, **adapters(targets=".*_proj.*")}, ONE),
+    "latent, everything": (
+        {**LATENT, "q_lora_rank": None, "rope_interleave": True, **adapters(0.3, ".*_proj.*"), **DROPOUT, **BIASES},
+        PACKED,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def attention_of(name: str) -> Case:
+    changes, segments = ATTENTION[name]
+    return attention_case(segments, seed=list(ATTENTION).index(name), **changes)
+
+
+def check_attention(case: Case) -> None:
+    spec, place, given = case.layer.attention, case.sequences.positions, case.x_ND.copy()
+    sublayer = CpuAttention(spec, Scratch())
+    call = case.call()
+    result = sublayer.forward(call, case.x_ND, place).asnumpy()
+    case.check_result(result)
+    rows = dict.fromkeys(("stream", "tokens", "queries", "keys"), len(given))
+    check_saved(call.saved, attention_saved(spec), rows, np.float32)
+    once = case.call(save=False)
+    np.testing.assert_array_equal(sublayer.forward(once, case.x_ND, place).asnumpy(), result)
+    assert not once.saved
+    grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, place, case.upstream_ND)
+    case.check_gradients({"x": grad} | found)
+    np.testing.assert_array_equal(case.x_ND, given)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention(name: str, implementation: str) -> None:
+    check_attention(attention_of(name))
+
+
+MLPS: dict[str, dict] = {
+    "plain": {},
+    "biases": BIASES,
+    "norm after it": {**POST_NORMS, **BIASES},
+    "adapters": adapters(),
+    "adapters of some, biases": {**adapters(targets=".*(up|down)_proj"), **BIASES},
+    "adapters with dropout": {**adapters(0.3), **BIASES},
+    "dropout": {"hidden_dropout": 0.2},
+    "everything": {**POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES},
+}
+
+
+@functools.cache
+def mlp_of(name: str, tokens: int) -> Case:
+    return mlp_case(tokens, seed=list(MLPS).index(name), **MLPS[name])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("plain", 1), ("biases", 4), *((name, 10) for name in MLPS)])
+def test_feed_forward_layer(name: str, tokens: int, implementation: str) -> None:
+    case = mlp_of(name, tokens)
+    spec, given = case.layer.mlp, case.x_ND.copy()
+    mlp, call = CpuMlp(spec, Scratch()), case.call()
+    result = mlp.forward(call, case.x_ND).asnumpy()
+    case.check_result(result)
+    check_saved(call.saved, mlp_saved(spec), {"stream": tokens, "tokens": tokens}, np.float32)
+    once = case.call(save=False)
+    np.testing.assert_array_equal(mlp.forward(once, case.x_ND).asnumpy(), result)
+    assert not once.saved
+    grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+    case.check_gradients({"x": grad} | found)
+    np.testing.assert_array_equal(case.x_ND, given)
+
+
+def test_shared_experts_have_neither_norm_nor_residual(implementation: str) -> None:
+    random, spec = np.random.default_rng(1), MlpSpec(HIDDEN, WIDTH, 1e-3)
+    shapes = {"gate": (WIDTH, HIDDEN), "up": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    weights = {f"{name}_proj.weight": normal(random, *shape, scale=shape[1] ** -0.5) for name, shape in shapes.items()}
+    x_ND, upstream_ND = normal(random, 10, HIDDEN), normal(random, 10, HIDDEN)
+    formula = functools.partial(mlp_formula, spec, {}, prefix="", is_sublayer=False)
+    case = Case(x_ND, upstream_ND, weights, formula, HIDDEN + 8 + WIDTH)
+    mlp, call = CpuMlp(spec, Scratch(), prefix="", is_sublayer=False), case.call()
+    result = mlp.forward(call, case.x_ND).asnumpy()
+    case.check_result(result)
+    np.testing.assert_array_equal(mlp.forward(case.call(save=False), case.x_ND).asnumpy(), result)
+    grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+    case.check_gradients({"x": grad} | found)
+
+
+@pytest.mark.parametrize("kept", ["attention", "mlp"])
+@pytest.mark.parametrize("of", ["plain", "norm after it", "adapters with dropout", "everything"])
+def test_a_recomputed_forward_pass_keeps_the_same_without_its_result(kept: str, of: str) -> None:
+    """The last product has no use then, unless the norm after it has."""
+    saved = []
+    for computes in (True, False):
+        if kept == "attention":
+            case = attention_of(of)
+            call = case.call(compute_output=computes)
+            CpuAttention(case.layer.attention, Scratch()).forward(call, case.x_ND, case.sequences.positions)
+        else:
+            case = mlp_of(of, 10)
+            call = case.call(compute_output=computes)
+            CpuMlp(case.layer.mlp, Scratch()).forward(call, case.x_ND)
+        saved.append(call.saved)
+    assert_same_bits(*saved)
+
+
+@pytest.mark.parametrize("name", ["head norms, window", "everything", "latent, adapters", "latent, everything"])
+def test_only_trained_weights_of_attention_have_gradients(name: str) -> None:
+    case = attention_of(name)
+    sublayer, place = CpuAttention(case.layer.attention, Scratch()), case.sequences.positions
+
+    def gradients(trained: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        call = case.call()
+        sublayer.forward(call, case.x_ND, place)
+        return sublayer.backward(case.call(trained, saved=call.saved), case.x_ND, place, case.upstream_ND)
+
+    check_trained(case, gradients)
+
+
+@pytest.mark.parametrize("name", ["biases", "everything"])
+def test_only_trained_weights_of_a_feed_forward_layer_have_gradients(name: str) -> None:
+    case = mlp_of(name, 10)
+    mlp = CpuMlp(case.layer.mlp, Scratch())
+
+    def gradients(trained: list[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        call = case.call()
+        mlp.forward(call, case.x_ND)
+        return mlp.backward(case.call(trained, saved=call.saved), case.x_ND, case.upstream_ND)
+
+    check_trained(case, gradients)
+
+
+def check_trained(case: Case, gradients: Any) -> None:
+    """Each weight alone has the gradient that it has among all, and x has it always."""
+    whole_grad, whole = gradients(list(case.weights))
+    for names in trained_subsets(case.weights):
+        grad, found = gradients(names)
+        assert list(found) == names
+        np.testing.assert_array_equal(grad.asnumpy(), whole_grad.asnumpy())
+        for name in names:
+            np.testing.assert_array_equal(found[name].asnumpy(), whole[name].asnumpy(), err_msg=name)
+
+
+class HeadCase(NamedTuple):
+    x_ND: np.ndarray
+    weights: dict[str, np.ndarray]
+    labels_N: np.ndarray
+    valid_N1: np.ndarray
+
+    def formula(self, x: np.ndarray, norm: np.ndarray, weight: np.ndarray, mapping: np.ndarray | None = None):
+        z = x if mapping is None else numpy_kernels.linear(x, mapping)
+        y = numpy_kernels.rms_norm(z, norm, 1e-3)
+        return numpy_kernels.cross_entropy(y, weight, self.labels_N, self.valid_N1[:, 0] > 0)
+
+    @property
+    def case(self) -> Case:
+        terms = 2 * HIDDEN + 4 + VOCABULARY + 4 + len(self.x_ND)
+        return Case(self.x_ND, np.ones(()), self.weights, self.formula, terms + HIDDEN * ("mapping" in self.weights))
+
+    def run(self, trained: tuple[str, ...] | None = None) -> head.HeadResult:
+        width = len(self.weights["norm"])
+        return FusedLinearCrossEntropy(width, 1e-3, Scratch())(
+            self.weights, self.x_ND, self.labels_N, self.valid_N1, trained
+        )
+
+
+EMBEDDED = 4  # width of an embedding that is mapped to the residual stream
+
+
+def head_case(rows: int, valid: int, maps: bool = False) -> HeadCase:
+    random = np.random.default_rng(rows * 100 + valid)
+    valid_N1 = np.zeros((rows, 1), np.float32)
+    valid_N1[random.choice(rows, valid, replace=False)] = 1
+    labels_N = random.integers(0, VOCABULARY, rows, dtype=np.int32) * (valid_N1[:, 0] > 0)
+    width = EMBEDDED if maps else HIDDEN
+    weights = {"norm": 1 + normal(random, width, scale=0.3), "weight": normal(random, VOCABULARY, width)}
+    if maps:
+        weights["mapping"] = normal(random, width, HIDDEN, scale=HIDDEN**-0.5)
+    return HeadCase(normal(random, rows, HIDDEN), weights, labels_N.astype(np.int32), valid_N1)
+
+
+@pytest.mark.parametrize("maps", [False, True], ids=["", "mapped"])
+@pytest.mark.parametrize(("rows", "valid"), [(1, 1), (4, 3), (10, 6), (10, 10)])
+def test_head(rows: int, valid: int, maps: bool, implementation: str) -> None:
+    own = head_case(rows, valid, maps)
+    case, given = own.case, own.x_ND.copy()
+    found = own.run(tuple(own.weights))
+    case.check_result(found.loss)
+    case.check_gradients({"x": found.grad} | found.weights)
+    np.testing.assert_array_equal(own.x_ND, given)
+    alone = own.run()
+    assert alone.loss == found.loss and alone[1:] == (None, {})
+    run = FusedLinearCrossEntropy(len(own.weights["norm"]), 1e-3, Scratch())
+    z = own.x_ND if not maps else numpy_kernels.linear(own.x_ND, own.weights["mapping"])
+    logits_NV = numpy_kernels.linear(numpy_kernels.rms_norm(z, own.weights["norm"], 1e-3), own.weights["weight"])
+    assert distance(run.logits(own.weights, own.x_ND), logits_NV) <= rounding_limit(case.terms)
+
+
+@pytest.mark.parametrize("trained", [(), ("norm",), ("weight",), ("mapping",), ("norm", "mapping")], ids=" ".join)
+def test_a_frozen_part_of_the_head_has_no_gradient(trained: tuple[str, ...]) -> None:
+    case = head_case(10, 6, maps=True)
+    every, some = case.run(tuple(case.weights)), case.run(trained)
+    assert some.loss == every.loss and some.weights.keys() == set(trained)
+    np.testing.assert_array_equal(some.grad.asnumpy(), every.grad.asnumpy())
+    for name, ours in some.weights.items():
+        np.testing.assert_array_equal(ours.asnumpy(), every.weights[name].asnumpy())
+
+
+def test_the_head_with_large_logits_and_without_valid_labels(implementation: str) -> None:
+    own = head_case(10, 6)
+    weights = own.weights | {"weight": own.weights["weight"] * np.float32(1e4)}
+    large = own._replace(weights=weights)
+    large.case.check_result(large.run().loss)
+    found = own._replace(valid_N1=np.zeros((10, 1), np.float32)).run(("norm", "weight"))
+    assert found.loss == 0
+    assert not any(array.asnumpy().any() for array in (found.grad, *found.weights.values()))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_reaches_the_loss(bad: float, implementation: str) -> None:
+    case = head_case(10, 10)
+    case.x_ND[3, 2] = bad
+    found = case.run(("weight",))
+    assert not np.isfinite(found.loss) and not np.isfinite(found.weights["weight"].asnumpy()).all()
+
+
+IDS = np.array([3, 0, 3, 10, 3, 0, *[7] * 11], np.int32)
+
+
+def test_embedding() -> None:
+    random = np.random.default_rng(2)
+    weights, grad_ND = {EMBEDDING: normal(random, VOCABULARY, HIDDEN)}, normal(random, len(IDS), HIDDEN)
+    run = CpuEmbedding(Scratch())
+    result, rows_NE = run.forward(weights, IDS)
+    np.testing.assert_array_equal(result.asnumpy(), weights[EMBEDDING][IDS])
+    right_VD = np.zeros((VOCABULARY, HIDDEN))
+    np.add.at(right_VD, IDS, grad_ND.astype(np.float64))
+    found = run.backward(weights, IDS, rows_NE, grad_ND, [EMBEDDING])
+    assert distance(found[EMBEDDING].asnumpy(), right_VD) <= rounding_limit(11)
+    assert run.backward(weights, IDS, rows_NE, grad_ND, []) == {}
+
+
+def mapped_embedding() -> Case:
+    random = np.random.default_rng(3)
+    weights = {
+        EMBEDDING: normal(random, VOCABULARY, EMBEDDED), MAPPING_IN: normal(random, HIDDEN, EMBEDDED, scale=0.5),
+    }  # fmt: skip
+    rows_ND = normal(random, len(IDS), HIDDEN)
+
+    def formula(**weights: np.ndarray) -> np.ndarray:
+        return numpy_kernels.linear(weights[EMBEDDING][IDS], weights[MAPPING_IN])
+
+    return Case(None, rows_ND, weights, formula, EMBEDDED + len(IDS))
+
+
+def test_an_embedding_of_another_width(implementation: str) -> None:
+    case, run = mapped_embedding(), CpuEmbedding(Scratch())
+    result, rows_NE = run.forward(case.weights, IDS)
+    case.check_result(result.asnumpy())
+    found = run.backward(case.weights, IDS, rows_NE, case.upstream_ND, case.weights)
+    case.check_gradients(found)
+    for name in case.weights:
+        alone = run.backward(case.weights, IDS, rows_NE, case.upstream_ND, [name])
+        assert_same_bits({name: found[name].asnumpy()}, {one: array.asnumpy() for one, array in alone.items()})
+
+
+def merge_case() -> Case:
+    """`x` is the embedding of later tokens, the residual stream stands among the weights."""
+    random = np.random.default_rng(4)
+    names = ("norm", "enorm.weight", "hnorm.weight")
+    weights = {name: 1 + normal(random, HIDDEN, scale=0.3) for name in names}
+    weights |= {
+        "eh_proj.weight": normal(random, HIDDEN, 2 * HIDDEN, scale=0.3), "stream": normal(random, 10, HIDDEN),
+    }  # fmt: skip
+
+    def formula(x: np.ndarray, stream: np.ndarray, norm: np.ndarray, **weights: np.ndarray) -> np.ndarray:
+        hidden = numpy_kernels.rms_norm(stream, norm, 1e-3)
+        both = [
+            numpy_kernels.rms_norm(x, weights["enorm.weight"], 1e-3),
+            numpy_kernels.rms_norm(hidden, weights["hnorm.weight"], 1e-3),
+        ]
+        return numpy_kernels.linear(np.concatenate(both, 1), weights["eh_proj.weight"])
+
+    x_ND, upstream_ND = normal(random, 10, HIDDEN), normal(random, 10, HIDDEN)
+    return Case(x_ND, upstream_ND, weights, formula, 2 * (HIDDEN + 4) + 2 * HIDDEN)
+
+
+def test_the_merge_of_a_further_prediction(implementation: str) -> None:
+    case, run = merge_case(), CpuMerge(HIDDEN, 1e-3, Scratch())
+    weights = dict(case.weights)
+    stream_ND = weights.pop("stream")
+    case.check_result(run.forward(weights, case.x_ND, stream_ND).asnumpy())
+
+    def gradients(trained: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        of_x, of_stream, found = run.backward(weights, case.x_ND, stream_ND, case.upstream_ND, trained)
+        return {"x": of_x, "stream": of_stream}, found
+
+    of_inputs, found = gradients(list(weights))
+    case.check_gradients(of_inputs | found)
+    for names in trained_subsets(weights):
+        same_inputs, alone = gradients(names)
+        assert list(alone) == names
+        for name, array in (same_inputs | alone).items():
+            np.testing.assert_array_equal(array.asnumpy(), (of_inputs | found)[name].asnumpy(), err_msg=name)
+
+
+def test_what_threads_share_inside_their_work_stays_with_each() -> None:
+    """Otherwise all would wait for threads that wait, too."""
+    pool, found = HostThreads(2), []
+
+    def work(item: int, thread: int) -> None:
+        pool.run(range(3), lambda inner, own: found.append((item, inner, thread == own)))
+
+    pool.run(range(4), work)
+    assert sorted(found) == [(item, inner, True) for item in range(4) for inner in range(3)]
+    alone = threading.Barrier(2)
+    pool.run(range(2), lambda item, thread: alone.wait(30))  # afterwards they share again
+
+
+def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Tensor]]:
+    """Results and gradients of all parts, computed by so many threads."""
+    pool, scratch = HostThreads(threads), Scratch()
+    for module in (attention, dispatch, experts, head, memory, tiles):
+        monkeypatch.setattr(module, "host_threads", lambda: pool)
+    for name in ("head norms, window", "everything", "latent", "latent, everything"):
+        case = attention_of(name)
+        sublayer, place, call = CpuAttention(case.layer.attention, scratch), case.sequences.positions, case.call()
+        yield f"attention, {name}", sublayer.forward(call, case.x_ND, place)
+        grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, place, case.upstream_ND)
+        yield f"of attention, {name}", grad
+        yield from ((f"attention, {name}: {weight}", one) for weight, one in found.items())
+    for name in MLPS:
+        case = mlp_of(name, 10)
+        mlp, call = CpuMlp(case.layer.mlp, scratch), case.call()
+        yield f"mlp, {name}", mlp.forward(call, case.x_ND)
+        grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+        yield f"of mlp, {name}", grad
+        yield from ((f"mlp, {name}: {weight}", one) for weight, one in found.items())
+    for maps in (False, True):
+        own = head_case(10, 6, maps)
+        found = own.run(tuple(own.weights))
+        yield f"loss {maps}", Tensor(found.loss)
+        yield f"head {maps}", found.grad
+        yield from ((f"head {maps}: {name}", one) for name, one in found.weights.items())
+    case, run = mapped_embedding(), CpuEmbedding(scratch)
+    yield "embedding", run.forward(case.weights, IDS)[0]
+    rows_NE = run.forward(case.weights, IDS)[1]
+    yield from run.backward(case.weights, IDS, rows_NE, case.upstream_ND, case.weights).items()
+    case = merge_case()
+    of_x, of_stream, found = CpuMerge(HIDDEN, 1e-3, scratch).backward(
+        case.weights, case.x_ND, case.weights["stream"], case.upstream_ND, case.weights
+    )
+    yield from ({"merge of x": of_x, "merge of the stream": of_stream} | found).items()
+
+
+def test_the_bits_are_the_same_for_any_number_of_threads(
+    monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    one = {name: array.asnumpy() for name, array in everything(1, monkeypatch)}
+    for threads in (2, 3):
+        for name, array in everything(threads, monkeypatch):
+            np.testing.assert_array_equal(array.asnumpy(), one[name], err_msg=f"{name}, {threads} threads")
+
+
+def gradients(trainer: TinyTrainer) -> dict[str, np.ndarray]:
+    """Of all trained weights, and the loss."""
+    inputs, trained = trainer.build_inputs(make_batch(seed=4, valid=9, rows=2)), trainer.model.trained_parameters
+
+    def loss() -> Tensor:
+        return trainer.model(inputs, KEY, RouterStatistics()).total
+
+    value, found = mindspore.value_and_grad(loss, None, list(trained.values()))()
+    arrays = (gradient.asnumpy() for gradient in found)
+    return dict(zip(trained, arrays, strict=True), loss=value.asnumpy())
+
+
+MODEL = {"num_layers": 3, "use_qk_norm": True, "qkv_has_bias": True, "sliding_window": 5}
+EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "shared_expert_num": 1, "capacity_factor": 0.7}
+MODELS: dict[str, dict] = {
+    "windows": MODEL,
+    "norms after sublayers, dropout": {**POST_NORMS, **DROPOUT},
+    "adapters with dropout": {**adapters(0.3), **DROPOUT},
+    "latent": {**LATENT, **adapters(0.3, ".*_proj.*"), **DROPOUT},
+    "experts, further predictions": {"moe_config": EXPERTS, "mtp_depth": 1, **DROPOUT},
+}
+RECOMPUTED = [{"recompute": True}, {"select_recompute": ["mlp"]}, {"select_recompute": ["attention"]}]
+
+
+CASES = [*((name, one) for name in MODELS for one in RECOMPUTED), ("windows", {"recompute": [0, 2]})]
+
+
+@pytest.mark.parametrize(("model", "recomputed"), CASES, ids=str)
+def test_recomputation_changes_no_bit(model: str, recomputed: dict) -> None:
+    ours = shared_trainer(sections={"recompute_config": recomputed}, **MODELS[model])
+    assert_same_bits(gradients(ours), gradients(shared_trainer(**MODELS[model])))
+
+
+@pytest.mark.parametrize("frozen", [
+    {"layers": "0-1", "embeddings": True}, {"include": ["*norm*"]}, {"layers": "2"}, {"embeddings": True},
+    {"include": ["lm_head.weight"]},
+], ids=str)  # fmt: skip
+def test_frozen_weights_change_no_bit_of_the_other_gradients(frozen: dict) -> None:
+    ours = gradients(shared_trainer(sections={"freeze": frozen}, **MODEL))
+    every = gradients(shared_trainer(**MODEL))
+    assert 1 < len(ours) < len(every)
+    assert_same_bits(ours, {name: every[name] for name in ours})
+
+
+def test_an_evaluation_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, kept = TinyTrainer(**MODEL), []
+    for kind in (CpuAttention, CpuMlp):
+        def forward(self, call: SublayerCall, *arguments, plain=kind.forward) -> Tensor:
+            result = plain(self, call, *arguments)
+            kept.append(bool(call.saved))
+            return result
+
+        monkeypatch.setattr(kind, "forward", forward)
+    inputs = trainer.build_inputs(make_batch(seed=4, valid=9, rows=2))
+    evaluated = trainer.model(inputs).tokens
+    assert kept == [False] * 6
+    trained = trainer.model(inputs, statistics=RouterStatistics()).tokens
+    assert kept[6:] == [True] * 6
+    assert evaluated.asnumpy() == trained.asnumpy() > 0
+
+
+def test_a_training_without_the_library_is_the_same_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = TinyTrainer(**MODEL)
+    batches, settings = [make_batch(seed, valid=9, rows=2) for seed in range(4)], trainer.model.settings
+    limit = decoder_limits(settings, rows=2)
+
+    def trained() -> tuple[list[float], dict[str, np.ndarray]]:
+        step = trainer.step(lambda update: 0.01, optimizer={"type": "SGD"})
+        return [step([batch]).loss for batch in batches], trainer.weights()
+
+    losses, weights = trained()
+    monkeypatch.setattr(onednn, "library", lambda: None)
+    monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())
+    assert isinstance(onednn.operators(), onednn.NumpyOperators)
+    plain_losses, plain_weights = trained()
+    assert losses != plain_losses or any((weights[name] != plain_weights[name]).any() for name in weights)
+    np.testing.assert_allclose(plain_losses, losses, rtol=len(batches) * limit.loss)
+    for name, weight in weights.items():
+        assert distance(plain_weights[name], weight) <= len(batches) * limit.gradients, name
