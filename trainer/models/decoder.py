@@ -22,8 +22,8 @@ from trainer.models.array_parts import ArrayParts
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.dropout import AdapterMasks, DropoutShards
-from trainer.models.inputs import DecoderCall, LossSums, ModelInputs
-from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
+from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
+from trainer.models.moe import MoeLayer, MoePart
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
 from trainer.models.spec.build import layer_targets, parameter_specs
 from trainer.models.spec.init import initial_value
