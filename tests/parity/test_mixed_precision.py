@@ -25,6 +25,7 @@ from trainer.models.compute_weights import ComputeWeights, in_float32
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
+from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import HEAD
 from trainer.ops.ascend.optim import FusedAdamW
 from trainer.ops.cpu import kernels as reference
@@ -119,7 +120,7 @@ def test_a_head_that_several_modules_use_has_no_copy() -> None:
 
 def test_an_update_casts_the_weights_that_it_changed_and_a_load_casts_all() -> None:
     masters = {name: Parameter(Tensor(np.zeros((2, 2), np.float32)), name) for name in ("frozen", "trained")}
-    weights = ComputeWeights(masters, HALF)
+    weights = ComputeWeights(masters, HALF, {name: ParameterSpec(name, (2, 2)) for name in masters})
     for master in masters.values():
         master.set_data(Tensor(np.ones((2, 2), np.float32)))
     weights.refresh(["trained", "a bias"])

@@ -34,12 +34,10 @@ from trainer.models.spec.names import (
     HEAD,
     MAPPING_IN,
     MAPPING_OUT,
-    is_buffer,
     layer_prefix,
     sublayer_of,
 )
 from trainer.models.spec.shapes import (
-    all_shapes,
     attention_shapes,
     balanced_layers,
     block_weights,
@@ -180,14 +178,14 @@ class Decoder(DecoderWiring):
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
         self.shard, self.tensor = shard, None if shard is None else shard.tensor
-
+        specs = parameter_specs(settings)
         self.parameters_by_name = {
             name: Parameter(
                 Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.part(name))),
                 name,
                 requires_grad=name not in frozen and parameter.role != "buffer",
             )
-            for name, parameter in parameter_specs(settings).items()
+            for name, parameter in specs.items()
             if shard is None or shard.holds(name)
         }
         self.masks = DropoutParts(settings, shard)
@@ -199,9 +197,9 @@ class Decoder(DecoderWiring):
         # The multi-token prediction modules use these of the main model again.
         shared = (HEAD, MAPPING_IN, MAPPING_OUT) if settings.mtp_depth else ()
         self.compute_weights = ComputeWeights(
-            self.parameters_by_name, kernels.compute_dtype, experts_take_copies, shared
+            self.parameters_by_name, kernels.compute_dtype, specs, experts=experts_take_copies, shared=shared
         )
-        trained = {name for name in all_shapes(settings) if name not in frozen and not is_buffer(name)}
+        trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
