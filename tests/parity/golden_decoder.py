@@ -65,7 +65,9 @@ def golden_decoder(
     case: ModelCase, settings: ModelConfig, compiled: bool, host_layers: bool = False
 ) -> GoldenDecoder:
     """The model, with a parameter for each tensor of the case and no others."""
-    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=host_layers)
+    kernels = load_kernels(
+        select_kernels(settings, "CPU"), is_compiled_on_cpu=compiled, host_layers=host_layers
+    )
     model = Decoder(settings, kernels, seed=1, compiled=compiled)
     weights = fitting_weights(case.weights, settings, Path(case.name))
     assert model.parameters_by_name.keys() == weights.keys()

@@ -59,7 +59,9 @@ def build(name: str, compiled: bool, host_layers: bool = False, **changes) -> Bu
         section["mtp_loss_factor"] = case.metadata["mtp_loss_factor"]
     config = parse_config(name, json.dumps({"model_config": section}))
     settings = config.decoder
-    kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=host_layers)
+    kernels = load_kernels(
+        select_kernels(settings, "CPU"), is_compiled_on_cpu=compiled, host_layers=host_layers
+    )
     model = Decoder(settings, kernels, seed=1, compiled=compiled)
     for parameter, value in fitting_weights(case.weights, settings, Path(name)).items():
         model.parameters_by_name[parameter].set_data(Tensor(value))
@@ -138,12 +140,12 @@ def test_generation_goes_the_same_way_as_the_whole_row(name: str) -> None:
     """
     built = build(name, compiled=True)
     generator = Generator(built.model, built.build_inputs, eos_ids=())
-    whole = build(name, compiled=False).model  # two rows of different lengths: compiled, that would be two graphs
+    whole = build(name, compiled=False)  # two rows of different lengths: compiled, that would be two graphs
     prompts = [built.case.input_ids[0, :7].tolist(), built.case.input_ids[1, :4].tolist()]
     steps = list(generator.stream(prompts, [5, 5], Sampling()))
     for row, prompt in enumerate(prompts):
         ids = np.array([prompt + [step[row] for step in steps]], np.int32)
         places = np.arange(ids.shape[1], dtype=np.int32)[None]
         batch = Batch(ids, np.full_like(ids, IGNORE_INDEX), places, np.zeros_like(ids))
-        likeliest = whole.logits(built.build_inputs(batch)).asnumpy().argmax(-1)
+        likeliest = whole.model.logits(whole.build_inputs(batch)).asnumpy().argmax(-1)
         assert likeliest[len(prompt) - 1 : -1].tolist() == [step[row] for step in steps]

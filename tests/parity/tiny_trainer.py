@@ -65,7 +65,8 @@ class TinyTrainer:
         config = config_of(**self.sections)
         settings = config.decoder
         self.kernels = load_kernels(
-            select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"), host_layers=host_layers
+            select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"), is_compiled_on_cpu=compiled,
+            host_layers=host_layers,
         )
         self.model = Decoder(
             settings, self.kernels, seed=5, compiled=compiled, frozen=frozen_names(config),

@@ -84,9 +84,8 @@ FUSED_OPERATORS = frozenset(
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
-                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.semi_auto.kernels_ascend")
-KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe",
-                  "trainer.semi_auto.kernels")
+                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.ops.ascend.sharded")
+KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.plain", "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "

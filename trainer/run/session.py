@@ -101,8 +101,10 @@ def open_session(
     precision = precision_of(config, device, world)
     shard, pipeline = _shard(config, communicator), None
     choices, on_host = select_kernels(config.network, device, precision), runs_host_layers(config, device, world)
-    kernels = load_kernels(choices, precision, device=device, host_layers=on_host)
-    if shard is not None and shard.tokens.ranks > 1:
+    shares_sequences = shard is not None and shard.tokens.ranks > 1
+    is_compiled = device == "CPU" and (config.context.mode == 0 or shares_sequences) and config.classifier is None
+    kernels = load_kernels(choices, precision, is_compiled_on_cpu=is_compiled, host_layers=on_host)
+    if shares_sequences:
         kernels = over_context(kernels, communicator.groups, shard.tokens, compiled=config.context.mode == 0)
     model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:

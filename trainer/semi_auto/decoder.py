@@ -1,6 +1,6 @@
 """The decoder's loss as one graph that MindSpore shards, in its semi-automatic mode.
 
-The wiring and the blocks are those of every mode, built from the kernels of `trainer/semi_auto/kernels.py`.
+The wiring and the blocks are those of every mode, built from the kernels of `trainer/ops/plain.py`.
 
 Legend: as in trainer/models/decoder.py.
 """
