@@ -26,7 +26,7 @@ from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
-from trainer.models.spec.build import layer_targets, parameter_specs
+from trainer.models.spec.build import dropout_sites, parameter_specs
 from trainer.models.spec.names import (
     EMBEDDING,
     EXPERT_BIAS,
@@ -59,8 +59,6 @@ if TYPE_CHECKING:
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
     from trainer.parallel.tensor import ModelShard, TensorParallel
-
-_DROPOUT_SITES = 3  # per layer: attention probabilities, attention output, feed-forward output
 
 
 class DropoutMasks(NamedTuple):
@@ -402,30 +400,19 @@ class Decoder(DecoderWiring):
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
         if key is None or (hidden == 0 and attention == 0):
             return _NO_DROPOUT
-        first, rows = layer * _DROPOUT_SITES, self.masks.rows(inputs)
+        sites, rows = dropout_sites(self.settings, layer), self.masks.rows(inputs)
         stream = self.masks.tokens(inputs), self.settings.hidden_size
 
-        def mask(draw: Callable, sublayer: str, site: int, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
+        def mask(draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
             drops = rate > 0 and part in ("block", sublayer)
-            return draw(key, first + site, shape, rate, own) if drops else None
+            return draw(key, sites[site], shape, rate, own) if drops else None
 
+        heads, draw_scores = self.masks.heads, self.kernels.draw_attention_mask
         return DropoutMasks(
-            mask(self.kernels.draw_attention_mask, "attention", 0, inputs.scores_shape, attention, self.masks.heads),
-            mask(self.kernels.draw_mask, "attention", 1, stream, hidden, rows),
-            mask(self.kernels.draw_mask, "mlp", 2, stream, hidden, rows),
+            mask(draw_scores, "attention", "probabilities", inputs.scores_shape, attention, heads),
+            mask(self.kernels.draw_mask, "attention", "attention_output", stream, hidden, rows),
+            mask(self.kernels.draw_mask, "mlp", "mlp_output", stream, hidden, rows),
         )
-
-
-def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
-    """The numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of the
-    feed-forward layer, adapters. None where nothing is dropped."""
-    first, names = layer * _DROPOUT_SITES, list(settings.projections)
-    rates = settings.attention_dropout, settings.hidden_dropout, settings.hidden_dropout
-    found = [first + site if rate else None for site, rate in enumerate(rates)]
-    dropped = dropped_projections(settings)
-    own = layer_targets(settings, layer) if dropped and layer < settings.num_layers else ()
-    first = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES + layer * len(names)
-    return found + [first + names.index(name) if name in own else None for name in dropped]
 
 
 class DropoutParts:
@@ -476,28 +463,26 @@ class DropoutParts:
 
 
 class AdapterMasks:
-    """Draws the masks of the adapters' dropout. Their sites follow those of all layers; every projection of every layer
-    has its own, whether it is adapted or not.
-    """
+    """Draws the masks of the adapters' dropout."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, parts: DropoutParts) -> None:
         self.settings, self.names, self.draw = settings, dropped_projections(settings), kernels.draw_mask
         self.parts = parts
-        self.first_site = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES
         self.shapes = attention_shapes(settings) | mlp_shapes(settings)
 
     def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
         """The masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
         if key is None or not self.names:
             return [None] * len(self.names)
-        targets, rate = layer_targets(self.settings, layer), self.settings.pet_config.lora_dropout
-        names = self.settings.projections
-        sites = {name: self.first_site + layer * len(names) + number for number, name in enumerate(names)}
-        found: list[Tensor | None] = []
+        rate, sites = self.settings.pet_config.lora_dropout, dropout_sites(self.settings, layer)
+        masks: list[Tensor | None] = []
         for name in self.names:
-            width = self.shapes[f"{name}.weight"][1] if name in targets else 0
-            found.append(self.draw(key, sites[name], *self._part(name, inputs, width, rate)) if width else None)
-        return found
+            mask = None
+            if name in sites:
+                width = self.shapes[f"{name}.weight"][1]
+                mask = self.draw(key, sites[name], *self._part(name, inputs, width, rate))
+            masks.append(mask)
+        return masks
 
     def _part(
         self, name: str, inputs: ModelInputs, width: int, rate: float

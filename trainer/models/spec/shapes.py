@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from trainer.models.spec.build import (
     attention_parameters,
+    dropout_sites,
     layer_targets,
     mlp_parameters,
     moe_parameters,
@@ -94,6 +95,19 @@ def block_weights(settings: ModelConfig) -> list[str]:
     """Returns the parameters among `block_names`."""
     adapters = [each for name in adapted_projections(settings) for each in adapter_names(name)]
     return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
+
+
+def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
+    """Returns the numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of
+    the feed-forward layer, adapters. None where nothing is dropped."""
+    sites = dropout_sites(settings, layer)
+    rates = {
+        "probabilities": settings.attention_dropout,
+        "attention_output": settings.hidden_dropout,
+        "mlp_output": settings.hidden_dropout,
+    }
+    numbers = [sites[name] if rate else None for name, rate in rates.items()]
+    return numbers + [sites.get(name) for name in dropped_projections(settings)]
 
 
 def _shapes(parameters: Iterable[ParameterSpec]) -> Shapes:
