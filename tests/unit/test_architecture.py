@@ -28,13 +28,17 @@ ROOMS = (
     ("trainer.storage",),
     ("trainer.parallel.mesh",),
     ("trainer.parallel.schedule",),
+    # The rules about a model read its description, which is made from the settings.
+    ("trainer.config.families", "trainer.config.location", "trainer.config.patterns"),
+    ("trainer.config.schema",),
+    ("trainer.models.spec",),
     ("trainer.config",),
     ("trainer.ops.host_library",),
     ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
+        "trainer.ops.select", "trainer.ops.routing", "trainer.device.settings",
         "trainer.device.doctor", "trainer.cli.flags", "trainer.launch", "trainer.dryrun.stand_ins",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),

@@ -18,9 +18,8 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.init import initial_value
 from trainer.models.rotary import rotary_angles
-from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
-from trainer.models.spec.shapes import attention_shapes, mlp_shapes, parameter_shapes
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes, parameter_shapes, parameter_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {

@@ -21,7 +21,7 @@ from trainer.models.compute_weights import ComputeWeights
 from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable, compile_cell
-from trainer.models.spec.build import classifier_names, parameter_specs
+from trainer.models.spec.shapes import classifier_names, parameter_specs
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig

@@ -26,7 +26,7 @@ from trainer.models.init import initial_value
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart, RouterStatistics
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
-from trainer.models.spec.build import dropout_sites, parameter_specs
+from trainer.models.spec.build import dropout_sites
 from trainer.models.spec.names import (
     EMBEDDING,
     EXPERT_BIAS,
@@ -45,6 +45,7 @@ from trainer.models.spec.shapes import (
     mlp_shapes,
     moe_shapes,
     parameter_name,
+    parameter_specs,
 )
 from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import MaskPart, OwnHeads

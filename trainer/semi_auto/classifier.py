@@ -14,8 +14,7 @@ from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SumExt
 
 from trainer.models.classifier import Layers
-from trainer.models.spec.build import classifier_names
-from trainer.models.spec.shapes import parameter_shapes
+from trainer.models.spec.shapes import classifier_names, parameter_shapes
 from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from trainer.config.recompute import recompute_notices, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
+from trainer.models.spec.adapters import projections
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
@@ -279,7 +280,7 @@ def _adapters(config: Config) -> Iterator[str]:
         yield f"{key}.target_modules: routers and experts get no adapters: they take none"
     decoder, kind = config.decoder, saved_class(config.decoder, config.model.arch.type)
     adapted = {name for layer in range(decoder.num_layers)
-               for name in decoder.pet_config.targets(layer, decoder.projections)}
+               for name in decoder.pet_config.targets(layer, projections(decoder))}
     if kind and FAMILIES[kind].joins_gate_up and adapted & {"mlp.gate_proj", "mlp.up_proj"}:
         yield (f"{key}.target_modules: PEFT cannot load adapters of gate_proj and up_proj, which are one matrix in"
                f" transformers' {kind}: `export --merge` writes the whole model")
