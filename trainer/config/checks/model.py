@@ -167,7 +167,7 @@ def _attention(config: Config) -> Iterator[Problem]:
     if decoder.use_sliding_window and not decoder.sliding_window:
         fix = "write sliding_window, the number of tokens that attention sees"
         yield problem(config, f"{_KEY}.use_sliding_window", "there is no window", fix)
-    if decoder.use_sliding_window and types is None and kind in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+    if decoder.use_sliding_window and types is None and FAMILIES[kind].windows == "other":
         rule = f"not yet supported: {kind} has the window in other layers than Qwen2 and Qwen3"
         yield problem(config, f"{_KEY}.use_sliding_window", rule, "write layer_types, which says in which")
 
