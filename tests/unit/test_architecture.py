@@ -97,8 +97,6 @@ COLLECTIVES = frozenset(
 )
 
 UNPICKLERS = frozenset("pickle cPickle dill cloudpickle joblib shelve marshal torch jsonpickle".split())
-ANNOTATED_IN_CIRCLES = ("trainer.semi_auto.",)
-"""Modules whose annotations name what imports them."""
 TEMPLATE_MODULES = ("trainer.data.tokens.template_engine", "trainer.data.tokens.chat_template")
 
 
@@ -220,9 +218,6 @@ def cycles(modules: list[Module]) -> list[str]:
     graph = {}
     for module in modules:
         targets = {target for target, _ in module.imports()}
-        if module.name.startswith(ANNOTATED_IN_CIRCLES):
-            for_types = {line for node in ast.walk(module.tree) if is_type_checking(node) for line in lines_of(node)}
-            targets = {target for target, line in module.imports() if line not in for_types}
         graph[module.name] = {target for target in targets if target.startswith("trainer.") and target != module.name}
     try:
         graphlib.TopologicalSorter(graph).prepare()
