@@ -7,10 +7,7 @@ the refusals read it. `scripts/make_families.py` asks transformers for the defau
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from trainer.config.schema.model import ModelConfig
+from typing import Any, Literal, NamedTuple
 
 Windows = Literal["", "every", "listed", "other"]
 """Which layers have a sliding window: none; every layer; those of max_window_layers or layer_types; others than these
@@ -41,8 +38,8 @@ class Family(NamedTuple):
     """Keys that a config.json has only where the model has experts; such a family has dense models too."""
     renamed_keys: Mapping[str, str] = {}
     """Keys of a published config.json that have another meaning elsewhere -> the key of this meaning."""
-    written: Mapping[str, Callable[[ModelConfig], Any]] = {}
-    """Keys that are written otherwise than for other families."""
+    written: Mapping[str, Callable[[Any], Any]] = {}
+    """Keys that are written otherwise than for other families, as functions of the ``ModelConfig``."""
     windows: Windows = ""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
@@ -71,7 +68,7 @@ class Family(NamedTuple):
         return "num_experts_per_tok" in self.defaults
 
 
-def shared_experts(settings: ModelConfig) -> int:
+def shared_experts(settings: Any) -> int:
     """Counts the shared experts in experts, rounded up where their width is no multiple of one's."""
     return -(-settings.shared_expert_size // settings.expert_size)
 
