@@ -12,12 +12,10 @@ from trainer.dryrun.process import TRAIN, Case
 LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradients with it"}
 """Kernels of CANN's legacy library that remain in explicit mode, with their reasons; docs/ascend.md says the same."""
 
-LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "ReduceSum", "StridedSlice", "UnsortedSegmentSum"))
+LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "StridedSlice", "UnsortedSegmentSum"))
 LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
-LEGACY_OF_CLASSIFIER = LEGACY_OF_STAGES | {"BiasAdd", "BiasAddGrad"}
-LEGACY_OF_PLAIN_KERNELS = frozenset(("BiasAdd", "StridedSliceGrad"))
-"""Those of dense models in semi-automatic mode, and beside them of its pipelines, of the classifier, and of models with
-kernels that are not fused and biases."""
+"""Those of dense models and of the classifier in semi-automatic mode, and beside them of its pipelines and sums over
+micro-batches."""
 
 _SWITCHES = {
     "compute_dtype": "bfloat16", "use_flash_attention": True, "use_fused_rope": True, "use_fused_swiglu": True,

@@ -11,9 +11,8 @@ from run_helpers import arrays_of, assert_same_bits, column, config_of, figures,
 
 from trainer.cli.main import dispatch
 from trainer.errors import UserError
-from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.init import initial_value
-from trainer.models.spec.shapes import parameter_shapes
+from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 
 SECTIONS = {
     "freeze": {"include": ["embeddings", {"layers": 0}]},

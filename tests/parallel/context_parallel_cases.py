@@ -119,7 +119,7 @@ class Attention:
     def __init__(self, world: HostGroup, size: int, ulysses: int, compiled: bool) -> None:
         degrees = Degrees(data_parallel=world.size // size, context_parallel=size)
         groups = process_groups(world, build_mesh(degrees, world.size), ulysses=ulysses)
-        plain = load_kernels(select_kernels(settings(), "CPU"), FLOAT32)
+        plain = load_kernels(select_kernels(settings(), "CPU"), FLOAT32, is_compiled_on_cpu=True)
         self.part = SequencePart(groups.cp.rank, size, ulysses)
         self.kernels = over_context(plain, groups, self.part, compiled)
         self.heads = DropoutParts(settings(), ModelShard(None, None, tokens=self.part)).heads

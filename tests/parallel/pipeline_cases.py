@@ -16,8 +16,8 @@ from tiny_trainer import config_of  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
-from trainer.models.spec.build import parameter_specs  # noqa: E402
 from trainer.models.spec.init import initial_value  # noqa: E402
+from trainer.models.spec.shapes import parameter_specs  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.prepare import held_parts  # noqa: E402

@@ -1,18 +1,20 @@
-"""Inputs for test_kernels.py: every reference kernel on small arrays, and what it should compute, said in two ways.
+"""Inputs for test_kernels.py: every kernel on small arrays, and what it should compute, said in two ways.
 
-Legend: as in trainer/ops/cpu/kernels.py.
+`kernels` are the plain ones, or those that a CPU compiles. Legend: as in trainer/ops/plain.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy_kernels
 from mindspore import Tensor, nn, ops
 
-from trainer.ops.cpu import kernels as reference
+from trainer.ops import plain as plain_kernels
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey, dropout_mask
 
 ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
@@ -42,36 +44,43 @@ class Case(NamedTuple):
     plain: Callable[..., Tensor]
 
 
-def linear_case(width: int) -> Case:
+def attention_masks(kernels: ModuleType, allowed_BTT: np.ndarray, kv_heads: int) -> tuple[Tensor, Tensor | None]:
+    """The two masks that `Attention` takes, of what each query may see."""
+    if kernels is compiled_kernels:
+        return kernels.attention_mask(allowed_BTT, HEADS, kv_heads)
+    return Tensor(kernels.attention_bias(allowed_BTT)[:, None]), None
+
+
+def linear_case(kernels: ModuleType, width: int) -> Case:
     return Case(
-        reference.Linear, [normal(N, HIDDEN), normal(width, HIDDEN)], [], numpy_kernels.linear,
+        kernels.Linear, [normal(N, HIDDEN), normal(width, HIDDEN)], [], numpy_kernels.linear,
         lambda x, weight: ops.matmul(x, weight.T),
     )
 
 
-def linear_bias_case() -> Case:
+def linear_bias_case(kernels: ModuleType) -> Case:
     return Case(
-        reference.LinearBias, [normal(N, HIDDEN), normal(WIDTH, HIDDEN), normal(WIDTH)], [], numpy_kernels.linear,
+        kernels.LinearBias, [normal(N, HIDDEN), normal(WIDTH, HIDDEN), normal(WIDTH)], [], numpy_kernels.linear,
         lambda x, weight, bias: ops.matmul(x, weight.T) + bias,
     )
 
 
-def rms_norm_case() -> Case:
+def rms_norm_case(kernels: ModuleType) -> Case:
     x_ND = normal(N, HIDDEN) * np.float32(3)
     x_ND[0] *= 1e-3  # eps is felt
     return Case(
-        lambda: reference.RmsNorm(HIDDEN, EPS), [x_ND, normal(HIDDEN)], [],
+        lambda: kernels.RmsNorm(HIDDEN, EPS), [x_ND, normal(HIDDEN)], [],
         lambda x, weight: numpy_kernels.rms_norm(x, weight, EPS),
         lambda x, weight: x * ops.rsqrt(ops.mean(x * x, -1, True) + EPS) * weight,
     )
 
 
-def rotary_case(rotated: int = SIZE, interleaved: bool = False) -> Case:
+def rotary_case(kernels: ModuleType, rotated: int = SIZE, interleaved: bool = False) -> Case:
     half_Nd = RANDOM.uniform(0, 7, (N, rotated // 2))
     angles_Nd = np.repeat(half_Nd, 2, -1) if interleaved else np.concatenate([half_Nd, half_Nd], -1)
     cos_Nd, sin_Nd = np.cos(angles_Nd).astype(np.float32), np.sin(angles_Nd).astype(np.float32)
     rest = ((0, 0), (0, SIZE - rotated))
-    tables = reference.rotary_tables(np.pad(cos_Nd, rest, constant_values=1), np.pad(sin_Nd, rest), HEADS)
+    tables = kernels.rotary_tables(np.pad(cos_Nd, rest, constant_values=1), np.pad(sin_Nd, rest), HEADS)
 
     def plain(x: Tensor) -> Tensor:
         x_NHd = x.reshape(N, HEADS, SIZE)
@@ -86,7 +95,7 @@ def rotary_case(rotated: int = SIZE, interleaved: bool = False) -> Case:
         return ops.concat(parts, -1).reshape(x.shape)
 
     return Case(
-        lambda: reference.Rotary(SIZE, rotated, interleaved), [normal(N, HEADS * SIZE)], list(tables),
+        lambda: kernels.Rotary(SIZE, rotated, interleaved), [normal(N, HEADS * SIZE)], list(tables),
         lambda x: numpy_kernels.rotary(
             x, cos_Nd.astype(np.float64), sin_Nd.astype(np.float64), SIZE, interleaved=interleaved
         ),
@@ -94,19 +103,19 @@ def rotary_case(rotated: int = SIZE, interleaved: bool = False) -> Case:
     )
 
 
-def swiglu_case() -> Case:
+def swiglu_case(kernels: ModuleType) -> Case:
     return Case(
-        reference.SwiGLU, [normal(N, WIDTH) * np.float32(4), normal(N, WIDTH)], [], numpy_kernels.swiglu,
+        kernels.SwiGLU, [normal(N, WIDTH) * np.float32(4), normal(N, WIDTH)], [], numpy_kernels.swiglu,
         lambda gate, up: gate * ops.sigmoid(gate) * up,
     )
 
 
 def attention_case(
-    kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.0, values: int = SIZE, scale: float = SIZE**-0.5
-) -> Case:
+    kernels: ModuleType, kv_heads: int, allowed: np.ndarray = CAUSAL, rate: float = 0.0, values: int = SIZE,
+    scale: float = SIZE**-0.5,
+) -> Case:  # fmt: skip
     arrays = [normal(N, HEADS * SIZE), normal(N, kv_heads * SIZE), normal(N, kv_heads * values)]
-    masks, groups = reference.attention_mask(allowed, HEADS, kv_heads), HEADS // kv_heads
-    assert masks[1] is not None  # the halves of the queries are masked each on their own
+    masks, groups = attention_masks(kernels, allowed, kv_heads), HEADS // kv_heads
     shape = (ROWS * kv_heads, TOKENS * groups, TOKENS)  # the query heads of a group one below the other
     keep = dropout_mask(DropoutKey(1, 0, 0, 0), 0, shape, rate) if rate else None
     keep_BHQS = None
@@ -127,18 +136,18 @@ def attention_case(
         return ops.transpose(ops.matmul(probabilities, v), (0, 2, 1, 3)).reshape(N, -1)
 
     return Case(
-        lambda: reference.Attention(HEADS, kv_heads, SIZE, value_size=values, scale=scale), arrays,
+        lambda: kernels.Attention(HEADS, kv_heads, SIZE, value_size=values, scale=scale), arrays,
         [*masks, None if keep is None else Tensor(keep)],
         lambda q, k, v: numpy_kernels.attention(q, k, v, allowed, SIZE, keep_BHQS, scale), plain,
     )
 
 
-def cross_entropy_case() -> Case:
+def cross_entropy_case(kernels: ModuleType) -> Case:
     labels = RANDOM.integers(0, VOCABULARY, N).astype(np.int32)
     valid = np.ones(N, bool)
     valid[[0, 3, 9]], labels[[0, 3, 9]] = False, 0  # as InputBuilder marks a label without loss
     return Case(
-        reference.CrossEntropy, [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
+        kernels.CrossEntropy, [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)],
         [Tensor(labels), Tensor(valid[:, None].astype(np.float32))],
         lambda x, weight: numpy_kernels.cross_entropy(x, weight, labels, valid),
         lambda x, weight: ops.cross_entropy(
@@ -147,21 +156,27 @@ def cross_entropy_case() -> Case:
     )
 
 
-CASES = {
-    "linear": linear_case(WIDTH),
-    "linear_wide": linear_case(5 * HIDDEN + 1),  # the other form of the weight's gradient
-    "linear_bias": linear_bias_case(),
-    "rms_norm": rms_norm_case(),
-    "rotary": rotary_case(),
-    "rotary_of_half_a_head": rotary_case(SIZE // 2),
-    "rotary_of_neighbours_in_half_a_head": rotary_case(SIZE // 2, interleaved=True),
-    "swiglu": swiglu_case(),
-    "attention": attention_case(HEADS),
-    "attention_grouped": attention_case(2),
-    "attention_one_kv_head": attention_case(1, PACKED),
-    "attention_packed": attention_case(2, PACKED),
-    "attention_dropout": attention_case(HEADS, CAUSAL, 0.3),
-    "attention_packed_dropout": attention_case(2, PACKED, 0.3),
-    "attention_narrow_values": attention_case(HEADS, PACKED, 0.3, SIZE - 1, 0.4),
-    "cross_entropy": cross_entropy_case(),
-}
+def cases_of(kernels: ModuleType) -> dict[str, Case]:
+    """The cases of one set of kernels, by name."""
+    return {
+        "linear": linear_case(kernels, WIDTH),
+        "linear_wide": linear_case(kernels, 5 * HIDDEN + 1),  # the other form of the weight's gradient
+        "linear_bias": linear_bias_case(kernels),
+        "rms_norm": rms_norm_case(kernels),
+        "rotary": rotary_case(kernels),
+        "rotary_of_half_a_head": rotary_case(kernels, SIZE // 2),
+        "rotary_of_neighbours_in_half_a_head": rotary_case(kernels, SIZE // 2, interleaved=True),
+        "swiglu": swiglu_case(kernels),
+        "attention": attention_case(kernels, HEADS),
+        "attention_grouped": attention_case(kernels, 2),
+        "attention_one_kv_head": attention_case(kernels, 1, PACKED),
+        "attention_packed": attention_case(kernels, 2, PACKED),
+        "attention_dropout": attention_case(kernels, HEADS, CAUSAL, 0.3),
+        "attention_packed_dropout": attention_case(kernels, 2, PACKED, 0.3),
+        "attention_narrow_values": attention_case(kernels, HEADS, PACKED, 0.3, SIZE - 1, 0.4),
+        "cross_entropy": cross_entropy_case(kernels),
+    }
+
+
+KERNELS = {"plain": plain_kernels, "compiled": compiled_kernels}
+CASES = {f"{kind} {name}": case for kind, kernels in KERNELS.items() for name, case in cases_of(kernels).items()}

@@ -16,9 +16,9 @@ from numpy_kernels import distance
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
+from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import attention as ascend
 from trainer.ops.ascend import loss as ascend_loss
-from trainer.ops.cpu import kernels as reference
 from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import DropoutKey, dropout_mask, mask_seed
 
@@ -99,7 +99,7 @@ def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values
     """The fused kernel's result and the reference's, and the masks of the former."""
     sizes, latent = (HEADS, settings.kv_heads, SIZE), {"value_size": values, "scale": 0.4} if values < SIZE else {}
     fused = ascend.Attention(*sizes, **latent, **ascend.attention_options(settings, window))
-    masks, plain_masks = (room.AttentionMasks(settings)(segments, window) for room in (ascend, reference))
+    masks, plain_masks = (room.AttentionMasks(settings)(segments, window) for room in (ascend, plain_kernels))
     kv_heads = settings.kv_heads
     arrays = [Tensor(normal(N, width)) for width in (HEADS * SIZE, kv_heads * SIZE, kv_heads * values)]
     bits = keep = None
@@ -108,9 +108,9 @@ def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values
         keep_BHTT = dropout_mask(DropoutKey(1, 0, 0, 0), 0, shape_BHTT, settings.attention_dropout)
         bits = Tensor(np.packbits(keep_BHTT > 0, axis=-1, bitorder="little"))
         keep = keep_BHTT.reshape(ROWS, kv_heads, -1, TOKENS, TOKENS).swapaxes(2, 3)  # query heads of a group, by token
-        shape = reference.AttentionMasks(settings).scores_shape(ROWS, TOKENS)
+        shape = plain_kernels.AttentionMasks(settings).scores_shape(ROWS, TOKENS)
         keep = Tensor(np.ascontiguousarray(keep).reshape(shape))
-    plain = reference.Attention(*sizes, **latent)
+    plain = plain_kernels.Attention(*sizes, **latent)
     return fused(*arrays, *masks, bits), plain(*arrays, *plain_masks, keep), masks
 
 
@@ -203,7 +203,8 @@ def test_loss_in_pieces_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.
     labels[:3], valid[:3] = 0, 0
     arrays = [Tensor(normal(N, 8)), Tensor(normal(vocabulary, 8))]
     found = []
-    for kernel in (reference.CrossEntropy(dtype), ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, dtype)):
+    in_pieces = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, dtype)
+    for kernel in (plain_kernels.CrossEntropy(dtype), in_pieces):
         of = mindspore.value_and_grad(lambda x, w, run=kernel: run(x, w, Tensor(labels), Tensor(valid)) * 1e-2, (0, 1))
         loss, gradients = of(*arrays)
         found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
@@ -238,7 +239,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
         kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, part=part)
         return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
 
-    loss, (grad_x, grad_weight) = loss_of(reference.CrossEntropy(), weight)
+    loss, (grad_x, grad_weight) = loss_of(plain_kernels.CrossEntropy(), weight)
     of_ranks = [[rank_loss(rank) for rank in range(3)] for _ in range(2)][1]
     assert all(distance(each, loss) < 3e-6 for each, _ in of_ranks)
     assert distance(sum(gradients[0] for _, gradients in of_ranks), grad_x) < 1e-5

@@ -14,8 +14,8 @@ from numpy_kernels import distance
 
 from trainer.config.schema.model import ModelConfig
 from trainer.data.batches.context import SequencePart
+from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import context
-from trainer.ops.cpu import kernels as reference
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE, RANKS = 2, 16, 4, 2, 16, 2
 SETTINGS = ModelConfig(hidden_size=HEADS * SIZE, num_heads=HEADS, n_kv_heads=KV_HEADS, num_layers=1, vocab_size=8,
@@ -72,9 +72,9 @@ def test_a_rank_computes_its_tokens(
     every = ops.concat([ops.concat((k, v), -1) for _, k, v in own]).astype(mindspore.bfloat16)
     masks = context.GatheredMasks(SETTINGS, parts[rank])(segments, window)
     ours = kernel(parts[rank], lambda: lambda x: every)(*own[rank], *masks, None).asnumpy()
-    plain = reference.Attention(HEADS, KV_HEADS, SIZE)
+    plain = plain_kernels.Attention(HEADS, KV_HEADS, SIZE)
     flat = [Tensor(x.reshape(-1, x.shape[2])) for x in qkv]
-    right = plain(*flat, *reference.AttentionMasks(SETTINGS)(segments, window), None).asnumpy()
+    right = plain(*flat, *plain_kernels.AttentionMasks(SETTINGS)(segments, window), None).asnumpy()
     right = parts[rank].of(right.reshape(ROWS, TOKENS, -1)).reshape(ours.shape)
     assert distance(ours, right) < 1e-2  # bfloat16 keeps 8 bits
 

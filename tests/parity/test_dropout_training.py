@@ -11,8 +11,8 @@ from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, s
 from tolerances import decoder_limits
 
 from trainer.data import Batch
-from trainer.ops import dropout
-from trainer.ops.cpu import kernels as reference
+from trainer.ops import dropout, plain
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
@@ -72,13 +72,13 @@ def test_every_mask_of_a_run_has_its_own_name(
 ) -> None:
     """Two steps of three micro-batches with a loss, two layers of three places: no two masks share key and site."""
     drawn: list[tuple[DropoutKey, int]] = []
-    original = reference.dropout_mask
+    original = plain.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         drawn.append((key, site))
         return original(key, site, shape, rate, part)
 
-    for module in (reference, dropout):  # of the residual stream, and of the scores
+    for module in (plain, compiled_kernels, dropout):  # of the residual stream, and of the scores
         monkeypatch.setattr(module, "dropout_mask", recording)
     step = tiny.step(seed=9, rank=0)
     for _ in range(2):

@@ -109,7 +109,8 @@ def build(dtype: str, **model: object) -> tuple[Decoder, InputBuilder]:
     precision = precision_of(config, "CPU")
     assert precision.compute.dtype == dtype
     assert has_host_layers(config.decoder, precision, "CPU", compiled=True)
-    kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision, host_layers=True)
+    choices = select_kernels(config.decoder, "CPU", precision)
+    kernels = load_kernels(choices, precision, is_compiled_on_cpu=True, host_layers=True)
     return Decoder(config.decoder, kernels, seed=5), InputBuilder(config.decoder, kernels)
 
 

@@ -1,4 +1,4 @@
-"""Reference kernels against float64 numpy, central differences, and plain MindSpore with automatic gradients.
+"""Kernels that are not fused against float64 numpy, central differences, and plain MindSpore with automatic gradients.
 
 Every kernel is run as a model runs it, called by an outer cell, compiled (context.mode 0) and operator by operator
 (mode 1): a hand-written gradient counts only where the cell that holds it is called.
@@ -14,14 +14,33 @@ import collections
 import functools
 import json
 from collections.abc import Callable
+from types import ModuleType
 from typing import NamedTuple
 
 import mindspore
 import numpy as np
 import numpy_kernels
 import pytest
-from kernel_cases import CASES, CAUSAL, EPS, HEADS, HIDDEN, RANDOM, ROWS, SIZE, TOKENS, VOCABULARY, WIDTH, N, normal
+from kernel_cases import (
+    CASES,
+    CAUSAL,
+    EPS,
+    HEADS,
+    HIDDEN,
+    KERNELS,
+    RANDOM,
+    ROWS,
+    SIZE,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    N,
+    attention_masks,
+    normal,
+)
 from mindspore import Tensor, nn, ops
+from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SplitWithSize
 from numpy_kernels import central_differences, distance
 from tolerances import rounding_limit
 
@@ -31,12 +50,14 @@ from trainer.config.schema.model import ModelConfig
 from trainer.models.block import Block, Head
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes
-from trainer.ops.cpu import kernels as reference
+from trainer.ops import plain
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import select_kernels
 
 LIMIT = rounding_limit(2 * (SIZE + TOKENS + TOKENS + 4), N, scale=3)
 MODES = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
+BOTH_SETS = pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
 
 
 class Caller(nn.Cell):
@@ -91,7 +112,7 @@ def test_forward_and_gradients(name: str, compiled: bool) -> None:
         assert distance(mine, automatic) < LIMIT
 
 
-class DoubledSwiGLU(reference.SwiGLU):
+class DoubledSwiGLU(compiled_kernels.SwiGLU):
     """A kernel whose own gradient can be told from the automatic one."""
 
     def bprop(self, gate_NF, up_NF, out, grad_NF):
@@ -108,19 +129,21 @@ def test_a_kernels_own_gradient_is_the_one_that_runs(compiled: bool) -> None:
     np.testing.assert_array_equal(grad_up, upstream)
 
 
+@BOTH_SETS
 @MODES
-def test_rms_norm_of_a_row_of_zeros_is_finite(compiled: bool) -> None:
+def test_rms_norm_of_a_row_of_zeros_is_finite(compiled: bool, kernels: ModuleType) -> None:
     x_ND, weight_D, upstream = normal(N, HIDDEN), normal(HIDDEN), normal(N, HIDDEN)
     x_ND[2] = 0
-    run = runner(Caller(reference.RmsNorm(HIDDEN, EPS)), compiled)
+    run = runner(Caller(kernels.RmsNorm(HIDDEN, EPS)), compiled)
     assert not run(Tensor(x_ND), Tensor(weight_D)).asnumpy()[2].any()
     grad_x, grad_weight = gradients(run, [x_ND, weight_D], upstream)
     np.testing.assert_allclose(grad_x[2], upstream[2] * weight_D / np.sqrt(EPS), rtol=rounding_limit(HIDDEN, 4))
     assert np.isfinite(grad_weight).all()
 
 
-def test_attention_ignores_what_the_mask_excludes_however_large() -> None:
-    case = CASES["attention_packed"]
+@pytest.mark.parametrize("kind", KERNELS)
+def test_attention_ignores_what_the_mask_excludes_however_large(kind: str) -> None:
+    case = CASES[f"{kind} attention_packed"]
     run = Caller(case.cell())
     usual = run(*map(Tensor, case.arrays), *case.rest).asnumpy()
     q, k, v = (array.copy() for array in case.arrays)
@@ -141,11 +164,12 @@ def exact_logits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     return x_ND, weight_VD, np.array([1, 3, 4, 0, 5], np.int32), np.array([True, True, True, True, False])
 
 
+@BOTH_SETS
 @MODES
-def test_cross_entropy_of_huge_logits(compiled: bool) -> None:
+def test_cross_entropy_of_huge_logits(compiled: bool, kernels: ModuleType) -> None:
     x_ND, weight_VD, labels_N, valid_N = exact_logits()
     valid_N1 = Tensor(valid_N[:, None].astype(np.float32))
-    run = runner(Caller(reference.CrossEntropy()), compiled)
+    run = runner(Caller(kernels.CrossEntropy()), compiled)
     wide = [x_ND.astype(np.float64), weight_VD.astype(np.float64)]
     for n in range(len(labels_N)):  # row by row: a sum with the 2e4 of row 2 would hide the others' digits
         row = slice(n, n + 1)
@@ -159,9 +183,10 @@ def test_cross_entropy_of_huge_logits(compiled: bool) -> None:
     assert not ours[0][~valid_N].any()
 
 
+@BOTH_SETS
 @MODES
-def test_cross_entropy_without_a_valid_label_is_zero(compiled: bool) -> None:
-    run = runner(Caller(reference.CrossEntropy()), compiled)
+def test_cross_entropy_without_a_valid_label_is_zero(compiled: bool, kernels: ModuleType) -> None:
+    run = runner(Caller(kernels.CrossEntropy()), compiled)
     rest = [Tensor(np.zeros(N, np.int32)), Tensor(np.zeros((N, 1), np.float32))]
     arrays = [normal(N, HIDDEN), normal(VOCABULARY, HIDDEN)]
     assert float(run(*map(Tensor, arrays), *rest).asnumpy()) == 0.0
@@ -169,14 +194,15 @@ def test_cross_entropy_without_a_valid_label_is_zero(compiled: bool) -> None:
         assert not gradient.any()
 
 
-def test_equal_tokens_have_equal_losses_wherever_they_stand() -> None:
+@BOTH_SETS
+def test_equal_tokens_have_equal_losses_wherever_they_stand(kernels: ModuleType) -> None:
     """MindSpore's Log on a CPU gives twelve equal numbers two logarithms, by the instruction that met each one.
 
     Which one that is depends on a division among threads that MindSpore chooses by timing: two runs would then differ.
     """
     tokens = 13
     x_ND, weight_VD = np.repeat(normal(1, HIDDEN), tokens, 0), normal(VOCABULARY, HIDDEN)
-    cell, labels = Caller(reference.CrossEntropy()), Tensor(np.full(tokens, 3, np.int32))
+    cell, labels = Caller(kernels.CrossEntropy()), Tensor(np.full(tokens, 3, np.int32))
     alone = np.eye(tokens, dtype=np.float32)[:, :, None]
     losses = {float(cell(Tensor(x_ND), Tensor(weight_VD), labels, Tensor(valid_N1)).asnumpy()) for valid_N1 in alone}
     assert len(losses) == 1
@@ -213,9 +239,9 @@ def test_attention_in_halves_is_that_of_the_whole(kv_heads: int) -> None:
     upstream[-1] = 0  # nothing flows back from the last token
     found = []
     for tokens in (7, 6):
-        masks = reference.attention_mask(np.tri(tokens, dtype=bool)[None], HEADS, kv_heads)
+        masks = compiled_kernels.attention_mask(np.tri(tokens, dtype=bool)[None], HEADS, kv_heads)
         assert (masks[1] is None) == (tokens == 7)
-        attention = reference.Attention(HEADS, kv_heads, SIZE)
+        attention = compiled_kernels.Attention(HEADS, kv_heads, SIZE)
         compiled = runner(Caller(attention), compiled=True)
         run = functools.partial(lambda function, masks, *args: function(*args, *masks, None), compiled, masks)
         inputs = [np.ascontiguousarray(array[:tokens]) for array in arrays]
@@ -233,15 +259,15 @@ def test_cached_attention_equals_full_attention(kv_heads: int) -> None:
     allowed = CAUSAL.copy()
     allowed[1, :, :2] = False  # row 1 starts with two places of padding
     allowed[1, [0, 1], [0, 1]] = True
-    masks = reference.attention_mask(allowed, HEADS, kv_heads)
-    full = reference.Attention(HEADS, kv_heads, SIZE)(*map(Tensor, arrays), *masks, None).asnumpy()
+    masks = attention_masks(plain, allowed, kv_heads)
+    full = plain.Attention(HEADS, kv_heads, SIZE)(*map(Tensor, arrays), *masks, None).asnumpy()
 
     q_BTC, *caches = (array.reshape(ROWS, TOKENS, -1) for array in arrays)
     caches = [np.pad(cache, ((0, 0), (0, spare), (0, 0)), constant_values=1e3) for cache in caches]
     seen = np.pad(allowed[:, -queries:], ((0, 0), (0, 0), (0, spare)))
-    cached = reference.cached_attention(
+    cached = plain.cached_attention(
         Tensor(np.ascontiguousarray(q_BTC[:, -queries:])), *map(Tensor, caches),
-        reference.cached_mask(seen, HEADS, kv_heads), HEADS, kv_heads,
+        plain.cached_mask(seen, HEADS, kv_heads), HEADS, kv_heads,
     )
     assert distance(cached.asnumpy(), full.reshape(ROWS, TOKENS, -1)[:, -queries:]) < LIMIT
 
@@ -296,6 +322,17 @@ def test_a_shared_instance_is_the_trap_that_the_kernels_avoid() -> None:
         assert distance(ours, wanted) < LIMIT
 
 
+def test_split_and_concatenation_are_the_trap_that_the_plain_kernels_avoid() -> None:
+    """Operator by operator, the gradient of a concatenation is in views, whose order SplitWithSize's gradient does not
+    know (MindSpore 2.10). When this test skips, it is mended, and the rule in trainer/ops/plain.py can go."""
+    split, concat, x, upstream = SplitWithSize(), P.Concat(1), normal(4, 6), normal(4, 6)
+    [found] = gradients(lambda x: concat(split(x, (3, 3), 1)), [x], upstream)
+    if distance(found, upstream) < LIMIT:
+        pytest.skip(f"MindSpore {mindspore.__version__} computes this gradient")
+    [found] = gradients(lambda x: concat(tuple(part * 1.0 for part in split(x, (3, 3), 1))), [x], upstream)
+    assert distance(found, upstream) < LIMIT
+
+
 def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> list[Tensor | None]:
     """Arguments of `Block` for one row."""
     tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))
@@ -318,7 +355,7 @@ def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, mon
     """No instance with a gradient of its own may stand at two call sites of one compiled function."""
     sizes = {"hidden_size": 8, "num_heads": 2, "n_kv_heads": 1, "vocab_size": 7, "seq_length": TOKENS, "multiple_of": 8}
     settings = parse_config("kernels", json.dumps({"model": {"model_config": sizes | options}})).decoder
-    kernels = load_kernels(select_kernels(settings, "CPU"))
+    kernels = load_kernels(select_kernels(settings, "CPU"), is_compiled_on_cpu=True)
     block, head = Block(settings, kernels), Head(settings, kernels)
     calls: collections.Counter[int] = collections.Counter()
     original = nn.Cell.__call__

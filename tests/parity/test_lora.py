@@ -23,7 +23,8 @@ from trainer.checkpoint.adapters import merged
 from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
 from trainer.models.spec.shapes import adapter_shapes, block_names, parameter_shapes
-from trainer.ops.cpu import kernels as reference
+from trainer.ops import plain
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey, dropout_mask
 from trainer.step.evaluate import evaluate
 
@@ -188,10 +189,10 @@ def test_only_adapters_are_trained(tiny: TinyTrainer) -> None:
     assert {name.split(".", 1)[1] for name in step.optimizer.state_arrays()} == set(adapters)
 
 
-def built(tiny: TinyTrainer, **how: object) -> TinyTrainer:
+def built(tiny: TinyTrainer, *, compiled: bool, **how: object) -> TinyTrainer:
     """The same model with its decoder built in another way; by itself, so that all parameters have gradients."""
-    other = with_random_adapters(TinyTrainer(compiled=False, **tiny.sections["model"]))
-    other.model = Decoder(tiny.model.settings, other.kernels, seed=5, **how)
+    other = with_random_adapters(TinyTrainer(compiled=compiled, **tiny.sections["model"]))
+    other.model = Decoder(tiny.model.settings, other.kernels, seed=5, compiled=compiled, **how)
     return other
 
 
@@ -274,13 +275,14 @@ def test_dropout_repeats_and_the_compiled_block_uses_its_masks(
 
 
 def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, original = [], reference.dropout_mask
+    drawn, original = [], plain.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         drawn.append((site, shape, rate))
         return original(key, site, shape, rate, part)
 
-    monkeypatch.setattr(reference, "dropout_mask", recording)
+    for module in (plain, compiled_kernels):
+        monkeypatch.setattr(module, "dropout_mask", recording)
     losses_and_gradients(dropping, make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.
     adapters = [(site, shape) for site, shape, rate in drawn if rate == RATE]

@@ -25,9 +25,11 @@ from trainer.models.compute_weights import ComputeWeights, in_float32
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
+from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import HEAD
+from trainer.ops import plain
 from trainer.ops.ascend.optim import FusedAdamW
-from trainer.ops.cpu import kernels as reference
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -55,7 +57,9 @@ class Model(NamedTuple):
 def build_new(amp_level: str | None, compiled: bool, model: frozenset) -> Model:
     config = config_of(amp_level=amp_level, model=OPTIONS | dict(model))
     precision = resolve_precision(config.decoder, config.amp_level, "CPU")
-    kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
+    kernels = load_kernels(
+        select_kernels(config.decoder, "CPU", precision), precision, is_compiled_on_cpu=compiled
+    )
     return Model(Decoder(config.decoder, kernels, seed=5, compiled=compiled), InputBuilder(config.decoder, kernels))
 
 
@@ -119,7 +123,7 @@ def test_a_head_that_several_modules_use_has_no_copy() -> None:
 
 def test_an_update_casts_the_weights_that_it_changed_and_a_load_casts_all() -> None:
     masters = {name: Parameter(Tensor(np.zeros((2, 2), np.float32)), name) for name in ("frozen", "trained")}
-    weights = ComputeWeights(masters, HALF)
+    weights = ComputeWeights(masters, HALF, {name: ParameterSpec(name, (2, 2)) for name in masters})
     for master in masters.values():
         master.set_data(Tensor(np.ones((2, 2), np.float32)))
     weights.refresh(["trained", "a bias"])
@@ -164,22 +168,38 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
 
     def watching(cell: nn.Cell, *args):
         out = original(cell, *args)
-        if type(cell).__module__ == reference.__name__:
-            results = out if isinstance(out, tuple) else (out,)
-            for place, tensor in [*enumerate(args), *((f"out{i}", tensor) for i, tensor in enumerate(results))]:
-                if isinstance(tensor, Tensor):
-                    met.setdefault(f"{type(cell).__name__}.{place}", []).append(tensor.asnumpy())
+        if type(cell).__module__ == plain.__name__:
+            note(type(cell).__name__, args, out)
         return out
 
+    def note(name: str, args: tuple, out: Tensor) -> None:
+        for place, tensor in [*enumerate(args), ("out", out)]:
+            if isinstance(tensor, Tensor):
+                met.setdefault(f"{name}.{place}", []).append(tensor.asnumpy())
+
+    def noting(operator: Callable, name: str) -> Callable:
+        def call(*args):
+            out = operator(*args)
+            note(name, args, out)
+            return out
+
+        return call
+
     monkeypatch.setattr(nn.Cell, "__call__", watching)
+    rounded = plain.Attention.rounded
+    monkeypatch.setattr(plain.Attention, "rounded", lambda *args: noting(rounded, "Attention.rounded")(*args))
+    for _, cell in model.decoder.cells_and_names():
+        for name in ("logits", "mix", "sum") if type(cell).__module__ == plain.__name__ else ():
+            if name in cell._primitives:
+                monkeypatch.setitem(vars(cell), name, noting(getattr(cell, name), f"{type(cell).__name__}.{name}"))
     model.decoder(model.build_inputs(BATCH))
     return met
 
 
-PRODUCTS = ("Linear.0", "Linear.1", "Linear.out0", "LinearBias.2", "Attention.0", "Attention.1", "Attention.2",
-            "Attention.out0", "_CrossEntropyCore.0", "_CrossEntropyCore.1")  # fmt: skip
-IN_FLOAT32 = ("RmsNorm.0", "RmsNorm.1", "Rotary.0", "SwiGLU.0", "Attention.3", "AttentionCore.out1",
-              "_CrossEntropyCore.out0", "_CrossEntropyCore.out1")  # fmt: skip
+PRODUCTS = ("Linear.0", "Linear.1", "Linear.out", "LinearBias.2", "Attention.0", "Attention.1", "Attention.2",
+            "Attention.out", "Attention.mix.0", "CrossEntropy.logits.0", "CrossEntropy.logits.1")  # fmt: skip
+IN_FLOAT32 = ("RmsNorm.0", "RmsNorm.1", "Rotary.0", "SwiGLU.0", "Attention.3", "CrossEntropy.sum.0",
+              "CrossEntropy.out")  # fmt: skip
 
 
 @pytest.mark.parametrize("level", ["O0", *LEVELS])
@@ -190,7 +210,7 @@ def test_every_kernel_of_the_model_meets_its_dtype(level: str, monkeypatch: pyte
     assert {name: dtypes[name] for name in PRODUCTS} == dict.fromkeys(PRODUCTS, {str(compute).lower()})
     assert {name: dtypes[name] for name in IN_FLOAT32} == dict.fromkeys(IN_FLOAT32, {"float32"})
     # The arithmetic of these is float32, but what they take is rounded to their dtype.
-    rounded = {"RmsNorm.0": norm, "AttentionCore.out1": softmax, "SwiGLU.0": compute, "Rotary.0": compute,
+    rounded = {"RmsNorm.0": norm, "Attention.rounded.out": softmax, "SwiGLU.0": compute, "Rotary.0": compute,
                "Rotary.1": rotary, "Rotary.2": rotary}  # fmt: skip
     for name, dtype in rounded.items():
         are_half = all(np.array_equal(array, array.astype(np.float16)) for array in met[name])
@@ -215,7 +235,7 @@ def test_sum_of_losses_is_beyond_float16() -> None:
     x_ND, weight_VD = np.full((tokens, width), 5, np.float32), np.eye(VOCABULARY, width, dtype=np.float32) * 4
     labels, valid = Tensor(np.full(tokens, 7, np.int32)), Tensor(np.ones((tokens, 1), np.float32))
     losses = [
-        float(reference.CrossEntropy(dtype)(Tensor(x_ND), Tensor(weight_VD), labels, valid).asnumpy())
+        float(plain.CrossEntropy(dtype)(Tensor(x_ND), Tensor(weight_VD), labels, valid).asnumpy())
         for dtype in (FULL, HALF)
     ]
     assert losses[0] > 65504
@@ -245,7 +265,7 @@ def test_the_loss_scale_reaches_the_gradients_of_unlikely_tokens(factor: float, 
     """Where the scale came after probabilities of 2e-9 had been rounded to float16, these tokens would not learn."""
     x_ND, weight_VD = np.array([[1, 0]], np.float32), np.array([[0, 0], [-20, 0], [-1, 0]], np.float32)
     labels, valid = Tensor(np.array([2], np.int32)), Tensor(np.ones((1, 1), np.float32))
-    cell = reference.CrossEntropy(HALF)
+    cell = plain.CrossEntropy(HALF)
     gradient = mindspore.grad(lambda weight: cell(Tensor(x_ND), weight, labels, valid) * Tensor(np.float32(factor)))
     p = np.exp(-20) / (1 + np.exp(-20) + np.exp(-1))
     found = gradient(Tensor(weight_VD)).asnumpy()[1, 0]
@@ -263,7 +283,7 @@ def test_in_float32_there_is_no_cast(level: str | None) -> None:
     """The kernels are those without a wrapper, so the graph is what it would be without this feature."""
     decoder = build(level).decoder
     assert not [name for name, cell in decoder.cells_and_names() if isinstance(cell, InDtype)]
-    cores = [cell for _, cell in decoder.cells_and_names() if isinstance(cell, reference.AttentionCore)]
+    cores = [cell for _, cell in decoder.cells_and_names() if isinstance(cell, compiled_kernels.AttentionCore)]
     assert not any(core.half or core.half_softmax for core in cores) and not decoder.head.cross_entropy.half
 
 

@@ -23,7 +23,7 @@ from trainer.arrays.onednn import NumpyOperators
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
-from trainer.ops.cpu import kernels as reference
+from trainer.ops import plain as plain_kernels
 from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
@@ -156,7 +156,7 @@ class Chain(nn.Cell):
         super().__init__()
         self.permute, self.unpermute = moe_reference.Permute(), moe_reference.Unpermute()
         self.gate, self.up, self.down = (moe_reference.GroupedMatmul() for _ in range(3))
-        self.swiglu = reference.SwiGLU()
+        self.swiglu = plain_kernels.SwiGLU()
 
     def construct(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing):
         rows_RD, counts_E = self.permute(x_ND, routing.token_R, routing.row_Nk), routing.counts_E

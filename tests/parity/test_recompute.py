@@ -18,8 +18,8 @@ from recompute_memory import LAYERS
 from tiny_trainer import assert_same_bits, make_batch, shared_trainer, state_of
 
 from trainer.data import Batch
-from trainer.ops import dropout
-from trainer.ops.cpu import kernels as reference
+from trainer.ops import dropout, plain
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey
 from trainer.step.accumulate import accumulate
 
@@ -93,13 +93,13 @@ def test_the_same_bits_without_compilation(window: list[Batch], eager: dict[str,
 def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Correctness 12, of what there is to replay: the backward pass meets the forward pass' masks, each once more."""
     drawn: list[tuple[DropoutKey, int]] = []
-    original = reference.dropout_mask
+    original = plain.dropout_mask
 
     def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
         drawn.append((key, site))
         return original(key, site, shape, rate, part)
 
-    for module in (reference, dropout):  # of the residual stream, and of the scores
+    for module in (plain, compiled_kernels, dropout):  # of the residual stream, and of the scores
         monkeypatch.setattr(module, "dropout_mask", recording)
     trainer = shared_trainer(compiled=False, sections={"recompute_config": WHOLE}, **DROPOUT)
     accumulate(window, trainer.step().backward)

@@ -17,7 +17,6 @@ from test_semi_auto import batch, config_of, explicit
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.parallel.world import SINGLE_PROCESS
-from trainer.semi_auto import kernels as plain_kernels
 from trainer.semi_auto import network
 from trainer.semi_auto.training import open_semi_auto_training
 
@@ -32,11 +31,11 @@ BALANCED = {
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     load = network.load_kernels
 
-    def load_kernels(choices, precision, *modules, **options):
-        found = load(choices, precision, *modules, **options)
-        if modules:
+    def load_kernels(choices, precision, **options):
+        found = load(choices, precision, **options)
+        if options:
             return found
-        own = {"route": moe_ascend.Route, "grouped_matmul": GroupedMatmul, "swiglu": plain_kernels.SwiGLU}
+        own = {"route": moe_ascend.Route, "grouped_matmul": GroupedMatmul}
         return dataclasses.replace(found, **own)
 
     monkeypatch.setattr(network, "load_kernels", load_kernels)

@@ -31,9 +31,8 @@ from trainer.data import Batch
 from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
 from trainer.models.spec.shapes import all_shapes
-from trainer.ops import dropout
+from trainer.ops import dropout, plain
 from trainer.ops.ascend import attention as ascend_attention
-from trainer.ops.cpu import kernels as reference
 from trainer.ops.dropout import DropoutKey
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
@@ -360,7 +359,7 @@ def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
         numbers = np.arange(math.prod(shape)) + seed_of(key, site)
         return np.where(numbers % 5 > 0, np.float32(1.25), np.float32(0)).reshape(shape)
 
-    for module in (reference, dropout):  # of the residual stream, and of the scores
+    for module in (plain, dropout):  # of the residual stream, and of the scores
         monkeypatch.setattr(module, "dropout_mask", factors)
     monkeypatch.setattr(trainer.semi_auto.step, "mask_seed", lambda key, site: 4 * seed_of(key, site))
     monkeypatch.setattr(ascend_attention, "draw_bits", factors_in_graph)

@@ -28,13 +28,17 @@ ROOMS = (
     ("trainer.storage",),
     ("trainer.parallel.mesh",),
     ("trainer.parallel.schedule",),
+    # The rules about a model read its description, which is made from the settings.
+    ("trainer.config.families", "trainer.config.location", "trainer.config.patterns"),
+    ("trainer.config.schema",),
+    ("trainer.models.spec",),
     ("trainer.config",),
     ("trainer.ops.host_library",),
     ("trainer.ops.precision",),
     # Facts without arrays of MindSpore, some of them the pure Python part of a room further right.
     (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
-        "trainer.models.spec", "trainer.ops.select", "trainer.ops.routing", "trainer.ops.dropout",
+        "trainer.ops.select", "trainer.ops.routing", "trainer.ops.dropout",
         "trainer.device.settings", "trainer.device.doctor", "trainer.cli.flags", "trainer.launch",
         "trainer.dryrun.stand_ins",
     ),
@@ -85,9 +89,8 @@ FUSED_OPERATORS = frozenset(
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
-                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.semi_auto.kernels_ascend")
-KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe",
-                  "trainer.semi_auto.kernels")
+                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.ops.ascend.sharded")
+KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.plain", "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "
@@ -95,8 +98,6 @@ COLLECTIVES = frozenset(
 )
 
 UNPICKLERS = frozenset("pickle cPickle dill cloudpickle joblib shelve marshal torch jsonpickle".split())
-ANNOTATED_IN_CIRCLES = ("trainer.semi_auto.",)
-"""Modules whose annotations name what imports them."""
 TEMPLATE_MODULES = ("trainer.data.tokens.template_engine", "trainer.data.tokens.chat_template")
 
 
@@ -218,9 +219,6 @@ def cycles(modules: list[Module]) -> list[str]:
     graph = {}
     for module in modules:
         targets = {target for target, _ in module.imports()}
-        if module.name.startswith(ANNOTATED_IN_CIRCLES):
-            for_types = {line for node in ast.walk(module.tree) if is_type_checking(node) for line in lines_of(node)}
-            targets = {target for target, line in module.imports() if line not in for_types}
         graph[module.name] = {target for target in targets if target.startswith("trainer.") and target != module.name}
     try:
         graphlib.TopologicalSorter(graph).prepare()

@@ -11,12 +11,14 @@ from config_helpers import failure
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
-from trainer.checkpoint.expert_names import FUSED, MIXTRAL, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
+from trainer.checkpoint.expert_names import FUSED, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
+from trainer.config.families import FAMILIES
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.shapes import parameter_shapes
 
+MIXTRAL = FAMILIES["MixtralForCausalLM"].expert_names
 GATE, UP, DOWN = (f"model.layers.1.mlp.experts.{name}_proj.weight" for name in ("gate", "up", "down"))
 EXPERT = "model.layers.1.mlp.experts.2"
 

@@ -25,7 +25,7 @@ from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import config_notices, parse_config
 from trainer.config.families import FAMILIES
-from trainer.config.hugging_face import DEFAULTS, class_differences, config_json, saved_class
+from trainer.config.hugging_face import class_differences, config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
@@ -78,13 +78,13 @@ def test_config_json_says_what_it_was_read_from(tmp_path: Path, name: str) -> No
     assert config_json(load_folder(tmp_path / "ours").decoder, kind) == ours
 
 
-@pytest.mark.parametrize("kind", [kind for kind in DEFAULTS if FAMILIES[kind].in_transformers])
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if FAMILIES[kind].in_transformers])
 def test_a_yaml_of_each_class_becomes_a_config_json_of_it(kind: str) -> None:
     experts = ", expert_num: 4, num_experts_chosen: 2" if FAMILIES[kind].is_mixture else ""
     experts += ", shared_expert_num: 1" if kind == "Qwen2MoeForCausalLM" else ""
     decoder = load(f"model: {{arch: {{type: {kind}}}, model_config: {{{SIZES}{experts}}}}}\n").decoder
     assert class_differences(decoder, kind) == []
-    assert config_json(decoder, kind).keys() >= DEFAULTS[kind].keys()
+    assert config_json(decoder, kind).keys() >= FAMILIES[kind].defaults.keys()
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from trainer.checkpoint.adapters import base_record, check_base, description, di
 from trainer.checkpoint.documents import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
-from trainer.config.schema.adapter import PetConfig, projections
-from trainer.models.spec.build import parameter_specs
+from trainer.config.schema.adapter import PetConfig
+from trainer.models.spec.adapters import projections
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import (
     adapted_projections,
@@ -23,6 +23,7 @@ from trainer.models.spec.shapes import (
     block_names,
     block_weights,
     parameter_shapes,
+    parameter_specs,
 )
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
@@ -40,8 +41,11 @@ def config_of(**section: object) -> Config:
     return load(with_adapters(**section))
 
 
+MATRICES = projections(load(BASE).decoder)
+
+
 def targets(expression: str, layer: int = 0) -> list[str]:
-    return [name.split(".")[-1] for name in PetConfig(target_modules=expression).targets(layer, projections())]
+    return [name.split(".")[-1] for name in PetConfig(target_modules=expression).targets(layer, MATRICES)]
 
 
 # Which matrices
@@ -75,7 +79,7 @@ def test_the_names_of_both_kinds_of_files_match(expression: str, expected: list[
 
 
 def test_each_name_has_its_counterpart() -> None:
-    for ours, theirs in projections().items():
+    for ours, theirs in MATRICES.items():
         assert targets(f".*{theirs}") == targets(f".*{ours}") == [ours.split(".")[-1]]
 
 
@@ -87,7 +91,7 @@ def test_layers_are_told_apart() -> None:
 def test_defaults_are_those_of_the_documentation() -> None:
     section = config_of(pet_type="lora").decoder.pet_config
     assert (section.lora_rank, section.lora_alpha, section.lora_dropout, section.scale) == (8, 16, 0, 2)
-    assert section.targets(0, projections()) == tuple(f"self_attn.{name}" for name in QUERIES)
+    assert section.targets(0, MATRICES) == tuple(f"self_attn.{name}" for name in QUERIES)
     assert load(BASE).decoder.pet_config is None
     config = config_of(lora_rank=4, lora_alpha=1)
     assert parse_config("again", dump_config(config)) == config and config.decoder.pet_config.scale == 0.25

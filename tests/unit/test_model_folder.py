@@ -13,7 +13,8 @@ from golden_files import GOLDEN_FOLDER, load_model_case, model_case_names
 
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
-from trainer.config.hugging_face import DEFAULTS, config_json, verdict
+from trainer.config.hugging_face import config_json
+from trainer.config.read.model_folder import verdict
 
 FACTS = json.loads((GOLDEN_FOLDER / "families.json").read_text(encoding="utf-8"))
 OTHERS: dict[str, dict[str, Any]] = FACTS["others"]
@@ -38,7 +39,7 @@ def key(path: Path, more: str = "") -> str:
 
 @pytest.mark.parametrize("kind", [kind for kind, family in FAMILIES.items() if family.in_transformers])
 def test_the_table_of_defaults_is_transformers(kind: str) -> None:
-    theirs, ours = FACTS["defaults"][kind], DEFAULTS[kind]
+    theirs, ours = FACTS["defaults"][kind], FAMILIES[kind].defaults
     assert theirs["model_type"] == FAMILIES[kind].model_type
     for name, value in ours.items():
         if name not in theirs:  # num_experts by its older name, which published files have

@@ -16,11 +16,10 @@ from golden_files import load_model_case, model_case_names, model_settings
 from trainer.checkpoint.joined_names import split_joined
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.models.spec.rotary import rotary_angles
-from trainer.models.spec.shapes import attention_shapes, mlp_shapes, parameter_shapes
+from trainer.models.spec.shapes import attention_shapes, mlp_shapes, parameter_shapes, parameter_specs
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {

@@ -9,8 +9,9 @@ import pytest
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
-from trainer.models.spec.build import dropout_sites, model_spec, parameter_specs
+from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import AdapterSpec, MlpSpec, MoeSpec
+from trainer.models.spec.shapes import parameter_specs
 
 SIZES = {
     "num_layers": 4, "hidden_size": 64, "num_heads": 4, "n_kv_heads": 2, "intermediate_size": 96, "vocab_size": 300,

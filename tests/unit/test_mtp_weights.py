@@ -14,10 +14,9 @@ from safetensors.numpy import load_file, save_file
 from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import Config, parse_config
-from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import EXPERT_BIAS
-from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
+from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.run.export import export
 
 SIZES = {

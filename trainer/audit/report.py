@@ -138,7 +138,7 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     settings = config.decoder
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     choices = select_kernels(settings, "Ascend", precision)
-    kernels = load_kernels(choices, precision, device="Ascend")
+    kernels = load_kernels(choices, precision)
     trained = trained_names(settings, frozen_names(config))
     kinds = _kinds(settings, trained)
     graphs = _Graphs(settings, kernels, trained)

@@ -32,8 +32,8 @@ from trainer.checkpoint.weights import (
     stored_weights,
 )
 from trainer.errors import UserError
-from trainer.models.spec.build import layer_targets, parameter_specs
-from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
+from trainer.models.spec.adapters import layer_targets
+from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved

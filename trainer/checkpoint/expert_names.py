@@ -21,32 +21,36 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
-from trainer.checkpoint.joined_names import DiskPart, join
+from trainer.checkpoint.joined_names import DiskPart, place_on_disk
+from trainer.config.families import FAMILIES, ExpertNames
 from trainer.parallel.sharding import ArrayPart, whole_array
 from trainer.storage.tensor_file import AnyArray, stacked
 
 Shapes = Mapping[str, tuple[int, ...]]
 Weights = dict[str, np.ndarray]
 
-ONE_BY_ONE, MIXTRAL, FUSED = "one by one", "Mixtral", "fused"
-_EXPERTS, _ROUTER = "mlp.experts.", "mlp.gate.weight"
-_GATE, _UP, _DOWN = (f"{name}_proj.weight" for name in ("gate", "up", "down"))
-_OF_MIXTRAL = {_GATE: "w1.weight", _UP: "w3.weight", _DOWN: "w2.weight"}
-_HOME = "block_sparse_moe."
-_JOINED, _DOWN_JOINED = f"{_EXPERTS}gate_up_proj", f"{_EXPERTS}down_proj"
+ONE_BY_ONE = ExpertNames()
+FUSED = ExpertNames(matrices=("gate_up_proj", "gate_up_proj", "down_proj"))
+_EXPERTS = "mlp.experts."
+_ROUTER = "mlp.gate.weight"
+_MATRICES = tuple(f"{name}.weight" for name in ONE_BY_ONE.matrices)
+_GATE, _UP, _DOWN = _MATRICES
+_JOINED, _DOWN_JOINED = (f"{_EXPERTS}{name}" for name in FUSED.matrices[1:])
 
 
-def form_of(names: Iterable[str]) -> str:
-    """The form in which a file with tensors of these names holds its experts."""
+def form_of(names: Iterable[str]) -> ExpertNames:
+    """Returns the form in which a file with tensors of these names holds its experts."""
+    others = {family.expert_names for family in FAMILIES.values()} - {ONE_BY_ONE}
     for name in names:
-        if f".{_HOME}" in name:
-            return MIXTRAL
+        for form in others:
+            if f".{form.module}." in name:
+                return form
         if name.endswith((f".{_JOINED}", f".{_DOWN_JOINED}")):
             return FUSED
     return ONE_BY_ONE
 
 
-def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, ...]]:
+def disk_shapes(shapes: Shapes, form: ExpertNames = ONE_BY_ONE) -> dict[str, tuple[int, ...]]:
     """Names and shapes on disk of parameters with these names and shapes in memory."""
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
@@ -60,23 +64,29 @@ def disk_shapes(shapes: Shapes, form: str = ONE_BY_ONE) -> dict[str, tuple[int, 
     return found
 
 
-def disk_parts(parts: Mapping[str, ArrayPart], family: str) -> dict[str, list[DiskPart]]:
-    """What each tensor to save has of these parts of parameters, one tensor for each expert; `family` is
-    `model.arch.type`."""
-    form, found = MIXTRAL if family == "MixtralForCausalLM" else ONE_BY_ONE, {}
+def disk_parts(parts: Mapping[str, ArrayPart], kind: str) -> dict[str, list[DiskPart]]:
+    """Returns what each tensor to save has of these parts of parameters, one tensor for each expert.
+
+    `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
+    """
+    form = FAMILIES[kind].expert_names if kind in FAMILIES else ONE_BY_ONE
+    found: dict[str, list[DiskPart]] = {}
     for name, part in parts.items():
         if _is_stack(name):
             names = list(_expert_names(name, part.whole[0], form))
-            found |= {names[expert]: [DiskPart(name, own, one)] for expert, one, own in part.items()}
+            pieces = [(names[expert], DiskPart(name, own, one)) for expert, one, own in part.items()]
         else:
-            found[_single_name(name, form)] = [DiskPart(name, slice(0, part.size), part)]
-    return join(found, family)
+            pieces = [(_single_name(name, form), DiskPart(name, slice(0, part.size), part))]
+        for own_name, piece in pieces:
+            name_on_disk, placed = place_on_disk(own_name, piece, kind)
+            found.setdefault(name_on_disk, []).append(placed)
+    return found
 
 
-def to_disk(arrays: Mapping[str, np.ndarray], family: str) -> Weights:
+def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> Weights:
     """Tensors to save as in `disk_parts`, as views where they are not made of several parameters."""
     found = {}
-    for name, parts in disk_parts({name: whole_array(array.shape) for name, array in arrays.items()}, family).items():
+    for name, parts in disk_parts({name: whole_array(array.shape) for name, array in arrays.items()}, kind).items():
         ordered = sorted(parts, key=lambda one: one.part.shard.start)
         flat = [arrays[one.name].reshape(-1)[one.own] for one in ordered]
         found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].part.whole)
@@ -105,19 +115,17 @@ def _is_stack(name: str) -> bool:
     return f".{_EXPERTS}" in name
 
 
-def _single_name(name: str, form: str) -> str:
+def _single_name(name: str, form: ExpertNames) -> str:
     """Name on disk of a parameter that is not stacked; the router's depends on the form."""
-    return name.replace("mlp.", _HOME) if form == MIXTRAL and name.endswith(_ROUTER) else name
+    return name.replace("mlp.", f"{form.module}.") if name.endswith(_ROUTER) else name
 
 
-def _expert_names(name: str, experts: int, form: str) -> Iterator[str]:
+def _expert_names(name: str, experts: int, form: ExpertNames) -> Iterator[str]:
     """Names on disk of the tensors of a stack, in order."""
     layer, _, projection = name.partition(_EXPERTS)
-    if form == MIXTRAL:
-        layer, projection = f"{layer}{_HOME}experts.", _OF_MIXTRAL.get(projection, projection)
-    else:
-        layer = layer + _EXPERTS
-    return (f"{layer}{expert}.{projection}" for expert in range(experts))
+    if projection in _MATRICES:
+        projection = f"{form.matrices[_MATRICES.index(projection)]}.weight"
+    return (f"{layer}{form.module}.experts.{expert}.{projection}" for expert in range(experts))
 
 
 def _joined_name(name: str) -> tuple[str, int]:

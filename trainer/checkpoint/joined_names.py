@@ -1,4 +1,4 @@
-"""Files that name tensors otherwise or join matrices. Needs numpy only.
+"""Files that name tensors otherwise or join matrices, as the records of families say. Needs numpy only.
 
 =========  ====================================================  =============================================
 family     on disk                                               in memory
@@ -19,8 +19,7 @@ hidden size.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.families import FAMILIES
@@ -32,29 +31,16 @@ if TYPE_CHECKING:
 
 Weights = dict[str, AnyArray]
 
-_PAIR, _ALL, _KEYS_AND_VALUES = "mlp.gate_up_proj", "self_attn.qkv_proj", "self_attn.kv_proj"
-_GATE_AND_UP = (".mlp.gate_proj.", ".mlp.up_proj.")
-_SHARED, _SHARED_HERE = ".mlp.shared_expert.", ".mlp.shared_experts."
-_NAMES = tuple(
-    (re.compile(pattern), name)
-    for pattern, name in (
-        (r"^transformer\.embedding\.(word_embeddings\.weight|embedding_weight)$", "model.embed_tokens.weight"),
-        (r"^transformer\.word_embeddings\.", "model.embed_tokens."),
-        (r"^transformer\.(encoder\.layers|h)\.", "model.layers."),
-        (r"^transformer\.(encoder\.final_layernorm|ln_f)\.", "model.norm."),
-        (r"^transformer\.output_layer\.", "lm_head."),
-        (r"\.self_attention\.dense\.", ".self_attn.o_proj."),
-        (r"\.self_attention\.query_key_value\.", f".{_ALL}."),
-        (r"\.self_attention\.key_value\.", f".{_KEYS_AND_VALUES}."),
-        (r"\.self_attention\.(?:w([qkv])|(q)uery)\.", r".self_attn.\1\2_proj."),
-        (r"\.mlp\.dense_h_to_4h\.", f".{_PAIR}."),
-        (r"\.mlp\.dense_left\.", ".mlp.gate_proj."),
-        (r"\.mlp\.dense_right\.", ".mlp.up_proj."),
-        (r"\.mlp\.dense_4h_to_h\.", ".mlp.down_proj."),
-        (r"\.mlp\.local_experts\.", ".mlp.experts."),
-        (r"\.mlp\.router\.", ".mlp.gate."),
-    )
-)
+_JOINED = {
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+}
+"""Matrices that files join, each above the next; in the last one the heads take turns."""
+_PUBLISHED = {theirs: ours for family in FAMILIES.values() for theirs, ours in family.published_names.items()}
+_RENAMED = {theirs: ours for family in FAMILIES.values() for ours, theirs in family.tensor_names.items()}
+_OTHERWISE = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors))
+"""Pieces of names that only files in another form have, beside "transformer." at the beginning."""
 
 
 class DiskPart(NamedTuple):
@@ -72,74 +58,72 @@ class DiskPart(NamedTuple):
 
 
 def split_joined(weights: Mapping[str, AnyArray], settings: ModelConfig) -> Weights:
-    """The tensors of a file under our names, each matrix by itself; others are kept as they are."""
-    parts = f".{_PAIR}.", _SHARED
-    if not any(name.startswith("transformer.") or any(part in name for part in parts) for name in weights):
+    """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
+    if not any(name.startswith("transformer.") or any(piece in name for piece in _OTHERWISE) for name in weights):
         return dict(weights)
     found: Weights = {}
     for name, array in weights.items():
         if name != "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
-            found |= _split(_renamed(name), array, settings)
+            found |= _split(_name_in_memory(name), array, settings)
     return found
 
 
-def join(parts: Mapping[str, Sequence[DiskPart]], family: str) -> dict[str, list[DiskPart]]:
-    """What the tensors of a family's files have of parameters, from what each tensor has under its own name; `family`
-    is the class that they are saved as."""
-    if family == "Qwen2MoeForCausalLM":
-        return {name.replace(_SHARED_HERE, _SHARED): list(found) for name, found in parts.items()}
-    if family not in FAMILIES or not FAMILIES[family].joins_gate_up:
-        return {name: list(found) for name, found in parts.items()}
-    joined: dict[str, list[DiskPart]] = {}
-    for name, found in parts.items():
-        place = next((place for place, one in enumerate(_GATE_AND_UP) if one in name), None)
-        if place is not None:
-            name = name.replace(_GATE_AND_UP[place], ".mlp.gate_up_proj.")
-            found = [one._replace(part=_below(one.part, place)) for one in found]
-        joined.setdefault(name, []).extend(found)
-    return joined
-
-
-def _below(part: ArrayPart, place: int) -> ArrayPart:
-    """The same part of one of two matrices of a shape, the first above the second."""
-    rows, *others = part.whole
-    shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
-    return ArrayPart((2 * rows, *others), shard, part.flat)
-
-
-def _renamed(name: str) -> str:
-    if name.startswith("transformer."):
-        for pattern, ours in _NAMES:
-            name = pattern.sub(ours, name)
-    return name.replace(_SHARED, _SHARED_HERE)
+def _name_in_memory(name: str) -> str:
+    pieces = _PUBLISHED | _RENAMED if name.startswith("transformer.") else _RENAMED
+    for theirs, ours in pieces.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _split(name: str, array: AnyArray, settings: ModelConfig) -> Iterator[tuple[str, AnyArray]]:
-    """The matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
+    """Yields the matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
     module, _, kind = name.rpartition(".")
-    layer = next((module.removesuffix(joined) for joined in (_PAIR, _ALL, _KEYS_AND_VALUES)
-                  if module.endswith(f".{joined}")), "")  # fmt: skip
-    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
-    if not layer:
+    joined = next((joined for joined in _JOINED if module.endswith(f".{joined}")), "")
+    if not joined:
         yield name, array
-    elif module.endswith(_PAIR):
-        yield from zip(_names(layer, "mlp", ("gate", "up"), kind), _cut(array, settings.ffn_size), strict=True)
-    elif module.endswith(_ALL):
+        return
+    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
+    if joined == "mlp.gate_up_proj":
+        parts = _cut(array, settings.ffn_size)
+    elif joined == "self_attn.qkv_proj":
         parts = _cut(array, queries, queries + keys)
-        yield from zip(_names(layer, "self_attn", "qkv", kind), parts, strict=True)
     elif array.shape[0] == 2 * keys:
         size = settings.head_size
-        parts = (concatenated([array[start : start + size] for start in range(number * size, 2 * keys, 2 * size)])
-                 for number in range(2))  # fmt: skip
-        yield from zip(_names(layer, "self_attn", "kv", kind), parts, strict=True)
+        parts = [concatenated([array[start : start + size] for start in range(number * size, 2 * keys, 2 * size)])
+                 for number in range(2)]  # fmt: skip
     else:
-        yield from zip(_names(layer, "self_attn", "kv", kind), _cut(array, -(-array.shape[0] // 2)), strict=True)
+        parts = _cut(array, -(-array.shape[0] // 2))
+    for matrix, part in zip(_JOINED[joined], parts, strict=True):
+        yield f"{module.removesuffix(joined)}{matrix}.{kind}", part
 
 
 def _cut(array: AnyArray, *rows: int) -> list[AnyArray]:
-    """The rows up to each of these, and the rest."""
+    """Cuts an array into the rows up to each of these, and the rest."""
     return [array[start:end] for start, end in zip((0, *rows), (*rows, array.shape[0]), strict=True)]
 
 
-def _names(layer: str, home: str, parts: str | tuple[str, ...], kind: str) -> list[str]:
-    return [f"{layer}{home}.{part}_proj.{kind}" for part in parts]
+def place_on_disk(name: str, one: DiskPart, kind: str) -> tuple[str, DiskPart]:
+    """Returns the tensor of a family's files that has these numbers, and where it has them.
+
+    Args:
+        name: A tensor under its own name, which `one` is a part of.
+        kind: The class that the tensors are saved as.
+    """
+    if kind not in FAMILIES:
+        return name, one
+    for ours, theirs in FAMILIES[kind].tensor_names.items():
+        name = name.replace(ours, theirs)
+    module, _, suffix = name.rpartition(".")
+    for joined, matrices in FAMILIES[kind].joined_tensors.items():
+        for place, matrix in enumerate(matrices):
+            if module.endswith(f".{matrix}"):
+                part = _below(one.part, place, len(matrices))
+                return f"{module.removesuffix(matrix)}{joined}.{suffix}", one._replace(part=part)
+    return name, one
+
+
+def _below(part: ArrayPart, place: int, count: int) -> ArrayPart:
+    """Returns the same part of one of `count` matrices of a shape, each above the next."""
+    rows, *others = part.whole
+    shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
+    return ArrayPart((count * rows, *others), shard, part.flat)

@@ -16,11 +16,10 @@ from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights, read_checkpoint, use_another
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
-from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix
-from trainer.models.spec.shapes import parameter_name, parameter_shapes
+from trainer.models.spec.shapes import parameter_name, parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ArrayPart
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.marker import MARKER, check_saved

@@ -1,98 +1,276 @@
-"""Hugging Face's model families: what the name of one implies, and what a config.json says against it."""
+"""Model families of Hugging Face: one record has all that is known of a family.
+
+The reader and the writer of config.json, the defaults of a YAML that names a family, the names of tensors on disk and
+the refusals read it. `scripts/make_families.py` asks transformers for the defaults, which a test compares.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+Windows = Literal["", "every", "listed", "other"]
+"""Which layers have a sliding window: none; every layer; those of max_window_layers or layer_types; others than these
+keys say for Qwen2, which is not built."""
+
+
+class ExpertNames(NamedTuple):
+    """Names of the tensors of a layer with experts, one for each expert and matrix."""
+
+    module: str = "mlp"
+    """The module that has router and experts."""
+    matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 class Family(NamedTuple):
-    """What follows from the name alone; everything else is a key of config.json."""
+    """What follows from the name of a family. Other facts about a model of it are keys of config.json."""
 
     model_type: str
     """Its name in config.json."""
-    model: dict[str, Any]
-    """Keys of ``model_config``."""
-    experts: dict[str, Any]
-    """Keys of ``moe_config``."""
-    is_mixture: bool = False
-    may_be_mixture: bool = False
-    """Whether a model of it is dense or has experts, as its keys say."""
-    has_expert_bias: bool = False
-    """Whether Hugging Face's class has `e_score_correction_bias`."""
+    defaults: Mapping[str, Any]
+    """All keys that its class reads, with what it takes for one that a config.json leaves out: transformers' values, or
+    those of the code that is published with the weights where transformers does not have the class."""
+    model: Mapping[str, Any] = {}
+    """Keys of ``model_config`` that the name implies."""
+    experts: Mapping[str, Any] = {}
+    """Keys of ``moe_config`` that the name implies."""
+    optional_experts: tuple[str, ...] = ()
+    """Keys that a config.json has only where the model has experts; such a family has dense models too."""
+    renamed_keys: Mapping[str, str] = {}
+    """Keys of a published config.json that have another meaning elsewhere -> the key of this meaning."""
+    written: Mapping[str, Callable[[Any], Any]] = {}
+    """Keys that are written otherwise than for other families, as functions of the ``ModelConfig``."""
+    windows: Windows = ""
     has_output_bias: bool = False
     """Whether attention_bias there means one on o_proj too."""
     has_default_sizes: bool = False
     """Whether a YAML may leave out sizes, which are those of the class then: there is one well-known model of it."""
-    joins_gate_up: bool = False
-    """Whether Hugging Face's class has gate_proj and up_proj as one matrix, gate_up_proj."""
     in_transformers: bool = True
     """Whether transformers has the class."""
+    saved_as: str = ""
+    """The class of transformers that computes the same where it does not have this one."""
     other_names: tuple[str, ...] = ()
     """Other classes and model types that mean the same."""
+    config_class: str = ""
+    """MindSpore Transformers' class of its configuration."""
+    tensor_names: Mapping[str, str] = {}
+    """Pieces of the names of tensors in memory -> on disk, where they differ."""
+    joined_tensors: Mapping[str, tuple[str, ...]] = {}
+    """Matrices on disk that join matrices of one shape, the first above the second."""
+    expert_names: ExpertNames = ExpertNames()
+    published_names: Mapping[str, str] = {}
+    """Pieces of names in files whose names begin with "transformer." -> in memory, or of a matrix that joins others.
+    They are read and never written."""
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether every model of it has experts."""
+        return "num_experts_per_tok" in self.defaults
 
 
-_GLM = {"rotary_pct": 0.5, "rope_interleave": True, "qkv_has_bias": True}
+def shared_experts(settings: Any) -> int:
+    """Counts the shared experts in experts, rounded up where their width is no multiple of one's."""
+    return -(-settings.shared_expert_size // settings.expert_size)
+
+
+_ALL: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
+    "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+_WINDOWS = {"use_sliding_window": False}
+_LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+_SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0}
+"""Balanced by the expert bias instead of a loss: "no auxiliary loss" is what noaux means."""
+_GLM = Family(
+    "glm",
+    _ALL | {
+        "vocab_size": 151552, "intermediate_size": 13696, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1.5625e-7, "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    {"rotary_pct": 0.5, "rope_interleave": True, "qkv_has_bias": True},
+    written={"pad_token_id": lambda settings: None},  # the class has one that small vocabularies lack
+    joined_tensors={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+)  # fmt: skip
 
 FAMILIES = {
-    "LlamaForCausalLM": Family("llama", {}, {}, has_output_bias=True),
-    "Qwen2ForCausalLM": Family("qwen2", {"qkv_has_bias": True}, {}),
-    "Qwen3ForCausalLM": Family("qwen3", {"use_qk_norm": True}, {}, has_output_bias=True),
-    "MistralForCausalLM": Family("mistral", {}, {}),
-    "MixtralForCausalLM": Family("mixtral", {}, {}, is_mixture=True),
-    "Qwen2MoeForCausalLM": Family(
-        "qwen2_moe", {"qkv_has_bias": True}, {"use_shared_expert_gating": True, "norm_topk_prob": False},
-        is_mixture=True,
+    "LlamaForCausalLM": Family(
+        "llama",
+        _ALL | {
+            "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None,
+            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
+        },
+        has_output_bias=True,
+        config_class="LlamaConfig",
     ),
-    "Qwen3MoeForCausalLM": Family("qwen3_moe", {"use_qk_norm": True}, {}, is_mixture=True, has_output_bias=True),
-    # Balanced by the expert bias instead of a loss: "no auxiliary loss" is what noaux means.
+    "Qwen2ForCausalLM": Family(
+        "qwen2", _ALL | _WINDOWS, {"qkv_has_bias": True}, windows="listed", config_class="Qwen2Config"
+    ),
+    "Qwen3ForCausalLM": Family(
+        "qwen3", _ALL | _WINDOWS | {"head_dim": 128, "attention_bias": False}, {"use_qk_norm": True},
+        windows="listed", has_output_bias=True,
+    ),
+    "MistralForCausalLM": Family(
+        "mistral",
+        _ALL | {
+            "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
+            "max_position_embeddings": 131072, "sliding_window": 4096,
+        },
+        windows="every",
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        _ALL | _LOSSES | {
+            "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
+            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_local_experts": 8,
+            "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "sliding_window": None,
+        },
+        written={"intermediate_size": lambda settings: settings.expert_size},
+        windows="every",
+        expert_names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        _ALL | _WINDOWS | _LOSSES | {
+            "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
+            "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "qkv_bias": True,
+        },
+        {"qkv_has_bias": True},
+        {"use_shared_expert_gating": True, "norm_topk_prob": False},
+        # The class is never without shared experts.
+        written={"shared_expert_intermediate_size": lambda settings: settings.shared_expert_size or 1},
+        windows="other",
+        tensor_names={".mlp.shared_experts.": ".mlp.shared_expert."},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _ALL | _WINDOWS | _LOSSES | {
+            "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
+            "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+            "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
+        },
+        {"use_qk_norm": True},
+        windows="other",
+        has_output_bias=True,
+    ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
+        _ALL | {
+            "vocab_size": 151552, "intermediate_size": 10944, "num_hidden_layers": 46, "num_attention_heads": 96,
+            "num_key_value_heads": 8, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "attention_bias": False,
+            "use_qk_norm": False, "partial_rotary_factor": 0.5, "n_routed_experts": 128, "n_shared_experts": 1,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 1408, "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            "num_nextn_predict_layers": 1, "output_router_logits": False,
+        },
         {"rotary_pct": 0.5},
-        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
-        is_mixture=True,
-        has_expert_bias=True,
+        _SIGMOID_ROUTER,
     ),
-    "GlmForCausalLM": Family("glm", _GLM, {}, joins_gate_up=True),
-    "Glm4ForCausalLM": Family(
-        "glm4", {**_GLM, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}, {}, joins_gate_up=True
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM._replace(
+        model_type="glm4",
+        model={**_GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
     ),
     "ChatGLM2ForConditionalGeneration": Family(
-        "chatglm", _GLM, {}, in_transformers=False,
+        "chatglm",
+        {
+            "padded_vocab_size": 65024, "hidden_size": 4096, "ffn_hidden_size": 13696, "num_layers": 28,
+            "num_attention_heads": 32, "kv_channels": 128, "seq_length": 2048, "layernorm_epsilon": 1e-5,
+            "hidden_dropout": 0.0, "attention_dropout": 0.0, "rope_ratio": 1.0, "add_bias_linear": False,
+            "add_qkv_bias": False, "multi_query_attention": False, "multi_query_group_num": 1,
+            "tie_word_embeddings": False,
+        },
+        _GLM.model,
+        renamed_keys={"seq_length": "max_position_embeddings"},  # elsewhere that of the training data
+        in_transformers=False,
+        saved_as="GlmForCausalLM",
         other_names=("ChatGLMModel", "ChatGLMForConditionalGeneration", "glm2"),
+        config_class="ChatGLM2Config",
+        published_names={  # those of MindSpore Transformers' files too, joined or not
+            "transformer.embedding.word_embeddings.weight": "model.embed_tokens.weight",
+            "transformer.embedding.embedding_weight": "model.embed_tokens.weight",
+            "transformer.encoder.layers.": "model.layers.",
+            "transformer.encoder.final_layernorm.": "model.norm.",
+            "transformer.output_layer.": "lm_head.",
+            ".self_attention.dense.": ".self_attn.o_proj.",
+            ".self_attention.query_key_value.": ".self_attn.qkv_proj.",
+            ".self_attention.wq.": ".self_attn.q_proj.",
+            ".self_attention.wk.": ".self_attn.k_proj.",
+            ".self_attention.wv.": ".self_attn.v_proj.",
+            ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.",
+            ".mlp.dense_left.": ".mlp.gate_proj.",
+            ".mlp.dense_right.": ".mlp.up_proj.",
+            ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+        },
     ),
     "TelechatForCausalLM": Family(
-        "telechat", {"attn_proj_has_bias": True, "mlp_down_has_bias": True, "initializer_range": 0.0048}, {},
-        may_be_mixture=True, in_transformers=False,
+        "telechat",
+        _ALL | {
+            "vocab_size": 131072, "num_key_value_heads": None, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+            "hidden_dropout": 0.0, "out_proj_has_bias": True, "mlp_down_has_bias": True,
+        },
+        {"attn_proj_has_bias": True, "mlp_down_has_bias": True, "initializer_range": 0.0048},
+        optional_experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+        renamed_keys={"seq_length": "max_position_embeddings"},
+        in_transformers=False,
         other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
+        config_class="TelechatConfig",
+        published_names={
+            "transformer.word_embeddings.": "model.embed_tokens.",
+            "transformer.h.": "model.layers.",
+            "transformer.ln_f.": "model.norm.",
+            ".self_attention.dense.": ".self_attn.o_proj.",
+            ".self_attention.query.": ".self_attn.q_proj.",
+            ".self_attention.key_value.": ".self_attn.kv_proj.",
+            ".mlp.local_experts.": ".mlp.experts.",
+            ".mlp.router.": ".mlp.gate.",
+        },
     ),
     "TeleChat3ForCausalLM": Family(
-        "telechat3", {}, {}, in_transformers=False, other_names=("Telechat3ForCausalLM",)
+        "telechat3",
+        _ALL | {
+            "vocab_size": 131072, "head_dim": 128, "attention_bias": False, "num_nextn_predict_layers": 0,
+            "out_proj_has_bias": False, "embedding_size": None, "layers_group": 1,
+        },
+        in_transformers=False,
+        other_names=("Telechat3ForCausalLM",),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
+        _ALL | {
+            "vocab_size": 129280, "hidden_size": 7168, "intermediate_size": 18432, "num_hidden_layers": 61,
+            "num_attention_heads": 128, "num_key_value_heads": 128, "max_position_embeddings": 4096,
+            "attention_bias": False, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_interleave": True, "n_routed_experts": 256,
+            "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
+            "num_nextn_predict_layers": 1, "output_router_logits": False,
+        },
         {"multi_latent_attention": True, "rope_interleave": True},
-        {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0},
-        is_mixture=True,
-        has_expert_bias=True,
+        _SIGMOID_ROUTER,
+        # The class is never without shared experts.
+        written={"n_shared_experts": lambda settings: max(shared_experts(settings), 1)},
         has_output_bias=True,
         has_default_sizes=True,
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
+        config_class="DeepseekV3Config",
     ),
 }  # fmt: skip
 """By ``model.arch.type``, which is Hugging Face's class, or MindSpore Transformers' where transformers has none."""
 
-CONFIG_CLASSES = ("LlamaConfig", "Qwen2Config", "ChatGLM2Config", "TelechatConfig", "DeepseekV3Config")
-"""MindSpore Transformers' configuration classes of models that are built in."""
-
 
 def known_class(name: Any) -> str:
-    """The class of `FAMILIES` of this name or another name; empty where there is none."""
+    """Returns the class of `FAMILIES` of this name or another name; empty where there is none."""
     others = (kind for kind, family in FAMILIES.items() if name in family.other_names)
     return name if isinstance(name, str) and name in FAMILIES else next(others, "")
 
 
-def named_family(settings: dict[str, Any]) -> tuple[str, str]:
-    """The family that a ``model_config`` names, and the key that does; empty where it names none that we know."""
+def named_family(settings: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns the family that a ``model_config`` names, and the key that does; empty where it names no known one."""
     found = settings.get("architectures")
     for name in found if isinstance(found, list) else [found]:
         if kind := known_class(name):
@@ -102,6 +280,11 @@ def named_family(settings: dict[str, Any]) -> tuple[str, str]:
         if kind is not None and kind in (family.model_type, *family.other_names):
             return name, "model_type"
     return "", ""
+
+
+def known_families() -> str:
+    """Names all of `FAMILIES`, for messages."""
+    return ", ".join(f"{name} ({family.model_type})" for name, family in FAMILIES.items())
 
 
 def layers_with_experts(layers: int, every: int, dense: list[int]) -> list[int]:

@@ -20,8 +20,8 @@ from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable, compile_cell
-from trainer.models.spec.build import classifier_names, parameter_specs
 from trainer.models.spec.init import initial_value
+from trainer.models.spec.shapes import classifier_names, parameter_specs
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
@@ -114,11 +114,12 @@ class Classifier(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         self.settings, self.kernels = settings, kernels
+        specs = parameter_specs(settings)
         self.parameters_by_name = {
             name: Parameter(Tensor(initial_value(spec, settings, seed)), name, requires_grad=name not in frozen)
-            for name, spec in parameter_specs(settings).items()
+            for name, spec in specs.items()
         }
-        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype)
+        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype, specs)
         self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = Layers(settings, kernels)

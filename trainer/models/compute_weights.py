@@ -26,11 +26,10 @@ from typing import TYPE_CHECKING, TypeAlias
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
-from trainer.models.spec.names import EMBEDDING, EXPERT_DOWN_BIAS, ROUTER, SHARED_GATE
-
 if TYPE_CHECKING:
     import numpy as np
 
+    from trainer.models.spec.model import ParameterSpec
     from trainer.parallel.sharding import OptimizerShard
 
 Results: TypeAlias = "Tensor | tuple[Tensor | None, ...]"
@@ -39,17 +38,17 @@ _Arrays: TypeAlias = "dict[OptimizerShard, list[np.ndarray]]"
 
 _DONT_NEED = 4  # MADV_DONTNEED of Linux, after which the pages read as zeros and take no memory
 
-_IN_FLOAT32 = (EMBEDDING, ROUTER, SHARED_GATE, EXPERT_DOWN_BIAS)
-"""Rows of the embedding are looked up in float32, also where it is the matrix of the head."""
-_STACKED = "mlp.experts."
-
 
 class ComputeWeights:
     """What a model's parts take in the place of its parameters.
 
+    Only matrices of products have copies. Rows of the embedding are looked up in float32, also where it is the matrix
+    of the head. Routers compute in float32. Adapters are multiplied by their factor first, which is float32.
+
     Args:
         parameters: All parameters of the model by name.
         dtype: Dtype of the matrix products.
+        specs: The descriptions of at least these parameters.
         experts: Whether the products of experts take copies.
         shared: Names of matrices that several products take. They have no copy: its gradient would be the sum over the
             products in half precision.
@@ -64,15 +63,18 @@ class ComputeWeights:
         self,
         parameters: Mapping[str, Parameter],
         dtype: mstype.Type,
+        specs: Mapping[str, ParameterSpec],
+        *,
         experts: bool = False,
         shared: Collection[str] = (),
     ) -> None:
         self.masters, self.dtype = parameters, dtype
         self.copies: dict[str, Parameter] = {}
-        for name, master in parameters.items() if dtype != mstype.float32 else ():
-            # Adapters are multiplied by their factor first, which is float32.
-            is_product = master.ndim > 1 and ".lora_" not in name and not name.endswith(_IN_FLOAT32)
-            if is_product and name not in shared and (experts or _STACKED not in name):
+        if dtype == mstype.float32:
+            return
+        for name, master in parameters.items():
+            spec = specs[name]
+            if spec.role == "matrix" and name not in shared and (experts or spec.sharding != "expert"):
                 self.copies[name] = Parameter(master.astype(dtype), f"compute.{name}", master.requires_grad)
 
     def refresh(self, names: Iterable[str] | None = None) -> None:

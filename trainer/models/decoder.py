@@ -25,7 +25,7 @@ from trainer.models.dropout import AdapterMasks, DropoutShards
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
 from trainer.models.moe import MoeLayer, MoePart
 from trainer.models.recompute import Differentiable, LayerPart, compile_cell
-from trainer.models.spec.build import layer_targets, parameter_specs
+from trainer.models.spec.build import dropout_sites
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import (
     EMBEDDING,
@@ -34,17 +34,15 @@ from trainer.models.spec.names import (
     HEAD,
     MAPPING_IN,
     MAPPING_OUT,
-    is_buffer,
     layer_prefix,
     sublayer_of,
 )
 from trainer.models.spec.shapes import (
-    all_shapes,
     balanced_layers,
     block_weights,
-    dropped_projections,
     moe_shapes,
     parameter_name,
+    parameter_specs,
 )
 from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.measures import device_measures
@@ -58,8 +56,6 @@ if TYPE_CHECKING:
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
     from trainer.parallel.tensor import ModelShard, TensorParallel
-
-_DROPOUT_SITES = 3  # per layer: attention probabilities, attention output, feed-forward output
 
 
 class DropoutMasks(NamedTuple):
@@ -169,14 +165,14 @@ class Decoder(DecoderWiring):
     ) -> None:
         super().__init__(settings, settings.num_layers, settings.mtp_depth)
         self.shard, self.tensor = shard, None if shard is None else shard.tensor
-
+        specs = parameter_specs(settings)
         self.parameters_by_name = {
             name: Parameter(
                 Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.part(name))),
                 name,
                 requires_grad=name not in frozen and parameter.role != "buffer",
             )
-            for name, parameter in parameter_specs(settings).items()
+            for name, parameter in specs.items()
             if shard is None or shard.holds(name)
         }
         self.masks = DropoutShards(settings, shard)
@@ -188,9 +184,9 @@ class Decoder(DecoderWiring):
         # The multi-token prediction modules use these of the main model again.
         shared = (HEAD, MAPPING_IN, MAPPING_OUT) if settings.mtp_depth else ()
         self.compute_weights = ComputeWeights(
-            self.parameters_by_name, kernels.compute_dtype, True, shared
+            self.parameters_by_name, kernels.compute_dtype, specs, experts=True, shared=shared
         )
-        trained = {name for name in all_shapes(settings) if name not in frozen and not is_buffer(name)}
+        trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
         self.balanced_layers = balanced_layers(settings, frozen)
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
@@ -396,30 +392,19 @@ class Decoder(DecoderWiring):
         hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
         if key is None or (hidden == 0 and attention == 0):
             return _NO_DROPOUT
-        first, rows = layer * _DROPOUT_SITES, self.masks.rows(inputs)
+        sites, rows = dropout_sites(self.settings, layer), self.masks.rows(inputs)
         stream = self.masks.tokens(inputs), self.settings.hidden_size
 
-        def mask(draw: Callable, sublayer: str, site: int, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
+        def mask(draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
             drops = rate > 0 and part in ("block", sublayer)
-            return draw(key, first + site, shape, rate, own) if drops else None
+            return draw(key, sites[site], shape, rate, own) if drops else None
 
+        heads, draw_scores = self.masks.heads, self.kernels.draw_attention_mask
         return DropoutMasks(
-            mask(self.kernels.draw_attention_mask, "attention", 0, inputs.scores_shape, attention, self.masks.heads),
-            mask(self.kernels.draw_mask, "attention", 1, stream, hidden, rows),
-            mask(self.kernels.draw_mask, "mlp", 2, stream, hidden, rows),
+            mask(draw_scores, "attention", "probabilities", inputs.scores_shape, attention, heads),
+            mask(self.kernels.draw_mask, "attention", "attention_output", stream, hidden, rows),
+            mask(self.kernels.draw_mask, "mlp", "mlp_output", stream, hidden, rows),
         )
-
-
-def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
-    """The numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of the
-    feed-forward layer, adapters. None where nothing is dropped."""
-    first, names = layer * _DROPOUT_SITES, list(settings.projections)
-    rates = settings.attention_dropout, settings.hidden_dropout, settings.hidden_dropout
-    found = [first + site if rate else None for site, rate in enumerate(rates)]
-    dropped = dropped_projections(settings)
-    own = layer_targets(settings, layer) if dropped and layer < settings.num_layers else ()
-    first = (settings.num_layers + settings.mtp_depth) * _DROPOUT_SITES + layer * len(names)
-    return found + [first + names.index(name) if name in own else None for name in dropped]
 
 
 def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:

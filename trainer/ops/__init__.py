@@ -1,8 +1,9 @@
-"""Kernels: the only package that tells a fused operator from its reference.
+"""Kernels: the only package that tells a fused operator from plain ones.
 
-`select.py` (no MindSpore) decides which implementation each kernel gets and why. `cpu/kernels.py` has the reference
-kernels, which are right on every device and fast on a CPU; `ascend/kernels.py` has the fused operators. Both export the
-same classes with the same call signatures:
+`select.py` (no MindSpore) decides which implementation each kernel gets and why. `plain.py` has the plain kernels,
+which are right on every device and which MindSpore can shard; `ascend/kernels.py` has the fused operators, and
+`ascend/sharded.py` those of a graph that MindSpore shards. All export the same classes with the same call signatures,
+and so does `cpu/kernels.py`, whose kernels are fast where a CPU compiles them:
 
 =================  ===================================================  ==================================
 kernel             call                                                 returns

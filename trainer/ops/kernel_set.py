@@ -1,4 +1,4 @@
-"""Builds the kernels from their choices (`select.py`) and dtypes (`precision.py`), reference and fused."""
+"""Builds the kernels from their choices (`select.py`) and dtypes (`precision.py`), plain and fused."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
+from trainer.ops import plain
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
-from trainer.ops.cpu import kernels as reference
+from trainer.ops.ascend import sharded
+from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.cpu.vocabulary import VocabularyCrossEntropy, VocabularyRows
 from trainer.ops.precision import FLOAT32, Precision
@@ -123,21 +125,21 @@ class KernelSet:
 def load_kernels(
     choices: Sequence[KernelChoice],
     precision: Precision = FLOAT32,
-    plain: ModuleType = reference,
-    of_device: ModuleType = ascend,
-    device: str = "CPU",
+    *,
+    is_sharded: bool = False,
+    is_compiled_on_cpu: bool = False,
     host_layers: bool = False,
 ) -> KernelSet:
     """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
     Args:
-        plain, of_device: The modules that have the reference kernels and the fused operators of a dense model.
-        device: Where the kernels run: some that nobody chooses have another operator on an Ascend.
+        is_sharded: Whether MindSpore shards the graph that they are for.
+        is_compiled_on_cpu: Whether a CPU compiles what is made of them (context.mode 0).
         host_layers: What `trainer.ops.select.has_host_layers` says.
     """
-    own = ascend if device == "Ascend" else reference
+    of_device, base = sharded if is_sharded else ascend, compiled_kernels if is_compiled_on_cpu else plain
     fused = {choice.kernel: choice.fused for choice in choices}  # none for a classifier
-    module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
+    module_of = defaultdict(lambda: base, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts either, and makes none of their kernels.
     experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
@@ -148,51 +150,53 @@ def load_kernels(
     dtypes = own_of.compute, own_of.norm, own_of.softmax, own_of.rotary
     compute, norm, softmax, rotary = (getattr(mstype, part.dtype) for part in dtypes)
 
-    of_flash = module_of["attention"] is ascend
-    masks = ascend_attention if of_flash else reference
-    attention = ascend_attention if of_flash else module_of["attention"]
-    divides = {"division": own.division} if attention is reference else {}
     on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
-    drawing = ascend_attention if on_ascend else reference
+    drawing = ascend_attention if on_ascend else base
+    attention, draw_attention_mask = module_of["attention"], drawing.draw_factors
+    if attention is ascend:
+        attention, draw_attention_mask = ascend_attention, ascend_attention.draw_attention_mask
+    attention_options = attention.attention_options
+    if is_sharded and attention is plain:
+        attention_options = sharded.plain_attention_options
 
     product = partial(_product, compute=compute)
     part = partial(_part, module_of, of_device, compute=compute)
     rms_norm = part("rms_norm", "RmsNorm", norm)
     if module_of["rms_norm"] is ascend:
         rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
-    split_heads = partial(reference.SplitHeads, split=own.split_columns) if plain is reference else plain.SplitHeads
+    gather_rows = ascend.gather_rows if on_ascend else base.gather_rows
     return KernelSet(
-        linear=product(plain.Linear),
-        linear_bias=product((own if plain is reference else plain).LinearBias),
-        add_bias=product(own.AddBias),
+        linear=product(base.Linear),
+        linear_bias=product(base.LinearBias),
+        add_bias=product(base.AddBias),
         rms_norm=rms_norm,
-        head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
+        head_norm=lambda size, eps: base.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
-        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax, **divides),
-        cross_entropy=partial(plain.CrossEntropy, dtype=compute),
+        attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
+        cross_entropy=partial(base.CrossEntropy, dtype=compute),
         vocabulary_cross_entropy=partial(VocabularyCrossEntropy, dtype=compute),
         piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
-        router_linear=plain.Linear,
+        router_linear=base.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
         unpermute=sorting[1],
-        gather_rows=own.gather_rows,
-        vocabulary_rows=partial(VocabularyRows, gather_rows=own.gather_rows),
-        one_hot=own.OneHot,
-        split_heads=split_heads,
-        join_heads=plain.JoinHeads,
-        write_rows=own.write_rows,
-        rotary_tables=partial((ascend if fused.get("rotary_embedding") else reference).rotary_tables, dtype=rotary),
-        attention_masks=masks.AttentionMasks,
-        attention_options=(masks if plain is reference else plain).attention_options,
-        dropout=(drawing if plain is reference else plain).Dropout,
+        gather_rows=gather_rows,
+        vocabulary_rows=partial(VocabularyRows, gather_rows=gather_rows),
+        one_hot=base.OneHot,
+        split_heads=base.SplitHeads,
+        join_heads=base.JoinHeads,
+        write_rows=ascend.write_rows if on_ascend else plain.write_rows,
+        rotary_tables=partial((ascend if fused.get("rotary_embedding") else base).rotary_tables, dtype=rotary),
+        attention_masks=(ascend_attention if module_of["attention"] is ascend else base).AttentionMasks,
+        attention_options=attention_options,
+        dropout=(sharded if is_sharded else drawing).Dropout,
         draw_mask=drawing.draw_mask,
-        draw_attention_mask=masks.draw_attention_mask if of_flash else drawing.draw_factors,
-        cached_mask=reference.cached_mask,
-        cached_attention=partial(reference.cached_attention, softmax_dtype=softmax),
-        logits=partial(reference.logits, dtype=compute),
+        draw_attention_mask=draw_attention_mask,
+        cached_mask=plain.cached_mask,
+        cached_attention=partial(plain.cached_attention, softmax_dtype=softmax),
+        logits=partial(plain.logits, dtype=compute),
         compute_dtype=compute,
         host_layers=host_layers,
         host_dtype=precision.compute.dtype if host_layers else "float32",

@@ -24,7 +24,7 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
-from trainer.models.spec.build import layer_targets
+from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.names import EMBEDDING, is_buffer, sublayer_of
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.precision import resolve_precision

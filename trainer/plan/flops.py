@@ -14,7 +14,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.models.spec.build import layer_targets
+from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, MAPPING_OUT, adapter_names, layer_prefix
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes, moe_shapes, parameter_name, parameter_shapes
 from trainer.optim.freeze import first_trained_layer, frozen_names

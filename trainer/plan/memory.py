@@ -22,7 +22,7 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.spec.build import layer_targets
+from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.names import EMBEDDING, is_expert, layer_prefix, sublayer_of
 from trainer.models.spec.shapes import attention_shapes, mlp_shapes
 from trainer.ops.precision import resolve_precision

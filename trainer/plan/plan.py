@@ -16,7 +16,7 @@ from trainer.config.patterns import read_pattern
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.device.resolve import device_notices
-from trainer.models.spec.build import layer_targets
+from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import adapted_projections, all_shapes
 from trainer.ops.host_library import find_onednn

@@ -101,7 +101,7 @@ def open_session(
     precision = precision_of(config, device, world)
     shard, pipeline = _shard(config, communicator), None
     choices, native = select_kernels(config.network, device, precision), on_arrays(config, device, world)
-    kernels = load_kernels(choices, precision, device=device, host_layers=native)
+    kernels = load_kernels(choices, precision, host_layers=native)
     if not native and shard is not None and shard.tokens.ranks > 1:
         kernels = over_context(kernels, communicator.groups, shard.tokens, compiled=config.context.mode == 0)
     model, build_inputs = build_model(config, kernels, device, shard)

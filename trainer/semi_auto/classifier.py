@@ -11,10 +11,10 @@ from mindspore import Parameter, ParameterTuple, Tensor, lazy_inline, nn
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SumExt
 
 from trainer.models.classifier import Layers
-from trainer.models.spec.build import classifier_names
-from trainer.models.spec.shapes import parameter_shapes
+from trainer.models.spec.shapes import classifier_names, parameter_shapes
 from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ class ImageLossCell(nn.Cell):
         self.weights = ParameterTuple([self.by_name[name] for name in ordered])
         self.layers, self.classes, self.count = Layers(settings, kernels), settings.classes, len(ordered)
         self.log_softmax, self.pick, self.weigh, self.total, self.negate = (
-            P.LogSoftmax(-1), P.Mul(), P.Mul(), P.ReduceSum(), P.Neg(),
+            P.LogSoftmax(-1), P.Mul(), P.Mul(), SumExt(), P.Neg(),
         )  # fmt: skip
-        self.best, self.one_hot, self.hit, self.hits = P.ArgMaxWithValue(axis=1), P.OneHot(), P.Mul(), P.ReduceSum()
+        self.best, self.one_hot, self.hit, self.hits = P.ArgMaxWithValue(axis=1), P.OneHot(), P.Mul(), SumExt()
         self.one, self.zero = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
 
     def construct(self, pixels_BP, targets_BC, share_B1):

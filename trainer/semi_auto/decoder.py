@@ -1,6 +1,6 @@
 """The decoder's loss as one graph that MindSpore shards, in its semi-automatic mode.
 
-The wiring and the blocks are those of every mode, built from the kernels of `trainer/semi_auto/kernels.py`.
+The wiring and the blocks are those of every mode, built from the kernels of `trainer/ops/plain.py`.
 
 Legend: as in trainer/models/decoder.py.
 """
@@ -16,9 +16,9 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
-from trainer.models.decoder import DecoderWiring, mask_sites
+from trainer.models.decoder import DecoderWiring
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix, sublayer_of
-from trainer.models.spec.shapes import block_weights, moe_shapes, parameter_name
+from trainer.models.spec.shapes import block_weights, mask_sites, moe_shapes, parameter_name
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

@@ -28,6 +28,7 @@ from mindspore import Layout, Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import SumExt
 
 from trainer.config.checks.parallel import degrees_of
 from trainer.models.moe import Gates, Router, SharedExperts, route_of
@@ -253,10 +254,10 @@ class GroupWeights(nn.Cell):
 
     def __init__(self, tokens: int) -> None:
         super().__init__(auto_prefix=False)
-        self.tokens, self.reshape, self.sum = tokens, P.Reshape(), P.ReduceSum()
+        self.tokens, self.reshape, self.sum = tokens, P.Reshape(), SumExt()
 
     def construct(self, weight_N1):
-        return self.sum(self.reshape(weight_N1, (-1, self.tokens, 1)), 1)
+        return self.sum(self.reshape(weight_N1, (-1, self.tokens, 1)), (1,))
 
     def shard_over(self, data: int) -> None:
         self.sum.shard(((data, 1, 1),))
@@ -278,13 +279,13 @@ class RouterLosses(nn.Cell):
         self.experts, self.aux_factor, self.z_factor = moe.expert_num, settings.balance_factor, moe.z_loss_factor
         self.normalises = moe.score_function == "sigmoid"
         self.tokens = group_tokens(settings, ranks)
-        self.total, self.at_least, self.divide = P.ReduceSum(keep_dims=True), P.Add(), P.Div()
+        self.total, self.at_least, self.divide = SumExt(), P.Add(), P.Div()
         self.reshape, self.mean, self.weigh, self.scale = P.Reshape(), P.ReduceMean(), P.Mul(), P.Mul()
-        self.uneven, self.pick = P.ReduceSum(keep_dims=True), P.Mul()
-        self.sum = P.ReduceSum(keep_dims=True)
+        self.uneven, self.pick = SumExt(), P.Mul()
+        self.sum = SumExt()
         self.largest, self.centre, self.exp, self.log = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp(), P.Log()
-        self.rest, self.back, self.square, self.pick_z = P.ReduceSum(keep_dims=True), P.Add(), P.Square(), P.Mul()
-        self.sum_z = P.ReduceSum(keep_dims=True)
+        self.rest, self.back, self.square, self.pick_z = SumExt(), P.Add(), P.Square(), P.Mul()
+        self.sum_z = SumExt()
         self.times_factor, self.add_aux, self.times_z_factor, self.add_z = P.Mul(), P.Add(), P.Mul(), P.Add()
 
     def construct(self, logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11):
@@ -298,18 +299,18 @@ class RouterLosses(nn.Cell):
     def aux_loss(self, scores_NE, load_GE, weight_G1):
         p_NE = self.normalised(scores_NE) if self.normalises else scores_NE
         mean_GE = self.mean(self.reshape(p_NE, (-1, self.tokens, self.experts)), 1)
-        uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), 1)
-        return self.sum(self.pick(uneven_G1, weight_G1), 0)
+        uneven_G1 = self.uneven(self.scale(self.weigh(mean_GE, ops.stop_gradient(load_GE)), self.experts), (1,), True)
+        return self.sum(self.pick(uneven_G1, weight_G1), (0,), True)
 
     def z_loss(self, logits_NE, weight_N1):
         largest_N1 = ops.stop_gradient(self.largest(logits_NE, 1))
-        rest_N1 = self.rest(self.exp(self.centre(logits_NE, largest_N1)), 1)
+        rest_N1 = self.rest(self.exp(self.centre(logits_NE, largest_N1)), (1,), True)
         total_N1 = self.back(self.log(rest_N1), largest_N1)
-        return self.sum_z(self.pick_z(self.square(total_N1), weight_N1), 0)
+        return self.sum_z(self.pick_z(self.square(total_N1), weight_N1), (0,), True)
 
     def normalised(self, scores_NE):
         """A token's scores with the sum 1."""
-        return self.divide(scores_NE, self.at_least(self.total(scores_NE, 1), 1e-20))
+        return self.divide(scores_NE, self.at_least(self.total(scores_NE, (1,), True), 1e-20))
 
     def shard_over(self, data: int, *, load_is_shared: bool) -> None:
         row = (data, 1)
@@ -366,8 +367,8 @@ class ExpertLayer(nn.Cell):
         self.shared = SharedExperts(settings, kernels) if self.has_shared else None
         self.keep, self.add_shared, self.add = P.Mul(), P.Add(), P.Add()
         self.drop = kernels.dropout(settings.hidden_dropout)
-        self.share, self.all_shares, self.divide = P.Mul(), P.ReduceSum(keep_dims=True), P.Div()
-        self.totals = tuple(P.ReduceSum(keep_dims=True) for _ in STATISTICS)
+        self.share, self.all_shares, self.divide = P.Mul(), SumExt(), P.Div()
+        self.totals = tuple(SumExt() for _ in STATISTICS)
         self.sums, self.assigns = tuple(P.Add() for _ in STATISTICS), tuple(P.Assign() for _ in STATISTICS)
         self.log, self.least, self.minus, self.entropy = P.Log(), P.Add(), P.Neg(), P.Mul()
         for part in (*self.sums, *self.assigns):
@@ -399,7 +400,7 @@ class ExpertLayer(nn.Cell):
             return x_ND
         requested_1E = self.count(0, requested_BE)
         if self.of_step:
-            load_GE = self.divide(requested_1E, self.all_shares(requested_1E, 1))
+            load_GE = self.divide(requested_1E, self.all_shares(requested_1E, (1,), True))
         else:
             load_GE = self.share(requested_BE, self.assigned)
         loss_11 = self.losses(logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11)
@@ -409,7 +410,7 @@ class ExpertLayer(nn.Cell):
     def count(self, number, values_GE):
         """Adds to the statistics of the step, and returns what they are then, [1, E]."""
         parameter = self.statistics[number]
-        total_1E = self.sums[number](parameter, self.totals[number](ops.stop_gradient(values_GE), 0))
+        total_1E = self.sums[number](parameter, self.totals[number](ops.stop_gradient(values_GE), (0,), True))
         return ops.depend(total_1E, self.assigns[number](parameter, total_1E))
 
     def entropies(self, scores_NE):

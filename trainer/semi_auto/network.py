@@ -34,13 +34,13 @@ from trainer.device.settings import jit_options
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
+from trainer.ops.ascend import sharded
 from trainer.ops.kernel_set import InDtype, load_kernels
+from trainer.ops.plain import AttentionMask, RotaryTables
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_of
-from trainer.semi_auto import kernels as plain_kernels
-from trainer.semi_auto import kernels_ascend
 from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.classifier import ImageLossCell, LazyImageLossCell
 from trainer.semi_auto.decoder import SemiAutoDecoder
@@ -94,7 +94,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
 def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
     """The loss cell of images, sharded."""
     degrees = degrees_of(config, world)
-    kernels = load_kernels((), plain=plain_kernels, of_device=kernels_ascend)
+    kernels = load_kernels((), is_sharded=True)
     loss = (LazyImageLossCell if _calls_one_graph(config, degrees) else ImageLossCell)(config, kernels)
     loss.shard_over(degrees.data_parallel)
     return loss
@@ -105,17 +105,16 @@ def _decoder(config: Config, world: World, device: str) -> LossCell:
     settings, degrees = config.decoder, degrees_of(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     choices = select_kernels(settings, device, precision)
-    kernels = load_kernels(choices, precision, plain_kernels, kernels_ascend)
+    kernels = load_kernels(choices, precision, is_sharded=True)
     fused = {choice.kernel for choice in choices if choice.fused}
     if "rms_norm" in fused and any(recomputed_parts(config)):
         inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
-        separate = kernels_ascend.SeparateRmsNorm
+        separate = sharded.SeparateRmsNorm
         kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
-    tables = plain_kernels.RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
+    tables = RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     windows = [None, *([settings.sliding_window] if settings.window_layers else [])]
-    make_mask = plain_kernels.AttentionMask
-    masks = [make_mask("attention" in fused, settings.seq_length, window) for window in windows]
-    experts = expert_cells(config, world, kernels, load_kernels(choices, precision, device=device))
+    masks = [AttentionMask("attention" in fused, settings.seq_length, window) for window in windows]
+    experts = expert_cells(config, world, kernels, load_kernels(choices, precision))
     kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
     loss = kind(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
     set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
@@ -255,8 +254,8 @@ class LossCell(nn.Cell):
         self,
         config: Config,
         kernels: KernelSet,
-        tables: plain_kernels.RotaryTables,
-        masks: Sequence[plain_kernels.AttentionMask],
+        tables: RotaryTables,
+        masks: Sequence[AttentionMask],
         experts: ExpertCells | None,
         *,
         staged: bool = False,

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Parameter, Tensor
 
-from trainer.models.spec.build import parameter_specs
 from trainer.models.spec.init import initial_value
-from trainer.models.spec.shapes import all_shapes
+from trainer.models.spec.shapes import all_shapes, parameter_specs
 from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values

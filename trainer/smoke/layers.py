@@ -14,6 +14,7 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.recompute import SUBLAYERS, gathered_again, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
+from trainer.models.spec.adapters import projections
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
@@ -39,7 +40,7 @@ def kept_layers(config: Config, fewest: int = 1) -> list[int]:
 
 def _kinds(config: Config) -> list[Any]:
     decoder, parts = config.decoder, recomputed_parts(config)
-    frozen, adapters = frozen_names(config), decoder.pet_config
+    frozen, adapters, matrices = frozen_names(config), decoder.pet_config, projections(decoder)
     below: dict[int, list[str]] = {}
     for name in frozen:
         if found := _NUMBERED.search(name):
@@ -51,7 +52,7 @@ def _kinds(config: Config) -> list[Any]:
             decoder.has_window(layer),
             parts[layer],
             tuple(sorted(below.get(layer, ()))),
-            adapters.targets(layer, decoder.projections) if adapters else (),
+            adapters.targets(layer, matrices) if adapters else (),
         )
         for layer in range(decoder.num_layers)
     ]
@@ -143,7 +144,7 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
 
 
 def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
-    adapters, matrices = config.decoder.pet_config, config.decoder.projections
+    adapters, matrices = config.decoder.pet_config, projections(config.decoder)
     if adapters is None or all(adapters.targets(old, matrices) == adapters.targets(new, matrices)
                                for new, old in enumerate(kept)):
         return

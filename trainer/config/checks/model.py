@@ -11,11 +11,12 @@ from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.patterns import PatternError, matches_whole
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
-from trainer.config.schema.adapter import projections
 from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
+from trainer.models.spec.adapters import projections
+from trainer.models.spec.sublayers import latent_spec
 
 BYTE_VOCABULARY = 257
 """Token ids of the byte tokenizer: 256 bytes and the end of a document."""
@@ -166,7 +167,7 @@ def _attention(config: Config) -> Iterator[Problem]:
     if decoder.use_sliding_window and not decoder.sliding_window:
         fix = "write sliding_window, the number of tokens that attention sees"
         yield problem(config, f"{_KEY}.use_sliding_window", "there is no window", fix)
-    if decoder.use_sliding_window and types is None and kind in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+    if decoder.use_sliding_window and types is None and FAMILIES[kind].windows == "other":
         rule = f"not yet supported: {kind} has the window in other layers than Qwen2 and Qwen3"
         yield problem(config, f"{_KEY}.use_sliding_window", rule, "write layer_types, which says in which")
 
@@ -252,16 +253,16 @@ def _adapters(config: Config) -> Iterator[Problem]:
             yield problem(config, "adapter_id", f"adapters need {_KEY}.pet_config, which is absent", fix)
         return
     try:
-        matches = _targets(config.decoder, range(config.decoder.num_layers), config.decoder.projections)
+        matches = _targets(config.decoder, range(config.decoder.num_layers), projections(config.decoder))
     except PatternError as error:
         yield problem(config, key, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
         return
     if not matches and not targets_experts(config):
-        fix = _nearest_targets(adapters.target_modules, config.decoder.projections)
+        fix = _nearest_targets(adapters.target_modules, projections(config.decoder))
         yield problem(config, key, "matches none of the model's matrices", fix)
-    elif config.decoder.multi_latent_attention and (lost := _targets_elsewhere(config.decoder)):
+    elif latent_spec(config.decoder) is not None and (lost := _targets_elsewhere(config.decoder)):
         rule = f"multi_latent_attention has no matrix for {', '.join(lost)}"
-        yield problem(config, key, rule, f"name others: {_names_text(config.decoder.projections)}")
+        yield problem(config, key, rule, f"name others: {_names_text(projections(config.decoder))}")
     elif len(targets_in_experts(config)) == len(matches):
         fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
         yield problem(config, key, "matches only matrices of experts, which take no adapters", fix)
@@ -279,17 +280,18 @@ def targets_in_experts(config: Config) -> list[str]:
     """Projections of experts that are targets, one for each layer that has them."""
     decoder = config.decoder
     layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
-    return [name for name in _targets(decoder, layers, decoder.projections) if name.startswith("mlp.")]
+    return [name for name in _targets(decoder, layers, projections(decoder)) if name.startswith("mlp.")]
 
 
 def _targets_elsewhere(decoder: ModelConfig) -> list[str]:
     """Alternatives of the targets that name matrices of other attention alone, such as .*k_proj."""
     targets, layers, found = decoder.pet_config.target_modules, range(decoder.num_layers), []
+    own, others = projections(decoder), projections(decoder.model_copy(update={"multi_latent_attention": False}))
     for part in targets.split("|") if "(" not in targets else ():
         section = decoder.pet_config.model_copy(update={"target_modules": part})
         alone = decoder.model_copy(update={"pet_config": section})
         try:
-            is_elsewhere = _targets(alone, layers, projections()) and not _targets(alone, layers, decoder.projections)
+            is_elsewhere = _targets(alone, layers, others) and not _targets(alone, layers, own)
         except PatternError:  # a | within brackets
             return []
         if is_elsewhere:

@@ -10,13 +10,15 @@ from trainer.config.checks.moe import capacity_factor, watches_drop_rate
 from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import FAMILIES, named_family
-from trainer.config.hugging_face import OTHERS, class_differences, saved_class
+from trainer.config.hugging_face import class_differences, saved_class
 from trainer.config.notice import Notice
+from trainer.config.other_models import OTHERS
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.recompute import recompute_notices, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
+from trainer.models.spec.adapters import projections
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
@@ -279,10 +281,12 @@ def _adapters(config: Config) -> Iterator[str]:
         yield f"{key}.target_modules: routers and experts get no adapters: they take none"
     decoder, kind = config.decoder, saved_class(config.decoder, config.model.arch.type)
     adapted = {name for layer in range(decoder.num_layers)
-               for name in decoder.pet_config.targets(layer, decoder.projections)}
-    if kind and FAMILIES[kind].joins_gate_up and adapted & {"mlp.gate_proj", "mlp.up_proj"}:
-        yield (f"{key}.target_modules: PEFT cannot load adapters of gate_proj and up_proj, which are one matrix in"
-               f" transformers' {kind}: `export --merge` writes the whole model")
+               for name in decoder.pet_config.targets(layer, projections(decoder))}
+    for matrices in FAMILIES[kind].joined_tensors.values() if kind else ():
+        if adapted.intersection(matrices):
+            names = " and ".join(name.split(".")[-1] for name in matrices)
+            yield (f"{key}.target_modules: PEFT cannot load adapters of {names}, which are one matrix in"
+                   f" transformers' {kind}: `export --merge` writes the whole model")
     if not config.load_checkpoint:
         yield f"{key}: the adapters train on top of random weights, as load_checkpoint names no base model"
 

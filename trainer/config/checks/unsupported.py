@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.checks.problem import Problem, problem
-from trainer.config.families import CONFIG_CLASSES, known_class
+from trainer.config.families import FAMILIES, known_class
 from trainer.config.schema.fields import Section, Support, support_of
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
@@ -67,7 +67,8 @@ def _unread(config: Config, key: str) -> str:
     if key.endswith(".auto_register"):
         # The module and the class: their code is not loaded, the class that is built in is taken.
         name = (config.decoder if "model_config" in key else config.model.arch).auto_register.rpartition(".")[2]
-        return "the class is built in" if known_class(name) or name in CONFIG_CLASSES else ""
+        config_classes = {family.config_class for family in FAMILIES.values()} - {""}
+        return "the class is built in" if known_class(name) or name in config_classes else ""
     if key == "model.model_config.checkpoint_name_or_path":
         if config.load_checkpoint:
             return "load_checkpoint says which weights"

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
-from trainer.config.hugging_face import of_other_class
 from trainer.config.location import NOWHERE, SourceLocation
+from trainer.config.other_models import of_other_class
 from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of
 from trainer.config.schema.root import Config
 

@@ -14,7 +14,7 @@ from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.schema import PynativeConfig
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, tree
 from trainer.config.read.resolve import resolve
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
@@ -196,7 +196,7 @@ class _Work:
             entry = table.own.setdefault(part, Entry(Table(), place))
             assert isinstance(entry.node, Table), "sections are made here"
             table = entry.node
-        table.own[last] = Entry(value if isinstance(value, Scalar | Items | Table) else _node(value, place), place)
+        table.own[last] = Entry(value if isinstance(value, Scalar | Items | Table) else tree(value, place), place)
         if not isinstance(value, Table):
             self.made.there[key] = source
 
@@ -204,15 +204,7 @@ class _Work:
         """Adds to a section what MindSpore Transformers takes for a key that the file leaves out."""
         if key not in table.own or is_null(table.own[key].node):
             place = self.place(source)
-            table.own[key] = Entry(_node(value, place), place)
-
-
-def _node(value: Any, place: SourceLocation) -> Node:
-    if isinstance(value, dict):
-        return Table({key: Entry(_node(below, place), place) for key, below in value.items()})
-    if isinstance(value, list):
-        return Items([Entry(_node(below, place), place) for below in value])
-    return Scalar(value)
+            table.own[key] = Entry(tree(value, place), place)
 
 
 def _move(work: _Work, keys: Iterable[str], *, written_only: bool = False) -> None:
@@ -252,7 +244,7 @@ def _checkpoint(work: _Work) -> None:
     if theirs is not None and isinstance(theirs.node, Items):
         callbacks.entries += theirs.node.entries
     for value, key in (({"type": "MFLossMonitor"}, "callbacks"), (saver, source)):
-        callbacks.entries.append(Entry(_node(value, work.place(key)), work.place(key)))
+        callbacks.entries.append(Entry(tree(value, work.place(key)), work.place(key)))
     work.put("callbacks", callbacks, "callbacks")
     if section.load_path:
         work.put("load_checkpoint", section.load_path, "checkpoint.load_path")
@@ -308,7 +300,7 @@ def _dataset(work: _Work) -> None:
         return
     kind = work.config.train_dataset.dataloader.get("type")
     if kind == "MindDataset":
-        columns = table.own.pop("column_names", Entry(_node(["input_ids", "labels"], work.place(key)), work.place(key)))
+        columns = table.own.pop("column_names", Entry(tree(["input_ids", "labels"], work.place(key)), work.place(key)))
     for name in ("num_parallel_workers", "python_multiprocessing"):
         table.own.pop(name, None)
     work.put_default(table, "shuffle", False, f"{key}.shuffle")

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
-from trainer.config.hugging_face import DEFAULTS
 from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
 from trainer.config.read.resolve import Resolved
@@ -16,7 +15,6 @@ from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
-_LATENT = "DeepseekV3ForCausalLM"
 _NOT_SIZES = ("output_router_logits", "num_key_value_heads")
 _LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
@@ -68,7 +66,8 @@ def _from_family(found: Resolved) -> None:
     if kind is None:
         kind, key = named_family(_section(found, _MODEL))
         if not kind and _section(found, _MODEL).get("multi_latent_attention") is True:
-            kind, key = _LATENT, "multi_latent_attention"  # the only class with it
+            key = "multi_latent_attention"  # which only one class has
+            kind = next(name for name, family in FAMILIES.items() if key in family.model)
         if kind:
             because = f"{_MODEL}.{key}"
             _set(found, "model.arch.type", kind, because)
@@ -117,7 +116,7 @@ def _from_class(found: Resolved, kind: Any) -> None:
     longest = settings.get("max_position_embeddings") or _LENGTH
     if isinstance(longest, int):
         _set(found, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
-    for name, value in DEFAULTS[kind].items():
+    for name, value in FAMILIES[kind].defaults.items():
         own = yaml_names(ModelConfig).get(name)
         key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
         if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):

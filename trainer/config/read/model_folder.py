@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.problem import Problem, one_of, problem_at
-from trainer.config.families import known_class, named_family
-from trainer.config.hugging_face import DEFAULTS, NOT_BUILT, differences, known_families, verdict
+from trainer.config.checks.validation import validate
+from trainer.config.families import FAMILIES, known_class, known_families, named_family
 from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
-from trainer.config.read.nodes import Entry, Items, Scalar, Table, plain
+from trainer.config.other_models import NOT_BUILT, differences, is_known_effect
+from trainer.config.read.defaults import fill_in
+from trainer.config.read.nodes import Entry, Scalar, Table, plain, tree
 from trainer.config.read.relocate import arrange
 from trainer.config.read.resolve import Resolved, resolve
 from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
-from trainer.config.schema.model import RopeScaling
+from trainer.config.schema.model import ModelConfig, RopeScaling
+from trainer.config.schema.moe import MoEConfig
 from trainer.errors import UserError
 from trainer.input_files import path_mistake
 
@@ -36,10 +39,20 @@ _TOP_K = 50
 """What transformers takes for a top_k that generation_config.json leaves out."""
 _VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn")}
 """The values of these keys for which there is code."""
-_LENGTHS = ("ChatGLM2ForConditionalGeneration", "TelechatForCausalLM")
-"""The families whose config.json has the longest context as seq_length."""
 _QWENS_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 """What transformers takes where use_sliding_window is True."""
+_EVERY_CLASS = frozenset(
+    "architectures model_type head_dim rope_scaling rope_parameters quantization_config auto_map".split()
+)
+_HARMLESS = frozenset(
+    "_name_or_path bos_token_id eos_token_id pad_token_id dtype torch_dtype transformers_version use_cache id2label"
+    " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
+    " chunk_size_feed_forward tokenizer_class attn_implementation _attn_implementation"
+    " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
+    " no_rope_layers no_rope_layer_interval qk_head_dim".split()
+)
+"""Keys that change nothing of what a model computes, or that are judged elsewhere."""
+_WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 
@@ -155,16 +168,18 @@ def _resolved(entries: dict[str, Entry]) -> Resolved:
 def _model(table: Table, file: str, found: Resolved) -> Resolved:
     """What config.json says, with the defaults of its class for keys that it leaves out."""
     entries, values = table.entries(), plain(table)
-    if named_family(values)[0] in _LENGTHS and "seq_length" in entries:  # not that of the training data
-        entries["max_position_embeddings"] = entries.pop("seq_length")
-        values["max_position_embeddings"] = values.pop("seq_length")
+    by_name = named_family(values)[0]
+    for key, meaning in FAMILIES[by_name].renamed_keys.items() if by_name else ():
+        if key in entries:
+            entries[meaning] = entries.pop(key)
+            values[meaning] = values.pop(key)
     names = {key: entries[key] for key in ("architectures", "model_type") if key in entries}
     family, named = _family(found, _resolved(names), values)
     if not family:
         rule = f"names no family: it has neither architectures nor model_type; known are {known_families()}"
         raise UserError(rule, where=file, key=KEY, fix=f"write {_ARCH} in the YAML")
     own: dict[str, Entry] = {}
-    values = {"use_sliding_window": DEFAULTS[family].get("use_sliding_window"), **values}
+    values = {"use_sliding_window": FAMILIES[family].defaults.get("use_sliding_window"), **values}
     unread: list[str] = []
     problems = []
     for key, entry in entries.items():
@@ -181,8 +196,8 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
     facts = _resolved(own)
     place = SourceLocation(0, f"{file} (without the key: {family}'s default)")
     defaults = {
-        key: Entry(Items() if value == [] else Scalar(value), place)
-        for key, value in (DEFAULTS[family] | (_QWENS_WINDOW if values["use_sliding_window"] else {})).items()
+        key: Entry(tree(value), place)
+        for key, value in (FAMILIES[family].defaults | (_QWENS_WINDOW if values["use_sliding_window"] else {})).items()
         if key not in ("q_lora_rank", "sliding_window") or key not in entries  # where null is a value of its own
     }
     _add(facts, _resolved(defaults))
@@ -192,6 +207,34 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
         text = f"{file}: not used, as in transformers: {', '.join(unread)}"
         facts.notices.append(Notice(text, "ignored"))
     return facts
+
+
+def verdict(key: str, value: Any, family: str, named: str) -> str:
+    """What to do with a key of a config.json whose model is taken as `family`; `named` is the class that it names.
+
+    Returns:
+        "read"; "harmless": it changes nothing; "unread": the class in transformers does not read it either; "unknown":
+        the class is not known, and nobody can tell what the key changes.
+    """
+    known = FAMILIES[family]
+    if key == "auto_map" and named:  # the published code of a class that is known
+        return "harmless"
+    is_expert_count = key in ("num_local_experts", "num_experts") and known.is_mixture
+    if key in _WINDOW_KEYS:
+        if known.windows or not named:
+            return "read"
+        return "unread" if value else "harmless"
+    if is_known_effect(key) or key in _EVERY_CLASS or key in known.defaults or is_expert_count:
+        return "read"
+    if not known.in_transformers and (key in yaml_names(ModelConfig) or key in yaml_names(MoEConfig)):
+        return "read"
+    if key in _HARMLESS:
+        return "harmless"
+    if named:
+        return "unread"
+    if key in ("rope_interleave", "rope_interleaved"):
+        return "read"
+    return "harmless" if value in (None, False, "", [], {}) else "unknown"
 
 
 def _says_nothing(key: str, values: Mapping[str, Any]) -> bool:
@@ -295,3 +338,12 @@ def _use_folder(found: Resolved, name: str) -> None:
     if not tokenizer.get("path") and tokenizer.get("type") != "bytes":
         for key, value in (("type", "huggingface"), ("path", name)):
             tokenizer[key], found.positions[f"train_dataset.tokenizer.{key}"] = value, place
+
+
+def described_model(config_json: Mapping[str, Any]) -> ModelConfig:
+    """Reads the config.json of a known class as that of a model folder is read; what is not valid has its default."""
+    facts = _model(tree(config_json), "config.json", Resolved())
+    fill_in(facts)
+    config, _ = validate(facts.data, facts.positions, facts.written)
+    assert config is not None, "sections of a model alone are valid without their wrong values"
+    return config.decoder

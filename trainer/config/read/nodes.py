@@ -94,6 +94,15 @@ def plain(node: Node) -> Any:
     return {key: plain(entry.node) for key, entry in node.entries().items()}
 
 
+def tree(value: Any, place: SourceLocation = NOWHERE) -> Node:
+    """Makes a node of Python values, the reverse of `plain`; `place` is where all of them are written."""
+    if isinstance(value, dict):
+        return Table({key: Entry(tree(below, place), place) for key, below in value.items()})
+    if isinstance(value, list):
+        return Items([Entry(tree(item, place), place) for item in value])
+    return Scalar(value)
+
+
 def is_null(node: Node) -> bool:
     """True for an empty value or ``null``."""
     return isinstance(node, Scalar) and node.value is None

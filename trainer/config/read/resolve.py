@@ -11,9 +11,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
-from trainer.config.hugging_face import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
+from trainer.config.other_models import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
 from trainer.config.read.relocate import disagreement, merge
 from trainer.config.schema.fields import (

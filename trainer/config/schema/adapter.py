@@ -6,41 +6,6 @@ from typing import Literal
 from trainer.config.patterns import matches_whole
 from trainer.config.schema.fields import WIDTH, Section, setting
 
-_ATTENTION = {
-    "self_attn.q_proj": "attention.wq",
-    "self_attn.k_proj": "attention.wk",
-    "self_attn.v_proj": "attention.wv",
-    "self_attn.o_proj": "attention.wo",
-}
-_LATENT_ATTENTION = {
-    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
-    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
-    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
-    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
-    "self_attn.o_proj": "attention.wo",
-}
-_MLP = {
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-}
-
-
-def projections(latent: bool = False, latent_queries: bool = False) -> dict[str, str]:
-    """The matrices of a block that can be adapted: Hugging Face's name -> MindSpore Transformers', in forward order.
-
-    Args:
-        latent: The attention is multi-head latent attention.
-        latent_queries: Its queries are made from a latent vector too (q_lora_rank).
-    """
-    attention = _ATTENTION
-    if latent:
-        attention = dict(_LATENT_ATTENTION)
-        if not latent_queries:
-            del attention["self_attn.q_a_proj"], attention["self_attn.q_b_proj"]
-            attention = {"self_attn.q_proj": "self_attention.linear_q_proj", **attention}
-    return attention | _MLP
-
 
 class PetConfig(Section):
     """Low-rank adapters (YAML ``model_config.pet_config``): Hu et al. 2021, y = x W^T + alpha / rank x A^T B^T."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from trainer.config.schema.adapter import PetConfig, projections
+from trainer.config.schema.adapter import PetConfig
 from trainer.config.schema.fields import (
     BATCH,
     LAYERS,
@@ -249,11 +249,6 @@ class ModelConfig(Section):
         if self.multi_latent_attention:
             return self.kv_lora_rank, self.qk_rope_head_dim
         return self.kv_heads * self.head_size, self.kv_heads * self.head_size
-
-    @property
-    def projections(self) -> dict[str, str]:
-        """The matrices of a block: name in the block -> MindSpore Transformers' name."""
-        return projections(self.multi_latent_attention, self.q_lora_rank is not None)
 
     @property
     def maps_embedding(self) -> bool:

@@ -27,8 +27,8 @@ import numpy as np
 from trainer.parallel.sharding import ArrayPart, whole_array
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
     from trainer.config.schema.classifier import ClassifierConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.models.spec.model import ParameterSpec
 
 

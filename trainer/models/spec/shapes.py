@@ -1,25 +1,39 @@
-"""Shapes of parameters by name, for readers that need no more of the description."""
+"""Parameters of a decoder or a classifier by their full names, and shapes alone for readers that need no more."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from trainer.models.spec.build import (
-    attention_parameters,
-    layer_targets,
-    mlp_parameters,
-    moe_parameters,
-    parameter_specs,
-)
+from trainer.config.schema.classifier import ClassifierConfig
+from trainer.models.spec.adapters import adapter_spec, layer_targets, projections
+from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EXPERT_BIAS, ROUTER, adapter_names, layer_prefix, mask_name
+from trainer.models.spec.sublayers import attention_parameters, mlp_parameters, moe_parameters
 
 if TYPE_CHECKING:
-    from trainer.config.schema.classifier import ClassifierConfig
     from trainer.config.schema.model import ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def parameter_specs(settings: ModelConfig | ClassifierConfig) -> dict[str, ParameterSpec]:
+    """Returns every parameter of a decoder or a classifier by its full name, in forward order, adapters at the end."""
+    if not isinstance(settings, ClassifierConfig):
+        return model_spec(settings).parameters()
+    specs = []
+    for (weight, bias), inp, out in zip(
+        classifier_names(settings), settings.sizes, settings.sizes[1:], strict=False
+    ):
+        specs += [ParameterSpec(weight, (out, inp)), ParameterSpec(bias, (out,), init="zeros", role="bias")]
+    return {spec.name: spec for spec in specs}
+
+
+def classifier_names(settings: ClassifierConfig) -> list[tuple[str, str]]:
+    """Returns weight and bias of each layer, named as in MindSpore's tutorial, where each second cell is a ReLU."""
+    prefixes = [f"dense_relu_sequential.{2 * layer}" for layer in range(len(settings.sizes) - 1)]
+    return [(f"{prefix}.weight", f"{prefix}.bias") for prefix in prefixes]
 
 
 def all_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
@@ -33,7 +47,7 @@ def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
 
 
 def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
-    """Returns those of `all_shapes` that adapters have; empty without `pet_config`."""
+    """Returns those of `all_shapes` that adapters have; empty without adapters."""
     return _shapes(each for each in parameter_specs(settings).values() if each.role == "adapter")
 
 
@@ -72,15 +86,16 @@ def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]
 
 def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
     """Returns the projections that have an adapter in some layer, in forward order."""
-    if settings.pet_config is None:
+    if adapter_spec(settings) is None:
         return ()
     adapted = {name for layer in range(settings.num_layers) for name in layer_targets(settings, layer)}
-    return tuple(name for name in settings.projections if name in adapted)
+    return tuple(name for name in projections(settings) if name in adapted)
 
 
 def dropped_projections(settings: ModelConfig) -> tuple[str, ...]:
     """Returns the projections whose adapters have dropout, in forward order."""
-    if settings.pet_config is None or not settings.pet_config.lora_dropout:
+    adapter = adapter_spec(settings)
+    if adapter is None or not adapter.dropout:
         return ()
     return adapted_projections(settings)
 
@@ -94,6 +109,19 @@ def block_weights(settings: ModelConfig) -> list[str]:
     """Returns the parameters among `block_names`."""
     adapters = [each for name in adapted_projections(settings) for each in adapter_names(name)]
     return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
+
+
+def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
+    """Returns the numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of
+    the feed-forward layer, adapters. None where nothing is dropped."""
+    sites = dropout_sites(settings, layer)
+    rates = {
+        "probabilities": settings.attention_dropout,
+        "attention_output": settings.hidden_dropout,
+        "mlp_output": settings.hidden_dropout,
+    }
+    numbers = [sites[name] if rate else None for name, rate in rates.items()]
+    return numbers + [sites.get(name) for name in dropped_projections(settings)]
 
 
 def _shapes(parameters: Iterable[ParameterSpec]) -> Shapes:

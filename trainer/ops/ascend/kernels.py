@@ -1,10 +1,10 @@
-"""Ascend kernels: MindSpore's fused operators behind the signatures of `cpu/kernels.py`.
+"""Ascend kernels: MindSpore's fused operators behind the signatures of `plain.py`.
 
 These operators have no CPU kernel. What can be checked without an Ascend is that MindSpore's front end accepts them,
 forward and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and
 its gradient.
 
-Legend: as in cpu/kernels.py.
+Legend: as in trainer/ops/plain.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,8 @@ from mindspore.ops.auto_generate import (
     RmsNormGrad,
     RotaryPositionEmbedding,
     RotaryPositionEmbeddingGrad,
-    SliceExt,
-    SplitTensor,
     SwigluGrad,
 )
-
-from trainer.ops.cpu.kernels import Linear
 
 # Gradients by hand keep less than automatic ones: inputs as they came, without what a cast made of them.
 
@@ -95,7 +91,7 @@ class SwiGLU(nn.Cell):
 
     def bprop(self, gate_NF, up_NF, out, grad_NF):
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
-        return split_columns(grad, gate_NF.shape[1])
+        return mint.split(grad, (gate_NF.shape[1], up_NF.shape[1]), 1)
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
@@ -103,74 +99,14 @@ def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=msty
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
-# What nobody chooses: on an Ascend the reference's operator is a legacy one (ACLOP), which is compiled for each shape.
-
-
-class LinearBias(nn.Cell):
-    """As in cpu/kernels.py."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = Linear()
-
-    def construct(self, x_NI, weight_OI, bias_O):
-        return self.linear(x_NI, weight_OI) + bias_O
-
-
-class AddBias(nn.Cell):
-    """As in cpu/kernels.py."""
-
-    def construct(self, y_NO, bias_O):
-        return y_NO + bias_O
-
-
-class OneHot(nn.Cell):
-    """As in cpu/kernels.py."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(auto_prefix=False)
-        self.numbers = Tensor(np.arange(size, dtype=np.int32))
-
-    def construct(self, index):
-        return (index.expand_dims(-1) == self.numbers).astype(mstype.float32)
+# What nobody chooses: on an Ascend the plain operator is a legacy one (ACLOP), which is compiled for each shape.
 
 
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
-    """As in cpu/kernels.py. The gradient is EmbeddingDenseBackward."""
+    """As in plain.py. The gradient is EmbeddingDenseBackward."""
     return mint.nn.functional.embedding(index_N, x_RD)
 
 
-def split_columns(x_RD: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """As in cpu/kernels.py."""
-    return mint.split(x_RD, (first, x_RD.shape[1] - first), 1)
-
-
-class _Halves(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-        self.split = SplitTensor()
-
-    def construct(self, x_RTd):
-        return self.split(x_RTd, x_RTd.shape[1] // 2, 1)
-
-
-class _Slice(nn.Cell):
-    def __init__(self) -> None:
-        super().__init__(auto_prefix=False)
-        self.slice = SliceExt()
-
-    def construct(self, x, begin, size):
-        for axis in range(len(size)):
-            if size[axis] != x.shape[axis]:
-                x = self.slice(x, axis, begin[axis], begin[axis] + size[axis], 1)
-        return x
-
-
-def division() -> tuple[nn.Cell, nn.Cell]:
-    """As in cpu/kernels.py. Copies: a view, as mint.split returns one, becomes a copy by a legacy kernel here."""
-    return _Halves(), _Slice()
-
-
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
-    """As in cpu/kernels.py."""
+    """store[index] = x, in place; for the cache of a prediction."""
     store_RD.index_copy_(0, index_N.astype(mstype.int64), x_ND)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from mindspore import Parameter, mint, nn, ops
 from mindspore import dtype as mstype
 
-from trainer.ops.ascend.kernels import OneHot
+from trainer.ops.plain import OneHot
 from trainer.ops.routing import RoutingRule
 
 

@@ -1,0 +1,72 @@
+"""Low-rank adapters: which matrices of a model have one, and what it consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
+from trainer.models.spec.names import adapter_names, sublayer_of
+from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
+
+if TYPE_CHECKING:
+    from trainer.config.schema.classifier import ClassifierConfig
+    from trainer.config.schema.model import ModelConfig
+
+_MINDFORMERS_NAMES = {
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+_LATENT_QUERY = "self_attention.linear_q_proj"
+"""Its name of q_proj in multi-head latent attention."""
+
+
+def adapter_spec(settings: ModelConfig | ClassifierConfig) -> AdapterSpec | None:
+    """Returns what all adapters of a model have in common; None where it has none."""
+    pet = settings.pet_config
+    if pet is None:
+        return None
+    return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout)
+
+
+def projections(settings: ModelConfig) -> dict[str, str]:
+    """Returns the matrices of a layer that can be adapted, in forward order: name in the layer -> MindSpore
+    Transformers' name."""
+    parameters = [*attention_parameters(settings), *mlp_parameters(settings)]
+    names = [each.name.removesuffix(".weight") for each in parameters if each.role == "matrix"]
+    others = {name: _MINDFORMERS_NAMES[name] for name in names}
+    if latent_spec(settings) is not None and "self_attn.q_proj" in others:
+        others["self_attn.q_proj"] = _LATENT_QUERY
+    return others
+
+
+def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Returns the projections of a layer that have an adapter, in forward order: experts have none."""
+    if settings.pet_config is None:
+        return ()
+    targets = settings.pet_config.targets(layer, projections(settings))
+    return tuple(name for name in targets if sublayer_of(name) == "attention" or not settings.is_moe_layer(layer))
+
+
+def adapter_parameters(matrix: ParameterSpec, name: str, rank: int) -> Iterator[ParameterSpec]:
+    """Yields A and B of the adapter of a matrix. Next to outputs or inputs that ranks share, one of the two is sharded
+    as the matrix, and the ranks have a part of the other's gradient each."""
+    outputs, inputs = matrix.shape
+    down, up = adapter_names(name)
+    sharding_of_down: Sharding = matrix.sharding
+    sharding_of_up: Sharding = matrix.sharding
+    if matrix.sharding in ("column", "kv_column"):
+        sharding_of_down = "partial"
+    elif matrix.sharding == "row":
+        sharding_of_up = "partial"
+    yield ParameterSpec(down, (rank, inputs), sharding_of_down, "lora_a", "adapter")
+    yield ParameterSpec(up, (outputs, rank), sharding_of_up, "zeros", "adapter")

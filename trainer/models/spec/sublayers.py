@@ -1,0 +1,222 @@
+"""Describes the sublayers of a layer, and which parameters each has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import TYPE_CHECKING, TypeAlias
+
+from trainer.models.spec.model import (
+    AdapterSpec,
+    AttentionSpec,
+    Init,
+    LatentSpec,
+    MlpSpec,
+    MoeSpec,
+    ParameterSpec,
+    Sharding,
+)
+from trainer.models.spec.names import (
+    EXPERT_BIAS,
+    EXPERT_DOWN_BIAS,
+    POST_ATTENTION_NORM,
+    POST_MLP_NORM,
+    ROUTER,
+    SHARED_GATE,
+    sublayer_of,
+)
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import ModelConfig
+
+Adapters: TypeAlias = Mapping[str, AdapterSpec]
+"""By the name of the matrix within the layer."""
+
+
+def latent_spec(settings: ModelConfig) -> LatentSpec | None:
+    """Returns the sizes of multi-head latent attention; None where the model has another attention."""
+    if not settings.multi_latent_attention:
+        return None
+    return LatentSpec(
+        query_rank=settings.q_lora_rank,
+        key_value_rank=settings.kv_lora_rank,
+        nope_size=settings.qk_nope_head_dim,
+        rope_size=settings.qk_rope_head_dim,
+    )
+
+
+def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = MappingProxyType({})) -> AttentionSpec:
+    """Returns the attention of a layer with these adapters, of which it takes its own."""
+    latent = latent_spec(settings)
+    return AttentionSpec(
+        hidden=settings.hidden_size,
+        heads=settings.num_heads,
+        kv_heads=settings.kv_heads,
+        head_size=settings.head_size,
+        value_size=settings.value_size,
+        scale=settings.attention_scale,
+        eps=settings.rms_norm_eps,
+        rotary_size=settings.rotary_size,
+        rotary_interleaved=settings.rope_interleave,
+        window=settings.sliding_window if settings.has_window(layer) else None,
+        head_norm=settings.use_qk_norm and latent is None,
+        post_norm=settings.post_self_attn_layernorm and latent is None,
+        latent=latent,
+        dropout=settings.attention_dropout,
+        output_dropout=settings.hidden_dropout,
+        adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "attention"},
+    )
+
+
+def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -> MlpSpec:
+    """Returns the feed-forward sublayer of a layer without experts; `adapters` as in `attention_spec`."""
+    return MlpSpec(
+        hidden=settings.hidden_size,
+        width=settings.ffn_size,
+        eps=settings.rms_norm_eps,
+        post_norm=settings.post_mlp_layernorm,
+        output_dropout=settings.hidden_dropout,
+        adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
+    )
+
+
+def moe_spec(settings: ModelConfig) -> MoeSpec:
+    """Returns the feed-forward sublayer of a layer with experts."""
+    moe = settings.experts
+    return MoeSpec(
+        hidden=settings.hidden_size,
+        eps=settings.rms_norm_eps,
+        experts=moe.expert_num,
+        chosen=moe.num_experts_chosen,
+        width=settings.expert_size,
+        shared_width=settings.shared_expert_size,
+        shared_gate=settings.has_shared_gate,
+        down_bias=settings.down_has_bias,
+        expert_bias=moe.has_expert_bias,
+        output_dropout=settings.hidden_dropout,
+    )
+
+
+def attention_parameters(settings: ModelConfig) -> list[ParameterSpec]:
+    """Returns the parameters of the attention sublayer of any layer, norm first, without adapters."""
+    spec = attention_spec(settings)
+    if spec.latent is not None:
+        return list(_latent_attention_parameters(settings, spec, spec.latent))
+    return list(_grouped_attention_parameters(settings, spec))
+
+
+def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
+    """Returns the parameters of the feed-forward sublayer of a layer without experts, norm first, without adapters."""
+    spec = mlp_spec(settings)
+    parameters = [_norm("post_attention_layernorm.weight", spec.hidden)]
+    parameters += _linear("mlp.gate_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
+    parameters += _linear("mlp.up_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
+    parameters += _linear("mlp.down_proj", spec.hidden, spec.width, settings.down_has_bias, "row", "residual")
+    if spec.post_norm:
+        parameters.append(_norm(POST_MLP_NORM, spec.hidden))
+    return parameters
+
+
+def moe_parameters(settings: ModelConfig) -> list[ParameterSpec]:
+    """Returns the parameters of a layer's mixture of experts: norm, router, stacked experts, shared experts, gate.
+
+    The ranks of a tensor-parallel group share the tokens for the experts, so what is next to the router has a part of
+    its gradient on each.
+    """
+    spec = moe_spec(settings)
+    hidden = spec.hidden
+    experts = (spec.experts, spec.width, hidden)
+    shared = (spec.shared_width, hidden)
+    parameters = [
+        _norm("post_attention_layernorm.weight", hidden, "partial"),
+        ParameterSpec(ROUTER, (spec.experts, hidden), "partial", role="router"),
+    ]
+    if spec.expert_bias:
+        parameters.append(ParameterSpec(EXPERT_BIAS, (spec.experts,), init="zeros", role="buffer"))
+    parameters += [
+        ParameterSpec("mlp.experts.gate_proj.weight", experts, "expert"),
+        ParameterSpec("mlp.experts.up_proj.weight", experts, "expert"),
+        ParameterSpec("mlp.experts.down_proj.weight", (spec.experts, hidden, spec.width), "expert", "residual"),
+    ]
+    if spec.down_bias:
+        parameters.append(ParameterSpec(EXPERT_DOWN_BIAS, (spec.experts, hidden), "expert", "zeros", "bias"))
+    if spec.shared_width:
+        parameters += [
+            ParameterSpec("mlp.shared_experts.gate_proj.weight", shared, "column"),
+            ParameterSpec("mlp.shared_experts.up_proj.weight", shared, "column"),
+            ParameterSpec("mlp.shared_experts.down_proj.weight", (hidden, spec.shared_width), "row", "residual"),
+        ]
+    if spec.shared_gate:
+        parameters.append(ParameterSpec(SHARED_GATE, (1, hidden), "partial", role="router"))
+    return parameters
+
+
+def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) -> Iterator[ParameterSpec]:
+    hidden = spec.hidden
+    queries = spec.heads * spec.head_size
+    keys = spec.kv_heads * spec.head_size
+    yield _norm("input_layernorm.weight", hidden)
+    yield from _linear("self_attn.q_proj", queries, hidden, settings.qkv_has_bias, "column")
+    yield from _linear("self_attn.k_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
+    yield from _linear("self_attn.v_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
+    yield from _linear("self_attn.o_proj", hidden, queries, settings.attn_proj_has_bias, "row", "residual")
+    if spec.head_norm:
+        # A rank norms the heads that it computes.
+        yield _norm("self_attn.q_norm.weight", spec.head_size, "partial")
+        yield _norm("self_attn.k_norm.weight", spec.head_size, "partial")
+    if spec.post_norm:
+        yield _norm(POST_ATTENTION_NORM, hidden)
+
+
+def _latent_attention_parameters(
+    settings: ModelConfig, spec: AttentionSpec, latent: LatentSpec
+) -> Iterator[ParameterSpec]:
+    """Yields those of multi-head latent attention (DeepSeek-V2, section 2.1), with DeepSeek's names.
+
+    A head's rows of q_b_proj (or q_proj) make the part of its query without positions, then the rotated part; those of
+    kv_b_proj its key, then its value. kv_a_proj_with_mqa makes the latent vector, then the key that all heads share.
+    """
+    hidden = spec.hidden
+    queries = spec.heads * spec.head_size
+    keys_and_values = spec.heads * (latent.nope_size + spec.value_size)
+    rank = latent.key_value_rank
+    bias = settings.qkv_has_bias
+    yield _norm("input_layernorm.weight", hidden)
+    if latent.query_rank is None:
+        yield ParameterSpec("self_attn.q_proj.weight", (queries, hidden), "column")
+    else:
+        yield from _linear("self_attn.q_a_proj", latent.query_rank, hidden, bias, "replicated")
+        yield _norm("self_attn.q_a_layernorm.weight", latent.query_rank)
+        yield ParameterSpec("self_attn.q_b_proj.weight", (queries, latent.query_rank), "column")
+    yield from _linear("self_attn.kv_a_proj_with_mqa", rank + latent.rope_size, hidden, bias, "replicated")
+    yield _norm("self_attn.kv_a_layernorm.weight", rank)
+    yield ParameterSpec("self_attn.kv_b_proj.weight", (keys_and_values, rank), "column")
+    values = spec.heads * spec.value_size
+    yield from _linear("self_attn.o_proj", hidden, values, settings.attn_proj_has_bias, "row", "residual")
+
+
+def mtp_parameters(hidden: int) -> list[ParameterSpec]:
+    """Returns what a multi-token prediction module has besides a layer."""
+    return [
+        _norm("enorm.weight", hidden),
+        _norm("hnorm.weight", hidden),
+        ParameterSpec("eh_proj.weight", (hidden, 2 * hidden)),
+        _norm("shared_head.norm.weight", hidden),
+    ]
+
+
+def _linear(
+    name: str, outputs: int, inputs: int, has_bias: bool, sharding: Sharding, init: Init = "normal"
+) -> Iterator[ParameterSpec]:
+    """Yields the weight of a matrix and its bias, which ranks shard by outputs or not at all."""
+    yield ParameterSpec(f"{name}.weight", (outputs, inputs), sharding, init)
+    if has_bias:
+        yield _bias(f"{name}.bias", outputs, "replicated" if sharding == "row" else sharding)
+
+
+def _bias(name: str, size: int, sharding: Sharding = "replicated") -> ParameterSpec:
+    return ParameterSpec(name, (size,), sharding, "zeros", "bias")
+
+
+def _norm(name: str, size: int, sharding: Sharding = "replicated") -> ParameterSpec:
+    return ParameterSpec(name, (size,), sharding, "ones", "norm")
