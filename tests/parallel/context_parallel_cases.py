@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
+from unittest import mock
 
-import mindspore
 import numpy as np
-from mindspore import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
-
-
-from trainer.config.schema.model import ModelConfig  # noqa: E402
-from trainer.data.batches.context import SequencePart  # noqa: E402
-from trainer.models.decoder import DropoutParts  # noqa: E402
-from trainer.models.recompute import compile_cell  # noqa: E402
-from trainer.ops.context import over_context  # noqa: E402
-from trainer.ops.dropout import DropoutKey  # noqa: E402
-from trainer.ops.kernel_set import load_kernels  # noqa: E402
-from trainer.ops.precision import FLOAT32  # noqa: E402
-from trainer.ops.select import select_kernels  # noqa: E402
-from trainer.parallel.host_group import HostGroup  # noqa: E402
-from trainer.parallel.mesh import Degrees, build_mesh  # noqa: E402
-from trainer.parallel.process_groups import process_groups  # noqa: E402
-from trainer.parallel.tensor import ModelShard  # noqa: E402
+from trainer.arrays.attention.context import ContextParallel
+from trainer.arrays.attention.positions import TokenPositions, query_blocks
+from trainer.arrays.attention.sublayer import CpuAttention
+from trainer.arrays.dropout import LayerDropout
+from trainer.arrays.sublayer import SublayerCall
+from trainer.arrays.tiles import Scratch
+from trainer.config.schema.model import ModelConfig
+from trainer.data.batches.context import SequencePart
+from trainer.models.dropout import DropoutShards
+from trainer.models.spec.model import AttentionSpec
+from trainer.ops.dropout import DropoutKey
+from trainer.parallel.host_group import HostGroup
+from trainer.parallel.mesh import Degrees, build_mesh
+from trainer.parallel.process_groups import process_groups
+from trainer.parallel.tensor import ModelShard
 
 RANKS, ROWS, LENGTH, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE = 4, 2, 32, 8, 2, 6, 4
 SCALE, RATE, KEY, SITE = 0.5, 0.3, DropoutKey(1, 0, 2, 3), 4
@@ -47,11 +44,6 @@ CASES = {
 
 LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 4), (4, 2))
 """Number of ranks, and how many of them exchange heads: a ring, Ulysses attention, or both."""
-
-
-def runs(case: Case, size: int, ulysses: int) -> bool:
-    """Each case that has a graph of its own costs a compilation."""
-    return case.dropout if (size, ulysses) == (4, 2) else not case.dropout or (size, ulysses) == (2, 1)
 
 
 def segments_of(case: Case) -> np.ndarray:
@@ -77,60 +69,66 @@ def settings() -> ModelConfig:
     )  # fmt: skip
 
 
-class ResultAndGradients(nn.Cell):
-    """(dout, q, k, v, masks) -> result and gradients in one graph, as where recomputation computes a block again."""
+class Given:
+    """In the place of projections: queries, keys and values as they are given; keeps their gradients."""
 
-    def __init__(self, attention: nn.Cell) -> None:
-        super().__init__()
-        self.attention = attention
-        self.gradients = mindspore.value_and_grad(self.product, (1, 2, 3), has_aux=True)
+    def __init__(self, queries_keys_values: Sequence[np.ndarray]) -> None:
+        self.inputs = queries_keys_values
+        self.gradients: list[np.ndarray] = []
 
-    def product(self, dout, q, k, v, mask, more_mask, dropout):
-        out = self.attention(q, k, v, mask, more_mask, dropout)
-        return (out * dout).sum(), out
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, *out: np.ndarray) -> None:
+        for array, given, factor in zip(out, self.inputs, (SCALE, 1, 1), strict=True):
+            array[...] = given * np.float32(factor)
 
-    def construct(self, dout, q, k, v, mask, more_mask, dropout):
-        (_, out), gradients = self.gradients(dout, q, k, v, mask, more_mask, dropout)
-        return out, *gradients
+    def backward(
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],
+        grad_ND: np.ndarray, out_ND: np.ndarray,
+    ) -> None:  # fmt: skip
+        self.gradients = [grad * np.float32(factor) for grad, factor in zip(grads, (SCALE, 1, 1), strict=True)]
 
 
-def on_rank(world: HostGroup) -> dict[tuple[str, int, bool], list[np.ndarray]]:
-    """By case, number of ranks and how many of them exchange heads: result and gradients. A ring of pairs runs one
-    graph, the others operator by operator. Then a ring of four with a mistake: keys and values go the wrong way round
-    ("direction"), or the ranks see all that comes before, also in other documents ("mask")."""
-    found = {}
-    for size, ulysses in LAYOUTS:
-        attention = Attention(world, size, ulysses, compiled=1 < ulysses < size)
-        for name, case in CASES.items():
-            if runs(case, size, ulysses):
-                found[name, size, ulysses] = attention(case)
-    attention = Attention(world, RANKS, 1, compiled=False)
-    found["mask", RANKS, 1] = attention(CASES["documents"]._replace(documents=False))
-    rotate = HostGroup.rotate
-    HostGroup.rotate = lambda group, array, places: rotate(group, array, -places)
-    found["direction", RANKS, 1] = attention(CASES["causal"])
-    HostGroup.rotate = rotate
+def on_rank(world: HostGroup) -> dict[tuple[str, int, int], list[np.ndarray]]:
+    """By case, number of ranks and how many of them exchange heads: result and gradients. Then a ring of four with a
+    mistake: the keys of two ranks are exchanged ("order"), a rank takes the gradients of its own queries alone
+    ("sum"), or the ranks see all that comes before, also in other documents ("mask")."""
+    found = {
+        (name, *layout): attend(world, case, *layout) for layout in LAYOUTS for name, case in CASES.items()
+    }
+    found["mask", RANKS, 1] = attend(world, CASES["documents"]._replace(documents=False), RANKS, 1)
+    gather = HostGroup.all_gather
+    with mock.patch.object(HostGroup, "all_gather", lambda group, array: gather(group, array)[::-1]):
+        found["order", RANKS, 1] = attend(world, CASES["causal"], RANKS, 1)
+    with mock.patch.object(HostGroup, "reduce_scatter", lambda group, array: np.split(array, RANKS)[group.rank]):
+        found["sum", RANKS, 1] = attend(world, CASES["causal"], RANKS, 1)
     return found
 
 
-class Attention:
-    """Case -> result and gradients of a rank."""
-
-    def __init__(self, world: HostGroup, size: int, ulysses: int, compiled: bool) -> None:
-        degrees = Degrees(data_parallel=world.size // size, context_parallel=size)
-        groups = process_groups(world, build_mesh(degrees, world.size), ulysses=ulysses)
-        plain = load_kernels(select_kernels(settings(), "CPU"), FLOAT32, is_compiled_on_cpu=True)
-        self.part = SequencePart(groups.cp.rank, size, ulysses)
-        self.kernels = over_context(plain, groups, self.part, compiled)
-        self.heads = DropoutParts(settings(), ModelShard(None, None, tokens=self.part)).heads
-        self.masks = self.kernels.attention_masks(settings())
-        cell = self.kernels.attention(HEADS, KV_HEADS, HEAD_SIZE, value_size=VALUE_SIZE, scale=SCALE)
-        self.run = compile_cell(ResultAndGradients(cell), compiled)
-
-    def __call__(self, case: Case) -> list[np.ndarray]:
-        *qkv, dout = (Tensor(self.part.of(each).reshape(-1, each.shape[2])) for each in inputs())
-        mask, dropout = self.masks(segments_of(case), case.window), None
-        if case.dropout:
-            shape = self.masks.scores_shape(ROWS, LENGTH)
-            dropout = self.kernels.draw_attention_mask(KEY, SITE, shape, RATE, self.heads)
-        return [each.asnumpy() for each in self.run(dout, *qkv, *mask, dropout)]
+def attend(world: HostGroup, case: Case, size: int, ulysses: int) -> list[np.ndarray]:
+    """Result and gradients of a rank: those of the attention sublayer, whose output projection changes nothing."""
+    degrees = Degrees(data_parallel=world.size // size, context_parallel=size)
+    groups = process_groups(world, build_mesh(degrees, world.size), ulysses=ulysses)
+    part = SequencePart(groups.cp.rank, size, ulysses)
+    hidden = HEADS * VALUE_SIZE
+    spec = AttentionSpec(
+        hidden, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE, SCALE, 1e-6, HEAD_SIZE, window=case.window,
+        dropout=RATE if case.dropout else 0.0,
+    )  # fmt: skip
+    sublayer = CpuAttention(spec, Scratch(), context=ContextParallel(part, groups.ring, groups.ulysses))
+    *queries_keys_values, dout_NV = (part.of(each).reshape(-1, each.shape[2]) for each in inputs())
+    sublayer.projections = given = Given(queries_keys_values)
+    segments = segments_of(case)
+    blocks = query_blocks(segments, shard=part.ring)
+    windows = query_blocks(segments, window=case.window, shard=part.ring)
+    tokens = len(dout_NV)
+    positions = TokenPositions(np.ones((tokens, 1, HEAD_SIZE // 2), np.complex64), blocks, windows)
+    dropout = None
+    if case.dropout:
+        heads = DropoutShards(settings(), ModelShard(None, None, tokens=part)).heads
+        dropout = LayerDropout(KEY, {}, (SITE, RATE), heads)
+    weights = {"self_attn.o_proj.weight": np.eye(hidden, dtype=np.float32)}
+    x_ND = np.zeros((tokens, hidden), np.float32)
+    call = SublayerCall(weights, dropout=dropout)
+    out_ND = sublayer.forward(call, x_ND, positions).asnumpy().copy()
+    call = SublayerCall(weights, dropout=dropout, saved=call.saved)
+    sublayer.backward(call, x_ND, positions, dout_NV)
+    return [out_ND, *given.gradients]

@@ -54,7 +54,7 @@ CASES: dict[str, dict[str, Any]] = {
                     "micro_batch_num": 2},
         "model": {"mtp_depth": 1, "tie_word_embeddings": True}, **CLIPPED,
     },
-    "sequences": {"degrees": {"context_parallel": 2}, **CLIPPED},
+    "sequences": {"degrees": {"context_parallel": 2}, "model": {"embedding_size": 12}, **CLIPPED},
 }  # fmt: skip
 
 

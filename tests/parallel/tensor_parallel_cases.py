@@ -1,7 +1,6 @@
 """What a rank of test_tensor_parallel.py trains: a tiny model whose matrices, experts or sequences the ranks share.
 
-What is guarded is how a model is divided, so a model has one layer where that shows it; most run operator by operator,
-since to compile a block costs more than twenty steps of it.
+What is guarded is how a model is divided, so a model has one layer where that shows it.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
+from trainer.models.spec import saved as saved_arrays  # noqa: E402
 from trainer.models.spec.shapes import all_shapes  # noqa: E402
 from trainer.ops.routing import SharedTokens  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
@@ -37,6 +37,8 @@ from trainer.step.train_step import TrainStep  # noqa: E402
 VOCABULARY = 21  # parts of unequal size
 ROWS = 3  # sequences: two ranks that share their tokens share one of the sequences
 ACCUMULATING = 2  # steps of two micro-batches; the later ones have one
+# The head of ranks takes some rows at a time: two shards of the vocabulary differ in how many would be best.
+HEAD_IN_BLOCKS = mock.patch.multiple(saved_arrays, _LOGITS=110, _FEWEST_ROWS=1)
 COUNTED_TWICE, NOT_COUNTED = "counted twice", "tokens of other ranks not counted"
 EVERY_KIND = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True,
               "post_self_attn_layernorm": True, "post_mlp_layernorm": True}  # fmt: skip
@@ -47,7 +49,6 @@ LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, "
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
 # AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other.
 SMOOTH = {"optimizer": {"eps": 1e-5}}
-COMPILED = {"context": {"mode": 0}}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {
         "model": EVERY_KIND | DROPOUT | {"tie_word_embeddings": True, "embedding_size": 12},
@@ -69,22 +70,29 @@ CASES: dict[str, dict[str, Any]] = {
             "n_group": 4, "topk_group": 2, "aux_loss_factor": 0.3, "first_k_dense_replace": 1,
             "moe_token_dispatcher_type": "allgather"}}, **CLIPPED, **SMOOTH,
     },
-    "compiled experts, load of the step": {
+    "experts, load of the step": {
         "model": {"sliding_window": 5, "moe_config": {
             "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "capacity_factor": 1.2, "enable_sdrop": True, "aux_loss_factor": 0.3,
             "moe_router_load_balancing_type": "gbs_aux_loss"}} | DROPOUT,
-        "recompute_config": {"recompute": True}, **COMPILED, **CLIPPED, **SMOOTH,
+        "recompute_config": {"recompute": True}, **CLIPPED, **SMOOTH,
     },
 }  # fmt: skip
-# Whole layers on arrays: no dropout, no norm after a sublayer, mode 0.
-CASES["arrays"] = {
+CASES["biases"] = {
     "model": {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True},
-    **COMPILED, **CLIPPED, **SMOOTH,
+    **CLIPPED, **SMOOTH,
 }  # fmt: skip
-CASES["arrays, recomputed"] = {
+CASES["one key head, recomputed"] = {
     "model": {"n_kv_heads": 1, "sliding_window": 5, "mtp_depth": 1}, "recompute_config": {"recompute": True},
-    **COMPILED, **CLIPPED, **SMOOTH,
+    **CLIPPED, **SMOOTH,
+}  # fmt: skip
+CASES["windows, documents, dropout"] = {
+    "model": {"sliding_window": 5, "n_kv_heads": 2} | DROPOUT, "recompute_config": {"recompute": True}, **SMOOTH,
+}  # fmt: skip
+CASES["bfloat16"] = {"model": EVERY_KIND | {"compute_dtype": "bfloat16"}, **SMOOTH}
+CASES["bfloat16, experts"] = {
+    "model": LATENT | {"compute_dtype": "bfloat16", "moe_config": {
+        "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1}}, **SMOOTH,
 }  # fmt: skip
 CASES["DeepSeek, recomputed"] = CASES["DeepSeek"] | {"recompute_config": {"recompute": True}}
 
@@ -103,13 +111,13 @@ class Trained(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How ranks divide a model: degrees, whether tensor-parallel ones share the residual stream by rows, and whether
-    context-parallel ones are a ring."""
+    """How ranks divide a model: degrees, whether tensor-parallel ones share the residual stream by rows, and how many
+    context-parallel ones exchange heads for tokens."""
 
     tensor: int = 1
     rows: bool = False
     context: int = 1
-    in_ring: bool = True
+    ulysses: int = 1
     experts: int = 1
 
     def data(self, ranks: int) -> int:
@@ -117,10 +125,14 @@ class Layout(NamedTuple):
 
     def keys(self, ranks: int) -> dict[str, Any]:
         """Those of parallel_config."""
-        return {
+        algorithm: dict[str, Any] = {"context_parallel_algo": "colossalai_cp"}
+        if self.ulysses == self.context > 1:
+            algorithm = {"context_parallel_algo": "ulysses_cp"}
+        elif self.ulysses > 1:
+            algorithm = {"context_parallel_algo": "hybrid_cp", "ulysses_degree_in_cp": self.ulysses}
+        return algorithm | {
             "data_parallel": self.data(ranks), "model_parallel": self.tensor, "use_seq_parallel": self.rows,
             "context_parallel": self.context, "expert_parallel": self.experts,
-            "context_parallel_algo": "colossalai_cp" if self.in_ring else "ulysses_cp",
         }  # fmt: skip
 
 
@@ -128,14 +140,14 @@ ALONE = Layout()
 
 
 def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -> Config:
-    """One rank neither compiles nor recomputes: that would take longer and change no number."""
+    """One rank recomputes nothing: that would take longer and change no number."""
     sections = dict(CASES[name])
     model = {"vocab_size": VOCABULARY, "num_layers": layers} | sections.pop("model")
     if ranks > 1:
         sections |= {"use_parallel": True, "parallel_config": layout.keys(ranks)}
     else:
-        sections = {name: section for name, section in sections.items() if name not in ("context", "recompute_config")}
-    return config_of(**({"context": {"mode": 1}} | sections | {"model": model}))
+        sections.pop("recompute_config", None)
+    return config_of(**sections, model=model)
 
 
 def every_parted(world: Group, suites: list[list[Any]]) -> list[tuple[dict[str, Trained], dict[str, Trained]]]:
@@ -149,12 +161,13 @@ def parted(
     """Trainings of so many steps by ranks; then a step with each mistake, by the mistake."""
     how = Layout(**layout)
     data = how.data(world.size)
-    right = {name: trained(name, {steps}, data, world, how)[steps] for name, steps in cases.items()}
-    wrong = {}
-    for name, every in mistakes.items():
-        for mistake in every:
-            with mistaken(mistake):
-                wrong[mistake] = trained(name, {1}, data, world, how)[1]
+    with HEAD_IN_BLOCKS:
+        right = {name: trained(name, {steps}, data, world, how)[steps] for name, steps in cases.items()}
+        wrong = {}
+        for name, every in mistakes.items():
+            for mistake in every:
+                with mistaken(mistake):
+                    wrong[mistake] = trained(name, {1}, data, world, how)[1]
     return right, wrong
 
 
@@ -201,11 +214,9 @@ def trained(
 
 
 def told(step: TrainStep, results: Sequence[Any], one: Config, group: Group | None) -> Trained:
-    evaluated = np.nan
-    if one.context.mode == 1:  # compiled, it would be compiled a second time
-        # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
-        batches = [make_batch(99, 9 if step.communicator.data_rank == 0 else 0, ROWS)]
-        evaluated = evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator).loss
+    # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
+    batches = [make_batch(99, 9 if step.communicator.data_rank == 0 else 0, ROWS)]
+    evaluated = evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator).loss
     routed = [result.router_rates for result in results if result.router_rates is not None]
     routers = np.array([[one.drop_rate, one.load_imbalance, one.entropy] for one in routed])
     others = [list(result.losses.values()) for result in results]

@@ -8,6 +8,7 @@ from trainer.arrays import head, memory, onednn, tiles
 from trainer.arrays.attention import blocks, positions
 from trainer.arrays.moe import experts
 from trainer.device.threads import set_up_cpu_threads
+from trainer.models.spec import saved
 
 # Not in a fixture: a tensor that a test file makes while it is imported starts MindSpore's threads with their defaults,
 # and then everything that is compiled takes up to five times as long.
@@ -20,7 +21,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter last one."""
     for module, name, value in (
         (tiles, "ROWS", 4), (blocks, "_SCORES", 1), (positions, "_QUERIES", 3), (positions, "_KEYS", 2),
-        (head, "_LOGITS", 1), (head, "_FEWEST_ROWS", 4), (head, "_COLUMNS", 4), (head, "_ROWS", 3),
+        (saved, "_LOGITS", 1), (saved, "_FEWEST_ROWS", 4), (head, "_FEWEST_ROWS", 4), (head, "_COLUMNS", 4),
+        (head, "_ROWS", 3),
         (experts, "_MOST_ROWS", 4), (memory, "MOST_MOVED", 3),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, value)

@@ -34,7 +34,7 @@ from tolerances import decoder_limits, rounding_limit
 from trainer.arrays import head, memory, onednn, tiles
 from trainer.arrays.attention import sublayer as attention
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.embedding import CpuEmbedding, CpuMerge
+from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe import dispatch, experts
@@ -310,14 +310,12 @@ IDS = np.array([3, 0, 3, 10, 3, 0, *[7] * 11], np.int32)
 def test_embedding() -> None:
     random = np.random.default_rng(2)
     weights, grad_ND = {EMBEDDING: normal(random, VOCABULARY, HIDDEN)}, normal(random, len(IDS), HIDDEN)
-    run = CpuEmbedding(Scratch())
-    result, rows_NE = run.forward(weights, IDS)
-    np.testing.assert_array_equal(result.asnumpy(), weights[EMBEDDING][IDS])
+    run = CpuEmbedding()
+    np.testing.assert_array_equal(run.forward(weights, IDS).asnumpy(), weights[EMBEDDING][IDS])
     right_VD = np.zeros((VOCABULARY, HIDDEN))
     np.add.at(right_VD, IDS, grad_ND.astype(np.float64))
-    found = run.backward(weights, IDS, rows_NE, grad_ND, [EMBEDDING])
+    found = run.backward(weights, IDS, grad_ND)
     assert distance(found[EMBEDDING].asnumpy(), right_VD) <= rounding_limit(11)
-    assert run.backward(weights, IDS, rows_NE, grad_ND, []) == {}
 
 
 def mapped_embedding() -> Case:
@@ -333,15 +331,21 @@ def mapped_embedding() -> Case:
     return Case(None, rows_ND, weights, formula, EMBEDDED + len(IDS))
 
 
+def run_mapped_embedding(case: Case, scratch: Scratch) -> tuple[Tensor, dict[str, Tensor]]:
+    """The result and the gradients of both matrices."""
+    look_up, mapping = CpuEmbedding(), CpuMapping(scratch)
+    x_NE = look_up.forward(case.weights, IDS).asnumpy()
+    grad, found = mapping.backward(case.weights, x_NE, case.upstream_ND, [MAPPING_IN])
+    return mapping.forward(case.weights, x_NE), found | look_up.backward(case.weights, IDS, grad.asnumpy())
+
+
 def test_an_embedding_of_another_width(implementation: str) -> None:
-    case, run = mapped_embedding(), CpuEmbedding(Scratch())
-    result, rows_NE = run.forward(case.weights, IDS)
+    case = mapped_embedding()
+    result, found = run_mapped_embedding(case, Scratch())
     case.check_result(result.asnumpy())
-    found = run.backward(case.weights, IDS, rows_NE, case.upstream_ND, case.weights)
     case.check_gradients(found)
-    for name in case.weights:
-        alone = run.backward(case.weights, IDS, rows_NE, case.upstream_ND, [name])
-        assert_same_bits({name: found[name].asnumpy()}, {one: array.asnumpy() for one, array in alone.items()})
+    x_NE = case.weights[EMBEDDING][IDS]
+    assert CpuMapping(Scratch()).backward(case.weights, x_NE, case.upstream_ND, [])[1] == {}
 
 
 def merge_case() -> Case:
@@ -422,10 +426,9 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
         yield f"loss {maps}", Tensor(found.loss)
         yield f"head {maps}", found.grad
         yield from ((f"head {maps}: {name}", one) for name, one in found.weights.items())
-    case, run = mapped_embedding(), CpuEmbedding(scratch)
-    yield "embedding", run.forward(case.weights, IDS)[0]
-    rows_NE = run.forward(case.weights, IDS)[1]
-    yield from run.backward(case.weights, IDS, rows_NE, case.upstream_ND, case.weights).items()
+    result, found = run_mapped_embedding(mapped_embedding(), scratch)
+    yield "embedding", result
+    yield from found.items()
     case = merge_case()
     of_x, of_stream, found = CpuMerge(HIDDEN, 1e-3, scratch).backward(
         case.weights, case.x_ND, case.weights["stream"], case.upstream_ND, case.weights

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.arrays.attention.positions import TokenPositions
     from trainer.arrays.attention.sublayer import CpuAttention
     from trainer.arrays.dropout import LayerDropout
-    from trainer.arrays.embedding import CpuEmbedding, CpuMerge
+    from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
     from trainer.arrays.head import FusedLinearCrossEntropy, HeadResult
     from trainer.arrays.mlp import CpuMlp
     from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
@@ -191,7 +191,7 @@ class ExpertsPass:
 
 @dataclass(frozen=True)
 class EmbeddingPass:
-    """The look-up of tokens for one call: nothing -> x_ND."""
+    """The look-up of tokens for one call: nothing -> x_NE."""
 
     embedding: CpuEmbedding
     ids_N: np.ndarray
@@ -199,14 +199,32 @@ class EmbeddingPass:
     def forward(
         self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
     ) -> tuple[Tensor, Any]:
-        result, rows_NE = self.embedding.forward(weights, self.ids_N)
-        return result, (rows_NE,) if save else None
+        return self.embedding.forward(weights, self.ids_N), True
 
     def backward(
         self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
         trained: Collection[str],
     ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        return [], self.embedding.backward(weights, self.ids_N, *saved, grads[0], trained)
+        return [], self.embedding.backward(weights, self.ids_N, grads[0])
+
+
+@dataclass(frozen=True)
+class MappingPass:
+    """The mapping of embeddings of another width: x_NE -> x_ND."""
+
+    mapping: CpuMapping
+
+    def forward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
+    ) -> tuple[Tensor, Any]:
+        return self.mapping.forward(weights, inputs[0]), True
+
+    def backward(
+        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
+        trained: Collection[str],
+    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
+        result, found = self.mapping.backward(weights, inputs[0], grads[0], trained)
+        return [result], found
 
 
 @dataclass(frozen=True)

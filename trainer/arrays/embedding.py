@@ -1,4 +1,4 @@
-"""The embedding of tokens, and the merge of an MTP module, on arrays, forward and backward.
+"""The embedding of tokens, its mapping, and the merge of an MTP module, on arrays, forward and backward.
 
 Where tensor-parallel ranks shard the vocabulary, each looks up its tokens, and they add up the rows.
 
@@ -15,14 +15,15 @@ from trainer.arrays.memory import empty
 from trainer.arrays.onednn import operators
 from trainer.arrays.tiles import RmsNorm, WeightGradients
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
+from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from mindspore import Tensor
 
-    from trainer.arrays.sublayer import SequenceParallelComm
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
+    from trainer.parallel.tensor import TensorParallel
 
 _FEW_TIMES = 8  # that a token of a batch comes
 
@@ -53,79 +54,84 @@ def embedding_gradient(shape: tuple[int, int], ids_N: np.ndarray, grad_NE: np.nd
 
 
 class CpuEmbedding:
-    """Looks tokens up; where the embedding has another width than the residual stream, a matrix maps it there.
+    """Looks tokens up.
 
     Args:
-        first_token: First token of the vocabulary that this rank has.
+        vocabulary: Tokens of all ranks; of one process the matrix tells.
     """
 
-    def __init__(self, scratch: Scratch, tensor: SequenceParallelComm | None = None, first_token: int = 0) -> None:
-        self.scratch = scratch
+    def __init__(self, tensor: TensorParallel | None = None, vocabulary: int = 0) -> None:
         self.tensor = tensor
-        self.first_token = first_token
+        self.first_token = 0
+        if tensor is not None:
+            self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
 
-    def forward(self, weights: Arrays, ids_N: np.ndarray) -> tuple[Tensor, np.ndarray | None]:
-        """Returns the residual stream, [N, D] or the rows of it that this rank has, and the embeddings that the
-        gradient of the mapping needs."""
+    def forward(self, weights: Arrays, ids_N: np.ndarray) -> Tensor:
+        """Returns the embeddings, [N, E]; with sequence parallelism those of the rows that this rank has."""
         weight_VE = weights[EMBEDDING]
         if self.tensor is None:
-            result, rows_NE = embedding_rows(weight_VE, ids_N)
-        else:
-            place_N, inside_N = self._local(ids_N, len(weight_VE))
-            local_NE = embedding_rows(weight_VE, place_N)[1]
-            local_NE *= inside_N[:, None]
-            sums_NE = self.tensor.collect(local_NE)
-            result, rows_NE = empty(*sums_NE.shape)
-            rows_NE[...] = sums_NE
-        if MAPPING_IN not in weights:
-            return result, None
-        mapping_DE = weights[MAPPING_IN]
-        mapped, out_ND = empty(len(rows_NE), len(mapping_DE))
+            return embedding_rows(weight_VE, ids_N)[0]
+        place_N, inside_N = self._local(ids_N, len(weight_VE))
+        local_NE = embedding_rows(weight_VE, place_N)[1]
+        local_NE *= inside_N[:, None]
+        sums_NE = self.tensor.collect(local_NE)
+        result, out_NE = empty(*sums_NE.shape)
+        out_NE[...] = sums_NE
+        return result
 
-        def map_rows(tile: Tile) -> None:
-            rows_nE = tile.narrowed(rows_NE[tile.rows], mapping_DE.dtype)
-            operators().matmul(rows_nE, mapping_DE.T, out_ND[tile.rows])
-
-        self.scratch.run(len(rows_NE), map_rows)
-        return mapped, rows_NE
-
-    def backward(
-        self, weights: Arrays, ids_N: np.ndarray, rows_NE: np.ndarray | None, grad_ND: np.ndarray,
-        trained: Iterable[str],
-    ) -> Gradients:  # fmt: skip
-        """Returns the gradients of the trained weights."""
-        gradients = WeightGradients(trained)
-        grad_NE = grad_ND
-        if MAPPING_IN in weights:
-            mapping_DE = weights[MAPPING_IN]
-            dtype = mapping_DE.dtype
-            grad_NE = empty(*rows_NE.shape)[1]
-            factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
-            narrow_NE = empty(*rows_NE.shape, dtype=dtype)[1]
-
-            def through_mapping(tile: Tile) -> None:
-                factor_ND[tile.rows] = tile.narrowed(grad_ND[tile.rows], dtype)
-                narrow_NE[tile.rows] = tile.narrowed(rows_NE[tile.rows], dtype)
-                operators().matmul(factor_ND[tile.rows], mapping_DE, grad_NE[tile.rows])
-
-            self.scratch.run(len(grad_ND), through_mapping)
-            gradients.add(MAPPING_IN, factor_ND, narrow_NE)
-        found = gradients.compute()
-        if EMBEDDING in gradients.trained:
-            place_N = ids_N
-            shape = weights[EMBEDDING].shape
-            if self.tensor is not None:
-                grad_NE = self.tensor.gather(grad_NE)
-                place_N, inside_N = self._local(ids_N, shape[0])
-                place_N, grad_NE = place_N[inside_N], grad_NE[inside_N]
-            found[EMBEDDING] = embedding_gradient(shape, place_N, grad_NE)
-        return found
+    def backward(self, weights: Arrays, ids_N: np.ndarray, grad_NE: np.ndarray) -> Gradients:
+        """Returns the gradient of the matrix."""
+        shape = weights[EMBEDDING].shape
+        if self.tensor is None:
+            return {EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)}
+        grad_NE = self.tensor.gather(grad_NE)
+        place_N, inside_N = self._local(ids_N, shape[0])
+        return {EMBEDDING: embedding_gradient(shape, place_N[inside_N], grad_NE[inside_N])}
 
     def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns places in this rank's vocabulary, 0 for tokens of other ranks, and which tokens it has."""
         place_N = ids_N - self.first_token
         inside_N = (place_N >= 0) & (place_N < size)
         return place_N * inside_N, inside_N
+
+
+class CpuMapping:
+    """Maps embeddings of another width to the residual stream."""
+
+    def __init__(self, scratch: Scratch) -> None:
+        self.scratch = scratch
+
+    def forward(self, weights: Arrays, x_NE: np.ndarray) -> Tensor:
+        """Returns the residual stream, [N, D]."""
+        mapping_DE = weights[MAPPING_IN]
+        result, out_ND = empty(len(x_NE), len(mapping_DE))
+
+        def compute(tile: Tile) -> None:
+            x_nE = tile.narrowed(x_NE[tile.rows], mapping_DE.dtype)
+            operators().matmul(x_nE, mapping_DE.T, out_ND[tile.rows])
+
+        self.scratch.run(len(x_NE), compute)
+        return result
+
+    def backward(
+        self, weights: Arrays, x_NE: np.ndarray, grad_ND: np.ndarray, trained: Iterable[str]
+    ) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of the embeddings and of the matrix, where it is trained."""
+        gradients = WeightGradients(trained)
+        mapping_DE = weights[MAPPING_IN]
+        dtype = mapping_DE.dtype
+        result, out_NE = empty(*x_NE.shape)
+        factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
+        narrow_NE = empty(*x_NE.shape, dtype=dtype)[1]
+
+        def compute(tile: Tile) -> None:
+            factor_ND[tile.rows] = tile.narrowed(grad_ND[tile.rows], dtype)
+            narrow_NE[tile.rows] = tile.narrowed(x_NE[tile.rows], dtype)
+            operators().matmul(factor_ND[tile.rows], mapping_DE, out_NE[tile.rows])
+
+        self.scratch.run(len(grad_ND), compute)
+        gradients.add(MAPPING_IN, factor_ND, narrow_NE)
+        return result, gradients.compute()
 
 
 class CpuMerge:

@@ -23,6 +23,8 @@ import numpy as np
 from trainer.arrays.memory import as_narrow, empty, host_threads, parts
 from trainer.arrays.onednn import operators
 from trainer.arrays.tiles import RmsNorm, WeightGradients
+from trainer.models.spec.saved import logit_rows
+from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
     from trainer.parallel.tensor import TensorParallel
 
-_LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
-_FEWEST_ROWS = 64
+_FEWEST_ROWS = 64  # that a thread takes at once
 _COLUMNS = 1024  # of the vocabulary, that a thread takes at once
 _ROWS = 32  # of a softmax that a thread takes at once
 _SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float16 times this, so that few become 0
@@ -53,17 +54,21 @@ class FusedLinearCrossEntropy:
 
     Args:
         width: E.
-        first_token: First token of the vocabulary that this rank has.
+        vocabulary: Tokens of all ranks; of one process the matrix tells.
     """
 
     def __init__(
-        self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, first_token: int = 0
+        self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0
     ) -> None:
         self.norm = RmsNorm(width, eps)
         self.width = width
         self.scratch = scratch
         self.tensor = tensor
-        self.first_token = first_token
+        self.first_token = 0
+        self.largest_shard = 0
+        if tensor is not None:
+            self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
+            self.largest_shard = -(-vocabulary // tensor.group.size)
 
     def normed(self, weights: Arrays, x_nD: np.ndarray) -> np.ndarray:
         """Returns what the output projection multiplies, float32 [n, E]."""
@@ -126,7 +131,8 @@ class FusedLinearCrossEntropy:
         grad_NE: np.ndarray | None, of_weight_VE: np.ndarray | None,
     ) -> np.float32:  # fmt: skip
         """Returns the loss and writes the gradients; `y_NE` is used up."""
-        rows = min(len(y_NE), max(_FEWEST_ROWS, _LOGITS // len(weight_VE)))
+        # The ranks exchange numbers of the same rows, however many tokens of the vocabulary each of them has.
+        rows = logit_rows(len(y_NE), self.largest_shard or len(weight_VE))
         dtype = weight_VE.dtype
         # Not by np.empty: memory from the system, which it would be each time, costs a third of the product.
         logits_nV = empty(rows, len(weight_VE))[1]

@@ -19,11 +19,12 @@ from trainer.arrays.cells import (
     ExpertsPass,
     HeadPass,
     LayerPass,
+    MappingPass,
     MergePass,
     PartWeights,
     run_part,
 )
-from trainer.arrays.embedding import CpuEmbedding, CpuMerge
+from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import on_host
 from trainer.arrays.mlp import CpuMlp
@@ -46,7 +47,6 @@ from trainer.models.spec.names import (
     sublayer_of,
 )
 from trainer.ops.routing import RoutingRule
-from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
@@ -86,21 +86,18 @@ class ArrayParts:
         self.scratch = Scratch()
         tensor = None if shard is None else shard.tensor
         self.tensor = tensor
-        first_token = 0
-        if tensor is not None:
-            first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
         self.context = None
         if shard is not None and shard.tokens.ranks > 1:
             self.context = ContextParallel(shard.tokens, shard.ring, shard.ulysses)
         self.attentions: dict[AttentionSpec, CpuAttention] = {}
         self.mlps: dict[MlpSpec, CpuMlp] = {}
         self.experts = _Experts(settings, self.spec.layers, self.scratch, shard)
-        self.embedding = CpuEmbedding(self.scratch, tensor, first_token)
+        self.embedding = CpuEmbedding(tensor, vocabulary)
+        self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
-        self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, first_token)
-        self.embedding_weights = self._part(
-            {EMBEDDING: EMBEDDING, MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN]
-        )
+        self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, vocabulary)
+        self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[])
+        self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [
             self._layer_parts(number, again) for number, again in enumerate(recomputed)
         ]
@@ -172,10 +169,14 @@ class ArrayParts:
         return self.mlps[spec]
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
-        weights = self.embedding_weights
-        part = EmbeddingPass(self.embedding, ids_N.asnumpy())
-        parameters = list(weights.named.values())
-        return self.around(parameters, ids_N, lambda _: run_part(part, weights, (), save=True))
+        weights, mapping = self.embedding_weights, self.mapping_weights
+        look_up = EmbeddingPass(self.embedding, ids_N.asnumpy())
+        x_NE = self.around(list(weights.named.values()), ids_N, lambda _: run_part(look_up, weights, (), save=True))
+        if not mapping.named:
+            return x_NE
+        # A part of its own: ranks that share weights complete those of a look-up for its forward pass alone.
+        part = MappingPass(self.mapping)
+        return self.around(list(mapping.named.values()), x_NE, lambda x_NE: run_part(part, mapping, (x_NE,), save=True))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         parameters = [one for weights in self.layers[number].values() for one in weights.named.values()]

@@ -28,7 +28,8 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
-from trainer.ops.precision import resolve_precision
+from trainer.models.spec.saved import logit_rows
+from trainer.ops.select import precision_of
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
@@ -135,7 +136,7 @@ def rank_traffic(
 def _calls(config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts) -> Iterator[_Call]:
     layout, degrees = facts.layout, degrees_of(config, world)
     number = micro_batches(config, degrees)
-    for call in _calls_of_micro_batch(config, degrees, device, where, facts):
+    for call in _calls_of_micro_batch(config, world, device, where, facts):
         yield call._replace(times=call.times * number)
     held = [name for name in layout.parameters if layout.holds(name, where) and not is_buffer(name)]
     sizes = {name: math.prod(layout.shard(name, where).shape) for name in held}
@@ -149,29 +150,42 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
 
 
 def _calls_of_micro_batch(
-    config: Config, degrees: Degrees, device: str, where: MeshCoordinate, facts: _Facts
+    config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts
 ) -> Iterator[_Call]:
     """All but those of gradients and weights."""
-    settings, stages, is_last = config.decoder, degrees.pipeline_stage, where.pipeline == degrees.pipeline_stage - 1
+    settings, degrees = config.decoder, degrees_of(config, world)
+    stages = degrees.pipeline_stage
+    is_last = where.pipeline == stages - 1
     modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth * is_last)
     every = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
-    tokens, sizes = micro_batch_tokens(config, degrees), _Sizes.of(config, degrees, device, where)
+    sizes = _Sizes.of(config, world, device, where)
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     for layer in [*(layer for chunk in every[where.pipeline] for layer in chunk), *modules]:
         part = facts.again[min(layer, settings.num_layers - 1)]
-        passes = _Passes(layer >= facts.first, part, config.context.mode == 0)
+        passes = _Passes(layer >= facts.first, part, sizes.on_host or config.context.mode == 0)
         yield from _tensor_calls(settings, sizes, layer, passes)
-        yield from _context_calls(config, degrees, device, sizes, passes)
+        yield from _context_calls(config, degrees, sizes, passes)
         if settings.is_moe_layer(layer):
             yield from _expert_calls(config, degrees, sizes, passes)
     lookups = (where.pipeline == 0) + len(modules)
-    stream = sizes._replace(width=FLOAT32_BYTES)  # the residual stream
-    yield from _leave(stream, "embedding", settings.embedding_width, lookups, lookups * looks_up)
+    stream = sizes._replace(width=FLOAT32_BYTES, gradient_width=FLOAT32_BYTES)  # the residual stream
+    scatters = EMBEDDING in facts.trained if sizes.on_host else looks_up
+    yield from _leave(stream, "embedding", settings.embedding_width, lookups, lookups * scatters)
     if is_last:
-        heads = 1 + len(modules)
-        yield from _enter(sizes, "head and loss", settings.embedding_width, heads, heads)
-        yield _Call("tp", "head and loss", "all_gather", 3 * tokens * FLOAT32_BYTES, heads)
+        yield from _head_calls(settings, stream if sizes.on_host else sizes, 1 + len(modules))
     yield from _stage_calls(sizes, settings.hidden_size, every, 0 if looks_up else facts.first, where)
+
+
+def _head_calls(settings: ModelConfig, sizes: _Sizes, heads: int) -> Iterator[_Call]:
+    """The ranks exchange three numbers of each token; on a CPU of some rows after the others."""
+    what = "head and loss"
+    rows = sizes.tokens
+    yield from _enter(sizes, what, settings.embedding_width, heads, heads)
+    if sizes.on_host:
+        rows = logit_rows(sizes.tokens, -(-settings.vocab_size // sizes.tensor))
+    blocks, rest = divmod(sizes.tokens, rows)
+    for size, times in ((rows, blocks), (rest, bool(rest))):
+        yield _Call("tp", what, "all_gather", 3 * size * FLOAT32_BYTES, heads * times)
 
 
 class _Sizes(NamedTuple):
@@ -182,7 +196,9 @@ class _Sizes(NamedTuple):
         tokens: N.
         tensor: Ranks of its tensor group.
         shares_rows: Whether these share the token rows of the residual stream.
-        width: Bytes of a number between the products of a block.
+        width: Bytes of a number that products take.
+        gradient_width: Of a number that ranks sum, and of a gradient: on a CPU both are float32.
+        on_host: On a CPU.
     """
 
     own: ModelConfig
@@ -190,13 +206,23 @@ class _Sizes(NamedTuple):
     tensor: int
     shares_rows: bool
     width: int
+    gradient_width: int
+    on_host: bool
 
     @classmethod
-    def of(cls, config: Config, degrees: Degrees, device: str, where: MeshCoordinate) -> _Sizes:
-        settings, tensor = config.decoder, degrees.model_parallel
-        half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
-        own, tokens = local_settings(settings, tensor, where.tensor), micro_batch_tokens(config, degrees)
-        return cls(own, tokens, tensor, config.parallel_config.use_seq_parallel, 2 if half else FLOAT32_BYTES)
+    def of(cls, config: Config, world: World, device: str, where: MeshCoordinate) -> _Sizes:
+        degrees = degrees_of(config, world)
+        on_host = device == "CPU"
+        width = FLOAT32_BYTES if precision_of(config, device, world).compute.dtype == "float32" else 2
+        return cls(
+            own=local_settings(config.decoder, degrees.model_parallel, where.tensor),
+            tokens=micro_batch_tokens(config, degrees),
+            tensor=degrees.model_parallel,
+            shares_rows=config.parallel_config.use_seq_parallel,
+            width=width,
+            gradient_width=FLOAT32_BYTES if on_host else width,
+            on_host=on_host,
+        )
 
 
 class _Passes(NamedTuple):
@@ -218,18 +244,23 @@ class _Passes(NamedTuple):
 
 def _enter(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
     """See `TensorParallel.enter`; of so many columns, so many times."""
-    whole = sizes.tokens * columns * sizes.width
+    numbers = sizes.tokens * columns
     if sizes.shares_rows:
-        yield _Call("tp", what, "all_gather", whole // sizes.tensor, forward, sizes.width)
-    yield _Call("tp", what, "reduce_scatter" if sizes.shares_rows else "all_reduce", whole, backward, sizes.width)
+        yield _Call("tp", what, "all_gather", numbers // sizes.tensor * sizes.width, forward, sizes.width)
+    yield _sum_over_tensor(sizes, what, numbers, backward)
 
 
 def _leave(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
     """See `TensorParallel.leave`."""
-    whole = sizes.tokens * columns * sizes.width
-    yield _Call("tp", what, "reduce_scatter" if sizes.shares_rows else "all_reduce", whole, forward, sizes.width)
+    numbers, width = sizes.tokens * columns, sizes.gradient_width
+    yield _sum_over_tensor(sizes, what, numbers, forward)
     if sizes.shares_rows:
-        yield _Call("tp", what, "all_gather", whole // sizes.tensor, backward, sizes.width)
+        yield _Call("tp", what, "all_gather", numbers // sizes.tensor * width, backward, width)
+
+
+def _sum_over_tensor(sizes: _Sizes, what: str, numbers: int, times: int) -> _Call:
+    kind: Collective = "reduce_scatter" if sizes.shares_rows else "all_reduce"
+    return _Call("tp", what, kind, numbers * sizes.gradient_width, times, sizes.gradient_width)
 
 
 def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Passes) -> Iterator[_Call]:
@@ -253,56 +284,59 @@ def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Pas
         yield from _leave(sizes, "layers", settings.hidden_size, 1 + leaves_again, passes.backward)
 
 
-def _context_calls(
-    config: Config, degrees: Degrees, device: str, sizes: _Sizes, passes: _Passes
-) -> Iterator[_Call]:
-    """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py. On an Ascend
-    they are gathered."""
-    ranks, own, tokens, what = degrees.context_parallel, sizes.own, sizes.tokens, "keys and values"
-    heads, ulysses = own.num_heads, min(ranks, ulysses_degree(config))
-    kv_heads = heads if own.multi_latent_attention else own.kv_heads
-    times = 1 + passes.backward + passes.again("attention")
-    if device != "CPU":
-        size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
-        again = passes.again("attention")
-        yield _Call("cp", what, "all_gather", size, 1 + again, sizes.width)
-        yield _Call("cp", what, "reduce_scatter", ranks * size, passes.backward, sizes.width)
-        return
+def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
+    """The ranks of a ring gather keys and values, those of Ulysses attention exchange heads for tokens: see
+    `trainer.arrays.attention.context`."""
+    what, own, ranks = "keys and values", sizes.own, degrees.context_parallel
+    width, gradient_width = sizes.width, sizes.gradient_width
+    ulysses = min(ranks, ulysses_degree(config)) if sizes.on_host else 1
     by_ring, by_heads = ("ring", "ulysses") if 1 < ulysses < ranks else ("cp", "cp")
-    of_keys = max(1, kv_heads // ulysses) * (own.head_size + own.value_size)
-    if ulysses < ranks:
-        size = ulysses * tokens * of_keys * sizes.width
-        yield _Call(by_ring, what, "send", size, times * (ranks // ulysses - 1), sizes.width)
-    for width in (heads // ulysses * own.head_size + of_keys, heads // ulysses * own.value_size):
-        given = ulysses * tokens * width * sizes.width
-        yield _Call(by_heads, what, "all_to_all", given, times * (ulysses > 1), sizes.width)
+    tokens, forward = ulysses * sizes.tokens, 1 + passes.again("attention")
+    kv_heads = own.num_heads if own.multi_latent_attention else own.kv_heads
+    keys, values = (max(1, kv_heads // ulysses) * size for size in (own.head_size, own.value_size))
+    if ulysses > 1:
+        queries, results = (own.num_heads // ulysses * size for size in (own.head_size, own.value_size))
+        # The gradient of the results is what products take next.
+        for columns, back in ((queries, gradient_width), (keys, gradient_width), (values, gradient_width),
+                              (results, width)):  # fmt: skip
+            yield _Call(by_heads, what, "all_to_all", tokens * columns * width, forward, width)
+            yield _Call(by_heads, what, "all_to_all", tokens * columns * back, passes.backward, back)
+    if ulysses == ranks:
+        return
+    # On a device both travel together.
+    for columns in (keys, values) if sizes.on_host else (keys + values,):
+        yield _Call(by_ring, what, "all_gather", tokens * columns * width, forward, width)
+        given = ranks // ulysses * tokens * columns * gradient_width
+        yield _Call(by_ring, what, "reduce_scatter", given, passes.backward, gradient_width)
 
 
 def _expert_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
-    """The ranks of a tensor group share the tokens for the experts; see `trainer.ops.dispatch` too."""
+    """The ranks of a tensor group share the tokens for the experts; see `trainer.arrays.moe.dispatch` and
+    `trainer.ops.dispatch` too. On a CPU routed experts take and give float32."""
     settings, moe, hidden = config.decoder, config.decoder.experts, config.decoder.hidden_size
     own, forward = sizes.tokens // sizes.tensor, 1 + passes.again("mlp")
     yield from _router_calls(config, degrees, own, forward)
+    width = sizes.gradient_width
     if not sizes.shares_rows:
         yield _Call("tp", "rows of experts", "all_gather", own * hidden * FLOAT32_BYTES, passes.backward)
-        yield _Call("tp", "rows of experts", "all_gather", own * hidden * sizes.width, forward, sizes.width)
+        yield _Call("tp", "rows of experts", "all_gather", own * hidden * width, forward, width)
     if settings.shared_expert_size:
         rows = sizes._replace(shares_rows=True)
         yield from _enter(rows, "shared experts", hidden, forward, passes.backward)
         yield from _leave(rows, "shared experts", hidden, forward, passes.backward)
-    chosen, row = moe.num_experts_chosen, hidden * sizes.width
+    chosen, row = moe.num_experts_chosen, hidden * width
     if moe.moe_token_dispatcher_type == "allgather":
         what, ranks = "tokens of experts", degrees.expert_parallel
         yield _Call("ep", what, "all_gather", own * chosen * FLOAT32_BYTES, 2 * forward)  # experts, and gates
         yield _Call("ep", what, "reduce_scatter", ranks * own * chosen * FLOAT32_BYTES, passes.backward)
-        yield _Call("ep", what, "all_gather", own * row, forward + passes.backward, sizes.width)
-        yield _Call("ep", what, "reduce_scatter", ranks * own * row, forward + passes.backward, sizes.width)
+        yield _Call("ep", what, "all_gather", own * row, forward + passes.backward, width)
+        yield _Call("ep", what, "reduce_scatter", ranks * own * row, forward + passes.backward, width)
         return
     group = degrees.model_parallel * degrees.context_parallel
     capacity = moe.capacity(own * group)
     rows = chosen * own if capacity is None else min(chosen * own, capacity * moe.expert_num // group)
     yield _Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, forward, _COUNT_BYTES)
-    yield _Call("ep", EVEN_ROWS, "all_to_all", rows * row, 2 * (forward + passes.backward), sizes.width)
+    yield _Call("ep", EVEN_ROWS, "all_to_all", rows * row, 2 * (forward + passes.backward), width)
 
 
 def _router_calls(config: Config, degrees: Degrees, own: int, forward: int) -> Iterator[_Call]:

@@ -12,6 +12,9 @@ from typing import Literal, NamedTuple
 from trainer.models.spec.model import AdapterSpec, AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import adapter_names
 
+_LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
+_FEWEST_ROWS = 64
+
 
 class SavedArray(NamedTuple):
     """An array [rows, width] that a sublayer keeps.
@@ -86,6 +89,12 @@ def moe_saved(spec: MoeSpec) -> Iterator[SavedArray]:
         yield SavedArray("shared_up", spec.shared_width)
     if spec.shared_gate:
         yield SavedArray("shared_output", spec.hidden, narrow=False)
+
+
+def logit_rows(tokens: int, vocabulary: int) -> int:
+    """Returns of how many tokens at once the head has logits, where the rank has so many tokens and so large a
+    vocabulary."""
+    return min(tokens, max(_FEWEST_ROWS, _LOGITS // vocabulary))
 
 
 def _of_adapter(name: str, adapter: AdapterSpec, rows: Literal["stream", "tokens"]) -> SavedArray:
