@@ -160,7 +160,7 @@ def test_accumulated_micro_batches_equal_one_large_batch(home: Path) -> None:
     assert_same_numbers(path, split, whole)
 
 
-def test_the_last_window_of_an_epoch_steps_with_its_own_tokens(home: Path) -> None:
+def test_the_last_window_of_an_epoch_steps_with_its_local_token_ids(home: Path) -> None:
     """Bug 2 of trainers: three micro-batches where the others have four are one batch of as many rows."""
     data = write_instructions(home / "few.jsonl")
     loader = {"type": "JsonlDataset", "dataset_dir": str(data), "shuffle": False, "num_samples": 14}

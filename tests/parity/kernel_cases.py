@@ -14,7 +14,6 @@ import numpy_kernels
 from mindspore import Tensor, nn, ops
 
 from trainer.ops import plain as plain_kernels
-from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey, dropout_mask
 
 ROWS, TOKENS, HEADS, SIZE = 2, 6, 4, 4
@@ -46,8 +45,6 @@ class Case(NamedTuple):
 
 def attention_masks(kernels: ModuleType, allowed_BTT: np.ndarray, kv_heads: int) -> tuple[Tensor, Tensor | None]:
     """The two masks that `Attention` takes, of what each query may see."""
-    if kernels is compiled_kernels:
-        return kernels.attention_mask(allowed_BTT, HEADS, kv_heads)
     return Tensor(kernels.attention_bias(allowed_BTT)[:, None]), None
 
 
@@ -178,5 +175,4 @@ def cases_of(kernels: ModuleType) -> dict[str, Case]:
     }
 
 
-KERNELS = {"plain": plain_kernels, "compiled": compiled_kernels}
-CASES = {f"{kind} {name}": case for kind, kernels in KERNELS.items() for name, case in cases_of(kernels).items()}
+CASES = cases_of(plain_kernels)

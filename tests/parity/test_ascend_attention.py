@@ -19,8 +19,8 @@ from trainer.config.schema.model import ModelConfig
 from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import attention as ascend
 from trainer.ops.ascend import loss as ascend_loss
-from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import DropoutKey, dropout_mask, mask_seed
+from trainer.ops.vocabulary import VocabShard
 
 ROWS, TOKENS, HEADS, SIZE = 2, 16, 4, 16
 N = ROWS * TOKENS
@@ -235,7 +235,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
             given[rank] = Tensor(own.asnumpy())
             return mindspore.ops.concat(given)
 
-        part = VocabularyPart(rank, 3, firsts[rank], gather)
+        part = VocabShard(rank, 3, firsts[rank], gather)
         kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, part=part)
         return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
 

@@ -67,7 +67,7 @@ def test_options_of_compilation_reach_every_block(monkeypatch: pytest.MonkeyPatc
     from trainer.ops.select import select_kernels
 
     config = of_context("jit_config: {jit_level: O1, exec_order: dfs}")
-    kernels = load_kernels(select_kernels(config.decoder, "CPU"), is_compiled_on_cpu=True)
+    kernels = load_kernels(select_kernels(config.decoder, "CPU"))
     session.build_model(config, kernels, "Ascend")
     assert len(seen) >= 2 and all(options == {"jit_level": "O1", "exec_order": "dfs"} for options in seen)
     seen.clear()

@@ -12,7 +12,6 @@ from tolerances import decoder_limits
 
 from trainer.data import Batch
 from trainer.ops import dropout, plain
-from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
@@ -78,7 +77,7 @@ def test_every_mask_of_a_run_has_its_own_name(
         drawn.append((key, site))
         return original(key, site, shape, rate, part)
 
-    for module in (plain, compiled_kernels, dropout):  # of the residual stream, and of the scores
+    for module in (plain, dropout):  # of the residual stream, and of the scores
         monkeypatch.setattr(module, "dropout_mask", recording)
     step = tiny.step(seed=9, rank=0)
     for _ in range(2):

@@ -110,7 +110,7 @@ def build(dtype: str, **model: object) -> tuple[Decoder, InputBuilder]:
     assert precision.compute.dtype == dtype
     assert has_host_layers(config.decoder, precision, "CPU", compiled=True)
     choices = select_kernels(config.decoder, "CPU", precision)
-    kernels = load_kernels(choices, precision, is_compiled_on_cpu=True, host_layers=True)
+    kernels = load_kernels(choices, precision, host_layers=True)
     return Decoder(config.decoder, kernels, seed=5), InputBuilder(config.decoder, kernels)
 
 

@@ -24,7 +24,6 @@ from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
 from trainer.models.spec.shapes import adapter_shapes, block_names, parameter_shapes
 from trainer.ops import plain
-from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey, dropout_mask
 from trainer.step.evaluate import evaluate
 
@@ -281,7 +280,7 @@ def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch:
         drawn.append((site, shape, rate))
         return original(key, site, shape, rate, part)
 
-    for module in (plain, compiled_kernels):
+    for module in (plain,):
         monkeypatch.setattr(module, "dropout_mask", recording)
     losses_and_gradients(dropping, make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.

@@ -29,7 +29,6 @@ from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import HEAD
 from trainer.ops import plain
 from trainer.ops.ascend.optim import FusedAdamW
-from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -58,7 +57,7 @@ def build_new(amp_level: str | None, compiled: bool, model: frozenset) -> Model:
     config = config_of(amp_level=amp_level, model=OPTIONS | dict(model))
     precision = resolve_precision(config.decoder, config.amp_level, "CPU")
     kernels = load_kernels(
-        select_kernels(config.decoder, "CPU", precision), precision, is_compiled_on_cpu=compiled
+        select_kernels(config.decoder, "CPU", precision), precision
     )
     return Model(Decoder(config.decoder, kernels, seed=5, compiled=compiled), InputBuilder(config.decoder, kernels))
 
@@ -283,8 +282,7 @@ def test_in_float32_there_is_no_cast(level: str | None) -> None:
     """The kernels are those without a wrapper, so the graph is what it would be without this feature."""
     decoder = build(level).decoder
     assert not [name for name, cell in decoder.cells_and_names() if isinstance(cell, InDtype)]
-    cores = [cell for _, cell in decoder.cells_and_names() if isinstance(cell, compiled_kernels.AttentionCore)]
-    assert not any(core.half or core.half_softmax for core in cores) and not decoder.head.cross_entropy.half
+    assert not decoder.head.cross_entropy.half
 
 
 def test_bfloat16_without_layers_on_arrays_is_float32_bit_for_bit() -> None:

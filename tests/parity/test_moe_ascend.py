@@ -12,8 +12,8 @@ from exported_graphs import FLOAT, Graph, export
 from mindspore import Tensor, mint, nn, ops
 from numpy_kernels import distance
 
+from trainer.ops import plain_moe as moe_reference
 from trainer.ops.ascend import moe as moe_ascend
-from trainer.ops.cpu import moe as moe_reference
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import KernelChoice

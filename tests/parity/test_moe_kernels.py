@@ -24,7 +24,7 @@ from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
 from trainer.ops import plain as plain_kernels
-from trainer.ops.cpu import moe as moe_reference
+from trainer.ops import plain_moe as moe_reference
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels

@@ -19,7 +19,7 @@ from trainer.arrays.moe.router import CpuRouter
 from trainer.config import parse_config
 from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses
-from trainer.ops.cpu import moe as moe_reference
+from trainer.ops import plain_moe as moe_reference
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing
 from trainer.ops.select import select_kernels

@@ -19,7 +19,6 @@ from tiny_trainer import assert_same_bits, make_batch, shared_trainer, state_of
 
 from trainer.data import Batch
 from trainer.ops import dropout, plain
-from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.dropout import DropoutKey
 from trainer.step.accumulate import accumulate
 
@@ -99,7 +98,7 @@ def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest
         drawn.append((key, site))
         return original(key, site, shape, rate, part)
 
-    for module in (plain, compiled_kernels, dropout):  # of the residual stream, and of the scores
+    for module in (plain, dropout):  # of the residual stream, and of the scores
         monkeypatch.setattr(module, "dropout_mask", recording)
     trainer = shared_trainer(compiled=False, sections={"recompute_config": WHOLE}, **DROPOUT)
     accumulate(window, trainer.step().backward)

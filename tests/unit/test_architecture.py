@@ -90,7 +90,7 @@ FUSED_OPERATORS = frozenset(
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
                   "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.ops.ascend.sharded")
-KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.plain", "trainer.ops.cpu.kernels", "trainer.ops.cpu.moe")
+KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.plain", "trainer.ops.plain_moe")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "
     "CollectiveScatter CollectiveGather all_reduce all_gather all_gather_into_tensor reduce_scatter broadcast "

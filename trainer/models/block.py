@@ -30,8 +30,8 @@ from trainer.models.spec.shapes import block_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
-    from trainer.ops.cpu.vocabulary import VocabularyPart
     from trainer.ops.kernel_set import KernelSet
+    from trainer.ops.vocabulary import VocabShard
     from trainer.parallel.tensor import TensorParallel
 
 
@@ -219,7 +219,7 @@ class EmbeddingRows(nn.Cell):
     """
 
     def __init__(
-        self, kernels: KernelSet, tensor: TensorParallel | None = None, part: VocabularyPart | None = None
+        self, kernels: KernelSet, tensor: TensorParallel | None = None, part: VocabShard | None = None
     ) -> None:
         super().__init__()
         self.gather_rows = kernels.gather_rows if part is None else kernels.vocabulary_rows(part)
@@ -261,19 +261,13 @@ class HeadInput(nn.Cell):
 class Head(nn.Cell):
     """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
 
-    E and `mapping_ED`, which comes last, as in `HeadInput`. With `part` the weight is a part of the vocabulary's.
+    E and `mapping_ED`, which comes last, as in `HeadInput`.
     """
 
-    def __init__(
-        self,
-        settings: ModelConfig,
-        kernels: KernelSet,
-        tensor: TensorParallel | None = None,
-        part: VocabularyPart | None = None,
-    ) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.normed = HeadInput(settings, kernels, tensor)
-        self.cross_entropy = kernels.cross_entropy() if part is None else kernels.vocabulary_cross_entropy(part)
+        self.cross_entropy = kernels.cross_entropy()
 
     def construct(self, x_ND, norm_E, weight_VE, labels_N, valid_N1, mapping_ED=None):
         return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)

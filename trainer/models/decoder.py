@@ -44,8 +44,8 @@ from trainer.models.spec.shapes import (
     parameter_name,
     parameter_specs,
 )
-from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.measures import device_measures
+from trainer.ops.vocabulary import VocabShard
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.layout import local_settings
 from trainer.parallel.sharding import range_of_rank
@@ -194,7 +194,7 @@ class Decoder(DecoderWiring):
         self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
-        self.head = Head(settings, kernels, self.tensor, part)
+        self.head = Head(settings, kernels, self.tensor)
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
@@ -215,7 +215,7 @@ class Decoder(DecoderWiring):
         self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
         self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
 
-    def _head_loss(self, compiled: bool, part: VocabularyPart | None) -> Callable:
+    def _head_loss(self, compiled: bool, part: VocabShard | None) -> Callable:
         """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
         # Number of an argument after x_ND -> weight.
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
@@ -407,13 +407,13 @@ class Decoder(DecoderWiring):
         )
 
 
-def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabularyPart | None:
+def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabShard | None:
     """The part of the model's vocabulary that a rank has."""
     if tensor is None:
         return None
     group = tensor.group
     first = range_of_rank(settings.vocab_size, group.rank, group.size).start
-    return VocabularyPart(group.rank, group.size, first, AllGather(group))
+    return VocabShard(group.rank, group.size, first, AllGather(group))
 
 
 def _view(parameter: Parameter) -> Tensor:

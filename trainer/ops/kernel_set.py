@@ -13,17 +13,15 @@ from mindspore import dtype as mstype
 from mindspore import nn
 from mindspore.ops import operations as P
 
-from trainer.ops import plain
+from trainer.ops import plain, plain_moe
 from trainer.ops.ascend import attention as ascend_attention
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.ascend import sharded
-from trainer.ops.cpu import kernels as compiled_kernels
-from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.cpu.vocabulary import VocabularyCrossEntropy, VocabularyRows
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
+from trainer.ops.vocabulary import VocabShardRows
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -79,7 +77,6 @@ class KernelSet:
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
-    vocabulary_cross_entropy: MakeCell
     piecewise_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
@@ -127,21 +124,19 @@ def load_kernels(
     precision: Precision = FLOAT32,
     *,
     is_sharded: bool = False,
-    is_compiled_on_cpu: bool = False,
     host_layers: bool = False,
 ) -> KernelSet:
     """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
     Args:
         is_sharded: Whether MindSpore shards the graph that they are for.
-        is_compiled_on_cpu: Whether a CPU compiles what is made of them (context.mode 0).
-        host_layers: What `trainer.ops.select.has_host_layers` says.
+        host_layers: Whether native layers compute in the place of these kernels, see `trainer.ops.select.on_arrays`.
     """
-    of_device, base = sharded if is_sharded else ascend, compiled_kernels if is_compiled_on_cpu else plain
+    of_device = sharded if is_sharded else ascend
     fused = {choice.kernel: choice.fused for choice in choices}  # none for a classifier
-    module_of = defaultdict(lambda: base, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
+    module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
     # A dense model has no choices for experts either, and makes none of their kernels.
-    experts = moe_ascend if fused.get("grouped_matmul") else moe_reference
+    experts = moe_ascend if fused.get("grouped_matmul") else plain_moe
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
     if not fused.get("token_permute"):
         sorting = experts.Permute, experts.Unpermute
@@ -151,7 +146,7 @@ def load_kernels(
     compute, norm, softmax, rotary = (getattr(mstype, part.dtype) for part in dtypes)
 
     on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
-    drawing = ascend_attention if on_ascend else base
+    drawing = ascend_attention if on_ascend else plain
     attention, draw_attention_mask = module_of["attention"], drawing.draw_factors
     if attention is ascend:
         attention, draw_attention_mask = ascend_attention, ascend_attention.draw_attention_mask
@@ -164,32 +159,31 @@ def load_kernels(
     rms_norm = part("rms_norm", "RmsNorm", norm)
     if module_of["rms_norm"] is ascend:
         rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
-    gather_rows = ascend.gather_rows if on_ascend else base.gather_rows
+    gather_rows = ascend.gather_rows if on_ascend else plain.gather_rows
     return KernelSet(
-        linear=product(base.Linear),
-        linear_bias=product(base.LinearBias),
-        add_bias=product(base.AddBias),
+        linear=product(plain.Linear),
+        linear_bias=product(plain.LinearBias),
+        add_bias=product(plain.AddBias),
         rms_norm=rms_norm,
-        head_norm=lambda size, eps: base.HeadNorm(rms_norm(size, eps), size),
+        head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=part("swiglu", "SwiGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
-        cross_entropy=partial(base.CrossEntropy, dtype=compute),
-        vocabulary_cross_entropy=partial(VocabularyCrossEntropy, dtype=compute),
+        cross_entropy=partial(plain.CrossEntropy, dtype=compute),
         piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
-        router_linear=base.Linear,
+        router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
         permute=sorting[0],
         unpermute=sorting[1],
         gather_rows=gather_rows,
-        vocabulary_rows=partial(VocabularyRows, gather_rows=gather_rows),
-        one_hot=base.OneHot,
-        split_heads=base.SplitHeads,
-        join_heads=base.JoinHeads,
+        vocabulary_rows=partial(VocabShardRows, gather_rows=gather_rows),
+        one_hot=plain.OneHot,
+        split_heads=plain.SplitHeads,
+        join_heads=plain.JoinHeads,
         write_rows=ascend.write_rows if on_ascend else plain.write_rows,
-        rotary_tables=partial((ascend if fused.get("rotary_embedding") else base).rotary_tables, dtype=rotary),
-        attention_masks=(ascend_attention if module_of["attention"] is ascend else base).AttentionMasks,
+        rotary_tables=partial((ascend if fused.get("rotary_embedding") else plain).rotary_tables, dtype=rotary),
+        attention_masks=(ascend_attention if module_of["attention"] is ascend else plain).AttentionMasks,
         attention_options=attention_options,
         dropout=(sharded if is_sharded else drawing).Dropout,
         draw_mask=drawing.draw_mask,

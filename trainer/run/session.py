@@ -103,7 +103,7 @@ def open_session(
     choices, native = select_kernels(config.network, device, precision), on_arrays(config, device, world)
     kernels = load_kernels(choices, precision, host_layers=native)
     if not native and shard is not None and shard.tokens.ranks > 1:
-        kernels = over_context(kernels, communicator.groups, shard.tokens, compiled=config.context.mode == 0)
+        kernels = over_context(kernels, communicator.groups, shard.tokens)
     model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
         load_weights(model, weights)

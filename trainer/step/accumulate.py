@@ -192,7 +192,7 @@ class WindowResults:
 
 def _window(
     totals: np.ndarray | Tensor,
-    own_tokens: int,
+    local_token_ids: int,
     results: WindowResults,
     reduced: Reduced,
     communicator: Communicator,
@@ -228,7 +228,7 @@ def _window(
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
     tokens, empty = _count(read[_TOTALS][0]), _count(read[_TOTALS][1])
-    tokens = max(tokens, own_tokens)  # a window that has gradients is never taken for an empty one
+    tokens = max(tokens, local_token_ids)  # a window that has gradients is never taken for an empty one
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))
     weights = read.get(_WEIGHTS, ())

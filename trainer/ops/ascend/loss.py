@@ -14,7 +14,7 @@ from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import LogSumExp, ScatterAddExt
 
 if TYPE_CHECKING:
-    from trainer.ops.cpu.vocabulary import VocabularyPart
+    from trainer.ops.vocabulary import VocabShard
 
 _LOGITS = 1 << 24
 """Logits of a piece: 64 MiB in float32, and a product that is large enough for a device."""
@@ -42,7 +42,7 @@ class PiecewiseCrossEntropy(nn.Cell):
         compiles: Callable[[nn.Cell], Callable],
         trained: bool,
         dtype=mstype.float32,
-        part: VocabularyPart | None = None,
+        part: VocabShard | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
         self.dtype, self.core = dtype, _Core(compiles, trained, part)
@@ -54,7 +54,7 @@ class PiecewiseCrossEntropy(nn.Cell):
 class _Core(nn.Cell):
     """Returns (loss, logsumexp_N1): the second output is kept for the backward pass."""
 
-    def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, part: VocabularyPart | None) -> None:
+    def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, part: VocabShard | None) -> None:
         super().__init__(auto_prefix=False)
         self.part, self.first = part, 0 if part is None else part.first
         self.sums, self.gradients = compiles(_Sums()), compiles(_Gradients(trained))

@@ -1,1 +1,0 @@
-"""Reference kernels: right on every device and fast on a CPU."""
