@@ -6,19 +6,19 @@ import itertools
 
 import numpy as np
 import pytest
+from drawn_masks import drawn_masks
 from numpy_kernels import distance
 from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, shared_trainer, state_of
 from tolerances import decoder_limits
 
 from trainer.data import Batch
-from trainer.ops import dropout, plain
-from trainer.ops.dropout import DropoutKey
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
 LAYERS, SITES = 2, 3
 RATES = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 LIMITS = decoder_limits(config_of().decoder)
+NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
 @pytest.fixture(scope="module")
@@ -66,32 +66,26 @@ def test_step_micro_batch_and_rank_each_change_the_masks(tiny: TinyTrainer, wind
     assert len({first, *others.values()}) == 5, others
 
 
+@NATIVE
 def test_every_mask_of_a_run_has_its_own_name(
-    tiny: TinyTrainer, window: list[Batch], monkeypatch: pytest.MonkeyPatch
+    native: bool, window: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps of three micro-batches with a loss, two layers of three places: no two masks share key and site."""
-    drawn: list[tuple[DropoutKey, int]] = []
-    original = plain.dropout_mask
-
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
-        drawn.append((key, site))
-        return original(key, site, shape, rate, part)
-
-    for module in (plain, dropout):  # of the residual stream, and of the scores
-        monkeypatch.setattr(module, "dropout_mask", recording)
-    step = tiny.step(seed=9, rank=0)
+    drawn = drawn_masks(monkeypatch)
+    step = shared_trainer(native, **RATES).step(seed=9, rank=0)
     for _ in range(2):
         step(window)
-    expected = itertools.product((0, 1), (0, 1, 3), range(LAYERS * SITES))
-    assert sorted((key.step, key.micro_batch, site) for key, site in drawn) == sorted(expected)
-    assert {(key.seed, key.rank) for key, _ in drawn} == {(9, 0)}
+    expected = sorted(itertools.product((0, 1), (0, 1, 3), range(LAYERS * SITES)))
+    names = sorted((mask.key.step, mask.key.micro_batch, mask.site) for mask in drawn)
+    # Native layers draw again what the backward pass needs.
+    assert (sorted(set(names)) if native else names) == expected
+    assert {(mask.key.seed, mask.key.rank) for mask in drawn} == {(9, 0)}
 
 
-def test_compiled_blocks_use_the_masks_that_they_are_given(tiny: TinyTrainer, window: list[Batch]) -> None:
-    """A mask baked in at the first compilation would agree with the operator-by-operator run for the first key only."""
-    eager = shared_trainer(compiled=False, **RATES)
+def test_native_layers_drop_what_cells_drop(tiny: TinyTrainer, window: list[Batch]) -> None:
+    cells = shared_trainer(compiled=False, **RATES)
     for number in (0, 1):
-        results = [trainer.step().backward(window[0], number, 1.0) for trainer in (tiny, eager)]
+        results = [trainer.step().backward(window[0], number, 1.0) for trainer in (tiny, cells)]
         ours, right = results
         assert ours.loss_sum.asnumpy() == pytest.approx(right.loss_sum.asnumpy(), rel=LIMITS.loss)
         for mine, exact in zip(ours.gradients, right.gradients, strict=True):
@@ -107,8 +101,9 @@ def test_evaluation_drops_nothing(tiny: TinyTrainer, window: list[Batch]) -> Non
     assert loss == pytest.approx(right, rel=LIMITS.loss)
 
 
+@NATIVE
 @pytest.mark.parametrize("key", RATES)
-def test_each_rate_alone_changes_the_loss(window: list[Batch], key: str) -> None:
-    plain, dropping = shared_trainer(compiled=False), shared_trainer(compiled=False, **{key: RATES[key]})
+def test_each_rate_alone_changes_the_loss(window: list[Batch], key: str, native: bool) -> None:
+    plain, dropping = shared_trainer(native), shared_trainer(native, **{key: RATES[key]})
     assert_same_bits(dropping.initial, plain.initial)
     assert loss_of(dropping.step(), window[0], 0) != loss_of(plain.step(), window[0], 0)

@@ -1,6 +1,5 @@
-"""Multi-head latent attention in training and over its cache; test_moe_models.py holds it to Hugging Face.
-
-Operator by operator: the compiled block is among the golden models.
+"""Multi-head latent attention in training and over its cache, with native layers and operator by operator;
+test_moe_models.py holds it to Hugging Face.
 """
 
 from __future__ import annotations
@@ -25,22 +24,25 @@ ADAPTERS = {"pet_config": {"lora_rank": 3, "lora_alpha": 7.5, "target_modules": 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
 
 
-def tiny(sections: dict | None = None, **model: object) -> TinyTrainer:
-    return TinyTrainer(compiled=False, sections=sections, **LATENT | model)
+NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
-def with_adapters() -> TinyTrainer:
+def tiny(sections: dict | None = None, native: bool = True, **model: object) -> TinyTrainer:
+    return TinyTrainer(native, sections, **LATENT | model)
+
+
+def with_adapters(native: bool) -> TinyTrainer:
     """B is zero at first, which would hide most mistakes."""
-    made, random = tiny(**ADAPTERS), np.random.default_rng(8)
+    made, random = tiny(native=native, **ADAPTERS), np.random.default_rng(8)
     for name, shape in adapter_shapes(made.model.settings).items():
         made.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
         made.set_weight(name, made.initial[name])
     return made
 
 
-@pytest.fixture(scope="module")
-def adapted() -> TinyTrainer:
-    return with_adapters()
+@pytest.fixture(scope="module", params=[True, False], ids=["native", "cells"])
+def adapted(request: pytest.FixtureRequest) -> TinyTrainer:
+    return with_adapters(request.param)
 
 
 def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: TinyTrainer) -> None:
@@ -63,7 +65,7 @@ def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: T
 
 def test_adapters_and_merged_weights_are_the_same_model(adapted: TinyTrainer) -> None:
     """Logits, and the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
-    dense, batch = tiny(), make_batch(1, 9, rows=2)
+    dense, batch = tiny(native=adapted.kernels.host_layers), make_batch(1, 9, rows=2)
     dense.initial = merged(adapted.initial, adapted.model.settings)
     limits = decoder_limits(dense.model.settings, rows=2)
     found = []
@@ -84,11 +86,12 @@ def test_adapters_and_merged_weights_are_the_same_model(adapted: TinyTrainer) ->
         assert distance(gradient, exact) < limits.gradients, name
 
 
-def test_recomputation_with_dropout_gives_the_same_bits() -> None:
+@NATIVE
+def test_recomputation_with_dropout_gives_the_same_bits(native: bool) -> None:
     window = [make_batch(seed, valid) for seed, valid in enumerate((12, 3))]
     states = []
     for recompute in ({}, {"recompute": True}, {"select_recompute": ["attention"]}):
-        trainer = tiny({"recompute_config": recompute}, **DROPOUT)
+        trainer = tiny({"recompute_config": recompute}, native, **DROPOUT)
         step = trainer.step(lambda update: 0.01, optimizer={"type": "AdamW", "weight_decay": 0.1})
         losses = [step(window).loss for _ in range(2)]
         states.append(state_of(step.optimizer, trainer) | {"losses": np.array(losses)})

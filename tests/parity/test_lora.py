@@ -7,32 +7,33 @@ model with the adapters merged into its matrices, and the chain rule from that m
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import mindspore
 import numpy as np
 import numpy_kernels
 import pytest
+from drawn_masks import drawn_masks
 from mindspore import Tensor, nn
 from numpy_kernels import central_differences, distance
-from operator_counts import operator_counts
+from product_counts import product_counts
 from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, state_of
 from tolerances import decoder_limits, rounding_limit
 
 from trainer.checkpoint.adapters import merged
 from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
+from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.shapes import adapter_shapes, block_names, parameter_shapes
-from trainer.ops import plain
 from trainer.ops.dropout import DropoutKey, dropout_mask
 from trainer.step.evaluate import evaluate
 
 RANK, ALPHA, RATE = 3, 7.5, 0.25
 ALL = ".*_proj"
-# Not the same in every layer: the block is compiled for each set of adapters.
+# Not the same in every layer.
 SOME = ".*layers.0.*(q_proj|down_proj)|.*layers.1.*(wv|w1|w2)"
 DENSE = {"qkv_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
 LIMITS = decoder_limits(config_of().decoder, rows=1)
+NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
 def adapted(targets: str = ALL, dropout: float = 0.0) -> dict:
@@ -133,15 +134,11 @@ def tiny() -> TinyTrainer:
     return with_random_adapters(TinyTrainer(**adapted()))
 
 
-@pytest.fixture(scope="module")
-def some() -> TinyTrainer:
-    return with_random_adapters(TinyTrainer(compiled=False, **adapted(SOME), **DENSE))
-
-
-@pytest.mark.parametrize("name", ["tiny", "some"])
-def test_adapters_and_merged_weights_are_the_same_model(name: str, request: pytest.FixtureRequest) -> None:
+@NATIVE
+@pytest.mark.parametrize("model", [adapted(), {**adapted(SOME), **DENSE}], ids=["all", "some"])
+def test_adapters_and_merged_weights_are_the_same_model(model: dict, native: bool) -> None:
     """Logits of both; the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
-    mine = request.getfixturevalue(name)
+    mine = with_random_adapters(TinyTrainer(native, **model))
     dense, batch = merged_dense(mine), make_batch(1, 9)
     mine.step()
     logits = [tiny.model.logits(tiny.build_inputs(batch)).asnumpy() for tiny in (mine, dense)]
@@ -159,14 +156,15 @@ def test_adapters_and_merged_weights_are_the_same_model(name: str, request: pyte
         assert distance(gradients[name], exact) < LIMITS.gradients, name
 
 
-def test_new_adapters_change_nothing() -> None:
-    plain, fresh, batch = TinyTrainer(compiled=False), TinyTrainer(compiled=False, **adapted()), make_batch(2, 7)
+@NATIVE
+def test_new_adapters_change_nothing(native: bool) -> None:
+    plain, fresh, batch = TinyTrainer(native), TinyTrainer(native, **adapted()), make_batch(2, 7)
     assert_same_bits({name: fresh.initial[name] for name in plain.initial}, plain.initial)
     logits = [tiny.model.logits(tiny.build_inputs(batch)).asnumpy() for tiny in (plain, fresh)]
     np.testing.assert_array_equal(logits[0], logits[1])
     started = {name: value for name, value in fresh.initial.items() if name not in plain.initial}
     assert all(value.any() == ("lora_A" in name) for name, value in started.items())
-    others = TinyTrainer(compiled=False, **adapted("q_proj")).initial  # a seed's values do not depend on the others
+    others = TinyTrainer(native, **adapted("q_proj")).initial  # a seed's values do not depend on the others
     assert_same_bits({name: fresh.initial[name] for name in others}, others)
 
 
@@ -188,55 +186,60 @@ def test_only_adapters_are_trained(tiny: TinyTrainer) -> None:
     assert {name.split(".", 1)[1] for name in step.optimizer.state_arrays()} == set(adapters)
 
 
-def built(tiny: TinyTrainer, *, compiled: bool, **how: object) -> TinyTrainer:
+def built(tiny: TinyTrainer, **how: object) -> TinyTrainer:
     """The same model with its decoder built in another way; by itself, so that all parameters have gradients."""
-    other = with_random_adapters(TinyTrainer(compiled=compiled, **tiny.sections["model"]))
-    other.model = Decoder(tiny.model.settings, other.kernels, seed=5, compiled=compiled, **how)
+    native = tiny.kernels.host_layers
+    other = with_random_adapters(TinyTrainer(native, **tiny.sections["model"]))
+    other.model = Decoder(tiny.model.settings, other.kernels, seed=5, compiled=native, **how)
     return other
 
 
-def test_no_gradient_of_the_base_is_computed(tiny: TinyTrainer, tmp_path: Path) -> None:
-    """The adapters' gradients are those among all gradients, and fewer matrix products make them."""
-    whole, batch = built(tiny, compiled=True), make_batch(5, 8)
+def test_no_gradient_of_the_base_is_computed(tiny: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapters' gradients are those among all gradients, and one product less for each matrix makes them."""
+    whole, batch, count = built(tiny), make_batch(5, 8), product_counts(monkeypatch)
     whole.step()
     inputs, parameters = whole.build_inputs(batch), whole.model.parameters_by_name
-    all_of = mindspore.value_and_grad(lambda: whole.model(inputs, None).total, None, list(parameters.values()))
+    all_of = mindspore.value_and_grad(
+        lambda: whole.model(inputs, None, RouterStatistics()).total, None, list(parameters.values())
+    )
     everything = dict(zip(parameters, all_of()[1], strict=True))
     mine = losses_and_gradients(tiny, batch)[1]
     assert mine.keys() == adapter_shapes(tiny.model.settings).keys()
     for name, gradient in mine.items():
         np.testing.assert_array_equal(gradient, everything[name].asnumpy(), err_msg=name)
     step = tiny.step()
-    runs = {
-        "adapters": lambda: [gradient.asnumpy() for gradient in step.backward(batch, 0, 1.0).gradients],
-        "everything": lambda: [gradient.asnumpy() for gradient in all_of()[1]],
-    }
-    products = {name: operator_counts(run, tmp_path / name)["MatMul"] for name, run in runs.items()}
     matrices = 7 * tiny.model.settings.num_layers + 1  # with the head
-    assert products["everything"] - products["adapters"] >= matrices, products
+    assert count(all_of) - count(lambda: step.backward(batch, 0, 1.0)) == matrices
 
 
 @pytest.mark.parametrize("how", ["all trained", "computed again"])
-def test_the_bits_do_not_depend_on_what_else_is_computed(eager_dropping: TinyTrainer, how: str) -> None:
-    settings, batch = eager_dropping.model.settings, make_batch(6, 9)
+@pytest.mark.parametrize("name", ["dropping", "cells_dropping"])
+def test_the_bits_do_not_depend_on_what_else_is_computed(name: str, how: str, request: pytest.FixtureRequest) -> None:
+    mine = request.getfixturevalue(name)
+    settings, batch = mine.model.settings, make_batch(6, 9)
     if how == "all trained":
-        other = built(eager_dropping, compiled=False)
+        other = built(mine)
     else:
         base = frozenset(parameter_shapes(settings))
-        other = built(eager_dropping, compiled=False, frozen=base, recomputed=("attention", "mlp"))
-    loss, gradients = losses_and_gradients(eager_dropping, batch, number=1)
+        other = built(mine, frozen=base, recomputed=("attention", "mlp"))
+    loss, gradients = losses_and_gradients(mine, batch, number=1)
     same_loss, same = losses_and_gradients(other, batch, number=1)
     assert same_loss == loss
     assert_same_bits(same, gradients)
 
 
-def test_a_compiled_block_that_is_computed_again_has_the_same_gradients() -> None:
+def test_a_block_that_is_computed_again_has_the_same_gradients() -> None:
+    """Those of native layers, and of the cells that an Ascend compiles, against those operator by operator."""
     model, batch = {**adapted(ALL, RATE), "hidden_dropout": 0.1, "num_layers": 1}, make_batch(6, 9)
-    again = with_random_adapters(TinyTrainer(sections={"recompute_config": {"recompute": True}}, **model))
-    eager = with_random_adapters(TinyTrainer(compiled=False, **model))
-    (loss, gradients), (right_loss, right) = (losses_and_gradients(one, batch, number=1) for one in (again, eager))
-    assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
-    assert all(distance(gradients[name], right[name]) < LIMITS.gradients for name in right)
+    cells = with_random_adapters(TinyTrainer(compiled=False, **model))
+    for host_layers in (True, False):
+        again = TinyTrainer(sections={"recompute_config": {"recompute": True}}, host_layers=host_layers, **model)
+        with_random_adapters(again)
+        for number in (0, 1):  # a mask baked in at compilation would be right for the first only
+            loss, gradients = losses_and_gradients(again, batch, number)
+            right_loss, right = losses_and_gradients(cells, batch, number)
+            assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
+            assert all(distance(gradients[name], right[name]) < LIMITS.gradients for name in right)
 
 
 # Dropout
@@ -248,12 +251,12 @@ def dropping() -> TinyTrainer:
 
 
 @pytest.fixture(scope="module")
-def eager_dropping() -> TinyTrainer:
+def cells_dropping() -> TinyTrainer:
     return with_random_adapters(TinyTrainer(compiled=False, **adapted(SOME, RATE), hidden_dropout=0.1))
 
 
-def test_dropout_repeats_and_the_compiled_block_uses_its_masks(
-    dropping: TinyTrainer, eager_dropping: TinyTrainer
+def test_dropout_repeats_and_native_layers_drop_what_cells_drop(
+    dropping: TinyTrainer, cells_dropping: TinyTrainer
 ) -> None:
     window = [make_batch(seed, 6) for seed in range(3)]
 
@@ -266,31 +269,32 @@ def test_dropout_repeats_and_the_compiled_block_uses_its_masks(
     assert again == losses
     assert_same_bits(same, state)
     assert not same_bits(train(4)[1], state)
-    for number in (0, 1):  # a mask baked in at compilation would be right for the first only
+    for number in (0, 1):
         loss, gradients = losses_and_gradients(dropping, window[0], number)
-        right_loss, right = losses_and_gradients(eager_dropping, window[0], number)
+        right_loss, right = losses_and_gradients(cells_dropping, window[0], number)
         assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
         assert all(distance(gradients[name], right[name]) < LIMITS.gradients for name in right)
 
 
-def test_every_adapter_has_a_mask_of_its_own(dropping: TinyTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, original = [], plain.dropout_mask
-
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
-        drawn.append((site, shape, rate))
-        return original(key, site, shape, rate, part)
-
-    for module in (plain,):
-        monkeypatch.setattr(module, "dropout_mask", recording)
-    losses_and_gradients(dropping, make_batch(1, 4))
+@pytest.mark.parametrize("name", ["dropping", "cells_dropping"])
+def test_every_adapter_has_a_mask_of_its_own(
+    name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, drawn = request.getfixturevalue(name), drawn_masks(monkeypatch)
+    losses_and_gradients(tiny, make_batch(1, 4))
     # Two layers with three other sites each, then seven for each layer, in forward order.
-    adapters = [(site, shape) for site, shape, rate in drawn if rate == RATE]
+    adapters = sorted({(mask.site, mask.shape) for mask in drawn if mask.rate == RATE})
     assert adapters == [(6, (12, 16)), (12, (12, 24)), (15, (12, 16)), (17, (12, 16)), (19, (12, 24))]
-    assert len({site for site, _, _ in drawn}) == len(drawn) == len(adapters) + 4
+    assert len({mask.site for mask in drawn}) == len(adapters) + 4
+    if not tiny.kernels.host_layers:  # native layers draw again what the backward pass needs
+        assert len(drawn) == len(adapters) + 4
+        assert [(mask.site, mask.shape) for mask in drawn if mask.rate == RATE] == adapters
 
 
-def test_evaluation_drops_nothing(eager_dropping: TinyTrainer) -> None:
-    eager_dropping.step()
-    batches, dense = [make_batch(1, 6)], merged_dense(eager_dropping)
-    losses = [evaluate(one.model, one.build_inputs, batches, stop=lambda: False)[0] for one in (eager_dropping, dense)]
+@pytest.mark.parametrize("name", ["dropping", "cells_dropping"])
+def test_evaluation_drops_nothing(name: str, request: pytest.FixtureRequest) -> None:
+    mine = request.getfixturevalue(name)
+    mine.step()
+    batches, dense = [make_batch(1, 6)], merged_dense(mine)
+    losses = [evaluate(one.model, one.build_inputs, batches, stop=lambda: False)[0] for one in (mine, dense)]
     assert losses[0] == pytest.approx(losses[1], rel=LIMITS.loss)
