@@ -1,7 +1,8 @@
 """Measures in a process of its own what a backward pass needs: prints MiB above a model of one layer, as JSON.
 
-The first layer alone has everything compiled and every gradient's buffer touched, so what comes on top is what the
-other layers keep. Peaks only grow within a process: the smallest is measured first.
+With the argument "cells" of the cells that an Ascend compiles, otherwise of native layers. The first layer alone has
+everything compiled and every gradient's buffer touched, so what comes on top is what the other layers keep. Peaks only
+grow within a process: the smallest is measured first.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from tiny_trainer import TinyTrainer
 
 from trainer.data import Batch
 from trainer.device.threads import set_up_cpu_threads
+from trainer.models.inputs import RouterStatistics
 
 LAYERS, ROWS, TOKENS = 16, 2, 256
 SIZES = {
@@ -39,7 +41,8 @@ def main() -> None:
     ids_BT = np.random.default_rng(0).integers(0, 19, (ROWS, TOKENS), dtype=np.int32)
     positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
     batch = Batch(ids_BT, ids_BT, positions_BT, np.zeros_like(ids_BT))
-    trainers = {name: TinyTrainer(sections=sections, **SIZES) for name, sections in VARIANTS.items()}
+    native = "cells" not in sys.argv
+    trainers = {name: TinyTrainer(True, sections, native, **SIZES) for name, sections in VARIANTS.items()}
 
     def run(trainer: TinyTrainer, layers: slice) -> None:
         """The whole backward pass through some of the layers; gradients of all weights, zero for the others'."""
@@ -47,7 +50,7 @@ def main() -> None:
         model.layers, model.num_layers = every[layers], len(every[layers])
         inputs = trainer.build_inputs(batch)
         trained = list(model.trained_parameters.values())
-        _, gradients = mindspore.value_and_grad(lambda: model(inputs).total, None, trained)()
+        _, gradients = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, trained)()
         for gradient in gradients:
             gradient.asnumpy()
         model.layers, model.num_layers = every, len(every)

@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drawn_masks import drawn_masks
 from fork_server import FORKED, ensure_server
 from operator_counts import operator_counts
+from product_counts import product_counts
 from recompute_memory import LAYERS
 from tiny_trainer import assert_same_bits, make_batch, shared_trainer, state_of
 
 from trainer.data import Batch
-from trainer.ops import dropout, plain
-from trainer.ops.dropout import DropoutKey
 from trainer.step.accumulate import accumulate
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "feed-forward": {"select_recompute": [r"feed_forward\.mul"]},
     "a mixture": {"recompute": 1, "select_recompute": {"attention": [1]}},  # one layer as blocks, one as attention
 }
-COMPILED = ("feed-forward", "a mixture")
+NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
 @pytest.fixture(scope="module")
@@ -49,16 +49,14 @@ def trained(window: list[Batch], recompute: dict, sections: dict | None = None, 
     return state_of(step.optimizer, trainer) | numbers
 
 
-@pytest.fixture(scope="module")
-def with_dropout(window: list[Batch]) -> dict[str, np.ndarray]:
-    return trained(window, {}, **DROPOUT)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_with_dropout_and_accumulation(window: list[Batch], kind: str) -> None:
+    assert_same_bits(trained(window, KINDS[kind], **DROPOUT), trained(window, {}, **DROPOUT))
 
 
-@pytest.mark.parametrize("kind", COMPILED)
-def test_the_same_bits_with_dropout_and_accumulation(
-    window: list[Batch], with_dropout: dict[str, np.ndarray], kind: str
-) -> None:
-    assert_same_bits(trained(window, KINDS[kind], **DROPOUT), with_dropout)
+def test_the_same_bits_of_cells_that_an_ascend_compiles(window: list[Batch]) -> None:
+    found = [trained(window, recompute, host_layers=False, **DROPOUT) for recompute in (KINDS["a mixture"], {})]
+    assert_same_bits(*found)
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -66,16 +64,15 @@ CASES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True, "use_qk_norm": True, "qkv_has_bias": True,
         "sections": {"freeze": {"include": "*_proj.weight"}},
     },
-    "only the embedding trained, eager": {
-        "compiled": False, "sections": {"freeze": {"include": "*", "exclude": "embeddings"}}, **DROPOUT,
-    },
-    "all trained, eager": {"compiled": False, "tie_word_embeddings": True, "use_qk_norm": True, "qkv_has_bias": True},
+    "only the embedding trained": {"sections": {"freeze": {"include": "*", "exclude": "embeddings"}}, **DROPOUT},
+    "all trained": {"tie_word_embeddings": True, "use_qk_norm": True, "qkv_has_bias": True},
 }  # fmt: skip
 
 
+@NATIVE
 @pytest.mark.parametrize("case", CASES)
-def test_the_same_bits_whatever_the_model(window: list[Batch], case: str) -> None:
-    build = CASES[case]
+def test_the_same_bits_whatever_the_model(window: list[Batch], case: str, native: bool) -> None:
+    build = {"compiled": native, **CASES[case]}
     assert_same_bits(trained(window, WHOLE, steps=1, **build), trained(window, {}, steps=1, **build))
 
 
@@ -91,22 +88,33 @@ def test_the_same_bits_without_compilation(window: list[Batch], eager: dict[str,
 
 def test_masks_are_drawn_again_not_kept(window: list[Batch], monkeypatch: pytest.MonkeyPatch) -> None:
     """Correctness 12, of what there is to replay: the backward pass meets the forward pass' masks, each once more."""
-    drawn: list[tuple[DropoutKey, int]] = []
-    original = plain.dropout_mask
-
-    def recording(key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: None = None) -> np.ndarray:
-        drawn.append((key, site))
-        return original(key, site, shape, rate, part)
-
-    for module in (plain, dropout):  # of the residual stream, and of the scores
-        monkeypatch.setattr(module, "dropout_mask", recording)
+    drawn = drawn_masks(monkeypatch)
     trainer = shared_trainer(compiled=False, sections={"recompute_config": WHOLE}, **DROPOUT)
     accumulate(window, trainer.step().backward)
     sites, batches = range(6), (0, 1, 3)
     forward = itertools.product(batches, sites)
-    assert sorted((key.micro_batch, site) for key, site in drawn) == sorted([*forward] * 2)
-    first = [site for key, site in drawn if key.micro_batch == 0]
+    assert sorted((mask.key.micro_batch, mask.site) for mask in drawn) == sorted([*forward] * 2)
+    first = [mask.site for mask in drawn if mask.key.micro_batch == 0]
     assert first == [0, 1, 2, 3, 4, 5, 3, 4, 5, 0, 1, 2]  # the backward pass begins with the last layer
+
+
+def test_each_native_layer_is_computed_once_more_and_no_more(
+    window: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count = product_counts(monkeypatch)
+
+    def counted(freeze: dict, **recompute: Any) -> int:
+        step = shared_trainer(sections={"recompute_config": recompute, "freeze": freeze}).step()
+        return count(lambda: accumulate(window[:1], step.backward))
+
+    lower: dict[str, Any] = {"layers": 0, "embeddings": True}
+    trainer = shared_trainer()
+    inputs = trainer.build_inputs(window[0])
+    forward = count(lambda: trainer.model(inputs)) - 1  # without that of the head
+    # All products of a layer but the last one, whose result nobody needs again.
+    assert counted({}, recompute=True) == counted({}) + forward - trainer.model.num_layers
+    # Where no gradient flows there is nothing to compute again.
+    assert counted(lower, recompute=[0]) == counted(lower)
 
 
 def test_each_block_is_computed_once_more_and_no_more(window: list[Batch], tmp_path: Path) -> None:
@@ -125,11 +133,12 @@ def test_each_block_is_computed_once_more_and_no_more(window: list[Batch], tmp_p
     assert counts("frozen", lower, recompute=[0]) == counts("plain frozen", lower)
 
 
-def test_memory_of_activations_is_a_quarter_or_less_and_of_frozen_layers_nothing() -> None:
-    """What 16 layers keep; measured 7 times less than without."""
+@NATIVE
+def test_memory_of_activations_is_a_quarter_or_less_and_of_frozen_layers_nothing(native: bool) -> None:
+    """What 16 layers keep; measured 6 times less than without, or 9 times of compiled cells."""
     ensure_server()
     done = subprocess.run(
-        [sys.executable, FORKED, Path(__file__).with_name("recompute_memory.py")],
+        [sys.executable, FORKED, Path(__file__).with_name("recompute_memory.py"), *([] if native else ["cells"])],
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))},
         capture_output=True,
         text=True,
