@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from operator_counts import operator_counts
+from product_counts import product_counts
 from tiny_trainer import TinyTrainer, make_batch, shared_trainer
 
 from trainer.data import Batch
@@ -27,7 +28,15 @@ FREEZES: dict[str, dict[str, Any]] = {
     "all but norms": {"include": "*", "exclude": "*norm*"},
     "head": {"include": ["lm_head.weight", "model.norm.weight"]},
 }
-EAGER = ("upper layer", "all but norms")  # the others run compiled blocks
+WAYS: dict[str, dict[str, Any]] = {
+    "native": {},
+    "cells": {"compiled": False},
+    "compiled cells": {"host_layers": False},  # as on an Ascend
+}
+CASES = [
+    *((name, "native") for name in FREEZES), ("upper layer", "cells"), ("all but norms", "cells"),
+    ("lower half", "compiled cells"), ("matrices", "compiled cells"),
+]  # fmt: skip
 WINDOW = [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 0, 7))]
 
 
@@ -45,15 +54,15 @@ def window() -> list[Batch]:
 
 
 @functools.cache
-def full_gradients(compiled: bool) -> dict[str, np.ndarray]:
-    return gradients(shared_trainer(compiled), WINDOW)
+def full_gradients(way: str) -> dict[str, np.ndarray]:
+    return gradients(shared_trainer(**WAYS[way]), WINDOW)
 
 
-@pytest.fixture(scope="module", params=list(FREEZES))
+@pytest.fixture(scope="module", params=CASES, ids=", ".join)
 def partial(request: pytest.FixtureRequest) -> Partial:
-    compiled = request.param not in EAGER
-    trainer = shared_trainer(compiled, sections={"freeze": FREEZES[request.param]})
-    return Partial(request.param, trainer, full_gradients(compiled))
+    kind, way = request.param
+    trainer = shared_trainer(sections={"freeze": FREEZES[kind]}, **WAYS[way])
+    return Partial(kind, trainer, full_gradients(way))
 
 
 def gradients(trainer: TinyTrainer, window: list[Batch]) -> dict[str, np.ndarray]:
@@ -75,9 +84,10 @@ def test_trained_weights_get_the_gradients_of_the_full_model(partial: Partial, w
     assert_trained_get_the_same(gradients(trainer, window), partial.right, frozen)
 
 
-def test_a_tied_embedding_is_frozen_in_both_places(window: list[Batch]) -> None:
+@pytest.mark.parametrize("way", ["native", "cells"])
+def test_a_tied_embedding_is_frozen_in_both_places(window: list[Batch], way: str) -> None:
     full, frozen = (
-        TinyTrainer(compiled=False, tie_word_embeddings=True, sections={"freeze": {"embeddings": freezes}})
+        TinyTrainer(**WAYS[way], tie_word_embeddings=True, sections={"freeze": {"embeddings": freezes}})
         for freezes in (False, True)
     )
     assert_trained_get_the_same(gradients(frozen, window), gradients(full, window), 1)
@@ -88,12 +98,12 @@ def test_a_tied_embedding_is_frozen_in_both_places(window: list[Batch]) -> None:
 
 def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(partial: Partial, window: list[Batch]) -> None:
     """Bug 19 of trainers. Frozen parameters counted in the norm, decayed by the optimizer, or given state. Each
-    optimizer has two models or more."""
+    optimizer has three models or more."""
     kind, trainer, full = partial
     trained = set(trainer.model.trained_parameters)
     right = {name: gradient for name, gradient in full.items() if name in trained}
     clipping = {"use_clip_grad": True, "max_grad_norm": 0.1}
-    optimizer = SGD if kind in ("matrices", *EAGER) else ADAMW
+    optimizer = SGD if kind in ("matrices", "upper layer", "all but norms") else ADAMW
     step = trainer.step(lambda update: 0.01, optimizer=optimizer, runner_wrapper=clipping)
     norm = step(window).global_norm
     assert norm == pytest.approx(math.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in right.values())))
@@ -106,9 +116,28 @@ def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(partial:
         assert np.array_equal(after[name], before) != (name in trained), name
 
 
-def test_products_for_frozen_weights_are_not_computed(window: list[Batch], tmp_path: Path) -> None:
+def test_native_layers_compute_no_products_for_frozen_weights(
+    window: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One product fewer for each frozen matrix above the lowest trained layer, the whole backward pass fewer below."""
-    full = shared_trainer()
+    count, full = product_counts(monkeypatch), shared_trainer()
+
+    def counted(**freeze: Any) -> int:
+        step = shared_trainer(sections={"freeze": freeze}).step()
+        return count(lambda: accumulate(window[:1], step.backward))
+
+    every = counted()
+    inputs = full.build_inputs(window[0])
+    layer = (count(lambda: full.model(inputs)) - 1) / full.model.num_layers  # forward pass of a layer
+    assert counted(**FREEZES["matrices"]) == every - 2 * PROJECTIONS
+    assert counted(**FREEZES["head"]) == every - 1
+    # The lower one of two layers has those of its forward pass only; the head has three products.
+    assert counted(**FREEZES["lower half"]) == every - ((every - 3) / 2 - layer)
+
+
+def test_compiled_cells_compute_no_products_for_frozen_weights(window: list[Batch], tmp_path: Path) -> None:
+    """The same of the cells that an Ascend compiles."""
+    full = shared_trainer(**WAYS["compiled cells"])
 
     def count(name: str, trainer: TinyTrainer) -> tuple[int, int]:
         step = trainer.step()
@@ -116,13 +145,12 @@ def test_products_for_frozen_weights_are_not_computed(window: list[Batch], tmp_p
         return found["MatMul"], found["BatchMatMul"]
 
     def frozen(name: str) -> tuple[int, int]:
-        return count(name, shared_trainer(sections={"freeze": FREEZES[name]}))
+        return count(name, shared_trainer(sections={"freeze": FREEZES[name]}, **WAYS["compiled cells"]))
 
     inputs = full.build_inputs(window[0])
     forward = operator_counts(lambda: full.model(inputs).tokens.asnumpy(), tmp_path / "forward")["BatchMatMul"]
     products, attention_products = count("full", full)
     assert frozen("matrices") == (products - 2 * PROJECTIONS, attention_products)
-    assert frozen("head") == (products - 2, attention_products)  # its own and the norm's
     below, attention_below = frozen("lower half")
     # Of attention's products the lower one of two layers has those of the forward pass only.
     assert attention_below == forward + (attention_products - forward) / 2
