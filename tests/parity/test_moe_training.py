@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from mindspore import Tensor
 from numpy_kernels import distance
 from tiny_trainer import (
     TOKENS,
@@ -53,9 +54,8 @@ def tiny() -> TinyTrainer:
     return TinyTrainer(moe_config=ALL_LOSSES, mtp_depth=1)
 
 
-@pytest.fixture(scope="module")
-def plain() -> TinyTrainer:
-    return TinyTrainer(compiled=False, moe_config=EXPERTS | {"aux_loss_factor": 0.3})
+NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
+PLAIN = {"moe_config": EXPERTS | {"aux_loss_factor": 0.3}}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def deepseek() -> TinyTrainer:
 
 
 def eager(name: str) -> TinyTrainer:
-    """`tiny` or `deepseek` operator by operator, with which further shapes cost no compilation."""
+    """`tiny` or `deepseek` operator by operator."""
     keys = {"tiny": {"moe_config": ALL_LOSSES, "mtp_depth": 1}, "deepseek": {"moe_config": DEEPSEEK}}
     return shared_trainer(compiled=False, **keys[name])
 
@@ -74,21 +74,19 @@ def window() -> list[Batch]:
     return [make_batch(seed, valid) for seed, valid in enumerate((12, 3, 5, 7))]
 
 
-def gradients_of(trainer: TinyTrainer, batches: list[Batch]) -> dict[str, np.ndarray]:
-    step = trainer.step()
-    found = accumulate(batches, step.backward)
-    return {
-        name: gradient.asnumpy().copy()
-        for name, gradient in zip(step.optimizer.parameters, found.gradients, strict=True)
-    }
+def decided(statistics: RouterStatistics) -> tuple[np.ndarray, np.ndarray]:
+    """The scores and the chosen experts of the first layer."""
+    _, routing, scores_NE = statistics.routings[0]
+    scores, experts = (one.asnumpy() if isinstance(one, Tensor) else one for one in (scores_NE, routing.experts_Nk))
+    return scores, experts
 
 
 @pytest.mark.parametrize("name", ["tiny", "deepseek"])
 def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
     name: str, window: list[Batch], request: pytest.FixtureRequest
 ) -> None:
-    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches. Compiled
-    blocks against one batch operator by operator."""
+    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches. Native
+    layers against one batch operator by operator."""
     parts = accumulate(window, request.getfixturevalue(name).step().backward)
     whole = accumulate([join(window, 4)], eager(name).step().backward)
     assert parts.loss == pytest.approx(whole.loss, rel=LIMITS.loss)
@@ -100,41 +98,38 @@ def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
 
 
 @pytest.mark.parametrize("name", ["tiny", "deepseek"])
-def test_few_kernels_or_many_make_one_training(
-    name: str, window: list[Batch], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def test_native_layers_and_cells_make_one_training(
+    name: str, window: list[Batch], request: pytest.FixtureRequest
 ) -> None:
-    """The two kernels of the host, against the chain of kernels that other devices and dtypes have."""
-    trainer = request.getfixturevalue(name)
-    layer, step = trainer.model.moe, trainer.step()
-    few = accumulate(window, step.backward)
-    assert layer.cpu_router is not None and layer.cpu_experts is not None
-    for without in (("cpu_router",), ("cpu_experts",), ("cpu_router", "cpu_experts")):
-        with monkeypatch.context() as patch:
-            for kernel in without:
-                patch.setattr(layer, kernel, None)
-            many = accumulate(window, step.backward)
-        assert few.loss == pytest.approx(many.loss, rel=LIMITS.loss)
-        assert few.others == pytest.approx(many.others, rel=LIMITS.loss)
-        assert (few.routing.kept == many.routing.kept).all()
-        assert few.routing.entropy == pytest.approx(many.routing.entropy, rel=LIMITS.loss)
-        for ours, right in zip(few.gradients, many.gradients, strict=True):
-            assert distance(ours.asnumpy(), right.asnumpy()) < LIMITS.gradients
+    native, cells = (
+        accumulate(window, trainer.step().backward) for trainer in (request.getfixturevalue(name), eager(name))
+    )
+    assert native.loss == pytest.approx(cells.loss, rel=LIMITS.loss)
+    assert native.others == pytest.approx(cells.others, rel=LIMITS.loss)
+    assert (native.routing.kept == cells.routing.kept).all()
+    assert native.routing.entropy == pytest.approx(cells.routing.entropy, rel=LIMITS.loss)
+    for ours, right in zip(native.gradients, cells.gradients, strict=True):
+        assert distance(ours.asnumpy(), right.asnumpy()) < LIMITS.gradients
 
 
-def test_experts_in_half_precision(tiny: TinyTrainer, window: list[Batch]) -> None:
-    """A chain of kernels, since what flows between them is rounded; close to float32, but not equal."""
-    half = TinyTrainer(compiled=False, moe_config=ALL_LOSSES, mtp_depth=1, compute_dtype="float16")
-    assert half.model.moe.cpu_experts is None
-    found, right = (accumulate(window[:2], trainer.step().backward) for trainer in (half, tiny))
+@NATIVE
+def test_experts_in_half_precision(native: bool, tiny: TinyTrainer, window: list[Batch]) -> None:
+    """Close to float32, but not equal, where rounding changes no choice. Native layers compute routed experts in
+    float32."""
+    half = TinyTrainer(native, moe_config=ALL_LOSSES, mtp_depth=1, compute_dtype="float16")
+    found, right = (accumulate(window[:1], trainer.step().backward) for trainer in (half, tiny))
+    assert (found.routing.requested == right.routing.requested).all()
     assert found.loss == pytest.approx(right.loss, rel=2e-3) and found.loss != right.loss
     for ours, exact in zip(found.gradients, right.gradients, strict=True):
         assert distance(ours.asnumpy(), exact.asnumpy()) < 0.05
 
 
+@NATIVE
 def test_the_gradient_of_the_auxiliary_loss_reaches_the_router_whatever_the_loss_scale(
-    plain: TinyTrainer, window: list[Batch], monkeypatch: pytest.MonkeyPatch
+    native: bool, window: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bug 11 of trainers: an auxiliary loss without gradient, or one that scaling changes."""
+    plain = shared_trainer(native, **PLAIN)
     step = plain.step()
     found = accumulate(window, step.backward)
     with monkeypatch.context() as patch:
@@ -148,11 +143,12 @@ def test_the_gradient_of_the_auxiliary_loss_reaches_the_router_whatever_the_loss
         np.testing.assert_array_equal(ours.asnumpy() / 1024, right.asnumpy())
 
 
+@NATIVE
 def test_the_auxiliary_loss_is_the_formula_of_the_paper(
-    window: list[Batch], monkeypatch: pytest.MonkeyPatch
+    native: bool, window: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against NumPy, from the router's own scores; the gradient against finite differences of the router's weights."""
-    trainer = TinyTrainer(compiled=False, moe_config=EXPERTS | {"aux_loss_factor": 1.0}, num_layers=1)
+    trainer = TinyTrainer(native, moe_config=EXPERTS | {"aux_loss_factor": 1.0}, num_layers=1)
     step, batch = trainer.step(), join(window[:2], 2)
     seen = {}
 
@@ -160,7 +156,7 @@ def test_the_auxiliary_loss_is_the_formula_of_the_paper(
         inputs = trainer.build_inputs(batch)
         statistics = RouterStatistics()
         sums = trainer.model(inputs, None, statistics)
-        seen["scores"], seen["experts"] = (statistics.routings[0][2], statistics.routings[0][1].experts_Nk)
+        seen["scores"], seen["experts"] = decided(statistics)
         return float(sums.aux_loss.asnumpy())
 
     found, expected = aux_loss(), 0.0
@@ -204,10 +200,11 @@ class OfTwoRanks(SingleProcess):
         return SumAfterBackward(lambda gradients: [gradient * 2 for gradient in gradients])
 
 
-def test_the_loss_of_a_whole_step_is_the_published_formula() -> None:
+@NATIVE
+def test_the_loss_of_a_whole_step_is_the_published_formula(native: bool) -> None:
     """gbs_aux_loss against NumPy: of micro-batch m, E sum_e F_e P_e with F the experts' parts of the assignments of
     micro-batches 1 to m, and P the mean of the scores of micro-batch m; the gradient by the scores' formula."""
-    trainer = TinyTrainer(compiled=False, moe_config=GLOBAL, num_layers=1)
+    trainer = TinyTrainer(native, moe_config=GLOBAL, num_layers=1)
     batches, seen, step = [make_batch(seed, 12, rows=2) for seed in (1, 2)], [], trainer.step()
 
     def backward(batch: Batch, number: int, factor: float) -> MicroBatch:
@@ -218,8 +215,8 @@ def test_the_loss_of_a_whole_step_is_the_published_formula() -> None:
     statistics = [RouterStatistics() for _ in batches]  # without a load of the step: what each decides alone
     for batch, each in zip(batches, statistics, strict=True):
         trainer.model(trainer.build_inputs(batch), None, each)
-    scores = [each.routings[0][2] for each in statistics]
-    counts = [np.bincount(each.routings[0][1].experts_Nk.reshape(-1), minlength=4) for each in statistics]
+    scores, experts = zip(*map(decided, statistics), strict=True)
+    counts = [np.bincount(experts_Nk.reshape(-1), minlength=4) for experts_Nk in experts]
     accumulate(batches, backward)
     for number, (found, _) in enumerate(seen):
         share_E = sum(counts[: number + 1]) / sum(map(sum, counts[: number + 1]))
@@ -228,8 +225,11 @@ def test_the_loss_of_a_whole_step_is_the_published_formula() -> None:
     assert not np.allclose(counts[0] / counts[0].sum(), counts[1] / counts[1].sum())  # or the order shows nothing
 
 
-def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = TinyTrainer(compiled=False, moe_config=GLOBAL, num_layers=1)
+@NATIVE
+def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = TinyTrainer(native, moe_config=GLOBAL, num_layers=1)
     name, batch, share_E = "model.layers.0.mlp.gate.weight", make_batch(3, 20, rows=2), np.array([0.4, 0.3, 0.2, 0.1])
     monkeypatch.setattr(WindowLoad, "of_layer", lambda self, layer: lambda requested_E: share_E)
     step = trainer.step()
@@ -245,7 +245,7 @@ def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(m
         trainer.set_weight(name, moved)
         statistics = RouterStatistics()
         trainer.model(trainer.build_inputs(batch), None, statistics)
-        return 20 * 4 * float((share_E * statistics.routings[0][2].mean(0, dtype=np.float64)).sum())
+        return 20 * 4 * float((share_E * decided(statistics)[0].mean(0, dtype=np.float64)).sum())
 
     for index in [(0, 0), (2, 5), (3, 15)]:
         step_by = np.zeros_like(weight)
@@ -254,11 +254,14 @@ def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(m
         assert gradient[index] == pytest.approx(slope, rel=0.01, abs=1e-4)
 
 
-def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_once(window: list[Batch]) -> None:
+@NATIVE
+def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_once(
+    native: bool, window: list[Batch]
+) -> None:
     found, window = [], window[:2]
     for recompute in (False, True):
         sections = {"recompute_config": {"recompute": recompute}}
-        trainer = TinyTrainer(compiled=False, sections=sections, moe_config=GLOBAL)
+        trainer = TinyTrainer(native, sections=sections, moe_config=GLOBAL)
         results = [trainer.step(communicator=one)(window) for one in (None, OfTwoRanks())]
         assert results[0].losses == pytest.approx(results[1].losses, rel=LIMITS.loss)
         step = trainer.step()
@@ -270,7 +273,7 @@ def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_o
 
 def test_a_micro_batch_without_labels_takes_part_in_the_load_of_the_step(window: list[Batch]) -> None:
     """All ranks sum the load of every micro-batch, so that none waits for another."""
-    trainer = shared_trainer(compiled=False, moe_config=GLOBAL)
+    trainer = shared_trainer(moe_config=GLOBAL)
     empty = window[0]._replace(labels=np.full_like(window[0].labels, IGNORE_INDEX))
     step = trainer.step()
     step([window[1], empty])
@@ -280,12 +283,12 @@ def test_a_micro_batch_without_labels_takes_part_in_the_load_of_the_step(window:
 CAPACITY = {"moe_config": ALL_LOSSES | {"capacity_factor": 0.7}, "mtp_depth": 1, "hidden_dropout": 0.1}
 
 
-def two_steps(window: list[Batch], recompute: dict, compiled: bool) -> tuple[list[StepResult], dict[str, np.ndarray]]:
+def two_steps(window: list[Batch], recompute: dict, native: bool) -> tuple[list[StepResult], dict[str, np.ndarray]]:
     """Results of two steps, and everything that they change."""
-    trainer = TinyTrainer(compiled, sections={"recompute_config": recompute}, **CAPACITY)
+    trainer = TinyTrainer(native, sections={"recompute_config": recompute}, **CAPACITY)
     step = trainer.step(optimizer={"type": "AdamW"})
     # Operator by operator each micro-batch costs a tenth of a second.
-    return [step(window if compiled else window[:2]) for _ in range(2)], state_of(step.optimizer, trainer)
+    return [step(window if native else window[:2]) for _ in range(2)], state_of(step.optimizer, trainer)
 
 
 @pytest.fixture(scope="module")
@@ -299,23 +302,22 @@ COMPUTED_AGAIN = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kept", "part"), [(True, "block and experts"), (False, "block and experts"), (False, "attention")],
-    indirect=["kept"], ids=["compiled", "eager", "attention, eager"],
-)
+@pytest.mark.parametrize("kept", [True, False], indirect=True, ids=["native", "cells"])
+@pytest.mark.parametrize("part", COMPUTED_AGAIN)
 def test_recomputation_changes_no_bit_and_counts_once(window: list[Batch], kept: tuple, part: str) -> None:
     """Bug 12 of trainers: counting again in the backward pass."""
-    compiled, right_results, right_state = kept
-    results, state = two_steps(window, COMPUTED_AGAIN[part], compiled)
+    native, right_results, right_state = kept
+    results, state = two_steps(window, COMPUTED_AGAIN[part], native)
     assert_same_bits(state, right_state)
     for mine, right in zip(results, right_results, strict=True):
         assert (mine.loss, mine.losses) == (right.loss, right.losses)
         assert (mine.routing.kept == right.routing.kept).all()
-        assert (mine.routing.requested.sum(1) == (4 if compiled else 2) * TOKENS * 2).all()
+        assert (mine.routing.requested.sum(1) == (4 if native else 2) * TOKENS * 2).all()
 
 
-def test_compiled_and_operator_by_operator_agree(tiny: TinyTrainer, window: list[Batch]) -> None:
-    ours, right = (accumulate(window, trainer.step().backward) for trainer in (tiny, eager("tiny")))
+def test_cells_that_an_ascend_compiles_agree(window: list[Batch]) -> None:
+    trainer = TinyTrainer(host_layers=False, moe_config=ALL_LOSSES, mtp_depth=1)
+    ours, right = (accumulate(window, one.step().backward) for one in (trainer, eager("tiny")))
     assert ours.loss == pytest.approx(right.loss, rel=LIMITS.loss)
     for mine, exact in zip(ours.gradients, right.gradients, strict=True):
         assert distance(mine.asnumpy(), exact.asnumpy()) < LIMITS.gradients
@@ -328,9 +330,10 @@ def test_experts_learn(tiny: TinyTrainer, deepseek: TinyTrainer, window: list[Ba
         assert losses[-1] < 0.3 * losses[0]
 
 
-def test_an_expert_without_tokens_has_gradients_of_exactly_zero(window: list[Batch]) -> None:
+@NATIVE
+def test_an_expert_without_tokens_has_gradients_of_exactly_zero(native: bool, window: list[Batch]) -> None:
     """Bug 13 of trainers; after a full batch, so that freed memory is not zero."""
-    trainer = TinyTrainer(compiled=False, moe_config=EXPERTS | {"num_experts_chosen": 1, "aux_loss_factor": 0.0})
+    trainer = TinyTrainer(native, moe_config=EXPERTS | {"num_experts_chosen": 1, "aux_loss_factor": 0.0})
     step = trainer.step()
     accumulate(window, step.backward)
     for layer in (0, 1):  # every token to the same expert: the others see nothing
@@ -344,8 +347,10 @@ def test_an_expert_without_tokens_has_gradients_of_exactly_zero(window: list[Bat
             assert not gradient.asnumpy()[1:].any()
 
 
-def test_capacity_drops_in_training_and_not_in_evaluation(plain: TinyTrainer, window: list[Batch]) -> None:
-    tight = TinyTrainer(compiled=False, moe_config=EXPERTS | {"capacity_factor": 0.5})
+@NATIVE
+def test_capacity_drops_in_training_and_not_in_evaluation(native: bool, window: list[Batch]) -> None:
+    plain = shared_trainer(native, **PLAIN)
+    tight = TinyTrainer(native, moe_config=EXPERTS | {"capacity_factor": 0.5})
     first, second = plain.step(), tight.step()
     assert accumulate(window, first.backward).routing.drop_rate.max() == 0
     found = accumulate(window, second.backward).routing
@@ -382,7 +387,7 @@ def test_the_expert_bias_moves_against_the_load_once_a_step(deepseek: TinyTraine
 def test_the_bias_of_a_frozen_router_stays(sections: dict, moved: list[int], window: list[Batch]) -> None:
     """Frozen weights leave byte for byte as they came, and adapters must find their base as it was."""
     model = {"moe_config": DEEPSEEK, "mtp_depth": 1, **sections.pop("model", {})}
-    trainer = TinyTrainer(compiled=False, sections=sections, **model)
+    trainer = TinyTrainer(sections=sections, **model)
     biases = {layer: f"model.layers.{layer}.{EXPERT_BIAS}" for layer in (1, 2)}
     for seed, name in enumerate(biases.values()):
         trainer.initial[name] = np.random.default_rng(seed).normal(0, 1e-3, 4).astype(np.float32)
@@ -393,7 +398,7 @@ def test_the_bias_of_a_frozen_router_stays(sections: dict, moved: list[int], win
 
 def test_the_mtp_loss_is_the_mean_over_their_own_labels(window: list[Batch]) -> None:
     """A head of zeros finds every token as likely: every label of every module costs log(vocabulary)."""
-    trainer = TinyTrainer(compiled=False, moe_config=EXPERTS, mtp_depth=2)
+    trainer = TinyTrainer(moe_config=EXPERTS, mtp_depth=2)
     step = trainer.step()
     trainer.set_weight(HEAD, np.zeros_like(trainer.initial[HEAD]))
     found = accumulate(window, step.backward)

@@ -382,7 +382,8 @@ class _RecomputedExperts(nn.Cell):
 
     def construct(self, x_ND, *trained):
         x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.compute(x_ND, self.views)
-        return x_ND, aux_loss, z_loss
+        # A new tensor: a result leads to this cell's `bprop`, and without a z loss all calls have one tensor for it.
+        return x_ND, aux_loss, z_loss + 0
 
     def again(self, x_ND, *trained):
         views = list(self.views)
