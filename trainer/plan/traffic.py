@@ -27,6 +27,8 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
@@ -101,6 +103,7 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
 class _Facts(NamedTuple):
     """What all ranks have in common."""
 
+    spec: ModelSpec
     layout: ModelLayout
     trained: frozenset[str]
     again: Sequence[str]  # what of each layer is computed again
@@ -110,7 +113,8 @@ class _Facts(NamedTuple):
     def of(cls, config: Config, world: World) -> _Facts:
         frozen, layout = frozen_names(config), layout_of(config, world)
         trained = frozenset(trained_shapes(config))
-        return cls(layout, trained, recomputed_parts(config), first_trained_layer(config, frozen))
+        return cls(model_spec(config.decoder), layout, trained, recomputed_parts(config),
+                   first_trained_layer(config, frozen))  # fmt: skip
 
 
 def rank_traffic(
@@ -144,7 +148,7 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     scattered = {name for name in trained if name in shared.ranges} if shared.level > "level1" else set()
     yield from _sums_of_gradients(layout, trained, shared, scattered, number)
     if shared.level == "level3":
-        yield from _gathered_weights(config, facts, shared, where, number)
+        yield from _gathered_weights(facts, shared, where, number)
     yield from _calls_of_update(config, layout, shared, trained)
 
 
@@ -152,26 +156,27 @@ def _calls_of_micro_batch(
     config: Config, degrees: Degrees, device: str, where: MeshCoordinate, facts: _Facts
 ) -> Iterator[_Call]:
     """All but those of gradients and weights."""
-    settings, stages, is_last = config.decoder, degrees.pipeline_stage, where.pipeline == degrees.pipeline_stage - 1
-    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth * is_last)
-    every = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    spec, stages, is_last = facts.spec, degrees.pipeline_stage, where.pipeline == degrees.pipeline_stage - 1
+    modules = spec.module_layers if is_last else range(0)
+    every = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
     tokens, sizes = micro_batch_tokens(config, degrees), _Sizes.of(config, degrees, device, where)
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     for layer in [*(layer for chunk in every[where.pipeline] for layer in chunk), *modules]:
-        part = facts.again[min(layer, settings.num_layers - 1)]
+        part = facts.again[min(layer, spec.num_layers - 1)]
         passes = _Passes(layer >= facts.first, part, config.context.mode == 0)
-        yield from _tensor_calls(settings, sizes, layer, passes)
+        yield from _tensor_calls(spec.layers[layer], sizes, passes)
         yield from _context_calls(config, degrees, device, sizes, passes)
-        if settings.is_moe_layer(layer):
-            yield from _expert_calls(config, degrees, sizes, passes)
+        mlp = spec.layers[layer].mlp
+        if isinstance(mlp, MoeSpec):
+            yield from _expert_calls(config, mlp, degrees, sizes, passes)
     lookups = (where.pipeline == 0) + len(modules)
     stream = sizes._replace(width=FLOAT32_BYTES)  # the residual stream
-    yield from _leave(stream, "embedding", settings.embedding_width, lookups, lookups * looks_up)
+    yield from _leave(stream, "embedding", spec.embedding, lookups, lookups * looks_up)
     if is_last:
         heads = 1 + len(modules)
-        yield from _enter(sizes, "head and loss", settings.embedding_width, heads, heads)
+        yield from _enter(sizes, "head and loss", spec.embedding, heads, heads)
         yield _Call("tp", "head and loss", "all_gather", 3 * tokens * FLOAT32_BYTES, heads)
-    yield from _stage_calls(sizes, settings.hidden_size, every, 0 if looks_up else facts.first, where)
+    yield from _stage_calls(sizes, spec.hidden, every, 0 if looks_up else facts.first, where)
 
 
 class _Sizes(NamedTuple):
@@ -232,25 +237,18 @@ def _leave(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) 
         yield _Call("tp", what, "all_gather", whole // sizes.tensor, backward, sizes.width)
 
 
-def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Passes) -> Iterator[_Call]:
+def _tensor_calls(layer: LayerSpec, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
     """A rank enters before the first matrices of a sublayer and leaves after the last one."""
-    attention = settings.hidden_size
-    if settings.multi_latent_attention:
-        attention = settings.q_lora_rank or settings.hidden_size
-        attention += settings.kv_lora_rank + settings.qk_rope_head_dim
-    has_experts = settings.is_moe_layer(layer)
-    for sublayer, width, has_norm in (
-        ("attention", attention, settings.post_self_attn_layernorm),
-        ("mlp", settings.hidden_size, settings.post_mlp_layernorm),
-    ):
-        if sublayer == "mlp" and has_experts:
-            continue
+    sublayers = [("attention", layer.attention.entered, layer.attention.post_norm)]
+    if isinstance(layer.mlp, MlpSpec):
+        sublayers.append(("mlp", layer.mlp.hidden, layer.mlp.post_norm))
+    for sublayer, width, has_norm in sublayers:
         again = passes.again(sublayer)
         # No gradient needs the result of what is computed again, unless something else in the same graph does.
-        goes_on = sublayer == "attention" and passes.part == "block" and not has_experts
+        goes_on = sublayer == "attention" and passes.part == "block" and not layer.is_moe
         leaves_again = again and (goes_on or has_norm or not passes.compiled)
         yield from _enter(sizes, "layers", width, 1 + again, passes.backward)
-        yield from _leave(sizes, "layers", settings.hidden_size, 1 + leaves_again, passes.backward)
+        yield from _leave(sizes, "layers", layer.attention.hidden, 1 + leaves_again, passes.backward)
 
 
 def _context_calls(
@@ -259,8 +257,7 @@ def _context_calls(
     """Keys and values go round a ring, or heads are exchanged for tokens: see trainer/ops/cpu/context.py. On an Ascend
     they are gathered."""
     ranks, own, tokens, what = degrees.context_parallel, sizes.own, sizes.tokens, "keys and values"
-    heads, ulysses = own.num_heads, min(ranks, ulysses_degree(config))
-    kv_heads = heads if own.multi_latent_attention else own.kv_heads
+    heads, kv_heads, ulysses = own.num_heads, own.kv_heads, min(ranks, ulysses_degree(config))
     times = 1 + passes.backward + passes.again("attention")
     if device != "CPU":
         size = tokens * kv_heads * (own.head_size + own.value_size) * sizes.width
@@ -278,19 +275,21 @@ def _context_calls(
         yield _Call(by_heads, what, "all_to_all", given, times * (ulysses > 1), sizes.width)
 
 
-def _expert_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
+def _expert_calls(
+    config: Config, mlp: MoeSpec, degrees: Degrees, sizes: _Sizes, passes: _Passes
+) -> Iterator[_Call]:
     """The ranks of a tensor group share the tokens for the experts; see `trainer.ops.dispatch` too."""
-    settings, moe, hidden = config.decoder, config.decoder.experts, config.decoder.hidden_size
+    moe, hidden = config.decoder.experts, mlp.hidden
     own, forward = sizes.tokens // sizes.tensor, 1 + passes.again("mlp")
     yield from _router_calls(config, degrees, own, forward)
     if not sizes.shares_rows:
         yield _Call("tp", "rows of experts", "all_gather", own * hidden * FLOAT32_BYTES, passes.backward)
         yield _Call("tp", "rows of experts", "all_gather", own * hidden * sizes.width, forward, sizes.width)
-    if settings.shared_expert_size:
+    if mlp.shared_width:
         rows = sizes._replace(shares_rows=True)
         yield from _enter(rows, "shared experts", hidden, forward, passes.backward)
         yield from _leave(rows, "shared experts", hidden, forward, passes.backward)
-    chosen, row = moe.num_experts_chosen, hidden * sizes.width
+    chosen, row = mlp.chosen, hidden * sizes.width
     if moe.moe_token_dispatcher_type == "allgather":
         what, ranks = "tokens of experts", degrees.expert_parallel
         yield _Call("ep", what, "all_gather", own * chosen * FLOAT32_BYTES, 2 * forward)  # experts, and gates
@@ -412,22 +411,21 @@ def _calls_of_update(
 
 
 def _gathered_weights(
-    config: Config, facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
+    facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
 ) -> Iterator[_Call]:
     """The weights of each part of the model, before its forward and its backward pass."""
-    settings, is_last = config.decoder, where.pipeline == shared.layout.degrees.pipeline_stage - 1
-    modules = settings.mtp_depth * is_last
+    spec, is_last = facts.spec, where.pipeline == shared.layout.degrees.pipeline_stage - 1
+    modules = spec.mtp_modules * is_last
     lookups = (where.pipeline == 0) + modules
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
-    head = EMBEDDING if settings.tie_word_embeddings else HEAD
-    heads, last_module = (1 + modules) * is_last, settings.num_layers + modules - 1
+    heads, last_module = (1 + modules) * is_last, spec.num_layers + modules - 1
     uses = {
         EMBEDDING: lookups,  # the gradient of a look-up needs no values
         MAPPING_IN: lookups * (1 + looks_up),
         MAPPING_OUT: 2 * heads,
         FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
     }
-    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    head = EMBEDDING if spec.tied else HEAD
     uses[head] = uses.get(head, 0) + 2 * heads
     for name, size in shared.ranges.items():
         times = uses.get(name)
