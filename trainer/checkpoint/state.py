@@ -19,9 +19,7 @@ import numpy as np
 from trainer.checkpoint import adapters
 from trainer.checkpoint.documents import RunState, read_base, read_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
-from trainer.checkpoint.expert_names import disk_parts
 from trainer.checkpoint.hugging_face import class_on_disk
-from trainer.checkpoint.joined_names import DiskPart
 from trainer.checkpoint.store import (
     Checkpoint,
     behind_link,
@@ -30,6 +28,7 @@ from trainer.checkpoint.store import (
     passed_over,
     read_checkpoint,
 )
+from trainer.checkpoint.tensor_names import DiskPart, disk_parts
 from trainer.checkpoint.weights import Parts, first_of, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_stages
 from trainer.config.schema.fields import Section, support_of

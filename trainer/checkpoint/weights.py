@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import safetensors
 
-from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
-from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights, read_checkpoint, use_another
+from trainer.checkpoint.tensor_names import disk_shapes, form_of, from_disk, split_joined
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.init import initial_value
