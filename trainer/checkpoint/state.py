@@ -132,7 +132,8 @@ def save_stages(
     documents: dict[str, Any] = {}
     if base is None:
         part, shapes = "model", all_shapes(config.network)
-        found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, class_on_disk(config)))
+        kind = class_on_disk(config)
+        found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, kind))
         documents |= files or {}
     else:
         part, shapes = adapters.PART, adapter_shapes(config.decoder)

@@ -239,8 +239,7 @@ FAMILIES = {
 
 def known_class(name: Any) -> str:
     """Returns the class of `FAMILIES` of this name or another name; empty where there is none."""
-    others = (kind for kind, family in FAMILIES.items() if name in family.other_names)
-    return name if isinstance(name, str) and name in FAMILIES else next(others, "")
+    return next((kind for kind, family in FAMILIES.items() if name in (kind, *family.other_names)), "")
 
 
 def named_family(settings: Mapping[str, Any]) -> tuple[str, str]:
