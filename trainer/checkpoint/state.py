@@ -237,7 +237,7 @@ def checkpoint_to_resume(config: Config) -> Path:
 
 def _resume_folder(config: Config) -> Path:
     # With adapters load_checkpoint names the base model, which a checkpoint of adapters does not contain.
-    given = config.load_checkpoint if config.decoder.pet_config is None else config.adapter_id
+    given = config.adapter_id if config.has_adapters else config.load_checkpoint
     return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
@@ -355,7 +355,7 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
 
 def _part(config: Config) -> str:
     """The part of a checkpoint that has the run's weights."""
-    return "model" if config.decoder.pet_config is None else adapters.PART
+    return adapters.PART if config.has_adapters else "model"
 
 
 def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
@@ -370,7 +370,7 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
 def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: World) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
     tensors, where = found.tensors[_part(config)].arrays(), config.source.where(_KEY)
-    if config.decoder.pet_config is None:
+    if not config.has_adapters:
         return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
     base = adapters.base_weights(config, world=world)
     weights = base.read(parts)

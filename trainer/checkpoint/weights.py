@@ -147,7 +147,7 @@ def _fitting_model(
     weights = split_joined(weights, settings)
     unused, *notices = unused_modules(weights, settings)
     modules, about_modules = missing_modules(weights, settings, new_modules and config.trains)
-    if config.trains and settings.pet_config is not None:  # frozen ones from the seed would predict nothing
+    if config.trains and config.has_adapters:  # frozen ones from the seed would predict nothing
         modules = set()
     biases, about_biases = missing_biases(weights, settings)
     absent = biases | modules

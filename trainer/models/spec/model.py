@@ -176,6 +176,13 @@ class LayerSpec:
         """Whether the feed-forward sublayer has experts."""
         return isinstance(self.mlp, MoeSpec)
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterSpec]:
+        """The adapters of both sublayers by the names of their matrices: experts have none."""
+        if isinstance(self.mlp, MoeSpec):
+            return self.attention.adapters
+        return {**self.attention.adapters, **self.mlp.adapters}
+
     def active_size(self, parameter: ParameterSpec) -> int:
         """Returns how many numbers of a parameter compute one token: of the experts those of the chosen ones."""
         size = math.prod(parameter.shape)
