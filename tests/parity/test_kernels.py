@@ -304,6 +304,27 @@ def test_split_and_concatenation_are_the_trap_that_the_plain_kernels_avoid() -> 
     assert distance(found, upstream) < LIMIT
 
 
+@MODES
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_that_are_split_and_joined_have_right_gradients(heads: int, compiled: bool) -> None:
+    split, join, x, upstream = plain.SplitHeads(heads, 2), plain.JoinHeads(heads), normal(4, 12), normal(4, 12)
+    run = runner(Caller(SplitAndJoin(split, join)), compiled)
+    [found] = gradients(run, [x], upstream)
+    np.testing.assert_array_equal(run(Tensor(x)).asnumpy(), x)
+    np.testing.assert_array_equal(found, upstream)
+
+
+class SplitAndJoin(nn.Cell):
+    """Splits heads and joins their parts again."""
+
+    def __init__(self, split: nn.Cell, join: nn.Cell) -> None:
+        super().__init__()
+        self.split, self.join = split, join
+
+    def construct(self, x_NC):
+        return self.join(*self.split(x_NC))
+
+
 def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> list[Tensor | None]:
     """Arguments of `Block` for one row."""
     tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))

@@ -19,7 +19,7 @@ from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import DecoderLimits, decoder_limits
 
-from trainer.checkpoint.expert_names import to_disk
+from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
 from trainer.data import IGNORE_INDEX, Batch

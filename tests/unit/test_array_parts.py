@@ -14,7 +14,7 @@ from test_expert_names import fused, golden
 from test_joined_names import as_chatglm
 from test_joined_names import golden as golden_of_family
 
-from trainer.checkpoint.expert_names import disk_parts, to_disk
+from trainer.checkpoint.tensor_names import disk_parts, to_disk
 from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
 from trainer.models import init

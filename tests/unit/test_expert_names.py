@@ -11,7 +11,7 @@ from config_helpers import failure
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
-from trainer.checkpoint.expert_names import FUSED, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
+from trainer.checkpoint.tensor_names import FUSED, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
 from trainer.config.families import FAMILIES

@@ -18,8 +18,8 @@ from golden_files import load_model_case, model_case_names
 from safetensors.numpy import load_file, save_file
 
 from trainer.checkpoint.adapters import description, starting_weights
-from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, shards, write_weights
+from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import FittingWeights, read_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch

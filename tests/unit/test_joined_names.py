@@ -11,8 +11,7 @@ from config_helpers import failure, load
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
-from trainer.checkpoint.expert_names import to_disk
-from trainer.checkpoint.joined_names import split_joined
+from trainer.checkpoint.tensor_names import split_joined, to_disk
 from trainer.checkpoint.weights import fitting_weights, requested_weights
 from trainer.config import parse_config
 from trainer.config.hugging_face import config_json, saved_class

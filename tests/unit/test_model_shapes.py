@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from golden_files import load_model_case, model_case_names, model_settings
 
-from trainer.checkpoint.joined_names import split_joined
+from trainer.checkpoint.tensor_names import split_joined
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.init import initial_value

@@ -17,8 +17,9 @@ from trainer.config.checks.parallel import in_job, is_semi_auto
 from trainer.config.device_defaults import device_defaults, with_device_defaults
 from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import LayerSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, is_buffer, layer_prefix
-from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend.support import CANN, HOST, NONE, SUPPORT, dtype_problem, kernel_sources
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.precision import resolve_precision
@@ -140,10 +141,11 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     choices = select_kernels(settings, "Ascend", precision)
     kernels = load_kernels(choices, precision)
     trained = trained_names(settings, frozen_names(config))
-    kinds = _kinds(settings, trained)
+    spec = model_spec(settings)
+    kinds = _kinds(spec, trained)
     graphs = _Graphs(settings, kernels, trained)
     total = graphs.operators(kinds)
-    fused = tuple(_fused(settings, choices, nobody_asked, kinds, total, graphs))
+    fused = tuple(_fused(spec, choices, nobody_asked, kinds, total, graphs))
     counts = Counter({node: count for node, count in total.items() if node not in SUPPORT})
     sources = kernel_sources(total)
     return Audit(
@@ -156,14 +158,14 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     )
 
 
-def _kinds(settings: ModelConfig, trained: frozenset[str]) -> dict[_Kind, list[int]]:
-    names, kinds = all_shapes(settings), {}
+def _kinds(spec: ModelSpec, trained: frozenset[str]) -> dict[_Kind, list[int]]:
+    names, kinds = spec.parameters(), {}
     reached = EMBEDDING in trained
-    for layer in range(settings.num_layers + settings.mtp_depth):
+    for layer in range(len(spec.layers)):
         prefix = layer_prefix(layer)
         own = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         learns = tuple(name for name in own if prefix + name in trained)
-        kind = _Kind(settings.is_moe_layer(layer), layer >= settings.num_layers, reached, learns, own)
+        kind = _Kind(spec.layers[layer].is_moe, layer in spec.module_layers, reached, learns, own)
         kinds.setdefault(kind, []).append(layer)
         reached = reached or bool(learns)
     return kinds
@@ -203,7 +205,7 @@ class _Graphs:
 
 
 def _fused(
-    settings: ModelConfig,
+    spec: ModelSpec,
     choices: Sequence[KernelChoice],
     nobody_asked: Collection[str],
     kinds: dict[_Kind, list[int]],
@@ -215,7 +217,7 @@ def _fused(
         by_default = choice.asked.split(":")[0] in nobody_asked
         wanted = choice.fused or not (by_default or choice.asked.endswith("False"))
         for operator in _OPERATORS[choice.kernel]:
-            asked = _asked(settings, operator, choice.kernel, kinds, graphs) if wanted else 0
+            asked = _asked(spec, operator, choice.kernel, kinds, graphs) if wanted else 0
             nodes = (node for graph in graphs.known.values() for node in graph if node.operator == operator)
             inputs = sorted({node.inputs for node in nodes})
             notes = [dtype_problem(operator, dtypes) for dtypes in inputs]
@@ -229,7 +231,7 @@ def _fused(
 
 
 def _asked(
-    settings: ModelConfig, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
+    spec: ModelSpec, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
 ) -> int:
     """How often a step of the whole model has an operator if every kernel is the one that was asked for."""
     is_gradient = operator.endswith("Grad")
@@ -237,13 +239,13 @@ def _asked(
     base = [] if not is_gradient else graphs.count([], any(kind.reached or kind.trained for kind in kinds))
     total = final if not is_gradient else min(final, base[operator])
     for kind, layers in kinds.items():
-        each = _in_layer(settings, kernel, kind)
+        each = _in_layer(spec.layers[layers[0]], kernel)
         if kernel == "grouped_matmul" and each:
             each = _grouped_products(kind)
-        elif kind.is_module and kernel == _NORM:
-            # Norms of token and stream and the one before the head; that of the stream before it is the main head's,
-            # which a graph computes once, but each has its own gradient.
-            each += 4 if is_gradient else 3
+        elif kind.is_module and kernel == _NORM and is_gradient:
+            # The norm of the stream before the module is the main head's, which a graph computes once, but each has
+            # its own gradient.
+            each += 1
         if is_gradient and not kind.reached:
             # In the first layer with a trained weight it depends on the weight which operators have a gradient.
             each = max(_sure_gradients(kernel, kind, each), graphs.of_kind(kind, layers)[operator])
@@ -269,19 +271,16 @@ def _trains(kind: _Kind, *beginnings: str) -> bool:
     return any(name.startswith(beginnings) for name in kind.trained)
 
 
-def _in_layer(settings: ModelConfig, kernel: str, kind: _Kind) -> int:
-    """Calls of a kernel in the forward pass of a layer."""
-    shared = kind.has_experts and settings.shared_expert_size > 0
-    norms = 2 * settings.use_qk_norm
-    if settings.multi_latent_attention:  # of the latent vectors
-        norms = 1 + (settings.q_lora_rank is not None)
+def _in_layer(layer: LayerSpec, kernel: str) -> int:
+    """Calls of a kernel in the forward pass of a layer, or of a module with the norm before its head."""
+    has_shared = isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_width > 0
     return {
         "rotary_embedding": 2,
-        "swiglu": 1 + shared,
+        "swiglu": 1 + has_shared,
         "attention": 1,
-        _NORM: 2 + norms + settings.post_self_attn_layernorm + settings.post_mlp_layernorm,
-        "grouped_matmul": 3 * kind.has_experts,
-        "token_permute": 1 * kind.has_experts,
+        _NORM: sum(parameter.role == "norm" for parameter in layer.parameters),
+        "grouped_matmul": 3 * layer.is_moe,
+        "token_permute": 1 * layer.is_moe,
     }[kernel]
 
 

@@ -74,7 +74,7 @@ def starting_weights(
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
     """
-    if config.decoder.pet_config is None:
+    if not config.has_adapters:
         return requested_weights(config, notice, new_modules=new_modules, parts=parts, world=world)
     base = base_weights(config, notice, new_modules=new_modules, world=world)
     found = base.read(parts)
@@ -88,7 +88,7 @@ def starting_weights(
 def check_starting_files(config: Config) -> None:
     """Raises the UserError of `starting_weights` without reading numbers, so that a plan refuses what a run would."""
     check_files(config)
-    if config.decoder.pet_config is not None and config.adapter_id:
+    if config.has_adapters and config.adapter_id:
         read_adapters(config, Path(config.adapter_id).expanduser(), None)
 
 

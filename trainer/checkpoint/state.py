@@ -19,9 +19,7 @@ import numpy as np
 from trainer.checkpoint import adapters
 from trainer.checkpoint.documents import RunState, read_base, read_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
-from trainer.checkpoint.expert_names import disk_parts
 from trainer.checkpoint.hugging_face import class_on_disk
-from trainer.checkpoint.joined_names import DiskPart
 from trainer.checkpoint.store import (
     Checkpoint,
     behind_link,
@@ -30,6 +28,7 @@ from trainer.checkpoint.store import (
     passed_over,
     read_checkpoint,
 )
+from trainer.checkpoint.tensor_names import DiskPart, disk_parts
 from trainer.checkpoint.weights import Parts, first_of, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_stages
 from trainer.config.schema.fields import Section, support_of
@@ -133,7 +132,8 @@ def save_stages(
     documents: dict[str, Any] = {}
     if base is None:
         part, shapes = "model", all_shapes(config.network)
-        found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, class_on_disk(config)))
+        kind = class_on_disk(config)
+        found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, kind))
         documents |= files or {}
     else:
         part, shapes = adapters.PART, adapter_shapes(config.decoder)
@@ -237,7 +237,7 @@ def checkpoint_to_resume(config: Config) -> Path:
 
 def _resume_folder(config: Config) -> Path:
     # With adapters load_checkpoint names the base model, which a checkpoint of adapters does not contain.
-    given = config.load_checkpoint if config.decoder.pet_config is None else config.adapter_id
+    given = config.adapter_id if config.has_adapters else config.load_checkpoint
     return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
@@ -355,7 +355,7 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
 
 def _part(config: Config) -> str:
     """The part of a checkpoint that has the run's weights."""
-    return "model" if config.decoder.pet_config is None else adapters.PART
+    return adapters.PART if config.has_adapters else "model"
 
 
 def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
@@ -370,7 +370,7 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
 def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: World) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
     tensors, where = found.tensors[_part(config)].arrays(), config.source.where(_KEY)
-    if config.decoder.pet_config is None:
+    if not config.has_adapters:
         return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
     base = adapters.base_weights(config, world=world)
     weights = base.read(parts)

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import safetensors
 
-from trainer.checkpoint.expert_names import disk_shapes, form_of, from_disk
-from trainer.checkpoint.joined_names import split_joined
 from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights, read_checkpoint, use_another
+from trainer.checkpoint.tensor_names import disk_shapes, form_of, from_disk, split_joined
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
@@ -148,7 +147,7 @@ def _fitting_model(
     weights = split_joined(weights, settings)
     unused, *notices = unused_modules(weights, settings)
     modules, about_modules = missing_modules(weights, settings, new_modules and config.trains)
-    if config.trains and settings.pet_config is not None:  # frozen ones from the seed would predict nothing
+    if config.trains and config.has_adapters:  # frozen ones from the seed would predict nothing
         modules = set()
     biases, about_biases = missing_biases(weights, settings)
     absent = biases | modules

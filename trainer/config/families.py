@@ -79,7 +79,10 @@ _ALL: dict[str, Any] = {
     "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "rope_theta": 10000.0,
     "attention_dropout": 0.0,
 }  # fmt: skip
-_WINDOWS = {"use_sliding_window": False}
+_QWEN = _ALL | {"use_sliding_window": False}
+_MISTRAL = _ALL | {
+    "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
 _LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0}
 """Balanced by the expert bias instead of a loss: "no auxiliary loss" is what noaux means."""
@@ -102,30 +105,21 @@ FAMILIES = {
             "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None,
             "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
         },
-        has_output_bias=True,
-        config_class="LlamaConfig",
+        has_output_bias=True, config_class="LlamaConfig",
     ),
     "Qwen2ForCausalLM": Family(
-        "qwen2", _ALL | _WINDOWS, {"qkv_has_bias": True}, windows="listed", config_class="Qwen2Config"
+        "qwen2", _QWEN, {"qkv_has_bias": True}, windows="listed", config_class="Qwen2Config"
     ),
     "Qwen3ForCausalLM": Family(
-        "qwen3", _ALL | _WINDOWS | {"head_dim": 128, "attention_bias": False}, {"use_qk_norm": True},
+        "qwen3", _QWEN | {"head_dim": 128, "attention_bias": False}, {"use_qk_norm": True},
         windows="listed", has_output_bias=True,
     ),
-    "MistralForCausalLM": Family(
-        "mistral",
-        _ALL | {
-            "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
-            "max_position_embeddings": 131072, "sliding_window": 4096,
-        },
-        windows="every",
-    ),
+    "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(
         "mixtral",
-        _ALL | _LOSSES | {
-            "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8,
-            "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_local_experts": 8,
-            "num_experts_per_tok": 2, "router_jitter_noise": 0.0, "sliding_window": None,
+        _MISTRAL | _LOSSES | {
+            "rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "num_local_experts": 8, "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.0, "sliding_window": None,
         },
         written={"intermediate_size": lambda settings: settings.expert_size},
         windows="every",
@@ -133,7 +127,7 @@ FAMILIES = {
     ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",
-        _ALL | _WINDOWS | _LOSSES | {
+        _QWEN | _LOSSES | {
             "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16,
             "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408,
             "shared_expert_intermediate_size": 5632, "norm_topk_prob": False, "decoder_sparse_step": 1,
@@ -148,14 +142,13 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
-        _ALL | _WINDOWS | _LOSSES | {
+        _QWEN | _LOSSES | {
             "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4,
             "attention_bias": False, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
             "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": [],
         },
         {"use_qk_norm": True},
-        windows="other",
-        has_output_bias=True,
+        windows="other", has_output_bias=True,
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
@@ -167,13 +160,11 @@ FAMILIES = {
             "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
             "num_nextn_predict_layers": 1, "output_router_logits": False,
         },
-        {"rotary_pct": 0.5},
-        _SIGMOID_ROUTER,
+        {"rotary_pct": 0.5}, _SIGMOID_ROUTER,
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM._replace(
-        model_type="glm4",
-        model={**_GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
+        model_type="glm4", model={**_GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}
     ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",
@@ -186,25 +177,17 @@ FAMILIES = {
         },
         _GLM.model,
         renamed_keys={"seq_length": "max_position_embeddings"},  # elsewhere that of the training data
-        in_transformers=False,
-        saved_as="GlmForCausalLM",
+        in_transformers=False, saved_as="GlmForCausalLM", config_class="ChatGLM2Config",
         other_names=("ChatGLMModel", "ChatGLMForConditionalGeneration", "glm2"),
-        config_class="ChatGLM2Config",
         published_names={  # those of MindSpore Transformers' files too, joined or not
             "transformer.embedding.word_embeddings.weight": "model.embed_tokens.weight",
             "transformer.embedding.embedding_weight": "model.embed_tokens.weight",
             "transformer.encoder.layers.": "model.layers.",
-            "transformer.encoder.final_layernorm.": "model.norm.",
-            "transformer.output_layer.": "lm_head.",
-            ".self_attention.dense.": ".self_attn.o_proj.",
-            ".self_attention.query_key_value.": ".self_attn.qkv_proj.",
-            ".self_attention.wq.": ".self_attn.q_proj.",
-            ".self_attention.wk.": ".self_attn.k_proj.",
-            ".self_attention.wv.": ".self_attn.v_proj.",
-            ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.",
-            ".mlp.dense_left.": ".mlp.gate_proj.",
-            ".mlp.dense_right.": ".mlp.up_proj.",
-            ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+            "transformer.encoder.final_layernorm.": "model.norm.", "transformer.output_layer.": "lm_head.",
+            ".self_attention.query_key_value.": ".self_attn.qkv_proj.", ".self_attention.dense.": ".self_attn.o_proj.",
+            **{f".self_attention.w{letter}.": f".self_attn.{letter}_proj." for letter in "qkv"},
+            ".mlp.dense_h_to_4h.": ".mlp.gate_up_proj.", ".mlp.dense_4h_to_h.": ".mlp.down_proj.",
+            ".mlp.dense_left.": ".mlp.gate_proj.", ".mlp.dense_right.": ".mlp.up_proj.",
         },
     ),
     "TelechatForCausalLM": Family(
@@ -216,18 +199,13 @@ FAMILIES = {
         {"attn_proj_has_bias": True, "mlp_down_has_bias": True, "initializer_range": 0.0048},
         optional_experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         renamed_keys={"seq_length": "max_position_embeddings"},
-        in_transformers=False,
+        in_transformers=False, config_class="TelechatConfig",
         other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
-        config_class="TelechatConfig",
         published_names={
-            "transformer.word_embeddings.": "model.embed_tokens.",
-            "transformer.h.": "model.layers.",
-            "transformer.ln_f.": "model.norm.",
-            ".self_attention.dense.": ".self_attn.o_proj.",
-            ".self_attention.query.": ".self_attn.q_proj.",
-            ".self_attention.key_value.": ".self_attn.kv_proj.",
-            ".mlp.local_experts.": ".mlp.experts.",
-            ".mlp.router.": ".mlp.gate.",
+            "transformer.word_embeddings.": "model.embed_tokens.", "transformer.h.": "model.layers.",
+            "transformer.ln_f.": "model.norm.", ".self_attention.query.": ".self_attn.q_proj.",
+            ".self_attention.key_value.": ".self_attn.kv_proj.", ".self_attention.dense.": ".self_attn.o_proj.",
+            ".mlp.local_experts.": ".mlp.experts.", ".mlp.router.": ".mlp.gate.",
         },
     ),
     "TeleChat3ForCausalLM": Family(
@@ -236,8 +214,7 @@ FAMILIES = {
             "vocab_size": 131072, "head_dim": 128, "attention_bias": False, "num_nextn_predict_layers": 0,
             "out_proj_has_bias": False, "embedding_size": None, "layers_group": 1,
         },
-        in_transformers=False,
-        other_names=("Telechat3ForCausalLM",),
+        in_transformers=False, other_names=("Telechat3ForCausalLM",),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
@@ -250,14 +227,11 @@ FAMILIES = {
             "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "first_k_dense_replace": 3,
             "num_nextn_predict_layers": 1, "output_router_logits": False,
         },
-        {"multi_latent_attention": True, "rope_interleave": True},
-        _SIGMOID_ROUTER,
+        {"multi_latent_attention": True, "rope_interleave": True}, _SIGMOID_ROUTER,
         # The class is never without shared experts.
         written={"n_shared_experts": lambda settings: max(shared_experts(settings), 1)},
-        has_output_bias=True,
-        has_default_sizes=True,
+        has_output_bias=True, has_default_sizes=True, config_class="DeepseekV3Config",
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
-        config_class="DeepseekV3Config",
     ),
 }  # fmt: skip
 """By ``model.arch.type``, which is Hugging Face's class, or MindSpore Transformers' where transformers has none."""
@@ -265,8 +239,7 @@ FAMILIES = {
 
 def known_class(name: Any) -> str:
     """Returns the class of `FAMILIES` of this name or another name; empty where there is none."""
-    others = (kind for kind, family in FAMILIES.items() if name in family.other_names)
-    return name if isinstance(name, str) and name in FAMILIES else next(others, "")
+    return next((kind for kind, family in FAMILIES.items() if name in (kind, *family.other_names)), "")
 
 
 def named_family(settings: Mapping[str, Any]) -> tuple[str, str]:

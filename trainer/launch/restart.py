@@ -44,7 +44,7 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
                 print(f"note: {path} is left out: {error.rule}", file=sys.stderr)
         return ""
 
-    key = "load_checkpoint" if config.decoder.pet_config is None else "adapter_id"  # that is the base model's then
+    key = "adapter_id" if config.has_adapters else "load_checkpoint"  # that is the base model's then
 
     def resumed(given: LaunchOptions, name: str) -> LaunchOptions:
         if not name:

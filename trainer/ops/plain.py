@@ -5,8 +5,8 @@ rule in MindSpore, and a current kernel (aclnn) on an Ascend except P.OneHot of 
 graph. Semi-automatic mode shards the operators of the forward pass and derives the backward pass from the shards, so no
 gradient is written by hand here.
 
-What SplitWithSize gives must not go into a concatenation as it is: operator by operator on a CPU, MindSpore 2.10 then
-computes wrong gradients, without an error (tests/parity/test_kernels.py shows it).
+What SplitWithSize gives must not go into a concatenation as it is, or through a reshape alone: operator by operator on
+a CPU, MindSpore 2.10 then computes wrong gradients, without an error (tests/parity/test_kernels.py shows it).
 
 Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value
 heads, G = H / K, d width of a query or key, C = H * d, S cached tokens, Q new ones of a prediction.
@@ -33,8 +33,8 @@ def shard_operators(cell: nn.Cell, axes: Mapping[str, str], **degrees: int) -> N
     """Gives operators of a cell their strategies.
 
     Args:
-        axes: Names of operators -> the axes of their inputs, separated by commas, and after ">" those of the result.
-            Each axis is a letter; an input without axes is a number.
+        axes: Names of operators, or of tuples of them -> the axes of their inputs, separated by commas, and after ">"
+            those of the result. Each axis is a letter; an input without axes is a number.
         degrees: Letter of an axis -> over how many ranks it is sharded; any other letter: it is whole.
     """
 
@@ -45,7 +45,9 @@ def shard_operators(cell: nn.Cell, axes: Mapping[str, str], **degrees: int) -> N
         inputs, _, result = written.partition(">")
         more = {"out_strategy": (strategy(result),)} if result else {}
         for name in names.split():
-            getattr(cell, name).shard(tuple(map(strategy, inputs.split(","))), **more)
+            named = getattr(cell, name)
+            for operator in named if isinstance(named, tuple) else (named,):
+                operator.shard(tuple(map(strategy, inputs.split(","))), **more)
 
 
 class Sharded(nn.Cell):
@@ -189,24 +191,23 @@ class Rotary(Sharded):
         return self.reshape(self.join(turned), x_BTHr.shape)
 
 
-class SplitHeads(nn.Cell):
+class SplitHeads(Sharded):
     """x_NC -> the first columns of every head [N, heads * first], and the others."""
+
+    axes: ClassVar = {"cut": "dt.", "same": "d.,"}
 
     def __init__(self, heads: int, first: int) -> None:
         super().__init__()
-        self.heads, self.first, self.reshape, self.cut = heads, first, P.Reshape(), SplitWithSize()
+        self.heads, self.first, self.reshape, self.cut, self.same = heads, first, P.Reshape(), SplitWithSize(), P.Mul()
 
     def construct(self, x_NC):
-        tokens, columns = x_NC.shape
-        if self.heads == 1:  # a reshape to the same shape would be a copy on an Ascend
-            return self.cut(x_NC, (self.first, columns - self.first), 1)
-        width = columns // self.heads
+        tokens, width = x_NC.shape[0], x_NC.shape[1] // self.heads
         x_NHw = self.reshape(x_NC, (tokens, self.heads, width))
         first, rest = self.cut(x_NHw, (self.first, width - self.first), 2)
-        return self.reshape(first, (tokens, -1)), self.reshape(rest, (tokens, -1))
-
-    def shard_over(self, data: int, tensor: int) -> None:
-        shard_operators(self, {"cut": "d." if self.heads == 1 else "dt."}, d=data, t=tensor)
+        first, rest = self.reshape(first, (tokens, -1)), self.reshape(rest, (tokens, -1))
+        if self.heads == 1:  # they may be concatenated with others; of several heads the reshapes copy
+            return self.same(first, 1.0), self.same(rest, 1.0)
+        return first, rest
 
 
 class JoinHeads(Sharded):

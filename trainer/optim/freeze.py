@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.errors import UserError
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, is_buffer, layer_prefix
 from trainer.models.spec.shapes import all_shapes, balanced_layers, parameter_shapes
 
@@ -67,7 +68,7 @@ def frozen_names(config: Config) -> frozenset[str]:
         rule = "exclude takes weights out of include, and there is no include"
         raise _error(config, "freeze.exclude", settings.exclude, rule, "write include: ['*'] to freeze all but these")
     frozen = included - excluded
-    if config.decoder.pet_config is not None:
+    if config.has_adapters:
         frozen |= set(parameter_shapes(config.decoder))
     if frozen >= {name for name in shapes if not is_buffer(name)}:
         rule = "every weight is frozen, which leaves nothing to train"
@@ -149,7 +150,8 @@ def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
         return [EMBEDDING]
     if item.kind == "layers":
         try:
-            layers = layer_numbers(item.wanted, config.decoder.num_layers, config.decoder.mtp_depth)
+            spec = model_spec(config.decoder)
+            layers = layer_numbers(item.wanted, spec.num_layers, spec.mtp_modules)
         except LayerError as error:
             raise _error(config, item.key, item.value, str(error), "write for example layers: 0") from None
         prefixes = tuple(layer_prefix(layer) for layer in layers)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from trainer.errors import RunError
+from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.gradients import GradientReducer, ScatterDuringBackward, SumAfterBackward, SumDuringBackward
 from trainer.parallel.layout import SUM_GROUPS, SumGroup
 from trainer.parallel.mesh import build_mesh
@@ -276,8 +277,7 @@ class ModelParallel(ProcessGroup):
 def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> ModelParallel:
     """The ranks of a job, `group`, that divide a model; `ulysses` as in `group_ranks`."""
     mesh = build_mesh(layout.degrees, group.size)
-    kv_heads = None if settings.multi_latent_attention else settings.kv_heads
-    groups = process_groups(group, mesh, kv_heads, ulysses)
+    groups = process_groups(group, mesh, attention_spec(settings).shared_kv_heads, ulysses)
     return ModelParallel(groups, layout, mesh.coordinate_of(group.rank))
 
 

@@ -9,6 +9,8 @@ from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import sharing_level
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.device_defaults import with_device_defaults
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.sublayers import latent_spec
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 
@@ -54,9 +56,9 @@ def eager_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 
 def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    settings = config.decoder
+    spec = model_spec(config.decoder)
     shares = config.trains and config.parallel.enable_parallel_optimizer
-    copies = settings.tie_word_embeddings or settings.mtp_depth
+    copies = spec.tied or spec.mtp_modules
     if shares and copies and degrees.data_parallel * degrees.context_parallel > 1:
         rule = "not yet supported on an Ascend with an embedding that two stages of a pipeline have"
         yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
@@ -82,7 +84,7 @@ def _context_problems(config: Config) -> Iterator[Problem]:
     if settings.attention_dropout:
         rule, fix = "not yet supported with context_parallel on an Ascend", "set it to 0, or context_parallel to 1"
         yield problem(config, f"{_MODEL}.attention_dropout", rule, fix)
-    if settings.multi_latent_attention:
+    if latent_spec(settings) is not None:
         rule = "on an Ascend ranks do not share the tokens of a sequence with latent attention (MLA), on CPUs they do"
         yield problem(config, key, rule, "set it to 1")
     precision = resolve_precision(settings, config.amp_level, "Ascend")

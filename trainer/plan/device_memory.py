@@ -24,8 +24,9 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
-from trainer.models.spec.adapters import layer_targets
-from trainer.models.spec.names import EMBEDDING, is_buffer, sublayer_of
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import LayerSpec, MlpSpec
+from trainer.models.spec.names import EMBEDDING, is_buffer
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
@@ -149,11 +150,11 @@ def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], hal
 
 def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
     """The parameters of a stage in semi-automatic mode, in which the first one alone has a tied embedding."""
-    settings, last = config.decoder, stage == stages - 1
-    layers = set(stage_layers(config)[stage] if stages > 1 else range(settings.num_layers))
-    layers |= set(range(settings.num_layers, settings.num_layers + settings.mtp_depth) if last else ())
+    spec, last = model_spec(config.decoder), stage == stages - 1
+    layers = set(stage_layers(config)[stage] if stages > 1 else range(spec.num_layers))
+    layers |= set(spec.module_layers if last else ())
     found = []
-    for name in all_shapes(settings):
+    for name in spec.parameters():
         layer = _layer_of(name)
         if layer in layers if layer is not None else stage == 0 if name == EMBEDDING else last:
             found.append(name)
@@ -197,13 +198,14 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
     settings = local_settings(config.decoder, degrees.model_parallel)
     tokens = micro_batch_tokens(config, degrees)
     rows = degrees.model_parallel if config.parallel_config.use_seq_parallel else 1
-    again = recomputed_parts(config) + ("",) * settings.mtp_depth
+    spec = model_spec(settings)
+    again = recomputed_parts(config) + ("",) * spec.mtp_modules
     first = first_trained_layer(config, frozen_names(config))
     kept = largest = again_largest = 0
     for layer, passes in own.passes.items():
         if layer < first:
             continue
-        sizes = _kept_of_layer(settings, layer, half, rows, degrees.context_parallel)
+        sizes = _kept_of_layer(settings, spec.layers[layer], half, rows, degrees.context_parallel)
         sizes["block"] = sum(sizes.values())
         part = again[layer]
         remains = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows if part else 0
@@ -248,7 +250,7 @@ def _constants(settings: ModelConfig, tokens: int, half: bool) -> int:
 
 
 def _kept_of_layer(
-    settings: ModelConfig, layer: int, half: bool, rows: int = 1, sequence_ranks: int = 1
+    settings: ModelConfig, layer: LayerSpec, half: bool, rows: int = 1, sequence_ranks: int = 1
 ) -> dict[str, int]:
     """What each sublayer of a layer keeps for a token in explicit mode; residuals are float32.
 
@@ -259,36 +261,34 @@ def _kept_of_layer(
         rows: Ranks that share the rows of the residual stream.
         sequence_ranks: Those that share a sequence: each gathers keys and values of all its tokens.
     """
-    width, hidden = 2 if half else 4, settings.hidden_size
+    width, spec = 2 if half else 4, layer.attention
+    hidden = spec.hidden
     streams = (4 + width) * hidden // rows  # residual stream and its norm
     streams += width * hidden * (rows > 1)  # gathered
-    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
-    values = settings.num_heads * settings.value_size
-    if settings.multi_latent_attention:
+    queries, keys, values = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.heads * spec.value_size
+    if spec.latent is not None:
         # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
-        latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
-        heads = width * (latent + 5 * queries + 2 * values)
+        heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)
     else:
-        heads = (width + 2 * width * settings.use_qk_norm) * (queries + keys) + width * keys
+        heads = (width + 2 * width * spec.head_norm) * (queries + keys) + width * keys
     if settings.use_flash_attention and half:
-        scores = settings.num_heads * 64  # largest score and sum of the softmax, eight times each
+        scores = spec.heads * 64  # largest score and sum of the softmax, eight times each
     else:
-        scores = settings.num_heads * settings.seq_length * 4
+        scores = spec.heads * settings.seq_length * 4
     if sequence_ranks > 1:  # in the order of the sequence, up to the last token of either half of the rank's tokens
         scores += (2 * sequence_ranks + 1) * keys * width
-    if settings.pet_config is not None and settings.pet_config.lora_dropout and layer < settings.num_layers:
-        # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
-        heads += width * hidden * sum(sublayer_of(name) == "attention" for name in layer_targets(settings, layer))
+    # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.
+    heads += width * hidden * sum(adapter.dropout > 0 for adapter in spec.adapters.values())
     projected = width * hidden // rows
     attention = streams + projected + heads + width * values + scores
     widens = _widens(settings, half)
-    if not settings.is_moe_layer(layer):
+    mlp = layer.mlp
+    if isinstance(mlp, MlpSpec):
         # Gate and up, in the dtype in which they are multiplied, and their product.
         gates = 2 * (4 if widens else width) + width
-        return {"attention": attention, "mlp": streams + projected + gates * settings.ffn_size}
-    moe = settings.experts
+        return {"attention": attention, "mlp": streams + projected + gates * mlp.width}
     # Operator by operator: a token's rows before and after each operator that sorts, multiplies and adds up.
-    rows = (moe.num_experts_chosen * 4 * (hidden + settings.expert_size) + hidden) * width
-    rows += moe.num_experts_chosen * 12 * settings.expert_size * widens
-    shared = 3 * settings.shared_expert_size * width + hidden * width * bool(settings.shared_expert_size)
-    return {"attention": attention, "mlp": streams + 12 * moe.expert_num + rows + shared}
+    rows = (mlp.chosen * 4 * (hidden + mlp.width) + hidden) * width
+    rows += mlp.chosen * 12 * mlp.width * widens
+    shared = 3 * mlp.shared_width * width + hidden * width * bool(mlp.shared_width)
+    return {"attention": attention, "mlp": streams + 12 * mlp.experts + rows + shared}

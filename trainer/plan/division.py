@@ -14,8 +14,11 @@ from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import degrees_of, runs_semi_auto
 from trainer.config.layer_ranges import layer_text
 from trainer.config.stages import chunk_layers, stage_layers
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import MoeSpec
 from trainer.models.spec.names import EMBEDDING, is_buffer
 from trainer.models.spec.shapes import all_shapes
+from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
@@ -113,8 +116,7 @@ def layout_of(config: Config, world: World) -> ModelLayout:
 
 def groups_of(config: Config, world: World, rank: int) -> dict[str, Sequence[int]]:
     """The ranks of each group that a rank is in: see `group_ranks`."""
-    settings = config.decoder
-    kv_heads = None if settings.multi_latent_attention else settings.kv_heads
+    kv_heads = attention_spec(config.decoder).shared_kv_heads
     return group_ranks(Mesh(degrees_of(config, world)), rank, kv_heads, ulysses_degree(config))
 
 
@@ -141,18 +143,17 @@ class Held(NamedTuple):
 
 def held_parts(config: Config, world: World) -> list[Held]:
     """Of the fullest rank of each stage of a pipeline; without one that of every rank."""
-    settings, degrees = config.decoder, degrees_of(config, world)
-    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
+    spec, degrees = model_spec(config.decoder), degrees_of(config, world)
     if config.classifier is not None or runs_semi_auto(config, world):
-        return [Held(all_shapes(config.network), dict.fromkeys((*range(settings.num_layers), *modules), 1))]
+        return [Held(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
     stages, layout, found = degrees.pipeline_stage, layout_of(config, world), []
-    rows = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    rows = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
     schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
     for stage, chunks in enumerate(rows):
         is_last = stage == stages - 1
         counts = [1 if stages == 1 else most_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
         passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
-        passes |= dict.fromkeys(modules, counts[-1]) if is_last else {}
+        passes |= dict.fromkeys(spec.module_layers, counts[-1]) if is_last else {}
         shapes = layout.local_shapes(fullest_rank(degrees, stage))
         found.append(Held(shapes, passes, is_last, degrees.model_parallel))
     return found
@@ -179,15 +180,16 @@ def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan
 
 
 def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]:
-    settings, stages = config.decoder, mesh.degrees.pipeline_stage
-    chunks = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    spec, stages = model_spec(config.decoder), mesh.degrees.pipeline_stage
+    chunks = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
     per_stage, weights = mesh.size // stages, [0] * stages
     for name, one in layout.parameters.items():
         size = 0 if is_buffer(name) else math.prod(layout.shard(name, fullest_rank(mesh.degrees, one.stages[0])).shape)
         for stage in one.stages:
             weights[stage] += size
-    modules = settings.mtp_depth
-    last = ["norm", "head", *([f"{modules} MTP"] if modules else [])]
+    last = ["norm", "head"]
+    if spec.mtp_modules:
+        last.append(f"{spec.mtp_modules} MTP")
     found = []
     for stage, layers in enumerate(chunks):
         ends = ["embedding"] if stage in layout.parameters[EMBEDDING].stages else []
@@ -216,20 +218,25 @@ def _of_group(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) 
 
 
 def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
-    settings, tensor, parts = config.decoder, degrees.model_parallel, {}
+    spec, tensor, parts = model_spec(config.decoder), degrees.model_parallel, {}
+    attention = spec.layers[0].attention
+    widths = {"columns": 0, "shared": 0}
+    for layer in spec.layers:
+        if isinstance(layer.mlp, MoeSpec):
+            widths["shared"] = layer.mlp.shared_width
+        else:
+            widths["columns"] = layer.mlp.width
 
     def own(number: int) -> str:
         return _range_text(range_of_rank(number, rank, tensor))
 
-    parts["heads"] = own(settings.num_heads)
-    if not settings.multi_latent_attention:
-        copies = tensor // min(tensor, settings.kv_heads)
-        parts["kv heads"] = own(settings.kv_heads) if copies == 1 else f"{rank // copies} (on {copies} ranks)"
-    if len(settings.moe_layers) < settings.num_layers + settings.mtp_depth:
-        parts["columns"] = own(settings.ffn_size)
-    if settings.experts is not None and settings.shared_expert_size:
-        parts["shared"] = own(settings.shared_expert_size)
-    parts["vocabulary"] = own(settings.vocab_size)
+    parts["heads"] = own(attention.heads)
+    kv_heads = attention.shared_kv_heads
+    if kv_heads is not None:
+        copies = tensor // min(tensor, kv_heads)
+        parts["kv heads"] = own(kv_heads) if copies == 1 else f"{rank // copies} (on {copies} ranks)"
+    parts |= {name: own(width) for name, width in widths.items() if width}
+    parts["vocabulary"] = own(spec.vocabulary)
     if config.parallel_config.use_seq_parallel:
         parts["token rows"] = own(micro_batch_tokens(config, degrees))
     return parts

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config.layer_ranges import layer_text
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import ModelSpec
 from trainer.models.spec.shapes import balanced_layers
 from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
     from trainer.config.schema.moe import MoEConfig
 
 _POLICIES = {"position": "the last of a micro-batch", "probability": "those with the lowest scores"}
@@ -21,8 +22,9 @@ def experts_plan(config: Config) -> dict[str, str]:
     """Lines of the plan's section on experts, by name; empty for a dense model without MTP modules."""
     settings = config.decoder
     found = _experts(config, settings.experts) if settings.experts is not None else {}
-    if settings.mtp_depth:
-        modules = "1 module" if settings.mtp_depth == 1 else f"{settings.mtp_depth} modules"
+    number = model_spec(settings).mtp_modules
+    if number:
+        modules = "1 module" if number == 1 else f"{number} modules"
         kind = " with experts" if settings.experts is not None else ""
         found["further tokens"] = f"{modules}{kind}, losses times {settings.mtp_loss_factor:g}, in training only"
     return found
@@ -77,10 +79,10 @@ def _balance(config: Config, moe: MoEConfig) -> str:
     return ", ".join(parts) or "none"
 
 
-def active_weights(settings: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Weights that compute one token in training: of all experts, only the chosen ones count."""
-    moe, total = settings.experts, 0
-    for name, shape in shapes.items():
-        weights = math.prod(shape)
-        total += weights * moe.num_experts_chosen // moe.expert_num if moe and ".mlp.experts." in name else weights
-    return total
+def inactive_weights(spec: ModelSpec) -> int:
+    """Returns the weights that do not compute one token in training: of all experts, only the chosen ones do."""
+    return sum(
+        math.prod(parameter.shape) - layer.active_size(parameter)
+        for layer in spec.layers
+        for parameter in layer.parameters
+    )

@@ -11,16 +11,17 @@ softmax, the optimizer, recomputation, masked pairs of packed documents, padding
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.models.spec.adapters import layer_targets
-from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, MAPPING_OUT, adapter_names, layer_prefix
-from trainer.models.spec.shapes import attention_shapes, mlp_shapes, moe_shapes, parameter_name, parameter_shapes
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import ModelSpec
+from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, MAPPING_OUT
+from trainer.models.spec.shapes import parameter_shapes
 from trainer.optim.freeze import first_trained_layer, frozen_names
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
     from trainer.config.schema.classifier import ClassifierConfig
 
 
@@ -56,52 +57,41 @@ def _classifier_products(settings: ClassifierConfig, trains: bool) -> Iterator[_
 
 
 def _decoder_products(config: Config) -> Iterator[_Products]:
-    settings, trains = config.decoder, config.trains
-    frozen: Collection[str] = frozen_names(config) if trains else parameter_shapes(settings)
-    first = first_trained_layer(config, frozen) if trains else settings.num_layers + settings.mtp_depth
-    shapes = parameter_shapes(settings)
-    for layer in range(settings.num_layers + settings.mtp_depth):
-        yield from _layer_products(settings, layer, frozen, trains and layer >= first)
-    head = EMBEDDING if settings.tie_word_embeddings else HEAD
-    for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (head, 1 + settings.mtp_depth)):
-        if name in shapes:
+    spec = model_spec(config.decoder)
+    parameters = spec.parameters()
+    trains = config.trains
+    frozen: Collection[str] = parameters
+    first = len(spec.layers)
+    if trains:
+        frozen = frozen_names(config)
+        first = first_trained_layer(config, frozen)
+    for layer in range(len(spec.layers)):
+        yield from _layer_products(spec, layer, config.decoder.seq_length, frozen, trains and layer >= first)
+    head = EMBEDDING if spec.tied else HEAD
+    for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (head, 1 + spec.mtp_modules)):
+        if name in parameters:
             reached = trains and (name != MAPPING_IN or EMBEDDING not in frozen)
-            yield _Products(passes * math.prod(shapes[name]), reached, trains and name not in frozen)
+            yield _Products(passes * math.prod(parameters[name].shape), reached, trains and name not in frozen)
 
 
 def _layer_products(
-    settings: ModelConfig, layer: int, frozen: Collection[str], reached: bool
+    spec: ModelSpec, layer: int, length: int, frozen: Collection[str], reached: bool
 ) -> Iterator[_Products]:
-    """Of a layer, or after the last one of a multi-token prediction module, without its head; `reached` by the backward
-    pass."""
-    is_moe = settings.is_moe_layer(layer)
-    shapes: Mapping[str, tuple[int, ...]] = attention_shapes(settings)
-    shapes = shapes | (moe_shapes(settings) if is_moe else mlp_shapes(settings))
-    if layer >= settings.num_layers:
-        shapes["eh_proj.weight"] = (settings.hidden_size, 2 * settings.hidden_size)
-    for name, shape in shapes.items():
-        if len(shape) > 1 and not name.endswith(".bias"):
-            trained = reached and parameter_name(settings, layer, name) not in frozen
-            yield _Products(math.prod(shape) * _active_share(settings, name), reached, trained)
-    if settings.pet_config is not None and layer < settings.num_layers:
-        for projection in layer_targets(settings, layer):
-            out, inp = shapes[f"{projection}.weight"]
-            for name, width in zip(adapter_names(projection), (inp, out), strict=True):
-                trained = reached and layer_prefix(layer) + name not in frozen
-                yield _Products(width * settings.pet_config.lora_rank, reached, trained)
-    numbers = settings.num_heads * (settings.head_size + settings.value_size)
-    yield _Products(keys_seen(settings, layer) * numbers, reached, reached)
+    """Yields those of a layer, or of a multi-token prediction module without its head, for sequences of so many tokens.
 
-
-def _active_share(settings: ModelConfig, name: str) -> float:
-    """Of the stacked experts of a layer, the share that a token is sent to; of other weights all."""
-    moe = settings.experts
-    return moe.num_experts_chosen / moe.expert_num if moe and name.startswith("mlp.experts.") else 1.0
-
-
-def keys_seen(settings: ModelConfig, layer: int) -> float:
-    """Keys that a query sees, mean over a sequence: those before it and its own, within the window where there is one.
+    `reached` by the backward pass.
     """
-    length = settings.seq_length
-    window = min(settings.sliding_window, length) if settings.has_window(layer) else length
-    return window - window * (window - 1) / (2 * length)
+    for name, parameter in spec.layer_parameters(layer).items():
+        if parameter.role not in ("matrix", "router", "adapter"):
+            continue
+        yield _Products(spec.layers[layer].active_size(parameter), reached, reached and name not in frozen)
+    attention = spec.layers[layer].attention
+    numbers = attention.heads * (attention.head_size + attention.value_size)
+    yield _Products(keys_seen(length, attention.window) * numbers, reached, reached)
+
+
+def keys_seen(length: int, window: int | None) -> float:
+    """Returns how many keys a query sees, mean over a sequence of so many tokens: those before it and its own, within
+    the window where there is one."""
+    seen = length if window is None else min(window, length)
+    return seen - seen * (seen - 1) / (2 * length)

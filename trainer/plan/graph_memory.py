@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config.checks.parallel import sharing_level
 from trainer.config.recompute import gathered_again, recomputed_parts
 from trainer.config.stages import part_sizes
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
+from trainer.models.spec.sublayers import attention_spec, moe_spec
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -84,8 +86,9 @@ def graph_memory(
     settings, share = config.decoder, degrees.model_parallel
     width = 2 if half else _FLOAT32_BYTES
     tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
+    modules = model_spec(settings).mtp_modules
     again = recomputed_parts(config)
-    again += again[-1:] * settings.mtp_depth
+    again += again[-1:] * modules
     chunks, is_last = chunks_of(config, degrees, stage), stage == degrees.pipeline_stage - 1
     mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if _is_flash(settings, half) else 4)
     keeps_gathered = shares and sharing_level(config) != "level3"
@@ -112,7 +115,7 @@ def graph_memory(
         copies += matrices.get(HEAD, matrices.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
     if is_last:
         vocabulary = settings.vocab_size // (share if settings.vocab_size % share == 0 else 1)
-        logits = vocabulary * (_LOGIT_BYTES + settings.mtp_depth * _LOSS_BYTES)
+        logits = vocabulary * (_LOGIT_BYTES + modules * _LOSS_BYTES)
         working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
     if shares and stage == 0 and degrees.pipeline_stage > 1:
         # The lookup of the last micro-batch under way: the gathered embedding, and rows before they are summed.
@@ -125,10 +128,10 @@ def graph_memory(
 
 def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
     """The parts of a stage, and what each has under way at the most."""
-    stages, layers = degrees.pipeline_stage, config.decoder.num_layers
-    extra = config.decoder.mtp_depth  # on the last stage
+    stages, spec = degrees.pipeline_stage, model_spec(config.decoder)
+    extra = spec.mtp_modules  # on the last stage
     if stages == 1:
-        return [Chunk(range(layers + extra), 1, receives=False)]
+        return [Chunk(range(len(spec.layers)), 1, receives=False)]
     sizes, micro_batches = part_sizes(config), config.parallel_config.micro_batch_num
     parts = len(sizes)
     behind = stages - stage - 1
@@ -210,23 +213,22 @@ def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str
 def _heads(settings: ModelConfig, half: bool) -> int:
     """Bytes of queries, keys, values and results of all heads for a token."""
     width = 2 if half else _FLOAT32_BYTES
-    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
-    values = settings.num_heads * settings.value_size
-    if settings.multi_latent_attention:
+    spec = attention_spec(settings)
+    queries, keys, values = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.heads * spec.value_size
+    if spec.latent is not None:
         # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
-        latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
-        heads = width * (latent + 5 * queries + 2 * values)
+        heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)
     else:  # what enters the norm of a head is float32
-        heads = (width + _FLOAT32_BYTES * settings.use_qk_norm) * (queries + keys) + width * keys
+        heads = (width + _FLOAT32_BYTES * spec.head_norm) * (queries + keys) + width * keys
     # Of the softmax the largest score and the sum, eight times each.
-    scores = settings.num_heads * (64 if _is_flash(settings, half) else 2 * _FLOAT32_BYTES * settings.seq_length)
+    scores = spec.heads * (64 if _is_flash(settings, half) else 2 * _FLOAT32_BYTES * settings.seq_length)
     return heads + width * values + scores
 
 
 def _experts(settings: ModelConfig, width: int, share: int) -> int:
     """Bytes of a token in a layer with experts: scores; before and after each operator that sorts, multiplies and adds
     up its rows, of which each of `share` ranks computes a part; the shared expert."""
-    moe, hidden = settings.experts, settings.hidden_size
-    rows = moe.num_experts_chosen * 4 * (hidden + settings.expert_size) * width // share
-    shared = 3 * settings.shared_expert_size * width // share + hidden * width * bool(settings.shared_expert_size)
-    return 12 * moe.expert_num + rows + hidden * width + shared
+    moe = moe_spec(settings)
+    rows = moe.chosen * 4 * (moe.hidden + moe.width) * width // share
+    shared = 3 * moe.shared_width * width // share + moe.hidden * width * bool(moe.shared_width)
+    return 12 * moe.experts + rows + moe.hidden * width + shared

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
 from trainer.errors import UserError
-from trainer.models.spec.shapes import attention_shapes, mlp_shapes, moe_shapes
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import LayerSpec
 from trainer.parallel.schedule import (
     Action,
     Cost,
@@ -20,7 +21,6 @@ from trainer.parallel.schedule import (
     one_forward_one_backward,
     simulate,
 )
-from trainer.plan.experts import active_weights
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -96,10 +96,11 @@ def chunk_costs(config: Config) -> list[list[Cost]]:
 
     A backward pass takes twice the forward pass, and once more what it recomputes.
     """
-    settings, again, rows = config.decoder, recomputed_parts(config), chunk_layers(config)
-    sizes = _layer_weights(config)
-    head = settings.vocab_size * settings.embedding_width * (1 + settings.mtp_depth)
-    modules = sizes[settings.num_layers :]
+    again, rows = recomputed_parts(config), chunk_layers(config)
+    spec = model_spec(config.decoder)
+    sizes = [_active_matrices(layer) for layer in spec.layers]
+    head = spec.vocabulary * spec.embedding * (1 + spec.mtp_modules)
+    modules = sizes[spec.num_layers :]
 
     def cost(layers: list[int]) -> Cost:
         forward = sum(sizes[layer] for layer in layers)
@@ -111,15 +112,10 @@ def chunk_costs(config: Config) -> list[list[Cost]]:
     return costs
 
 
-def _layer_weights(config: Config) -> list[int]:
-    """Active weights of the matrices of each layer and multi-token prediction module."""
-    settings, found = config.decoder, []
-    for layer in range(settings.num_layers + settings.mtp_depth):
-        shapes = attention_shapes(settings)
-        shapes |= moe_shapes(settings) if settings.is_moe_layer(layer) else mlp_shapes(settings)
-        shapes |= {"eh_proj": (settings.hidden_size, 2 * settings.hidden_size)} if layer >= settings.num_layers else {}
-        found.append(active_weights(settings, {f".{name}": one for name, one in shapes.items() if len(one) > 1}))
-    return found
+def _active_matrices(layer: LayerSpec) -> int:
+    """Returns the weights of a layer's matrices that compute one token, without adapters."""
+    matrices = [each for each in layer.parameters if len(each.shape) > 1 and each.role != "adapter"]
+    return sum(map(layer.active_size, matrices))
 
 
 def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> str:

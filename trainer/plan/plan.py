@@ -16,9 +16,11 @@ from trainer.config.patterns import read_pattern
 from trainer.config.recompute import recompute_text, recomputed_parts
 from trainer.config.schema.runner import LossScaleSection
 from trainer.device.resolve import device_notices
-from trainer.models.spec.adapters import layer_targets
+from trainer.models.spec.adapters import adapter_spec, layer_targets
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import adapted_projections, all_shapes
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.host_library import find_onednn
 from trainer.ops.precision import PartDtype
 from trainer.ops.select import (
@@ -34,7 +36,7 @@ from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.division import Division, division
-from trainer.plan.experts import active_weights, experts_plan
+from trainer.plan.experts import experts_plan, inactive_weights
 from trainer.plan.flops import flops_per_sequence
 from trainer.plan.memory import memory_notices
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
@@ -143,6 +145,7 @@ def plan_run(
     degrees, precision = degrees_of(config, world), precision_of(config, device, world)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
+    inactive = 0 if config.classifier is not None else inactive_weights(model_spec(config.decoder))
     shapes = trained_shapes(config) if trains else every
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
     notices = _notices(config, world, backend, device, memory_bytes)
@@ -169,7 +172,7 @@ def plan_run(
         kernels=kernels,
         groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
         weights=sum(math.prod(shape) for shape in shapes.values()),
-        active_weights=active_weights(settings, every),
+        active_weights=sum(map(math.prod, every.values())) - inactive,
         experts=experts_plan(config),
         frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
         adapters=_adapters(settings),
@@ -277,22 +280,24 @@ def _optimizer_sharing(config: Config, world: World) -> str:
 
 
 def _attention(settings: ModelConfig) -> str:
-    if not settings.multi_latent_attention:
+    attention = attention_spec(settings)
+    latent = attention.latent
+    if latent is None:
         return ""
-    queries = f"queries from {settings.q_lora_rank:,} numbers, " if settings.q_lora_rank else ""
-    cached = f"prediction caches {sum(settings.cache_widths):,} numbers a token and layer"
-    return f"multi-head latent: {queries}keys and values from {settings.kv_lora_rank:,}; {cached}"
+    queries = f"queries from {latent.query_rank:,} numbers, " if latent.query_rank else ""
+    cached = f"prediction caches {sum(attention.cache_widths):,} numbers a token and layer"
+    return f"multi-head latent: {queries}keys and values from {latent.key_value_rank:,}; {cached}"
 
 
 def _adapters(settings: ModelConfig) -> str:
-    section = settings.pet_config
-    if section is None:
+    adapter = adapter_spec(settings)
+    if adapter is None:
         return ""
     names = [name.split(".")[-1] for name in adapted_projections(settings)]
     layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
     where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
-    dropout = f", dropout {section.lora_dropout:g}" if section.lora_dropout else ""
-    return f"rank {section.lora_rank}, times {section.scale:g}{dropout}, on {' '.join(names)}{where}"
+    dropout = f", dropout {adapter.dropout:g}" if adapter.dropout else ""
+    return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on {' '.join(names)}{where}"
 
 
 def _clipping(config: Config) -> str:

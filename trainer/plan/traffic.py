@@ -27,6 +27,8 @@ from trainer.config.checks.parallel import (
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
 from trainer.models.spec.saved import logit_rows
 from trainer.ops.select import precision_of
@@ -102,6 +104,7 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
 class _Facts(NamedTuple):
     """What all ranks have in common."""
 
+    spec: ModelSpec
     layout: ModelLayout
     trained: frozenset[str]
     again: Sequence[str]  # what of each layer is computed again
@@ -111,7 +114,8 @@ class _Facts(NamedTuple):
     def of(cls, config: Config, world: World) -> _Facts:
         frozen, layout = frozen_names(config), layout_of(config, world)
         trained = frozenset(trained_shapes(config))
-        return cls(layout, trained, recomputed_parts(config), first_trained_layer(config, frozen))
+        return cls(model_spec(config.decoder), layout, trained, recomputed_parts(config),
+                   first_trained_layer(config, frozen))  # fmt: skip
 
 
 def rank_traffic(
@@ -145,7 +149,7 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     scattered = {name for name in trained if name in shared.ranges} if shared.level > "level1" else set()
     yield from _sums_of_gradients(layout, trained, shared, scattered, number)
     if shared.level == "level3":
-        yield from _gathered_weights(config, facts, shared, where, number)
+        yield from _gathered_weights(facts, shared, where, number)
     yield from _calls_of_update(config, layout, shared, trained)
 
 
@@ -153,36 +157,37 @@ def _calls_of_micro_batch(
     config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts
 ) -> Iterator[_Call]:
     """All but those of gradients and weights."""
-    settings, degrees = config.decoder, degrees_of(config, world)
+    spec, degrees = facts.spec, degrees_of(config, world)
     stages = degrees.pipeline_stage
     is_last = where.pipeline == stages - 1
-    modules = range(settings.num_layers, settings.num_layers + settings.mtp_depth * is_last)
-    every = chunk_layers(config) if stages > 1 else [[list(range(settings.num_layers))]]
+    modules = spec.module_layers if is_last else range(0)
+    every = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
     sizes = _Sizes.of(config, world, device, where)
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     for layer in [*(layer for chunk in every[where.pipeline] for layer in chunk), *modules]:
-        part = facts.again[min(layer, settings.num_layers - 1)]
+        part = facts.again[min(layer, spec.num_layers - 1)]
         passes = _Passes(layer >= facts.first, part, sizes.on_host or config.context.mode == 0)
-        yield from _tensor_calls(settings, sizes, layer, passes)
+        yield from _tensor_calls(spec.layers[layer], sizes, passes)
         yield from _context_calls(config, degrees, sizes, passes)
-        if settings.is_moe_layer(layer):
-            yield from _expert_calls(config, degrees, sizes, passes)
+        mlp = spec.layers[layer].mlp
+        if isinstance(mlp, MoeSpec):
+            yield from _expert_calls(config, mlp, degrees, sizes, passes)
     lookups = (where.pipeline == 0) + len(modules)
     stream = sizes._replace(width=FLOAT32_BYTES, gradient_width=FLOAT32_BYTES)  # the residual stream
     scatters = EMBEDDING in facts.trained if sizes.on_host else looks_up
-    yield from _leave(stream, "embedding", settings.embedding_width, lookups, lookups * scatters)
+    yield from _leave(stream, "embedding", spec.embedding, lookups, lookups * scatters)
     if is_last:
-        yield from _head_calls(settings, stream if sizes.on_host else sizes, 1 + len(modules))
-    yield from _stage_calls(sizes, settings.hidden_size, every, 0 if looks_up else facts.first, where)
+        yield from _head_calls(spec, stream if sizes.on_host else sizes, 1 + len(modules))
+    yield from _stage_calls(sizes, spec.hidden, every, 0 if looks_up else facts.first, where)
 
 
-def _head_calls(settings: ModelConfig, sizes: _Sizes, heads: int) -> Iterator[_Call]:
+def _head_calls(spec: ModelSpec, sizes: _Sizes, heads: int) -> Iterator[_Call]:
     """The ranks exchange three numbers of each token; on a CPU of some rows after the others."""
     what = "head and loss"
     rows = sizes.tokens
-    yield from _enter(sizes, what, settings.embedding_width, heads, heads)
+    yield from _enter(sizes, what, spec.embedding, heads, heads)
     if sizes.on_host:
-        rows = logit_rows(sizes.tokens, -(-settings.vocab_size // sizes.tensor))
+        rows = logit_rows(sizes.tokens, -(-spec.vocabulary // sizes.tensor))
     blocks, rest = divmod(sizes.tokens, rows)
     for size, times in ((rows, blocks), (rest, bool(rest))):
         yield _Call("tp", what, "all_gather", 3 * size * FLOAT32_BYTES, heads * times)
@@ -263,25 +268,18 @@ def _sum_over_tensor(sizes: _Sizes, what: str, numbers: int, times: int) -> _Cal
     return _Call("tp", what, kind, numbers * sizes.gradient_width, times, sizes.gradient_width)
 
 
-def _tensor_calls(settings: ModelConfig, sizes: _Sizes, layer: int, passes: _Passes) -> Iterator[_Call]:
+def _tensor_calls(layer: LayerSpec, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
     """A rank enters before the first matrices of a sublayer and leaves after the last one."""
-    attention = settings.hidden_size
-    if settings.multi_latent_attention:
-        attention = settings.q_lora_rank or settings.hidden_size
-        attention += settings.kv_lora_rank + settings.qk_rope_head_dim
-    has_experts = settings.is_moe_layer(layer)
-    for sublayer, width, has_norm in (
-        ("attention", attention, settings.post_self_attn_layernorm),
-        ("mlp", settings.hidden_size, settings.post_mlp_layernorm),
-    ):
-        if sublayer == "mlp" and has_experts:
-            continue
+    sublayers = [("attention", layer.attention.entered, layer.attention.post_norm)]
+    if isinstance(layer.mlp, MlpSpec):
+        sublayers.append(("mlp", layer.mlp.hidden, layer.mlp.post_norm))
+    for sublayer, width, has_norm in sublayers:
         again = passes.again(sublayer)
         # No gradient needs the result of what is computed again, unless something else in the same graph does.
-        goes_on = sublayer == "attention" and passes.part == "block" and not has_experts
+        goes_on = sublayer == "attention" and passes.part == "block" and not layer.is_moe
         leaves_again = again and (goes_on or has_norm or not passes.compiled)
         yield from _enter(sizes, "layers", width, 1 + again, passes.backward)
-        yield from _leave(sizes, "layers", settings.hidden_size, 1 + leaves_again, passes.backward)
+        yield from _leave(sizes, "layers", layer.attention.hidden, 1 + leaves_again, passes.backward)
 
 
 def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
@@ -292,7 +290,7 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Pas
     ulysses = min(ranks, ulysses_degree(config)) if sizes.on_host else 1
     by_ring, by_heads = ("ring", "ulysses") if 1 < ulysses < ranks else ("cp", "cp")
     tokens, forward = ulysses * sizes.tokens, 1 + passes.again("attention")
-    kv_heads = own.num_heads if own.multi_latent_attention else own.kv_heads
+    kv_heads = own.kv_heads
     keys, values = (max(1, kv_heads // ulysses) * size for size in (own.head_size, own.value_size))
     if ulysses > 1:
         queries, results = (own.num_heads // ulysses * size for size in (own.head_size, own.value_size))
@@ -310,21 +308,23 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Pas
         yield _Call(by_ring, what, "reduce_scatter", given, passes.backward, gradient_width)
 
 
-def _expert_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
+def _expert_calls(
+    config: Config, mlp: MoeSpec, degrees: Degrees, sizes: _Sizes, passes: _Passes
+) -> Iterator[_Call]:
     """The ranks of a tensor group share the tokens for the experts; see `trainer.arrays.moe.dispatch` and
     `trainer.ops.dispatch` too. On a CPU routed experts take and give float32."""
-    settings, moe, hidden = config.decoder, config.decoder.experts, config.decoder.hidden_size
+    moe, hidden = config.decoder.experts, mlp.hidden
     own, forward = sizes.tokens // sizes.tensor, 1 + passes.again("mlp")
     yield from _router_calls(config, degrees, own, forward)
     width = sizes.gradient_width
     if not sizes.shares_rows:
         yield _Call("tp", "rows of experts", "all_gather", own * hidden * FLOAT32_BYTES, passes.backward)
         yield _Call("tp", "rows of experts", "all_gather", own * hidden * width, forward, width)
-    if settings.shared_expert_size:
+    if mlp.shared_width:
         rows = sizes._replace(shares_rows=True)
         yield from _enter(rows, "shared experts", hidden, forward, passes.backward)
         yield from _leave(rows, "shared experts", hidden, forward, passes.backward)
-    chosen, row = moe.num_experts_chosen, hidden * width
+    chosen, row = mlp.chosen, hidden * width
     if moe.moe_token_dispatcher_type == "allgather":
         what, ranks = "tokens of experts", degrees.expert_parallel
         yield _Call("ep", what, "all_gather", own * chosen * FLOAT32_BYTES, 2 * forward)  # experts, and gates
@@ -446,22 +446,21 @@ def _calls_of_update(
 
 
 def _gathered_weights(
-    config: Config, facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
+    facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
 ) -> Iterator[_Call]:
     """The weights of each part of the model, before its forward and its backward pass."""
-    settings, is_last = config.decoder, where.pipeline == shared.layout.degrees.pipeline_stage - 1
-    modules = settings.mtp_depth * is_last
+    spec, is_last = facts.spec, where.pipeline == shared.layout.degrees.pipeline_stage - 1
+    modules = spec.mtp_modules * is_last
     lookups = (where.pipeline == 0) + modules
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
-    head = EMBEDDING if settings.tie_word_embeddings else HEAD
-    heads, last_module = (1 + modules) * is_last, settings.num_layers + modules - 1
+    heads, last_module = (1 + modules) * is_last, spec.num_layers + modules - 1
     uses = {
         EMBEDDING: lookups,  # the gradient of a look-up needs no values
         MAPPING_IN: lookups * (1 + looks_up),
         MAPPING_OUT: 2 * heads,
         FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
     }
-    head = EMBEDDING if settings.tie_word_embeddings else HEAD
+    head = EMBEDDING if spec.tied else HEAD
     uses[head] = uses.get(head, 0) + 2 * heads
     for name, size in shared.ranges.items():
         times = uses.get(name)

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.checkpoint.adapters import merged, starting_weights
-from trainer.checkpoint.expert_names import to_disk
 from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder_files, index_of, shards, write_weights
+from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import module_layers, requested_weights
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class

@@ -192,8 +192,7 @@ class _Training:
             self.resumed.weights.clear()  # who prepared the run keeps them otherwise, in memory that it needs
         else:
             self.weights = starting_weights(self.config, notices.append, parts=parts, world=self.world)
-        adapted = self.config.decoder.pet_config is not None
-        self.base = base_record(self.config, self.weights, parts) if adapted else None
+        self.base = base_record(self.config, self.weights, parts) if self.config.has_adapters else None
         self.files = folder_files(self.config) if self.world.rank == 0 and self.base is None else {}
         if self.world.rank == 0:
             self.held.enter_context(claimed_folder(self.folder, self.config.source.where("output_dir")))

@@ -15,6 +15,7 @@ from mindspore.ops.auto_generate import SumExt
 
 from trainer.models.classifier import Layers
 from trainer.models.spec.shapes import classifier_names, parameter_shapes
+from trainer.ops.plain import shard_operators
 from trainer.optim.freeze import trained_shapes
 
 if TYPE_CHECKING:
@@ -65,14 +66,11 @@ class ImageLossCell(nn.Cell):
 
     def shard_over(self, data: int) -> None:
         """Shards the batch over `data` ranks."""
-        row = (data, 1)
         for linear in self.layers.linears:
             linear.shard_over(data)
-        for part in (self.layers.relu, self.log_softmax, self.total, self.best, self.hits):
-            part.shard((row,))
-        for part in (self.pick, self.weigh, self.hit):
-            part.shard((row, row))
-        self.one_hot.shard((row, (), ()))
+        shard_operators(self.layers, {"relu": "d."}, d=data)
+        axes = {"log_softmax total best hits": "d.", "pick weigh hit": "d.,d.", "one_hot": "d.,,"}
+        shard_operators(self, axes, d=data)
 
 
 class LazyImageLossCell(ImageLossCell):

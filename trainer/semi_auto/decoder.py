@@ -19,6 +19,7 @@ from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping,
 from trainer.models.decoder import DecoderWiring
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix, sublayer_of
 from trainer.models.spec.shapes import block_weights, mask_sites, moe_shapes, parameter_name
+from trainer.ops.plain import shard_operators
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -144,7 +145,8 @@ class EmbeddingCell(nn.Cell):
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
         self.mapping.linear.shard_over(tokens)
-        self.gather.shard(((vocabulary, 1), (data,)), **({"out_strategy": ((tokens, 1),)} if tokens > data else {}))
+        result = ">n." if tokens > data else ""
+        shard_operators(self, {"gather": f"v.,d{result}"}, d=data, v=vocabulary, n=tokens)
 
 
 class MatrixCell(nn.Cell):
@@ -161,7 +163,7 @@ class MatrixCell(nn.Cell):
         return self.expand(self.cast(self.weight, self.dtype), 0)
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
-        self.expand.shard(((vocabulary, 1),))
+        shard_operators(self, {"expand": "v."}, v=vocabulary)
 
 
 class LayerCell(nn.Cell):
@@ -199,7 +201,7 @@ class LayerCell(nn.Cell):
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `Block.shard_over`."""
         self.block.shard_over(data, tensor, tokens)
-        self.next_seed.shard(((data, 1), ()))
+        shard_operators(self, {"next_seed": "d.,"}, d=data)
         if self.experts is not None:
             self.experts.shard_over(data, tensor, tokens)
 
@@ -218,7 +220,7 @@ class MergeCell(nn.Cell):
         merge = self.merge
         for part in (merge.final_norm, merge.embedding_norm, merge.hidden_norm, merge.project):
             part.shard_over(tokens)
-        merge.concat.shard(((tokens, 1), (tokens, 1)))
+        shard_operators(merge, {"concat": "n.,n."}, n=tokens)
 
 
 class HeadCell(nn.Cell):
@@ -236,4 +238,4 @@ class HeadCell(nn.Cell):
         self.head.normed.norm.shard_over(tokens)
         self.head.normed.mapping.linear.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
-        self.squeeze.shard(((1, vocabulary, 1),))
+        shard_operators(self, {"squeeze": ".v."}, v=vocabulary)

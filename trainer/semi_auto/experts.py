@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 from mindspore import Layout, Parameter, ParameterTuple, Tensor, mint, nn, ops
@@ -34,7 +34,9 @@ from trainer.config.checks.parallel import degrees_of
 from trainer.models.moe import Gates, Router, SharedExperts, route_of
 from trainer.models.spec.names import EXPERT_BIAS, layer_prefix
 from trainer.models.spec.shapes import balanced_layers, moe_shapes
+from trainer.ops.ascend.moe import Permute, Unpermute, stable_order
 from trainer.ops.measures import device_measures
+from trainer.ops.plain import Sharded, shard_operators
 from trainer.ops.routing import RoutingCounts
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.collectives import all_to_all, all_to_all_rows, has_all_operators
@@ -138,7 +140,8 @@ class RoutedExperts(nn.Cell):
         )  # fmt: skip
         self.own, self.is_dry = moe.expert_num // ranks.expert, ranks.is_dry
         self.every_E = Tensor(np.arange(self.experts, dtype=np.int32))
-        self.dispatch, self.combine, self.reorder = _Dispatch(), _Combine(), _Reorder()
+        self.permute, self.unpermute = Permute(has_safe_tokens=True), Unpermute(has_safe_tokens=True)
+        self.reorder, self.reorder_back = _Reorder(), _Reorder()
         self.gate, self.up, self.down = (kernels.grouped_matmul(True, True) for _ in range(3))  # a row of zeros each
         self.swiglu, self.to_host = kernels.swiglu(), P.MoveTo()
         self.morph = P.Morph(self.compute, self.infer, self.infer).add_prim_attr("self_define_shard", True)
@@ -155,18 +158,18 @@ class RoutedExperts(nn.Cell):
     def compute(self, y_ND, gates_Nk, experts_Nk, gate_eFD, up_eFD, down_eDF):
         """Of this rank's tokens and weights."""
         expert_A = ops.concat((experts_Nk.reshape(-1), self.every_E))
-        order_A = _order(expert_A)
-        row_Nk = _order(order_A)[: experts_Nk.shape[0] * self.chosen].reshape(experts_Nk.shape)
+        order_A = stable_order(expert_A)
+        row_Nk = stable_order(order_A)[: experts_Nk.shape[0] * self.chosen].reshape(experts_Nk.shape)
         # The assignments after the last token's are the rows of zeros.
         token_A = ops.minimum(ops.floor_divide(order_A, self.chosen), y_ND.shape[0])
         counts_E = (expert_A.expand_dims(1) == self.every_E.expand_dims(0)).astype(mstype.float32).sum(0)
-        rows_AD = self.dispatch(y_ND, token_A, row_Nk)
+        rows_AD = self.permute(y_ND, token_A, row_Nk)
         if self.ranks == 1:
             out_AD = self.products(rows_AD, counts_E.astype(mstype.int64), gate_eFD, up_eFD, down_eDF)
         else:
             sorted_A = ops.gather_elements(expert_A, 0, order_A)
             out_AD = self.exchanged(rows_AD, sorted_A, counts_E, (gate_eFD, up_eFD, down_eDF))
-        return self.combine(out_AD, gates_Nk, token_A, row_Nk)
+        return self.unpermute(out_AD, gates_Nk, token_A, row_Nk)
 
     def exchanged(self, rows_AD, expert_A, counts_E, weights):
         """The same rows, computed where their experts are."""
@@ -175,10 +178,10 @@ class RoutedExperts(nn.Cell):
         send, receive = self.rows_of_ranks(counts_Se, rows_AD), self.rows_of_ranks(theirs_Se, rows_AD)
         rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
         own_A1 = ops.floor_mod(expert_A, self.own).astype(mstype.float32).reshape(-1, 1)
-        order_R = _order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
-        inverse_R, counts_e = _order(order_R), theirs_Se.sum(0).astype(mstype.int64)
+        order_R = stable_order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
+        inverse_R, counts_e = stable_order(order_R), theirs_Se.sum(0).astype(mstype.int64)
         out_RD = self.products(self.reorder(rows_RD, order_R, inverse_R), counts_e, *weights)
-        out_RD = self.reorder(out_RD, inverse_R, order_R)
+        out_RD = self.reorder_back(out_RD, inverse_R, order_R)
         return all_to_all_rows(out_RD, receive, send, self.group).reshape(rows_AD.shape)
 
     def rows_of_ranks(self, counts_Se, rows_AD):
@@ -193,42 +196,6 @@ class RoutedExperts(nn.Cell):
     def products(self, rows_RD, counts_e, gate_eFD, up_eFD, down_eDF):
         inner_RF = self.swiglu(self.gate(rows_RD, gate_eFD, counts_e), self.up(rows_RD, up_eFD, counts_e))
         return self.down(inner_RF, down_eDF, counts_e)
-
-
-def _order(values_A):
-    """The stable order of values, int32. As float32, which an Ascend's AI cores sort; exact up to 2^24."""
-    return mint.argsort(values_A.astype(mstype.float32), -1, False, True).astype(mstype.int32)
-
-
-class _Dispatch(nn.Cell):
-    """(y_ND, token_A, row_Nk) -> rows_AD: the row of each token, zeros for token N."""
-
-    def construct(self, y_ND, token_A, row_Nk):
-        return _rows_of(y_ND, token_A)
-
-    def bprop(self, y_ND, token_A, row_Nk, out, grad_AD):
-        grad_NkD = mint.index_select(grad_AD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
-        return grad_NkD.sum(1), ops.zeros_like(token_A), ops.zeros_like(row_Nk)
-
-
-class _Combine(nn.Cell):
-    """(rows_AD, gates_Nk, token_A, row_Nk) -> the sum of each token's rows, weighted by their gates, [N, D]."""
-
-    def construct(self, rows_AD, gates_Nk, token_A, row_Nk):
-        rows_NkD = mint.index_select(rows_AD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
-        return (rows_NkD * gates_Nk.astype(rows_AD.dtype).expand_dims(-1)).sum(1)
-
-    def bprop(self, rows_AD, gates_Nk, token_A, row_Nk, out, grad_ND):
-        grad_AD, row_A = _rows_of(grad_ND, token_A), row_Nk.reshape(-1)
-        products_A = (rows_AD.astype(mstype.float32) * grad_AD.astype(mstype.float32)).sum(-1)
-        grad_gates = ops.gather_elements(products_A, 0, row_A).reshape(row_Nk.shape).astype(gates_Nk.dtype)
-        gate_A = ops.zeros((rows_AD.shape[0],), rows_AD.dtype)
-        gate_A = mint.scatter(gate_A, 0, row_A.astype(mstype.int64), gates_Nk.astype(rows_AD.dtype).reshape(-1))
-        return grad_AD * gate_A.expand_dims(-1), grad_gates, ops.zeros_like(token_A), ops.zeros_like(row_Nk)
-
-
-def _rows_of(x_ND, token_A):
-    return mint.index_select(ops.concat((x_ND, ops.zeros((1, x_ND.shape[1]), x_ND.dtype))), 0, token_A)
 
 
 class _Reorder(nn.Cell):
@@ -246,11 +213,13 @@ def group_tokens(settings: ModelConfig, ranks: ExpertRanks) -> int:
     return ranks.tokens if settings.experts.balances_step else settings.seq_length
 
 
-class GroupWeights(nn.Cell):
+class GroupWeights(Sharded):
     """weight_N1 of each token -> weight_G1 of each group.
 
     One for all layers, which would compute the same.
     """
+
+    axes: ClassVar = {"sum": "d.."}
 
     def __init__(self, tokens: int) -> None:
         super().__init__(auto_prefix=False)
@@ -258,9 +227,6 @@ class GroupWeights(nn.Cell):
 
     def construct(self, weight_N1):
         return self.sum(self.reshape(weight_N1, (-1, self.tokens, 1)), (1,))
-
-    def shard_over(self, data: int) -> None:
-        self.sum.shard(((data, 1, 1),))
 
 
 class RouterLosses(nn.Cell):
@@ -272,6 +238,11 @@ class RouterLosses(nn.Cell):
     assignments, [1, E] where they are those of all. `weight_N1` is 1 for a token
     with a label that counts, else 0.
     """
+
+    axes: ClassVar = {
+        "total uneven sum largest exp rest log square sum_z": "d.", "mean": "d..", "at_least scale": "d.,",
+        "divide centre back pick pick_z": "d.,d.", "times_factor times_z_factor": "..,", "add_aux add_z": "..,..",
+    }  # fmt: skip
 
     def __init__(self, settings: ModelConfig, ranks: ExpertRanks) -> None:
         super().__init__(auto_prefix=False)
@@ -313,21 +284,8 @@ class RouterLosses(nn.Cell):
         return self.divide(scores_NE, self.at_least(self.total(scores_NE, (1,), True), 1e-20))
 
     def shard_over(self, data: int, *, load_is_shared: bool) -> None:
-        row = (data, 1)
-        for part in (self.total, self.uneven, self.sum, self.exp, self.largest):
-            part.shard((row,))
-        for part in (self.rest, self.log, self.square, self.sum_z):
-            part.shard((row,))
-        for part in (self.at_least, self.scale):
-            part.shard((row, ()))
-        for part in (self.divide, self.centre, self.back, self.pick, self.pick_z):
-            part.shard((row, row))
-        for part in (self.times_factor, self.times_z_factor):
-            part.shard(((1, 1), ()))
-        for part in (self.add_aux, self.add_z):
-            part.shard(((1, 1), (1, 1)))
-        self.mean.shard(((data, 1, 1),))
-        self.weigh.shard((row, (1, 1) if load_is_shared else row))
+        axes = self.axes | {"weigh": "d.,.." if load_is_shared else "d.,d."}
+        shard_operators(self, axes, d=data)
 
 
 class ExpertLayer(nn.Cell):
@@ -341,6 +299,11 @@ class ExpertLayer(nn.Cell):
         weights: In the order of `moe_shapes`.
         statistics: In the order of `STATISTICS`.
     """
+
+    axes: ClassVar = {
+        "keep add_shared add": "n.,n.", "totals log minus": "d.", "share least": "d.,", "entropy": "d.,d.",
+        "all_shares": "..", "divide sums assigns": "..,..",
+    }  # fmt: skip
 
     def __init__(
         self,
@@ -420,27 +383,13 @@ class ExpertLayer(nn.Cell):
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """`data` and `tensor` ranks; the residual stream is sharded over `tokens` ranks."""
-        row, stream = (data, 1), (tokens, 1)
+        shard_operators(self, self.axes, d=data, n=tokens)
         self.router.shard_over(tokens)
         self.gates.shard_over(tokens)
         self.losses.shard_over(data, load_is_shared=self.of_step)
         if self.has_shared:
             self.shared.shard_over(data, tensor)
         self.drop.shard_over(data, tensor, "all" if tokens > data else "data")
-        self.keep.shard((stream, stream))
-        for add in (self.add_shared, self.add):
-            add.shard((stream, stream))
-        self.share.shard((row, ()))
-        for total in self.totals:
-            total.shard((row,))
-        self.all_shares.shard(((1, 1),))
-        self.divide.shard(((1, 1), (1, 1)))
-        for part in (*self.sums, *self.assigns):
-            part.shard(((1, 1), (1, 1)))
-        for part in (self.log, self.minus):
-            part.shard((row,))
-        self.least.shard((row, ()))
-        self.entropy.shard((row, row))
 
 
 class ExpertCells(NamedTuple):

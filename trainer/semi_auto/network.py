@@ -36,7 +36,7 @@ from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend import sharded
 from trainer.ops.kernel_set import InDtype, load_kernels
-from trainer.ops.plain import AttentionMask, RotaryTables
+from trainer.ops.plain import AttentionMask, RotaryTables, shard_operators
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import trained_shapes
@@ -328,17 +328,13 @@ class LossCell(nn.Cell):
 
     def shard_over(self, data: int) -> None:
         """Shards the batch over `data` ranks."""
-        row = (data, 1)
-        self.tables.shard_over(data)
-        for mask in self.masks:
-            mask.shard_over(data)
-        for part in (self.differs, self.at_least, self.clear, self.fill):
-            part.shard((row, ()))
-        for part in (self.weigh, self.equal, self.concat):
-            part.shard((row, row))
-        for part in (self.slice, self.share):
-            part.shard((row,))
-        self.select.shard((row, row, row))
+        for part in (self.tables, *self.masks):
+            part.shard_over(data)
+        axes = {
+            "differs at_least clear fill": "d.,", "weigh equal concat": "d.,d.", "slice share": "d.",
+            "select": "d.,d.,d.",
+        }  # fmt: skip
+        shard_operators(self, axes, d=data)
 
 
 class LazyLossCell(LossCell):

@@ -16,6 +16,9 @@ from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.errors import UserError
+from trainer.models.spec.adapters import adapter_spec
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.sublayers import latent_spec
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
@@ -42,7 +45,7 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
     if config.decoder.experts is not None and config.decoder.experts.moe_token_dispatcher_type == "allgather":
         yield Notice("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
     if config.network.labels_text == "tokens":
-        parts = "multi-token prediction modules" if config.decoder.mtp_depth else ""
+        parts = "multi-token prediction modules" if model_spec(config.decoder).mtp_modules else ""
         if config.decoder.moe_layers:
             parts += (" and " if parts else "") + "balance losses of the experts"
         if parts:
@@ -187,7 +190,8 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     """What a run does on the host, or between the graphs of its blocks."""
     settings, sequence = config.decoder, config.parallel_config.use_seq_parallel
-    if sequence and settings.multi_latent_attention and settings.pet_config and settings.pet_config.lora_dropout:
+    adapter = adapter_spec(settings)
+    if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:
         rule = f"{_NOT_YET} with latent attention and sequence parallelism"
         fix = "set it to 0, or use_seq_parallel to False"
         yield problem(config, "model.model_config.pet_config.lora_dropout", rule, fix)

@@ -19,6 +19,7 @@ from trainer.config.schema.classifier import ClassifierConfig
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.data.source.mnist import ImageBatch, padding_images
 from trainer.models.classifier import ImageInputBuilder
+from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates
@@ -50,8 +51,9 @@ def graph_mode() -> Iterator[None]:
 
 def drops(settings: ModelConfig) -> bool:
     """Whether a training draws dropout masks."""
-    adapters = settings.pet_config is not None and settings.pet_config.lora_dropout
-    return bool(settings.hidden_dropout or settings.attention_dropout or adapters)
+    adapter = adapter_spec(settings)
+    of_adapters = adapter.dropout if adapter is not None else 0
+    return bool(settings.hidden_dropout or settings.attention_dropout or of_adapters)
 
 
 class MaskSeeds(NamedTuple):

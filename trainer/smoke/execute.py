@@ -70,7 +70,7 @@ def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> i
 
     is_first = world_from_environment().rank == 0
     config, again = load_config(str(folder / CONFIG)), {"resume_training": folder_name(steps - 1)}
-    if config.decoder.pet_config is None:  # otherwise it is the base model, and not where to resume from
+    if not config.has_adapters:  # otherwise it is the base model, and not where to resume from
         again["load_checkpoint"] = "''"
     for resumed in (False, True):
         overrides = [Override(key, text, "smoke") for key, text in again.items()] if resumed else []

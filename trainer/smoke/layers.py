@@ -15,6 +15,7 @@ from trainer.config import Config
 from trainer.config.recompute import SUBLAYERS, gathered_again, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.models.spec.adapters import projections
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
@@ -39,22 +40,19 @@ def kept_layers(config: Config, fewest: int = 1) -> list[int]:
 
 
 def _kinds(config: Config) -> list[Any]:
-    decoder, parts = config.decoder, recomputed_parts(config)
-    frozen, adapters, matrices = frozen_names(config), decoder.pet_config, projections(decoder)
+    spec, parts = model_spec(config.decoder), recomputed_parts(config)
     below: dict[int, list[str]] = {}
-    for name in frozen:
+    for name in frozen_names(config):
         if found := _NUMBERED.search(name):
             below.setdefault(int(found[1]), []).append(name[found.end() :])
     return [
         (
-            decoder.is_moe_layer(layer),
-            layer % decoder.layers_group > 0,
-            decoder.has_window(layer),
+            spec.layers[layer],
+            layer % spec.attention_group > 0,
             parts[layer],
             tuple(sorted(below.get(layer, ()))),
-            adapters.targets(layer, matrices) if adapters else (),
         )
-        for layer in range(decoder.num_layers)
+        for layer in range(spec.num_layers)
     ]
 
 
@@ -129,8 +127,7 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     if settings == FreezeConfig.model_construct() or not re.search(r"\d", str(settings.model_dump())):
         return
     frozen, include = frozen_names(config), []
-    number, modules = config.decoder.num_layers, config.decoder.mtp_depth
-    places = [*kept, *range(number, number + modules)]
+    places = [*kept, *model_spec(config.decoder).module_layers]
     shapes = all_shapes(config.network)
     include += sorted(name for name in frozen if not _NUMBERED.search(name))
     for new, old in enumerate(places):

@@ -10,6 +10,7 @@ from trainer.config.checks.moe import capacity_factor
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
+from trainer.models.spec.sublayers import latent_spec
 from trainer.ops.select import precision_of
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.layers import kept_layers, layer_changes
@@ -88,7 +89,7 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     if decoder.n_kv_heads is not None:
         yield from changed(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
     hidden = heads * head
-    latent = decoder.multi_latent_attention
+    latent = latent_spec(decoder) is not None
     if decoder.head_dim is not None and not latent:
         hidden = _rounded(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
         yield from changed(config, f"{_MODEL}.head_dim", head, _SMALLER)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from trainer.config.checks.problem import Problem, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
+from trainer.models.spec.sublayers import latent_spec
 
 _MODEL = "model.model_config"
 
@@ -26,7 +27,7 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
     section, settings = config.parallel_config, config.decoder
     degree, kv_heads = section.model_parallel, settings.kv_heads
     parts = {"heads": settings.num_heads}
-    if not (settings.multi_latent_attention or repeats_heads and degree % kv_heads == 0):
+    if latent_spec(settings) is None and not (repeats_heads and degree % kv_heads == 0):
         parts["heads of keys and values"] = kv_heads
     parts["columns of the feed-forward layer"] = settings.ffn_size
     if repeats_heads and settings.experts is not None and settings.shared_expert_size:
@@ -56,7 +57,7 @@ def context_problems(config: Config) -> Iterator[Problem]:
     if ranks == 1:
         return
     heads = settings.num_heads // section.model_parallel
-    kv_heads = heads if settings.multi_latent_attention else max(1, settings.kv_heads // section.model_parallel)
+    kv_heads = max(1, settings.kv_heads // section.model_parallel)
     fitting = [number for number in range(1, ranks + 1)
                if ranks % number == heads % number == 0 and 0 in (kv_heads % number, number % kv_heads)]  # fmt: skip
     share = f"share the {heads} heads and {kv_heads} heads of keys and values"

@@ -19,6 +19,7 @@ from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
 from trainer.models.spec.adapters import projections
+from trainer.models.spec.sublayers import latent_spec
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
 
@@ -134,7 +135,7 @@ _UNUSED = (
             "a FixedLossScaleUpdateCell does not change its scale"),
     _Unused(_MODEL, "n_kv_heads", lambda c: c.decoder.n_kv_heads not in (None, c.decoder.kv_heads),
             "multi_latent_attention has a key and a value for each query head"),
-    _Unused(_MODEL, "head_dim", lambda c: c.decoder.multi_latent_attention
+    _Unused(_MODEL, "head_dim", lambda c: latent_spec(c.decoder) is not None
             and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
             "multi_latent_attention has widths of its own"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
@@ -210,7 +211,7 @@ def _run(config: Config) -> Iterator[str]:
     if config.eval_dataset is not None and train.held_out:
         yield (f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
                " as there is an eval_dataset")
-    if config.trains and config.resume_training is True and config.load_checkpoint and decoder.pet_config is None:
+    if config.trains and config.resume_training is True and config.load_checkpoint and not config.has_adapters:
         yield (f"resume_training: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
                " optimizer, step and place in the data; leave it out to start over from these weights")
     if starts_anew(config):
@@ -219,9 +220,9 @@ def _run(config: Config) -> Iterator[str]:
         yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
-    if config.trains and config.optimizer.type == "Muon" and decoder.multi_latent_attention:
+    if config.trains and config.optimizer.type == "Muon" and latent_spec(decoder) is not None:
         yield "optimizer.type Muon: queries and keys are not clipped; MindSpore Transformers has a QK-clip for them"
-    whole = config.trains and config.classifier is None and decoder.pet_config is None
+    whole = config.trains and config.classifier is None and not config.has_adapters
     if whole and not saved_class(decoder, config.model.arch.type):
         others = ", ".join(class_differences(decoder, config.model.arch.type))
         yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, as no class of transformers"
@@ -272,7 +273,7 @@ def _mixture(config: Config) -> Iterator[str]:
 
 def _adapters(config: Config) -> Iterator[str]:
     key = f"{_MODEL}.pet_config"
-    if config.decoder.pet_config is None or not config.trains:
+    if not (config.has_adapters and config.trains):
         return
     names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in targets_in_experts(config)))
     if names:

@@ -121,7 +121,7 @@ def run_problems(config: Config, world: World) -> list[Problem]:
 
 
 def _run(config: Config) -> Iterator[Problem]:
-    mode, decoder = config.run_mode, config.decoder
+    mode = config.run_mode
     missing = [name for name in _SIZES if not config.source.where(f"{_MODEL}.{name}")]
     if config.source.path and missing and config.classifier is None:  # a classifier's defaults are a model to run
         rule = f"a run needs the sizes of its model; missing: {', '.join(missing)}"
@@ -131,7 +131,7 @@ def _run(config: Config) -> Iterator[Problem]:
         elsewhere = not _exists(folder) if folder else len(missing) == len(_SIZES)
         yield problem(config, _MODEL, rule, fix, value=NO_VALUE)._replace(is_absent=elsewhere)
     # A checkpoint of adapters holds no base model: a run that resumes needs one too.
-    resumes = mode == "finetune" and config.resume_training is not False and decoder.pet_config is None
+    resumes = mode == "finetune" and config.resume_training is not False and not config.has_adapters
     if not _exists(config.load_checkpoint):
         fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
         rule = f"the path {_why(config.load_checkpoint)}"
@@ -142,7 +142,7 @@ def _run(config: Config) -> Iterator[Problem]:
     if not _exists(config.adapter_id):
         fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
         yield problem(config, "adapter_id", f"the path {_why(config.adapter_id)}", fix)._replace(is_absent=True)
-    elif not config.trains and decoder.pet_config is not None and not config.adapter_id:
+    elif not config.trains and config.has_adapters and not config.adapter_id:
         fix = "give --adapter_id output/checkpoints, or leave pet_config out for the base model alone"
         yield problem(config, "adapter_id", f"run_mode {mode} with pet_config needs adapters", fix, because="run_mode")
     asked = "run_mode" if mode == "eval" else "do_eval" if config.do_eval and config.trains else ""

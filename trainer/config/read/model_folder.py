@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.checks.problem import Problem, one_of, problem_at
-from trainer.config.checks.validation import validate
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
 from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
@@ -341,9 +340,12 @@ def _use_folder(found: Resolved, name: str) -> None:
 
 
 def described_model(config_json: Mapping[str, Any]) -> ModelConfig:
-    """Reads the config.json of a known class as that of a model folder is read; what is not valid has its default."""
+    """Reads the config.json of a known class as that of a model folder is read. Its values are not validated: they are
+    those of a model."""
     facts = _model(tree(config_json), "config.json", Resolved())
     fill_in(facts)
-    config, _ = validate(facts.data, facts.positions, facts.written)
-    assert config is not None, "sections of a model alone are valid without their wrong values"
-    return config.decoder
+    settings = facts.data["model"]["model_config"]
+    for name, kind in (("moe_config", MoEConfig), ("rope_scaling", RopeScaling)):
+        if name in settings:
+            settings[name] = kind.model_construct(**settings[name])
+    return ModelConfig.model_construct(**settings)

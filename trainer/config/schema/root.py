@@ -194,6 +194,11 @@ class Config(Section):
         return self.model.settings
 
     @property
+    def has_adapters(self) -> bool:
+        """Whether the decoder has low-rank adapters, which alone are trained."""
+        return self.decoder.pet_config is not None
+
+    @property
     def classifier(self) -> ClassifierConfig | None:
         """The classifier's sizes; None for a decoder."""
         if self.model.arch.type != CLASSIFIER:

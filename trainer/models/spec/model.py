@@ -9,6 +9,7 @@ Legend: D hidden, H query heads, K key/value heads, d head size, F width of a fe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -55,6 +56,11 @@ class LatentSpec(NamedTuple):
     eps: float = 1e-6
     """Epsilon of the norms of latent vectors."""
 
+    @property
+    def down_size(self) -> int:
+        """How many numbers of a token the down-projections make, of which all heads are made."""
+        return (self.query_rank or 0) + self.key_value_rank + self.rope_size
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -92,11 +98,28 @@ class AttentionSpec:
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     @property
+    def entered(self) -> int:
+        """Columns that tensor-parallel ranks exchange before the matrices which they shard."""
+        if self.latent is None:
+            return self.hidden
+        if self.latent.query_rank is None:
+            return self.hidden + self.latent.down_size
+        return self.latent.down_size
+
+    @property
+    def shared_kv_heads(self) -> int | None:
+        """Heads of keys and values, each of which several tensor-parallel ranks may hold; None with `latent`, which has
+        one for each query head."""
+        if self.latent is not None:
+            return None
+        return self.kv_heads
+
+    @property
     def cache_widths(self) -> tuple[int, int]:
-        """Numbers of a token that a prediction caches: keys and values, or the latent vector and the shared key."""
+        """Numbers of a token that prediction keeps: keys and values, or the latent vector and the key of all heads."""
         if self.latent is not None:
             return self.latent.key_value_rank, self.latent.rope_size
-        return self.kv_heads * self.head_size, self.kv_heads * self.head_size
+        return self.kv_heads * self.head_size, self.kv_heads * self.value_size
 
 
 @dataclass(frozen=True)
@@ -153,6 +176,20 @@ class LayerSpec:
         """Whether the feed-forward sublayer has experts."""
         return isinstance(self.mlp, MoeSpec)
 
+    @property
+    def adapters(self) -> Mapping[str, AdapterSpec]:
+        """The adapters of both sublayers by the names of their matrices: experts have none."""
+        if isinstance(self.mlp, MoeSpec):
+            return self.attention.adapters
+        return {**self.attention.adapters, **self.mlp.adapters}
+
+    def active_size(self, parameter: ParameterSpec) -> int:
+        """Returns how many numbers of a parameter compute one token: of the experts those of the chosen ones."""
+        size = math.prod(parameter.shape)
+        if isinstance(self.mlp, MoeSpec) and parameter.sharding == "expert":
+            return size * self.mlp.chosen // self.mlp.experts
+        return size
+
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -182,6 +219,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Layers without those of the MTP modules."""
         return len(self.layers) - self.mtp_modules
+
+    @property
+    def module_layers(self) -> range:
+        """The layers of the MTP modules, by their numbers."""
+        return range(self.num_layers, len(self.layers))
 
     def parameter_name(self, layer: int, name: str) -> str:
         """Returns the full name of a parameter of a layer, which may be one of another layer (`attention_group`)."""

@@ -51,7 +51,7 @@ class Route(nn.Cell):
         rule = self.rule
         choice_NGe = choice_NE.reshape(choice_NE.shape[0], rule.groups, -1)
         best = min(2 if rule.group_score == "two_best" else 1, choice_NGe.shape[2])
-        best_NGb = _sorted(choice_NGe, descending=True)[:, :, :best]
+        best_NGb = stable_order(choice_NGe, descending=True)[:, :, :best]
         score_NG = ops.gather_elements(choice_NGe, 2, best_NGb).sum(-1)
         allowed_NG = self.of_groups(_best(score_NG, rule.chosen_groups)).sum(1)
         allowed_NGe = ops.broadcast_to(allowed_NG.expand_dims(-1), choice_NGe.shape) > 0
@@ -65,18 +65,18 @@ class Route(nn.Cell):
     def place(self, expert_A, requested_E, probability_A):
         """How many assignments stand before each one at its expert: in token order, or by probability."""
         if probability_A is None:
-            order_A = _sorted(expert_A)
+            order_A = stable_order(expert_A)
         else:
-            order_A = _sorted(probability_A, descending=True)
-            order_A = _take(order_A, _sorted(_take(expert_A, order_A)))
+            order_A = stable_order(probability_A, descending=True)
+            order_A = _take(order_A, stable_order(_take(expert_A, order_A)))
         requested_E = requested_E.astype(mstype.int32)
-        return _sorted(order_A) - _take(mint.cumsum(requested_E, 0) - requested_E, expert_A)
+        return stable_order(order_A) - _take(mint.cumsum(requested_E, 0) - requested_E, expert_A)
 
     def rows(self, group_A, safe_E):
         """The row of each assignment, and the token of each row."""
         tokens, size = group_A.shape[0] // self.rule.chosen, group_A.shape[0]
-        order_A = _sorted(group_A)
-        row_A = _sorted(order_A)  # sorting a permutation inverts it
+        order_A = stable_order(group_A)
+        row_A = stable_order(order_A)  # sorting a permutation inverts it
         token_A = ops.floor_divide(order_A, self.rule.chosen)
         if not self.rule.safe_tokens:
             return row_A, token_A
@@ -88,8 +88,8 @@ class Route(nn.Cell):
         return row_A, mint.scatter(no_token_R, 0, _take(row_A, order_A).astype(mstype.int64), token_A)
 
 
-def _sorted(values, descending: bool = False):
-    """The order of values along the last axis, int32; equal ones keep theirs.
+def stable_order(values, descending: bool = False):
+    """Returns the order of values along the last axis, int32; equal ones keep theirs.
 
     As float32, which the AI cores sort; integers go to the AI CPU. Exact up to 2^24 assignments.
     """
@@ -97,7 +97,7 @@ def _sorted(values, descending: bool = False):
 
 
 def _best(scores, number: int):
-    return _sorted(scores, descending=True)[:, :number]
+    return stable_order(scores, descending=True)[:, :number]
 
 
 def _take(values, index):
@@ -165,18 +165,44 @@ def grouped_product(x, weight, counts_E, group_type: int):
     )[0]
 
 
-class Permute(nn.Cell):
+class _OfTokens(nn.Cell):
+    """A cell that gathers rows of tokens.
+
+    Args:
+        has_safe_tokens: Whether some rows belong to no token. Default None: the shapes tell, which a graph that
+            MindSpore shards cannot compare.
+    """
+
+    def __init__(self, has_safe_tokens: bool | None = None) -> None:
+        super().__init__(auto_prefix=False)
+        self.has_safe_tokens, self.shapes_tell = bool(has_safe_tokens), has_safe_tokens is None
+
+    def rows_of_tokens(self, x_ND, token_R, row_Nk):
+        """x[token_R], with zeros for safe tokens."""
+        if self.has_safe_tokens:
+            return _rows_or_zeros(x_ND, token_R)
+        if self.shapes_tell:
+            if token_R.shape[0] > row_Nk.shape[0] * row_Nk.shape[1]:
+                return _rows_or_zeros(x_ND, token_R)
+        return mint.index_select(x_ND, 0, token_R)
+
+
+def _rows_or_zeros(x_ND, token_R):
+    return mint.index_select(ops.concat((x_ND, ops.zeros((1, x_ND.shape[1]), x_ND.dtype))), 0, token_R)
+
+
+class Permute(_OfTokens):
     """As in cpu/moe.py, by gathers."""
 
     def construct(self, x_ND, token_R, row_Nk):
-        return _rows_of_tokens(x_ND, token_R, row_Nk)
+        return self.rows_of_tokens(x_ND, token_R, row_Nk)
 
     def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
         grad_ND = mint.index_select(grad_RD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1).sum(1)
         return grad_ND, *_no_gradients(token_R, row_Nk)
 
 
-class Unpermute(nn.Cell):
+class Unpermute(_OfTokens):
     """As in cpu/moe.py, by gathers."""
 
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
@@ -184,7 +210,7 @@ class Unpermute(nn.Cell):
         return (y_NkD * gates_Nk.astype(y_RD.dtype).expand_dims(-1)).sum(1)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
-        grad_RD, row_A = _rows_of_tokens(grad_ND, token_R, row_Nk), row_Nk.reshape(-1)
+        grad_RD, row_A = self.rows_of_tokens(grad_ND, token_R, row_Nk), row_Nk.reshape(-1)
         products_R = (y_RD.astype(mstype.float32) * grad_RD.astype(mstype.float32)).sum(-1)
         grad_gates = _take(products_R, row_A).reshape(row_Nk.shape).astype(gates_Nk.dtype)
         gate_R = ops.zeros((y_RD.shape[0],), y_RD.dtype)
@@ -194,13 +220,6 @@ class Unpermute(nn.Cell):
 
 def _no_gradients(token_R, row_Nk):
     return ops.zeros(token_R.shape, token_R.dtype), ops.zeros(row_Nk.shape, row_Nk.dtype)
-
-
-def _rows_of_tokens(x_ND, token_R, row_Nk):
-    """x[token_R], with zeros for safe tokens."""
-    if token_R.shape[0] > row_Nk.shape[0] * row_Nk.shape[1]:
-        x_ND = ops.concat((x_ND, ops.zeros((1, x_ND.shape[1]), x_ND.dtype)))
-    return mint.index_select(x_ND, 0, token_R)
 
 
 class FusedPermute(nn.Cell):

@@ -1,0 +1,236 @@
+"""Tensors on disk, which may have other names than in memory, join matrices, or be one expert's. Needs numpy only.
+
+=========  ====================================================  =============================================
+family     on disk                                               in memory
+=========  ====================================================  =============================================
+any        mlp.experts.{e}.{gate,up,down}_proj.weight            mlp.experts.{gate,up,down}_proj.weight
+           [F, D], [F, D], [D, F]                                [E, F, D], [E, F, D], [E, D, F]
+fused      mlp.experts.gate_up_proj [E, 2F, D] and               the same
+           mlp.experts.down_proj [E, D, F]
+Mixtral    block_sparse_moe.experts.{e}.{w1,w3,w2}.weight,       the same,
+           block_sparse_moe.gate.weight                          mlp.gate.weight
+GLM        mlp.gate_up_proj [2F, D]                              mlp.gate_proj and up_proj [F, D]
+ChatGLM    transformer.encoder.layers.N.self_attention           model.layers.N.self_attn.q_proj, k_proj and
+           .query_key_value [(H + 2K) d, D]                      v_proj [H d, D], [K d, D], [K d, D]
+           transformer.encoder.layers.N.mlp.dense_h_to_4h        model.layers.N.mlp.gate_proj and up_proj
+Qwen2-MoE  mlp.shared_expert                                     mlp.shared_experts
+TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.self_attn.k_proj and v_proj
+           of each head the key's rows, then the value's
+=========  ====================================================  =============================================
+
+All forms are read, ChatGLM's under MindSpore Transformers' names too, joined or not. Written are the first one and the
+ones of Mixtral, GLM and Qwen2-MoE, whose classes in transformers find no other names. "fused" is what transformers 5
+has in memory and can write. `trainer.config.families` has the names.
+
+H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, D hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from trainer.config.families import FAMILIES, ExpertNames
+from trainer.parallel.sharding import ArrayPart, whole_array
+from trainer.storage.tensor_file import AnyArray, concatenated, stacked
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import ModelConfig
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+ONE_BY_ONE = ExpertNames()
+FUSED = ExpertNames(matrices=("gate_up_proj", "gate_up_proj", "down_proj"))
+_EXPERTS = ".mlp.experts."
+_ROUTER = ".mlp.gate.weight"
+_MATRICES = tuple(f"{name}.weight" for name in ONE_BY_ONE.matrices)
+_JOINED = {
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.kv_proj": ("self_attn.k_proj", "self_attn.v_proj"),
+}
+"""Matrices that files join, each above the next; in the last one the heads take turns."""
+_PUBLISHED = {theirs: ours for family in FAMILIES.values() for theirs, ours in family.published_names.items()}
+_RENAMED = {theirs: ours for family in FAMILIES.values() for ours, theirs in family.tensor_names.items()}
+_OTHERWISE = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors))
+"""Pieces of names that only files in another form have, beside "transformer." at the beginning."""
+
+
+# ---- matrices that are joined ----------------------------------------------------------------------------------------
+
+
+def split_joined(weights: Mapping[str, AnyArray], settings: ModelConfig) -> dict[str, AnyArray]:
+    """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
+    if not any(name.startswith("transformer.") or any(piece in name for piece in _OTHERWISE) for name in weights):
+        return dict(weights)
+    found: dict[str, AnyArray] = {}
+    for name, array in weights.items():
+        if name != "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
+            found |= _split(_renamed(name), array, settings)
+    return found
+
+
+def _renamed(name: str) -> str:
+    pieces = _PUBLISHED | _RENAMED if name.startswith("transformer.") else _RENAMED
+    for theirs, ours in pieces.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _split(name: str, array: AnyArray, settings: ModelConfig) -> Iterator[tuple[str, AnyArray]]:
+    """Yields the matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
+    module, _, kind = name.rpartition(".")
+    joined = next((joined for joined in _JOINED if module.endswith(f".{joined}")), "")
+    size = settings.head_size
+    queries, keys = settings.num_heads * size, settings.kv_heads * size
+    if not joined:
+        yield name, array
+        return
+    if joined == "mlp.gate_up_proj":
+        parts = _cut(array, settings.ffn_size)
+    elif joined == "self_attn.qkv_proj":
+        parts = _cut(array, queries, queries + keys)
+    elif array.shape[0] == 2 * keys:
+        heads = _cut(array, *range(size, 2 * keys, size))
+        parts = [concatenated(heads[0::2]), concatenated(heads[1::2])]
+    else:
+        parts = _cut(array, -(-array.shape[0] // 2))
+    for matrix, part in zip(_JOINED[joined], parts, strict=True):
+        yield f"{module.removesuffix(joined)}{matrix}.{kind}", part
+
+
+def _cut(array: AnyArray, *rows: int) -> list[AnyArray]:
+    """Cuts an array into the rows up to each of these, and the rest."""
+    return [array[start:end] for start, end in zip((0, *rows), (*rows, array.shape[0]), strict=True)]
+
+
+# ---- experts, which are stacked in memory ----------------------------------------------------------------------------
+
+
+def form_of(names: Iterable[str]) -> ExpertNames:
+    """Returns the form in which a file with tensors of these names holds its experts."""
+    others = {family.expert_names for family in FAMILIES.values()} - {ONE_BY_ONE}
+    for name in names:
+        for form in others:
+            if f".{form.module}." in name:
+                return form
+        if name.endswith(tuple(f"{_EXPERTS}{matrix}" for matrix in FUSED.matrices)):
+            return FUSED
+    return ONE_BY_ONE
+
+
+def _tensors(name: str, shape: tuple[int, ...], form: ExpertNames) -> list[str]:
+    """Names the tensors on disk that have a parameter: one for each expert in order, or one."""
+    layer, stack, matrix = name.partition(_EXPERTS)
+    if not stack:
+        return [name.replace(_ROUTER, _ROUTER.replace("mlp", form.module))]
+    if matrix in _MATRICES:
+        matrix = form.matrices[_MATRICES.index(matrix)]
+        if form == FUSED:
+            return [f"{layer}{_EXPERTS}{matrix}"]
+        matrix += ".weight"
+    return [f"{layer}.{form.module}.experts.{expert}.{matrix}" for expert in range(shape[0])]
+
+
+def disk_shapes(shapes: Shapes, form: ExpertNames = ONE_BY_ONE) -> dict[str, tuple[int, ...]]:
+    """Returns names and shapes on disk of parameters with these names and shapes in memory."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        tensors = _tensors(name, shape, form)
+        if _EXPERTS not in name:
+            found[tensors[0]] = shape
+        elif form == FUSED:
+            stacks = sum(tensors[0].endswith(matrix) for matrix in FUSED.matrices)
+            found[tensors[0]] = (shape[0], stacks * shape[1], shape[2])
+        else:
+            found |= dict.fromkeys(tensors, shape[1:])
+    return found
+
+
+def from_disk(weights: Mapping[str, AnyArray], shapes: Shapes) -> dict[str, AnyArray]:
+    """Returns parameters by their names in memory; `shapes` are those in memory.
+
+    `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`.
+    """
+    form = form_of(weights)
+    found = {}
+    for name, shape in shapes.items():
+        arrays = [weights[tensor] for tensor in _tensors(name, shape, form)]
+        if _EXPERTS not in name:
+            found[name] = arrays[0]
+        elif form == FUSED:
+            start = shape[1] if name.endswith(_MATRICES[1]) else 0  # up, which is below gate
+            found[name] = arrays[0][:, start : start + shape[1]]
+        else:
+            found[name] = stacked(arrays)
+    return found
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+class DiskPart(NamedTuple):
+    """Where numbers of a parameter are in a tensor on disk.
+
+    Attributes:
+        name: Of the parameter.
+        own: The range of the flattened array in memory.
+        part: The same numbers in the tensor.
+    """
+
+    name: str
+    own: slice
+    part: ArrayPart
+
+
+def disk_parts(parts: Mapping[str, ArrayPart], kind: str) -> dict[str, list[DiskPart]]:
+    """Returns what each tensor to save has of these parts of parameters, one tensor for each expert.
+
+    `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
+    """
+    form = FAMILIES[kind].expert_names if kind in FAMILIES else ONE_BY_ONE
+    found: dict[str, list[DiskPart]] = {}
+    for name, part in parts.items():
+        tensors = _tensors(name, part.whole, form)
+        if _EXPERTS in name:
+            pieces = [(tensors[expert], DiskPart(name, own, one)) for expert, one, own in part.items()]
+        else:
+            pieces = [(tensors[0], DiskPart(name, slice(0, part.size), part))]
+        for tensor, piece in pieces:
+            tensor_of_class, placed = _in_class(tensor, piece, kind)
+            found.setdefault(tensor_of_class, []).append(placed)
+    return found
+
+
+def _in_class(tensor: str, piece: DiskPart, kind: str) -> tuple[str, DiskPart]:
+    """Returns the tensor of a class that has what would be a piece of this one, and where it has it."""
+    if kind not in FAMILIES:
+        return tensor, piece
+    for ours, theirs in FAMILIES[kind].tensor_names.items():
+        tensor = tensor.replace(ours, theirs)
+    module, _, suffix = tensor.rpartition(".")
+    for joined, matrices in FAMILIES[kind].joined_tensors.items():
+        for place, matrix in enumerate(matrices):
+            if module.endswith(f".{matrix}"):
+                part = _below(piece.part, place, len(matrices))
+                return f"{module.removesuffix(matrix)}{joined}.{suffix}", piece._replace(part=part)
+    return tensor, piece
+
+
+def _below(part: ArrayPart, place: int, count: int) -> ArrayPart:
+    """Returns the same part of one of `count` matrices of a shape, each above the next."""
+    rows, *others = part.whole
+    shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
+    return ArrayPart((count * rows, *others), shard, part.flat)
+
+
+def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
+    """Returns tensors to save as in `disk_parts`, as views where they are not made of several parameters."""
+    found = {}
+    for name, parts in disk_parts({name: whole_array(array.shape) for name, array in arrays.items()}, kind).items():
+        ordered = sorted(parts, key=lambda one: one.part.shard.start)
+        flat = [arrays[one.name].reshape(-1)[one.own] for one in ordered]
+        found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].part.whole)
+    return found
