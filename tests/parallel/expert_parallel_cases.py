@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mindspore import Parameter, Tensor, ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
 from tiny_trainer import config_of  # noqa: E402
 
+from trainer.arrays.moe.router import RouterLabels  # noqa: E402
+from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs  # noqa: E402
+from trainer.arrays.sublayer import SublayerCall  # noqa: E402
+from trainer.arrays.tiles import Scratch  # noqa: E402
 from trainer.config.schema.model import ModelConfig  # noqa: E402
-from trainer.models.inputs import SequenceWeights  # noqa: E402
-from trainer.models.moe import MoeLayer  # noqa: E402
+from trainer.models.spec.build import model_spec  # noqa: E402
 from trainer.models.spec.shapes import moe_shapes  # noqa: E402
-from trainer.ops.kernel_set import load_kernels  # noqa: E402
-from trainer.ops.precision import resolve_precision  # noqa: E402
-from trainer.ops.select import select_kernels  # noqa: E402
-from trainer.parallel.collectives import Group  # noqa: E402
-from trainer.parallel.tensor import ModelShard  # noqa: E402
+from trainer.ops.routing import RoutingRule  # noqa: E402
+from trainer.parallel.host_group import HostGroup  # noqa: E402
+from trainer.parallel.sharding import range_of_rank  # noqa: E402
 
 RANKS, TOKENS = 4, 8
 _EXPERTS = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
@@ -41,39 +41,30 @@ def settings_of(name: str) -> ModelConfig:
     return config_of(model=case.pop("model", {}) | {"moe_config": _EXPERTS | case}).decoder
 
 
-def on_rank(world: Group, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
+def on_rank(world: HostGroup, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
     """Of each case, with groups of 2 and of 4 ranks: what a rank computes."""
     pairs = world.part([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
     return {name: [computed(name, world.rank, group) for group in (pairs, world)] for name in names}
 
 
-def computed(name: str, rank: int, group: Group | None = None) -> list[np.ndarray]:
+def computed(name: str, rank: int, group: HostGroup | None = None) -> list[np.ndarray]:
     """Output, gradients of the input and of the weights, for the tokens of a rank and all experts or a part."""
     settings = settings_of(name)
-    kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
-    shard = None if group is None else ModelShard(None, None, experts=group)
-    layer, experts = MoeLayer(settings, kernels, False, shard), settings.experts.expert_num
-    own = slice(0, experts) if group is None else slice(
-        group.rank * experts // group.size, (group.rank + 1) * experts // group.size)  # fmt: skip
-    draw, weights = np.random.default_rng(11), []
+    moe = settings.experts
+    layer = CpuMoe(model_spec(settings).layers[0].mlp, moe, RoutingRule.of(moe), Scratch(), experts=group)
+    own = slice(None)
+    if group is not None:
+        own = range_of_rank(moe.expert_num, group.rank, group.size)
+    draw, weights = np.random.default_rng(11), {}
     for weight, shape in moe_shapes(settings).items():
         value = draw.normal(size=shape).astype(np.float32) * 0.5
         if weight == "mlp.gate.weight" and name == "one expert takes all":
             value[:] = 0  # all scores are equal: the first expert wins, and others have no row
         value = value[own] if weight.startswith("mlp.experts.") else value
-        weights.append(Parameter(Tensor(np.ascontiguousarray(value)), weight))
-    x, dout = np.random.default_rng(rank).normal(size=(2, TOKENS, settings.hidden_size)).astype(np.float32)
-    ones = Tensor(np.ones((TOKENS, 1), np.float32))
-    mean = Tensor(np.full((1, TOKENS), 1 / TOKENS, np.float32))
-    mean_BR = Tensor(np.full((1, TOKENS * settings.experts.num_experts_chosen), 1 / TOKENS, np.float32))
-    sequence = SequenceWeights(mean, mean_BR, Tensor(np.full((1, 1), TOKENS, np.float32)), ones)
-    outs = []
-
-    def forward(x, *weights):
-        out, aux_loss, _, _, _ = layer.train(x, weights, sequence, None, settings.experts.capacity(TOKENS))
-        outs.append(out)
-        return out, aux_loss
-
-    gradient = ops.GradOperation(get_all=True, sens_param=True)(forward)
-    gradients = gradient(Tensor(x), *weights, (Tensor(dout), Tensor(np.float32(0.3))))
-    return [each.asnumpy() for each in (*outs, *gradients)]
+        weights[weight] = np.ascontiguousarray(value)
+    x_ND, dout_ND = np.random.default_rng(rank).normal(size=(2, TOKENS, settings.hidden_size)).astype(np.float32)
+    labels = RouterLabels(np.full((1, 1), TOKENS, np.float32), np.ones((TOKENS, 1), np.float32))
+    out, passed = layer.forward(SublayerCall(weights), x_ND, MoeInputs(labels, moe.capacity(TOKENS)))
+    losses = np.float32(0.3), np.float32(0)
+    grad, found = layer.backward(SublayerCall(weights), passed, dout_ND, *losses, weights)
+    return [each.asnumpy().copy() for each in (out, grad, *(found[weight] for weight in weights))]
