@@ -46,14 +46,14 @@ def main() -> None:
 
     def run(trainer: TinyTrainer, layers: slice) -> None:
         """The whole backward pass through some of the layers; gradients of all weights, zero for the others'."""
-        model, every = trainer.model, trainer.model.layers
-        model.layers, model.num_layers = every[layers], len(every[layers])
+        model, parts, every = trainer.model, trainer.model.parts, trainer.model.parts.layers
+        parts.layers, model.num_layers = every[layers], len(every[layers])
         inputs = trainer.build_inputs(batch)
         trained = list(model.trained_parameters.values())
         _, gradients = mindspore.value_and_grad(lambda: model(inputs, None, RouterStatistics()).total, None, trained)()
         for gradient in gradients:
             gradient.asnumpy()
-        model.layers, model.num_layers = every, len(every)
+        parts.layers, model.num_layers = every, len(every)
 
     for trainer in trainers.values():
         run(trainer, slice(LAYERS - 1, LAYERS))

@@ -38,7 +38,7 @@ def test_tokens_that_an_expert_drops_have_none_of_its_bias() -> None:
     """With room for one token of each expert, every other assignment adds nothing: neither product nor bias."""
     built = build("other_telechat2_experts", mode=1)
     model, inputs = built.model, built.inputs
-    layer, weights = model.moe, model.layers[0]["experts"].weights
+    layer, weights = model.parts.moe, model.parts.layers[0]["experts"].weights
     x_ND = Tensor(np.random.RandomState(0).standard_normal((48, 32)).astype(np.float32))
 
     def added(bias: float, capacity: int | None) -> np.ndarray:

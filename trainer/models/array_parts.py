@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
+from mindspore import Tensor
 
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
@@ -49,7 +49,7 @@ from trainer.models.spec.names import (
 from trainer.ops.routing import RoutingRule
 
 if TYPE_CHECKING:
-    from mindspore import Parameter, Tensor
+    from mindspore import Parameter
 
     from trainer.config import ModelConfig
     from trainer.models.compute_weights import ComputeWeights
@@ -221,9 +221,9 @@ class ArrayParts:
             list(weights.named.values()), x_ND, lambda x_ND: run_part(part, weights, (x_ND,), save)
         )
 
-    def logits(self, x_ND: Tensor) -> np.ndarray:
+    def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V of this rank]."""
-        return self.head.logits(self.heads[0].arrays(), on_host(x_ND))
+        return Tensor.from_numpy(self.head.logits(self.heads[0].arrays(), on_host(x_ND)))
 
 
 _MODULE_NAMES = frozenset((*MTP_WEIGHTS, MTP_NORM))

@@ -1,72 +1,45 @@
-"""The decoder: embedding, blocks, head with loss, in one wiring for every mode and with the parts of explicit mode.
+"""The decoder: its parameters, and the order of its parts in one wiring for every mode.
 
-A block is compiled once (context.mode 0) and called for every layer with that layer's weights as views: MindSpore
-specialises on every Parameter object it is given, so handing over Parameters would compile every layer anew. A view
-costs microseconds, copies nothing, and gradients flow through it. Where a CPU computes whole layers on arrays
-(`trainer.arrays.cells`), their parts take the place of the compiled ones.
+The parts are native layers on arrays where a CPU computes them (`array_parts.py`), otherwise MindSpore cells
+(`cell_parts.py`).
 
-Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary, H query heads, K key/value heads, d head size.
+Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from mindspore import Parameter, Tensor, nn
 
-from trainer.config.recompute import SUBLAYERS
 from trainer.models.array_parts import ArrayParts
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
+from trainer.models.cell_parts import CellParts
 from trainer.models.compute_weights import ComputeWeights
-from trainer.models.dropout import AdapterMasks, DropoutShards
+from trainer.models.dropout import DropoutShards
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
-from trainer.models.moe import MoeLayer, MoePart
-from trainer.models.recompute import Differentiable, LayerPart, compile_cell
-from trainer.models.spec.build import dropout_sites
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import (
-    EMBEDDING,
     EXPERT_BIAS,
-    FINAL_NORM,
     HEAD,
     MAPPING_IN,
     MAPPING_OUT,
     layer_prefix,
-    sublayer_of,
 )
 from trainer.models.spec.shapes import (
     balanced_layers,
-    block_weights,
-    moe_shapes,
-    parameter_name,
     parameter_specs,
 )
 from trainer.ops.measures import device_measures
-from trainer.ops.vocabulary import VocabShard
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.layout import local_settings
-from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
-    from trainer.parallel.tensor import ModelShard, TensorParallel
-
-
-class DropoutMasks(NamedTuple):
-    """Masks of one layer; None where the rate is 0."""
-
-    probabilities: Tensor | None
-    attention_out: Tensor | None
-    mlp_out: Tensor | None
-
-
-_NO_DROPOUT = DropoutMasks(None, None, None)
+    from trainer.parallel.tensor import ModelShard
 
 
 class DecoderWiring(nn.Cell):
@@ -175,9 +148,8 @@ class Decoder(DecoderWiring):
             for name, parameter in specs.items()
             if shard is None or shard.holds(name)
         }
-        self.masks = DropoutShards(settings, shard)
+        dropout = DropoutShards(settings, shard)
         vocabulary = settings.vocab_size
-        part = _vocabulary_part(settings, self.tensor)
         if self.tensor is not None:
             settings = local_settings(settings, self.tensor.group.size, self.tensor.group.rank)
         self.settings, self.kernels = settings, kernels
@@ -188,99 +160,25 @@ class Decoder(DecoderWiring):
         )
         trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
         self.balanced_layers = balanced_layers(settings, frozen)
-        depth = settings.num_layers + settings.mtp_depth
-        self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
-        self.adapter_masks = AdapterMasks(settings, kernels, self.masks)
-        self.embedding, self.final_norm = map(self.parameters_by_name.get, (EMBEDDING, FINAL_NORM))
-        self.head_weight = self.compute_weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
-        self.block = Block(settings, kernels, tensor=self.tensor)
-        self.head = Head(settings, kernels, self.tensor)
-        self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         # Multi-token prediction modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * settings.num_layers
         again += again[-1:] * settings.mtp_depth
-        self.array_parts: ArrayParts | None = None
         if kernels.host_layers:
-            self.array_parts = ArrayParts(
-                settings, kernels.host_dtype, self.parameters_by_name, self.compute_weights, again, trained,
-                self.masks, shard, vocabulary,
+            self.parts: ArrayParts | CellParts = ArrayParts(
+                settings, kernels.host_dtype, self.parameters_by_name, self.compute_weights, again, trained, dropout,
+                shard, vocabulary,
             )  # fmt: skip
-        self.layers = self._layers(again, compiled, trained)
-        modules = range(settings.num_layers, depth)
-        self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
-        self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
-        self.mapping_in, self.mapping_out = map(self.compute_weights.get, (MAPPING_IN, MAPPING_OUT))
-        self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
-        self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
-        self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
-
-    def _head_loss(self, compiled: bool, part: VocabShard | None) -> Callable:
-        """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
-        # Number of an argument after x_ND -> weight.
-        of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
-        frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
-        if self.kernels.piecewise_loss is None:
-            return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
-        compiles = partial(compile_cell, compiled=compiled)
-        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, part=part)
-        # The same without the head's weight, the labels and what they count.
-        argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
-        normed = Differentiable(self.head.normed, compiled).stopped_at(argnums)
-
-        def head_loss(x_ND, norm_E, weight_VE, labels_N, valid_N1, *mapping):
-            return loss(normed(x_ND, norm_E, *mapping), weight_VE, labels_N, valid_N1)
-
-        return head_loss
+        else:
+            self.parts = CellParts(
+                settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard, vocabulary
+            )
+        self.run_embedding, self.run_layer = self.parts.run_embedding, self.parts.run_layer
+        self.run_merge, self.run_head = self.parts.run_merge, self.parts.run_head
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
         """The parameters that an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
-
-    def _layers(
-        self, recomputed: Sequence[str], compiled: bool, trained: Collection[str]
-    ) -> list[dict[str, LayerPart | MoePart]]:
-        """For each layer its parts, in order: the whole block, or its sublayers where one of them is recomputed.
-
-        A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
-        layer that another rank has is empty here, but a gradient may flow through it.
-        """
-        settings, kernels = self.settings, self.kernels
-
-        @functools.cache
-        def function(name: str, window: int | None) -> Differentiable:
-            is_own = name == "block" and window is None
-            block = self.block if is_own else Block(settings, kernels, name, window, self.tensor)
-            return Differentiable(block, compiled)
-
-        # A gradient flows through a layer if a weight in it or in a layer before it is trained.
-        reached, layers = EMBEDDING in trained or MAPPING_IN in trained, []
-        for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
-            experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
-            names = (*block_weights(settings), *(moe_shapes(settings) if experts else ()))
-            reached = reached or any(parameter_name(settings, layer, name) in trained for name in names)
-            parts: dict[str, LayerPart | MoePart] = {}
-            if all(weight is None for weight in weights):
-                layers.append(parts)
-                continue
-            sublayers = ("attention",) if experts else SUBLAYERS if again in SUBLAYERS and reached else ("block",)
-            for name in sublayers:
-                named = zip(block_weights(self.settings), weights, strict=True)
-                own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
-                redone = again == name or (bool(experts) and again == "block")
-                one = function(name, None if name == "mlp" else kernels.window(settings, layer))
-                parts[name] = LayerPart(one, own, reached=reached, recomputed=redone)
-            if experts:
-                redone = again in ("block", "mlp")
-                capacity = self.settings.experts.capacity
-                parts["experts"] = MoePart(self.moe, layer, experts, capacity, reached=reached, recomputed=redone)
-            layers.append(parts)
-        return layers
-
-    def _parameters(self, layer: int, names: Iterable[str]) -> list[Parameter | None]:
-        """Parameters of a layer; None for those that only other layers have."""
-        return [self.compute_weights.get(parameter_name(self.settings, layer, name)) for name in names]
 
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
@@ -296,71 +194,9 @@ class Decoder(DecoderWiring):
         modules = 0 if statistics is None else self.mtp_modules
         return LossSums(*self.losses(inputs.ids_N, modules, DecoderCall(inputs, dropout, statistics)))
 
-    # The parts: compiled functions, which are called with views of the weights.
-
-    def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
-        # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
-        if self.array_parts is not None:
-            return self.array_parts.run_embedding(ids_N, call)
-        whole = call is None and self.tensor is None
-        look_up = self.kernels.gather_rows if whole else self.embedding_rows
-        around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
-        x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
-        return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))
-
-    def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self.array_parts is not None:
-            return self.array_parts.run_layer(number, x_ND, call)
-        weights = [weight for part in self.layers[number].values() for weight in part.weights]
-        return self.compute_weights.around(weights, x_ND, lambda x_ND: self._layer(number, x_ND, call))
-
-    def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        if self.array_parts is not None:
-            return self.array_parts.run_merge(module, x_ND, call)
-        embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
-        weights = self.norms[module], *self.merge_weights[module]
-        return self.compute_weights.around(
-            weights, x_ND, lambda x_ND: self.merge(embedded_ND, x_ND, *map(_view, weights))
-        )
-
-    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        if self.array_parts is not None:
-            return self.array_parts.run_head(number, x_ND, call)
-        weights = self.norms[number], self.head_weight, self.mapping_out
-        return self.compute_weights.around(weights, x_ND, lambda x_ND: self._head(number, x_ND, call))
-
-    def _layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        inputs, dropout, statistics = call
-        aux_loss = z_loss = None
-        for name, part in self.layers[number].items():
-            if name == "experts":
-                x_ND, aux_loss, z_loss = part(
-                    x_ND,
-                    inputs.sequence_weights,
-                    lambda: self._dropout_masks(dropout, number, inputs, "mlp").mlp_out,
-                    statistics,
-                )
-            else:
-                x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
-        return x_ND, aux_loss, z_loss
-
-    def _head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        labels = call.inputs.mtp[number - 1] if number else call.inputs
-        weights = _view(self.norms[number]), _view(self.head_weight)
-        mapping = () if self.mapping_out is None else (_view(self.mapping_out),)
-        return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1, *mapping)
-
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """The residual stream after the last block, before the final norm, without dropout: [N, D]."""
         return self.run_main(inputs.ids_N, DecoderCall(inputs))[0]
-
-    def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
-        """The arguments of a part of a layer before and after its weights; the same for the same arguments."""
-        masks = self._dropout_masks(dropout, layer, inputs, part)
-        adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs), strict=True)
-        own = [adapter_mask if part in ("block", sublayer_of(name)) else None for name, adapter_mask in adapters]
-        mask = inputs.window_mask if self.settings.has_window(layer) else inputs.mask
-        return (*inputs.tables, *mask, *masks), own
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """Moves each router's expert bias against the load of its experts, after an optimizer step.
@@ -379,42 +215,7 @@ class Decoder(DecoderWiring):
 
     def logits_of(self, x_ND: Tensor) -> Tensor:
         """Logits of a residual stream after the last block."""
-        if self.array_parts is not None:
-            logits_NV = Tensor.from_numpy(self.array_parts.logits(x_ND))
-        else:
-            normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
-            logits_NV = self.kernels.logits(normed_NE, self.head_weight)
+        logits_NV = self.parts.logits(x_ND)
         if self.tensor is None:
             return logits_NV
         return AllGather(self.tensor.group, compiled=False)(logits_NV.T).T
-
-    def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
-        hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
-        if key is None or (hidden == 0 and attention == 0):
-            return _NO_DROPOUT
-        sites, rows = dropout_sites(self.settings, layer), self.masks.rows(inputs)
-        stream = self.masks.tokens(inputs), self.settings.hidden_size
-
-        def mask(draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
-            drops = rate > 0 and part in ("block", sublayer)
-            return draw(key, sites[site], shape, rate, own) if drops else None
-
-        heads, draw_scores = self.masks.heads, self.kernels.draw_attention_mask
-        return DropoutMasks(
-            mask(draw_scores, "attention", "probabilities", inputs.scores_shape, attention, heads),
-            mask(self.kernels.draw_mask, "attention", "attention_output", stream, hidden, rows),
-            mask(self.kernels.draw_mask, "mlp", "mlp_output", stream, hidden, rows),
-        )
-
-
-def _vocabulary_part(settings: ModelConfig, tensor: TensorParallel | None) -> VocabShard | None:
-    """The part of the model's vocabulary that a rank has."""
-    if tensor is None:
-        return None
-    group = tensor.group
-    first = range_of_rank(settings.vocab_size, group.rank, group.size).start
-    return VocabShard(group.rank, group.size, first, AllGather(group))
-
-
-def _view(parameter: Parameter) -> Tensor:
-    return parameter.view(parameter.shape)

@@ -109,7 +109,7 @@ class Generator:
     ) -> None:
         self.model, self.eos_ids, self.share, self.agree = model, frozenset(eos_ids), share, agree
         self.chunks = chunks or [StageChunk(range(model.settings.num_layers))]
-        kind = DeviceParts if model.array_parts is None else ArrayPredictor
+        kind = ArrayPredictor if model.kernels.host_layers else DeviceParts
         self.parts: DeviceParts | ArrayPredictor = kind(model, build_inputs)
 
     def stream(
@@ -202,7 +202,8 @@ class DeviceParts:
     """What a pass consists of, with the model's own kernels: tensors go from part to part."""
 
     def __init__(self, model: Decoder, build_inputs: InputBuilder) -> None:
-        self.model, self.kernels, self.block, self.tables = model, model.kernels, model.block, build_inputs.tables
+        self.model, self.kernels, self.tables = model, model.kernels, build_inputs.tables
+        self.parts, self.block = model.parts, model.parts.block
         self.has_window = model.settings.has_window
 
     def new_cache(self, rows: int, tokens: int) -> Cache:
@@ -217,7 +218,7 @@ class DeviceParts:
         return self.kernels.cached_mask(allowed_BQS, self.model.settings.num_heads, self.block.attention.cache_heads)
 
     def weights(self, layer: int) -> list[Tensor | None]:
-        return [*self.model.layer_weights[layer], *self.model.adapter_masks(None, layer, 0)]
+        return [*self.parts.layer_weights[layer], *self.parts.adapter_masks(None, layer, 0)]
 
     def embed(self, ids_N: np.ndarray) -> Tensor:
         return self.model.run_embedding(Tensor(ids_N))
@@ -237,7 +238,7 @@ class DeviceParts:
 
     def feed_forward(self, layer: int, x_ND: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
         """The residual stream after the feed-forward sublayer of a layer."""
-        experts = self.model.layers[layer].get("experts")
+        experts = self.parts.layers[layer].get("experts")
         return x_ND + self.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
 
     def logits(self, x_ND: Tensor, ends_B: np.ndarray) -> np.ndarray:
