@@ -1,8 +1,7 @@
 """Measures in a process of its own what a backward pass needs: prints MiB above a model of one layer, as JSON.
 
-With the argument "cells" of the cells that an Ascend compiles, otherwise of native layers. The first layer alone has
-everything compiled and every gradient's buffer touched, so what comes on top is what the other layers keep. Peaks only
-grow within a process: the smallest is measured first.
+The first layer alone has everything set up and every gradient's buffer touched, so what comes on top is what the other
+layers keep. Peaks only grow within a process: the smallest is measured first.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ def main() -> None:
     ids_BT = np.random.default_rng(0).integers(0, 19, (ROWS, TOKENS), dtype=np.int32)
     positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (ROWS, 1))
     batch = Batch(ids_BT, ids_BT, positions_BT, np.zeros_like(ids_BT))
-    native = "cells" not in sys.argv
-    trainers = {name: TinyTrainer(True, sections, native, **SIZES) for name, sections in VARIANTS.items()}
+    trainers = {name: TinyTrainer(sections=sections, **SIZES) for name, sections in VARIANTS.items()}
 
     def run(trainer: TinyTrainer, layers: slice) -> None:
         """The whole backward pass through some of the layers; gradients of all weights, zero for the others'."""

@@ -15,7 +15,7 @@ from tolerances import decoder_limits, rounding_limit
 
 from trainer.data import Batch
 from trainer.errors import RunError
-from trainer.models.spec.names import EMBEDDING, HEAD
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.step.guards import MOST_OVERFLOWS_IN_A_ROW
 from trainer.step.train_step import TrainStep
 
@@ -201,9 +201,9 @@ def test_empty_micro_batches_are_counted(tiny: TinyTrainer, window: list[Batch])
     assert step(window).empty_micro_batches == 0
 
 
-def float16_training(scale_sense: float) -> TrainStep:
-    """Compiled once; each call begins with the initial weights, so what an earlier call gave is at its end."""
-    return shared_trainer(compute_dtype="float16").step(
+def float16_training(native: bool, scale_sense: float) -> TrainStep:
+    """Each call begins with the initial weights, so what an earlier call gave is at its end."""
+    return shared_trainer(native, compute_dtype="float16").step(
         lambda update: 0.01,
         optimizer=TINY_EPS,
         runner_wrapper={"scale_sense": scale_sense},
@@ -213,17 +213,31 @@ def float16_training(scale_sense: float) -> TrainStep:
 TINY_EPS = {"type": "AdamW", "eps": 1e-12}  # far below these gradients
 
 
-def test_what_float16_cannot_learn_it_learns_with_a_loss_scale(tiny: TinyTrainer, window: list[Batch]) -> None:
+@pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
+def test_what_float16_cannot_learn_it_learns_with_a_loss_scale(
+    native: bool, tiny: TinyTrainer, window: list[Batch]
+) -> None:
     """2^-24 stands for a window of 16 million times more tokens, by whose number every gradient is divided: below
     6e-8 nothing is left of it in float16. A loss scale of 65536 brings it back."""
     large_window, window = 2.0**-24, window[:1]
-    without, with_scale = (
-        [step(window) for _ in range(10)] for step in map(float16_training, (large_window, large_window * 65536))
-    )
+    before = shared_trainer(native, compute_dtype="float16").initial
+    found = []
+    for scale in (large_window, large_window * 65536):
+        step = float16_training(native, scale)
+        losses = [step(window) for _ in range(10)]
+        after = shared_trainer(native, compute_dtype="float16").weights()
+        found.append((losses, {name for name in before if not np.array_equal(after[name], before[name])}))
+    (without, moved), (with_scale, all_moved) = found
     assert with_scale[0].loss == without[0].loss
-    assert without[-1].loss > 0.9 * without[0].loss
     assert with_scale[-1].loss < 0.2 * with_scale[0].loss
+    assert all_moved == before.keys()
+    if native:  # between products all is float32, in the head and in the residual stream down to the embedding
+        assert moved == {EMBEDDING, FINAL_NORM, HEAD}
+        assert without[-1].loss > 0.5 * without[0].loss
+    else:
+        assert not moved
+        assert without[-1].loss > 0.9 * without[0].loss
     full = tiny.step(lambda update: 0.01, optimizer=TINY_EPS)
-    norms = [step(window).global_norm for step in (full, float16_training(1024.0))]
+    norms = [step(window).global_norm for step in (full, float16_training(native, 1024.0))]
     assert norms[1] == pytest.approx(norms[0], rel=16 * 2.0**-11)  # see test_mixed_precision.py
     assert with_scale[0].global_norm == pytest.approx(norms[0], rel=16 * 2.0**-11)

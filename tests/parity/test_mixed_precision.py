@@ -1,4 +1,6 @@
-"""Mixed precision: the model in float16 against the float32 one, each part's dtype, and float16's range.
+"""Mixed precision of cells: the model in float16 against the float32 one, each part's dtype, and float16's range.
+
+As in context.mode 1, and compiled as on an Ascend; native layers are in test_native_half_precision.py.
 
 Tolerances. float16 rounds to 11 bits, u = 2^-11 = 4.9e-4. Rounding the weights of the tiny model once, with all
 arithmetic in float32, already moves its gradients by up to 2.2 u of their largest value. A gradient in mixed precision
@@ -56,16 +58,14 @@ class Model(NamedTuple):
 def build_new(amp_level: str | None, compiled: bool, model: frozenset) -> Model:
     config = config_of(amp_level=amp_level, model=OPTIONS | dict(model))
     precision = resolve_precision(config.decoder, config.amp_level, "CPU")
-    kernels = load_kernels(
-        select_kernels(config.decoder, "CPU", precision), precision
-    )
+    kernels = load_kernels(select_kernels(config.decoder, "CPU", precision), precision)
     return Model(Decoder(config.decoder, kernels, seed=5, compiled=compiled), InputBuilder(config.decoder, kernels))
 
 
 build_once = functools.cache(build_new)
 
 
-def build(amp_level: str | None = None, compiled: bool = True, **model: object) -> Model:
+def build(amp_level: str | None = None, compiled: bool = False, **model: object) -> Model:
     """Shared between tests: compiling is what takes time."""
     return build_once(amp_level, compiled, frozenset(model.items()))
 
@@ -93,8 +93,8 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
 
 @pytest.fixture(scope="module")
 def right() -> Result:
-    """Of the float32 model, operator by operator, as the tests of compiled blocks compare them with those."""
-    return differentiate(build(compiled=False))
+    """Of the float32 model, operator by operator."""
+    return differentiate(build())
 
 
 def furthest(found: Result, right: Result, factor: float = 1.0) -> float:
@@ -116,7 +116,7 @@ def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result
 def test_a_head_that_several_modules_use_has_no_copy() -> None:
     """So its gradient is summed over them in float32."""
     for depth, dtype in ((0, HALF), (1, FULL)):
-        [leaf] = build("O1", compiled=False, mtp_depth=depth).decoder.compute_weights.leaves([HEAD])
+        [leaf] = build("O1", mtp_depth=depth).decoder.compute_weights.leaves([HEAD])
         assert leaf.dtype == dtype
 
 
@@ -143,15 +143,15 @@ def test_the_fused_update_gets_gradients_in_float32(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("key", KEYS)
 def test_the_dtype_of_one_part_alone_is_felt(key: str, right: Result) -> None:
-    found = differentiate(build(compiled=False, **{key: "float16"}))
+    found = differentiate(build(**{key: "float16"}))
     assert LEAST < furthest(found, right) < TOLERANCE
 
 
 def test_half_precision_and_dropout_on_the_attention_weights() -> None:
     drop, key = {"attention_dropout": 0.2, "hidden_dropout": 0.1}, DropoutKey(1, 0, 0, 0)
-    right = differentiate(build(compiled=False, **drop), dropout=key)
+    right = differentiate(build(**drop), dropout=key)
     for level in ("O1", "O2"):
-        found = differentiate(build(level, compiled=False, **drop), dropout=key)
+        found = differentiate(build(level, **drop), dropout=key)
         # Masks leave few terms, and in a gradient whose terms cancel, such as the key bias's, roundings do not: the
         # largest distance seen is 33 u. What dropout is in float32 is held to numpy in test_kernels.py.
         assert LEAST < furthest(found, right) < 3 * TOLERANCE
@@ -204,7 +204,7 @@ IN_FLOAT32 = ("RmsNorm.0", "RmsNorm.1", "Rotary.0", "SwiGLU.0", "Attention.3", "
 @pytest.mark.parametrize("level", ["O0", *LEVELS])
 def test_every_kernel_of_the_model_meets_its_dtype(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compute, norm, softmax, rotary = LEVELS[level] if level in LEVELS else (FULL,) * 4
-    met = met_by_kernels(build(level, compiled=False), monkeypatch)
+    met = met_by_kernels(build(level), monkeypatch)
     dtypes = {name: {array.dtype.name for array in arrays} for name, arrays in met.items()}
     assert {name: dtypes[name] for name in PRODUCTS} == dict.fromkeys(PRODUCTS, {str(compute).lower()})
     assert {name: dtypes[name] for name in IN_FLOAT32} == dict.fromkeys(IN_FLOAT32, {"float32"})
@@ -282,12 +282,12 @@ def test_in_float32_there_is_no_cast(level: str | None) -> None:
     """The kernels are those without a wrapper, so the graph is what it would be without this feature."""
     decoder = build(level).decoder
     assert not [name for name, cell in decoder.cells_and_names() if isinstance(cell, InDtype)]
-    assert not decoder.head.cross_entropy.half
+    assert decoder.head.cross_entropy.dtype == FULL
 
 
-def test_bfloat16_without_layers_on_arrays_is_float32_bit_for_bit() -> None:
-    right = differentiate(build(compiled=False))
-    found = differentiate(build("O3", compiled=False, compute_dtype="bfloat16"))
+def test_bfloat16_without_native_layers_is_float32_bit_for_bit() -> None:
+    right = differentiate(build())
+    found = differentiate(build("O3", compute_dtype="bfloat16"))
     assert found.loss == right.loss
     for name, gradient in found.gradients.items():
         np.testing.assert_array_equal(gradient.asnumpy(), right.gradients[name].asnumpy())
@@ -295,11 +295,12 @@ def test_bfloat16_without_layers_on_arrays_is_float32_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_generation_computes_in_the_same_dtypes(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits of prediction, with keys and values cached in half precision, against those of the whole row."""
-    model, single = build(level, compiled=False), build(compiled=False)
+    """Logits of prediction on a device, with keys and values cached in half precision, against those of the whole
+    row."""
+    model, single = build(level), build()
     generator = Generator(model.decoder, model.build_inputs, eos_ids=[])
     rows: list[np.ndarray] = []
-    caches: set[np.dtype] = set()
+    caches: set[mstype.Type] = set()
     forward: Callable = generator.forward
 
     def watching(cache, *args):
@@ -310,7 +311,7 @@ def test_generation_computes_in_the_same_dtypes(level: str, monkeypatch: pytest.
     monkeypatch.setattr(generator, "forward", watching)
     prompt = BATCH.input_ids[1, : TOKENS - 3].tolist()
     chosen = [tokens[0] for tokens in generator.stream([prompt], [3], Sampling())]
-    assert caches == {np.dtype(np.float16)}
+    assert caches == {HALF}
     ids = np.array([[*prompt, *chosen]], np.int32)
     batch = BATCH._replace(
         input_ids=ids, labels=ids, positions=np.arange(TOKENS, dtype=np.int32)[None], segment_ids=np.zeros_like(ids)

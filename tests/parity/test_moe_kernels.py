@@ -1,7 +1,8 @@
-"""The reference kernels of experts against literal float64 loops, central differences, and what they must not do.
+"""Experts, by plain kernels and by native layers, against literal float64 loops, central differences, and what they
+must not do.
 
-Operator by operator (context.mode 1 or a call outside of compiled code): they compute on the host. Limit:
-tolerances.py, for three products one after the other and back; the gates' gradient cancels, so that `scale` is 3.
+Both compute on the host; plain kernels are those of context.mode 1. Limit: tolerances.py, for three products one after
+the other and back; the gates' gradient cancels, so that `scale` is 3.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from mindspore import Parameter, Tensor, nn
 from numpy_kernels import central_differences, distance, swiglu
 from tolerances import rounding_limit
 
-from trainer.arrays import experts as moe_swiglu
-from trainer.arrays import memory as host_arrays
+from trainer.arrays import memory
+from trainer.arrays.moe import experts as native_experts
 from trainer.arrays.onednn import NumpyOperators
+from trainer.arrays.tiles import Scratch
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.device.threads import HostThreads
 from trainer.ops import plain as plain_kernels
-from trainer.ops import plain_moe as moe_reference
+from trainer.ops import plain_moe
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels
@@ -81,7 +83,7 @@ def test_grouped_matmul(name: str) -> None:
             y[row] = weight[expert] @ x[row]
         return y
 
-    kernel = moe_reference.GroupedMatmul()
+    kernel = plain_moe.GroupedMatmul()
     arrays = [normal(7, HIDDEN), normal(EXPERTS, WIDTH, HIDDEN)]
     grad_x, grad_weight = check(lambda x, weight: kernel(x, weight, Tensor(counts)), right, arrays)
     assert not grad_x[len(owners) :].any() and not grad_weight[counts == 0].any()
@@ -100,7 +102,7 @@ def sorted_tokens(safe_tokens: bool, capacity: int | None, policy: str = "positi
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
     scores[:, 1] = -1  # nobody's choice
     rule = RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
-    cell = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    cell = plain_moe.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
     return Sorted(rule, cell(Tensor(scores), None, capacity, policy), scores)
 
 
@@ -114,7 +116,7 @@ CAPACITIES = pytest.mark.parametrize("capacity", [None, 2], ids=["all", "droppin
 def test_route_gives_tensors_of_the_routing(safe_tokens: bool, capacity: int | None, policy: str) -> None:
     bias = RANDOM.random(EXPERTS).astype(np.float32)
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
-    cell = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    cell = plain_moe.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
     ours = cell(Tensor(scores), Tensor(bias), capacity, policy)
     right = route(RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens), scores, bias, capacity, policy)
     for mine, expected in zip(ours, right, strict=True):
@@ -131,7 +133,7 @@ def test_permute(safe_tokens: bool, capacity: int | None) -> None:
     def right(x: np.ndarray) -> np.ndarray:
         return np.stack([x[token] if token < TOKENS else np.zeros(HIDDEN) for token in token_R])
 
-    kernel = moe_reference.Permute()
+    kernel = plain_moe.Permute()
     check(lambda x: kernel(x, routing.token_R, routing.row_Nk), right, [normal(TOKENS, HIDDEN)])
 
 
@@ -144,7 +146,7 @@ def test_unpermute(safe_tokens: bool, capacity: int | None) -> None:
     def right(y: np.ndarray, gates: np.ndarray) -> np.ndarray:
         return np.stack([sum(gates[token, i] * y[row_Nk[token, i]] for i in range(CHOSEN)) for token in range(TOKENS)])
 
-    kernel = moe_reference.Unpermute()
+    kernel = plain_moe.Unpermute()
     rows, sorting = len(routing.token_R), (routing.token_R, routing.row_Nk)
     check(lambda y, gates: kernel(y, gates, *sorting), right, [normal(rows, HIDDEN), normal(TOKENS, CHOSEN)])
 
@@ -154,8 +156,8 @@ class Chain(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__()
-        self.permute, self.unpermute = moe_reference.Permute(), moe_reference.Unpermute()
-        self.gate, self.up, self.down = (moe_reference.GroupedMatmul() for _ in range(3))
+        self.permute, self.unpermute = plain_moe.Permute(), plain_moe.Unpermute()
+        self.gate, self.up, self.down = (plain_moe.GroupedMatmul() for _ in range(3))
         self.swiglu = plain_kernels.SwiGLU()
 
     def construct(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing):
@@ -164,7 +166,33 @@ class Chain(nn.Cell):
         return self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, routing.token_R, routing.row_Nk)
 
 
-KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, moe_swiglu.CpuExperts], ids=["chain", "one_kernel"])
+class Native(nn.Cell):
+    """The same by native layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = native_experts.CpuExperts(Scratch())
+
+    def construct(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing):
+        weights = gate_EFD, up_EFD, down_EDF
+        frozen = [isinstance(one, Parameter) and not one.requires_grad for one in weights]
+        self.trained = [name for name, is_frozen in zip(NAMES, frozen, strict=True) if not is_frozen]
+        self.arguments = (
+            x_ND.asnumpy(), gates_Nk.asnumpy(), native_experts.ExpertWeights(*(one.asnumpy() for one in weights)),
+            Routing(*(one.asnumpy() for one in routing)),
+        )  # fmt: skip
+        out_ND, self.saved = self.experts.forward(*self.arguments)
+        return Tensor(out_ND)
+
+    def bprop(self, x_ND, gates_Nk, gate_EFD, up_EFD, down_EDF, routing, out, grad_ND):
+        found = self.experts.backward(*self.arguments, self.saved, grad_ND.asnumpy(), self.trained)
+        of_weights = [
+            found.weights.get(name, one) for name, one in zip(NAMES, (gate_EFD, up_EFD, down_EDF), strict=True)
+        ]
+        return Tensor(found.x_ND), Tensor(found.gates_Nk), *of_weights, *[None] * len(routing)
+
+
+KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, Native], ids=["plain", "native"])
 
 
 def experts_literally(routing: Routing) -> Callable[..., np.ndarray]:
@@ -238,7 +266,7 @@ def test_an_expert_without_tokens_works_with_and_without_safe_tokens(
     scores, arrays = uneven_scores(tokens, experts), layer_arrays(tokens, experts, hidden, width)
     results = []
     for safe_tokens in (False, True):
-        routing = moe_reference.Route(experts, CHOSEN, safe_tokens=safe_tokens)(
+        routing = plain_moe.Route(experts, CHOSEN, safe_tokens=safe_tokens)(
             Tensor(scores), None, capacity, "position"
         )
         assert (routing.counts_E.asnumpy() == 0).sum() == (0 if safe_tokens else 6)
@@ -249,7 +277,7 @@ def test_an_expert_without_tokens_works_with_and_without_safe_tokens(
 
 def leave_dirty_memory(*shapes: tuple[int, ...]) -> None:
     """Memory of these sizes, given back to where the next tensors come from, is full of what is no number."""
-    tensors = [host_arrays.empty(*shape) for shape in shapes for _ in range(12)]
+    tensors = [memory.empty(*shape) for shape in shapes for _ in range(12)]
     for _, array in tensors:
         array[:] = np.nan
 
@@ -261,7 +289,7 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_ke
     rows, arrays, layer = tokens * CHOSEN, layer_arrays(tokens, experts, hidden, width), experts_kernel()
     shapes = [(rows, hidden), (rows, width), (tokens, hidden), (experts, width, hidden), (experts, hidden, width)]
     scores = RANDOM.random((tokens, experts)).astype(np.float32)
-    everybody = moe_reference.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
+    everybody = plain_moe.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
     assert all(everybody.counts_E.asnumpy())
     outputs_and_gradients(layer, arrays, everybody)
 
@@ -274,7 +302,7 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_ke
 
     one = np.full((tokens, experts), 0.1, np.float32)
     one[:, :2] = 0.5
-    two_experts = moe_reference.Route(experts, CHOSEN)(Tensor(one), None, tokens // 2, "position")
+    two_experts = plain_moe.Route(experts, CHOSEN)(Tensor(one), None, tokens // 2, "position")
     leave_dirty_memory(*shapes)
     out, grad_x, grad_gates, *grad_weights = outputs_and_gradients(layer, arrays, two_experts)
     for gradient in grad_weights:
@@ -288,7 +316,7 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_ke
 def test_the_same_bits_every_time(experts_kernel: type[nn.Cell]) -> None:
     tokens, experts = 512, 8
     arrays, scores = layer_arrays(tokens, experts, 64, 88), uneven_scores(tokens, experts)
-    routing = moe_reference.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
     first = [array.tobytes() for array in outputs_and_gradients(experts_kernel(), arrays, routing)]
     for _ in range(5):
         assert [array.tobytes() for array in outputs_and_gradients(experts_kernel(), arrays, routing)] == first
@@ -304,23 +332,20 @@ def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return matmul(a, b, out=out)
 
     matmul = np.matmul
-    monkeypatch.setattr(moe_reference.np, "matmul", counting)
-    monkeypatch.setattr(moe_swiglu, "operators", NumpyOperators)
+    monkeypatch.setattr(np, "matmul", counting)
+    monkeypatch.setattr(native_experts, "operators", NumpyOperators)
     return counted
 
 
-@KERNELS
 @pytest.mark.parametrize("experts", [2, 8, 64])
 @pytest.mark.parametrize("capacity", [None, 10])
-def test_the_cost_is_that_of_the_rows(
-    experts: int, capacity: int | None, multiplications: list[int], experts_kernel: type[nn.Cell]
-) -> None:
+def test_the_cost_is_that_of_the_rows(experts: int, capacity: int | None, multiplications: list[int]) -> None:
     """Not of experts times tokens: three products of each kept row forwards, six backwards; none for empty experts."""
     tokens, hidden, width = 60, 8, 12
     arrays, scores = layer_arrays(tokens, experts, hidden, width), uneven_scores(tokens, experts)
-    routing = moe_reference.Route(experts, CHOSEN)(Tensor(scores), None, capacity, "position")
+    routing = plain_moe.Route(experts, CHOSEN)(Tensor(scores), None, capacity, "position")
     kept_E = routing.kept_E.asnumpy()
-    layer = experts_kernel()
+    layer = Native()
     layer(*map(Tensor, arrays), routing)
     assert sum(multiplications) == 3 * kept_E.sum() * hidden * width
     assert len(multiplications) == 3 * np.count_nonzero(kept_E)
@@ -331,38 +356,38 @@ def test_the_cost_is_that_of_the_rows(
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_an_expert_with_most_of_the_rows_is_cut(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one kernel: products of few rows each, segments that several threads take, and the same bits as with one."""
-    monkeypatch.setattr(moe_swiglu, "_MOST_ROWS", 4)
-    monkeypatch.setattr(moe_swiglu, "host_threads", lambda: HostThreads(threads))
+    """Products of few rows each, segments that several threads take, and the same bits as with one."""
+    monkeypatch.setattr(native_experts, "_MOST_ROWS", 4)
+    monkeypatch.setattr(native_experts, "host_threads", lambda: HostThreads(threads))
     random = np.random.default_rng(3)
     scores = random.random((23, EXPERTS)).astype(np.float32)
     scores[:, 2] += 1  # everybody's choice: four segments of more than four rows
-    routing = moe_reference.Route(EXPERTS, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(EXPERTS, CHOSEN)(Tensor(scores), *DROPLESS)
     assert routing.counts_E.asnumpy()[2] == 23
     check(
-        lambda *arrays: moe_swiglu.CpuExperts()(*arrays, routing),
+        lambda *arrays: Native()(*arrays, routing),
         experts_literally(routing),
         layer_arrays(23, EXPERTS, HIDDEN, WIDTH),
     )
 
 
 def test_the_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(moe_swiglu, "_MOST_ROWS", 16)
+    monkeypatch.setattr(native_experts, "_MOST_ROWS", 16)
     arrays, scores = layer_arrays(300, 8, 32, 24), uneven_scores(300, 8)
-    routing = moe_reference.Route(8, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(8, CHOSEN)(Tensor(scores), *DROPLESS)
     found = []
     for threads in (1, 2, 5):
-        monkeypatch.setattr(moe_swiglu, "host_threads", lambda threads=threads: HostThreads(threads))
-        found.append([a.tobytes() for a in outputs_and_gradients(moe_swiglu.CpuExperts(), arrays, routing)])
+        monkeypatch.setattr(native_experts, "host_threads", lambda threads=threads: HostThreads(threads))
+        found.append([a.tobytes() for a in outputs_and_gradients(Native(), arrays, routing)])
     assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.parametrize("frozen", ["gate", "up", "down"])
-def test_one_kernel_leaves_out_the_gradients_of_frozen_experts(frozen: str, multiplications: list[int]) -> None:
+def test_native_layers_leave_out_the_gradients_of_frozen_experts(frozen: str, multiplications: list[int]) -> None:
     arrays, scores = layer_arrays(30, 4, 8, 12), uneven_scores(30, 4)
-    routing = moe_reference.Route(4, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(4, CHOSEN)(Tensor(scores), *DROPLESS)
     weights = [Parameter(Tensor(array), name=name) for name, array in zip(NAMES, arrays[2:], strict=True)]
-    layer, products, found = moe_swiglu.CpuExperts(), [], []
+    layer, products, found = Native(), [], []
     for is_frozen in (False, True):
         weights[NAMES.index(frozen)].requires_grad = not is_frozen
         trained = [weight for weight in weights if weight.requires_grad]
@@ -375,20 +400,8 @@ def test_one_kernel_leaves_out_the_gradients_of_frozen_experts(frozen: str, mult
     assert products == [9, 8] and found[0] == found[1]
 
 
-def test_frozen_experts_cost_no_gradient(multiplications: list[int]) -> None:
-    kernel, counts = moe_reference.GroupedMatmul(), Tensor(np.array([3, 4]))
-    x, weight = normal(7, HIDDEN), Parameter(Tensor(normal(2, WIDTH, HIDDEN)), name="weight")
-    products, found = [], []
-    for weight.requires_grad in (True, False):
-        multiplications.clear()
-        found.append(gradients(lambda x: kernel(x, weight, counts), [x], np.ones((7, WIDTH), np.float32))[0])
-        products.append(sum(multiplications) // (7 * HIDDEN * WIDTH))
-    assert products == [3, 2]
-    assert found[0].tobytes() == found[1].tobytes()
-
-
 def test_half_precision_rounds_what_leaves_but_not_the_gradient_of_the_weight() -> None:
-    kernel, counts = moe_reference.GroupedMatmul(), np.array([3, 0, 4])
+    kernel, counts = plain_moe.GroupedMatmul(), np.array([3, 0, 4])
     x, weight = normal(7, 32).astype(np.float16), normal(3, 24, 32)
     owners, rounded = np.repeat(np.arange(3), counts), weight.astype(np.float16).astype(np.float64)
     y = kernel(Tensor(x), Tensor(weight), Tensor(counts))
@@ -410,7 +423,7 @@ def test_half_precision_rounds_what_leaves_but_not_the_gradient_of_the_weight() 
 def test_half_precision_of_sorting() -> None:
     routing = sorted_tokens(safe_tokens=True, capacity=2).routing
     sorting = routing.token_R, routing.row_Nk
-    permute, unpermute = moe_reference.Permute(), moe_reference.Unpermute()
+    permute, unpermute = plain_moe.Permute(), plain_moe.Unpermute()
     gates = Tensor(normal(TOKENS, CHOSEN))
 
     def there_and_back(x: Tensor, gates: Tensor) -> Tensor:
@@ -437,7 +450,7 @@ def choices(device: str, moe: dict | None) -> dict[str, tuple[str, str, str]]:
 
 def test_only_models_with_experts_have_rows_of_their_kernels() -> None:
     assert choices("CPU", None) == {}
-    assert load_kernels(select_kernels(settings_of(None), "CPU")).grouped_matmul is moe_reference.GroupedMatmul
+    assert load_kernels(select_kernels(settings_of(None), "CPU")).grouped_matmul is plain_moe.GroupedMatmul
 
 
 MOE = {"expert_num": 4, "num_experts_chosen": 2, "use_gmm": True}

@@ -1,4 +1,4 @@
-"""The router of a training on the host against the cells that a graph has, and what it must not do.
+"""The router of native layers against the cells that a graph has, and what it must not do.
 
 Limit: tolerances.py, for norm, scores and softmax and back; the softmax's gradient cancels, so that `scale` is 3.
 """
@@ -15,13 +15,14 @@ from mindspore import Tensor
 from numpy_kernels import distance
 from tolerances import rounding_limit
 
-from trainer.arrays.moe.router import CpuRouter
+from trainer.arrays.moe.router import CpuRouter, RouterLabels
+from trainer.arrays.tiles import RmsNorm
 from trainer.config import parse_config
 from trainer.models.inputs import SequenceWeights
 from trainer.models.moe import Gates, Router, RouterLosses
-from trainer.ops import plain_moe as moe_reference
+from trainer.ops import plain_moe
 from trainer.ops.kernel_set import load_kernels
-from trainer.ops.routing import Routing
+from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import select_kernels
 
 ROWS, LENGTH, HIDDEN, EXPERTS, CHOSEN = 3, 5, 8, 6, 2
@@ -39,6 +40,14 @@ def sequence_weights_of(valid: np.ndarray) -> SequenceWeights:
     mean_BN = np.repeat(np.eye(ROWS, dtype=np.float32) / LENGTH, LENGTH, axis=1)
     arrays = mean_BN, np.repeat(mean_BN, CHOSEN, axis=1), valid.sum(1, keepdims=True), valid.reshape(-1, 1)
     return SequenceWeights(*(Tensor(array.astype(np.float32)) for array in arrays))
+
+
+def labels_of(weights: SequenceWeights) -> RouterLabels:
+    return RouterLabels(weights.tokens_B1.asnumpy(), weights.valid_N1.asnumpy())
+
+
+def decide(scores_NE: np.ndarray) -> Routing:
+    return route(RoutingRule(EXPERTS, CHOSEN), scores_NE)
 
 
 def weighted(gates_Nk: Tensor, aux_loss: Tensor, z: Tensor, weights: np.ndarray) -> Tensor:
@@ -66,76 +75,57 @@ def test_numbers_and_gradients_are_those_of_the_cells(
     )
     weights = random.standard_normal((TOKENS, CHOSEN)).astype(np.float32)
     sequence_weights = sequence_weights_of(random.random((ROWS, LENGTH)) < 0.7)
-    route, host = moe_reference.Route(EXPERTS, CHOSEN), CpuRouter(settings.experts)
+    route_cell = plain_moe.Route(EXPERTS, CHOSEN)
     kernels = load_kernels(select_kernels(settings, "CPU"))
-    ones, norm = Tensor(np.ones(HIDDEN, np.float32)), kernels.rms_norm(HIDDEN, settings.rms_norm_eps)
+    ones = np.ones(HIDDEN, np.float32)
     cells = Router(settings, kernels), Gates(settings), RouterLosses(settings, kernels)
     said: dict[str, list[np.ndarray]] = {}
     of_step = random.random(EXPERTS)
     shares = (lambda requested_E: of_step / of_step.sum()) if balancing == "gbs_aux_loss" else None
 
     def of_cells(x: Tensor, router: Tensor) -> Tensor:
-        _, logits, scores = cells[0](x, ones, router)
-        routing = route(scores, None, None, "position")
+        _, logits, scores = cells[0](x, Tensor(ones), router)
+        routing = route_cell(scores, None, None, "position")
         load = routing.experts_Nk if shares is None else Tensor(shares(None).astype(np.float32)[None])
         found = cells[1](scores, routing.experts_Nk), *cells[2](logits, scores, load, *sequence_weights)
         said["cells"] = [one.asnumpy() for one in (*found, routing.experts_Nk, scores)]
         return weighted(*found, weights)
 
-    def on_host(x: Tensor, router: Tensor) -> Tensor:
-        def decide(scores_NE: np.ndarray) -> Routing:
-            return route.of_arrays(scores_NE, None, None, "position")
+    def natively(x: np.ndarray, router: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Gradients of x, through the norm, and of the router."""
+        norm, native = RmsNorm(HIDDEN, settings.rms_norm_eps), CpuRouter(settings.experts)
+        labels = labels_of(sequence_weights)
+        y, scale = np.empty_like(x), norm.scales(x)
+        norm(x, ones, scale, y)
+        found = native.forward(y, router, labels, decide, shares)
+        losses = np.float32(found.aux_loss), np.float32(found.z_loss)
+        said["host"] = [found.gates_Nk, *losses, found.routing.experts_Nk, found.scores_NE]
+        grad = np.zeros_like(x)
+        of_router = native.backward(y, router, labels, found, weights, np.float32(0.7), np.float32(0.3), grad)
+        norm.gradient(x, ones, scale, grad, np.empty_like(x))
+        return grad, of_router
 
-        found = host(norm(x, ones), router, sequence_weights.tokens_B1, sequence_weights.valid_N1, decide, shares)
-        said["host"] = [*(one.asnumpy() for one in found[:3]), found.routing.experts_Nk, found.scores_NE]
-        return weighted(*found[:3], weights)
-
-    gradients = [mindspore.grad(function, (0, 1))(x, router) for function in (of_cells, on_host)]
+    right = mindspore.grad(of_cells, (0, 1))(x, router)
+    gradients = natively(x.asnumpy(), router.asnumpy())
     np.testing.assert_array_equal(said["host"][3], said["cells"][3])
-    for mine, right in zip(said["host"], said["cells"], strict=True):
-        assert distance(mine, right) < LIMIT
-    for right, mine in zip(*gradients, strict=True):
-        assert distance(mine.asnumpy(), right.asnumpy()) < LIMIT
+    for mine, exact in zip(said["host"], said["cells"], strict=True):
+        assert distance(mine, exact) < LIMIT
+    for mine, exact in zip(gradients, right, strict=True):
+        assert distance(mine, exact.asnumpy()) < LIMIT
     assert (said["host"][2] != 0) == (z_loss_factor > 0)
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_scores_of_any_size_are_numbers(sigmoid: bool) -> None:
     settings = settings_of(use_gating_sigmoid=sigmoid, z_loss_factor=0.001)
-    host, route = CpuRouter(settings.experts), moe_reference.Route(EXPERTS, CHOSEN)
-    sequence_weights = sequence_weights_of(np.ones((ROWS, LENGTH)))
-
-    def loss(x: Tensor, router: Tensor) -> Tensor:
-        found = host(x, router, sequence_weights.tokens_B1, sequence_weights.valid_N1,
-                     lambda scores: route.of_arrays(scores, None, None, "position"))  # fmt: skip
-        return found.gates_Nk.sum() + found.aux_loss + found.z_loss
-
-    x = np.random.default_rng(1).standard_normal((TOKENS, HIDDEN)).astype(np.float32) * 300
-    value, gradients = mindspore.value_and_grad(loss, (0, 1))(Tensor(x), Tensor(np.ones((EXPERTS, HIDDEN), np.float32)))
-    assert np.isfinite(value.asnumpy()) and all(np.isfinite(gradient.asnumpy()).all() for gradient in gradients)
-
-
-def test_half_precision_enters_and_its_gradient_leaves() -> None:
-    """The arithmetic is float32, and the router's weight keeps its own gradient."""
-    settings, route = settings_of(), moe_reference.Route(EXPERTS, CHOSEN)
-    host, random = CpuRouter(settings.experts), np.random.default_rng(2)
-    sequence_weights = sequence_weights_of(np.ones((ROWS, LENGTH)))
-    y = random.standard_normal((TOKENS, HIDDEN)).astype(np.float16)
-    router = Tensor(random.standard_normal((EXPERTS, HIDDEN)).astype(np.float32))
-
-    def loss(y: Tensor, router: Tensor) -> Tensor:
-        decide = lambda scores: route.of_arrays(scores, None, None, "position")  # noqa: E731
-        return (host(y, router, sequence_weights.tokens_B1, sequence_weights.valid_N1, decide).gates_Nk ** 2).sum()
-
-    found = [mindspore.grad(loss, (0, 1))(Tensor(y.astype(dtype)), router) for dtype in (np.float16, np.float32)]
-    assert [gradient.dtype for gradient in found[0]] == [mindspore.float16, mindspore.float32]
-    assert distance(found[0][1].asnumpy(), found[1][1].asnumpy()) == 0
-    assert distance(found[0][0].asnumpy(), found[1][0].asnumpy()) < 1e-3
-
-
-def test_the_cells_are_kept_for_graphs() -> None:
-    """On Ascend the choice is in the graph, and so is the router."""
-    settings = settings_of(use_gmm=True)
-    of_device = {name: load_kernels(select_kernels(settings, name)) for name in ("CPU", "Ascend")}
-    assert of_device["CPU"].cpu_router is CpuRouter and of_device["CPU"].cpu_experts is not None
-    assert of_device["Ascend"].cpu_router is None and of_device["Ascend"].cpu_experts is None
+    native, labels = CpuRouter(settings.experts), labels_of(sequence_weights_of(np.ones((ROWS, LENGTH))))
+    y = np.random.default_rng(1).standard_normal((TOKENS, HIDDEN)).astype(np.float32) * 300
+    router, grad = np.ones((EXPERTS, HIDDEN), np.float32), np.zeros_like(y)
+    found = native.forward(y, router, labels, decide)
+    one = np.float32(1)
+    of_router = native.backward(y, router, labels, found, np.ones((TOKENS, CHOSEN), np.float32), one, one, grad)
+    for array in (found.gates_Nk, found.aux_loss, found.z_loss, grad, of_router):
+        assert np.isfinite(array).all()
+    gates, routing = native.choose(y, router, decide)
+    np.testing.assert_array_equal(gates, found.gates_Nk)
+    np.testing.assert_array_equal(routing.experts_Nk, found.routing.experts_Nk)

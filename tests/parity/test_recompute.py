@@ -133,12 +133,11 @@ def test_each_block_is_computed_once_more_and_no_more(window: list[Batch], tmp_p
     assert counts("frozen", lower, recompute=[0]) == counts("plain frozen", lower)
 
 
-@NATIVE
-def test_memory_of_activations_is_a_quarter_or_less_and_of_frozen_layers_nothing(native: bool) -> None:
-    """What 16 layers keep; measured 6 times less than without, or 9 times of compiled cells."""
+def test_memory_of_activations_is_a_quarter_or_less_and_of_frozen_layers_nothing() -> None:
+    """What 16 layers keep; measured 6 times less than without."""
     ensure_server()
     done = subprocess.run(
-        [sys.executable, FORKED, Path(__file__).with_name("recompute_memory.py"), *([] if native else ["cells"])],
+        [sys.executable, FORKED, Path(__file__).with_name("recompute_memory.py")],
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(REPOSITORY), str(REPOSITORY / "tests")))},
         capture_output=True,
         text=True,
