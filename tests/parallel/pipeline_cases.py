@@ -44,8 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "dense": {"ranks": 2, "steps": LONG, "stages": 2, "micro_batches": 2, "model": TWO_LAYERS, "sections": SCALED},
     "interleaved": {"ranks": 2, "steps": LONG, "stages": 2, "chunks": 2, "micro_batches": 2,
                     "model": {"offset": [[0, 1], [-1, 0]]}, "sections": BY_GROUP},  # an empty chunk
-    "frozen, load of the step": {"stages": 4, "micro_batches": 4, "model": {"moe_config": EXPERTS | OF_STEP},
-                                 "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}}},
+    "frozen, load of the step, mode 1": {
+        "stages": 4, "micro_batches": 4, "model": {"moe_config": EXPERTS | OF_STEP},
+        "sections": {"freeze": {"include": ["embeddings", "layers: 0-1"]}, "context": {"mode": 1}},
+    },
     "tensor, tied": {"stages": 2, "degrees": TENSOR, "micro_batches": 2,
                      "model": TWO_LAYERS | {"num_layers": 3, "offset": [1, 0], "mtp_depth": 1} | DROPOUT,
                      "sections": {"freeze": {"include": ["layers: 1"]}, "runner_wrapper": CLIP | {"local_norm": True}}},
@@ -60,10 +62,10 @@ CASES: dict[str, dict[str, Any]] = {
                   "attention_dropout": 0.1, "sliding_window": 5},
         "sections": RECOMPUTED | SCALED,
     },
-    "tensor and data, compiled": {"ranks": 8, "steps": LONG, "stages": 2, "degrees": ROWS, "micro_batches": 2,
-                                  "compiled": True, "model": TWO_LAYERS, "sections": SCALED},
+    "tensor and data": {"ranks": 8, "steps": LONG, "stages": 2, "degrees": ROWS, "micro_batches": 2,
+                        "model": TWO_LAYERS, "sections": SCALED},
 }  # fmt: skip
-SAME = {"tensor and data, compiled": "dense"}
+SAME = {"tensor and data": "dense"}
 """Cases of which one process trains the same."""
 PREDICTING = [name for name, case in CASES.items() if "degrees" not in case]
 
@@ -73,8 +75,7 @@ def config_of_case(name: str, **sections: Any) -> Config:
     model = {"num_layers": 4, "pp_interleave_num": case.get("chunks", 1), **case.get("model", {})}
     parallel = {"pipeline_stage": case["stages"], "micro_batch_num": case["micro_batches"]} | case.get("degrees", {})
     interleaves = {"pipeline_config": {"pipeline_interleave": "chunks" in case}}
-    given = {"optimizer": SGD, "runner_wrapper": CLIP} | ({"context": {"mode": 0}} if case.get("compiled") else {})
-    given |= {"parallel_config": parallel, "parallel": interleaves, "seed": 5}
+    given = {"optimizer": SGD, "runner_wrapper": CLIP, "parallel_config": parallel, "parallel": interleaves, "seed": 5}
     given |= {"runner_config": {"batch_size": 4}} | case.get("sections", {}) | sections
     return config_of(model=model, **given)
 
@@ -116,13 +117,12 @@ def trained(
             found.setdefault(key, []).append(value)
         found["bubble"].append(result.bubble_share)
     batches, pipeline = [part_of(rows_of(steps, 0), communicator.data_rank, size)] * 2, step.pipeline
-    if not CASES[name].get("compiled"):  # its forward pass would be compiled a second time
-        model = step.model if pipeline is None else pipeline.evaluate
-        evaluated = evaluate(model, step.build_inputs, batches, lambda: False, communicator)
-        found |= {"eval loss": evaluated.loss, "eval tokens": evaluated.tokens}
+    model = step.model if pipeline is None else pipeline.evaluate
+    evaluated = evaluate(model, step.build_inputs, batches, lambda: False, communicator)
+    found |= {"eval loss": evaluated.loss, "eval tokens": evaluated.tokens}
     if name in PREDICTING:
         stages = () if pipeline is None else (pipeline.generation_chunks(), pipeline.share_logits)
-        generator = Generator(step.model, step.build_inputs, [], *stages)
+        generator = Generator(step.model, step.build_inputs, [], *stages, native=True)
         texts = list(generator.stream([[1, 2, 3], [4]], [4, 6], Sampling()))
         found["new tokens"] = [-1 if token is None else token for tokens in texts for token in tokens]
     found["weights"] = {}

@@ -41,8 +41,6 @@ from run_helpers import (  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group(__name__)]
 
 JOB_SECONDS = 200  # two cores that other tests use as well
-# Ranks that divide matrices compile their head, those that divide sequences whole blocks: a third of a short job.
-EAGER = {"context.mode": 1}
 SAVED_EVERY = 5
 SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
 STAGES = {"pipeline_stage": 2, "micro_batch_num": 2, "model_parallel": 2, "use_seq_parallel": True}
@@ -167,8 +165,8 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     parts: list[tuple[int, int, signal.Signals | None, dict]] = [
         # ranks, steps, signal that ends them, settings
         (4, 12, None, {"runner_config.batch_size": 2, "parallel": SHARED}),
-        (2, 12, signal.SIGTERM, {"parallel_config": {"context_parallel": 2}, **EAGER}),
-        (4, 3, signal.SIGINT, {"parallel_config": STAGES, **EAGER}),
+        (2, 12, signal.SIGTERM, {"parallel_config": {"context_parallel": 2}}),
+        (4, 3, signal.SIGINT, {"parallel_config": STAGES}),
         (1, 25, None, {}),
     ]
     for number, (ranks, steps, ended_by, differs) in enumerate(parts):

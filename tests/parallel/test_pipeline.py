@@ -34,19 +34,13 @@ def ranks_of(name: str) -> int:
     return CASES[name].get("ranks", 4)
 
 
-def left_out(name: str) -> set[str]:
-    """What one process tells and the ranks do not."""
-    evaluation = {"eval loss", "eval tokens"} if CASES[name].get("compiled") else set()
-    return evaluation | (set() if name in PREDICTING else {"new tokens"})
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_trains_what_one_process_trains(name: str) -> None:
     preflight(config_of_case(name, use_parallel=True), world_of(ranks_of(name)))
     ranks, right = of_ranks(ranks_of(name)), of_one_process(SAME.get(name, name))
     for found in (rank[name] for rank in ranks):
         assert all(0 <= share < 1 for share in found["bubble"]) and found["bubble"] == ranks[0][name]["bubble"]
-        assert found.keys() == right.keys() - left_out(name)
+        assert found.keys() == right.keys() - (set() if name in PREDICTING else {"new tokens"})
         for key in found.keys() - {"weights", "bubble"}:
             limit = 1e-4 if "norm" in key else 1e-5
             np.testing.assert_allclose(found[key], right[key], rtol=limit, atol=1e-7, err_msg=key)

@@ -11,6 +11,7 @@ from trainer.cli.flags import split_arguments
 from trainer.config import config_notices, dump_config, parse_config, preflight
 from trainer.config.checks.parallel import degrees_of, in_job, shard_threshold_bytes, shards_optimizer
 from trainer.errors import UserError
+from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.plan.ascend import ascend_problems
@@ -393,3 +394,17 @@ def test_the_threshold_may_stand_in_either_place() -> None:
 def test_values_of_another_kind_are_errors(text: str, parts: list[str]) -> None:
     message = error_of(text)
     assert all(part in message for part in parts), message
+
+
+@pytest.mark.parametrize(
+    ("degrees", "native"),
+    [
+        ("model_parallel: 2", True), ("context_parallel: 2", True), ("pipeline_stage: 2, micro_batch_num: 2", False),
+        ("data_parallel: 8", False),
+    ],
+)  # fmt: skip
+def test_context_mode_1_and_ranks_that_compute_a_layer_together(degrees: str, native: bool) -> None:
+    text = f"use_parallel: True\nparallel_config: {{{degrees}}}\ncontext: {{mode: 1}}\n"
+    assert on_arrays(load(BASE + text), "CPU", EIGHT) == native
+    assert ("context.mode 1: no effect on a CPU" in told(text, EIGHT)) == native
+    assert ("context.mode 1 is for debugging" in told(text, EIGHT)) != native

@@ -95,7 +95,7 @@ class Generator:
 
     In a pipeline `chunks` are those of this stage, and `share` gives all stages the logits of the last one, which takes
     None from the others. Where ranks divide a model, `agree` makes the new tokens of one of them those of all, whatever
-    the rounding of their processors.
+    the rounding of their processors. `native`: with native CPU layers; None: where the model has them.
     """
 
     def __init__(
@@ -106,10 +106,13 @@ class Generator:
         chunks: Sequence[StageChunk] | None = None,
         share: Callable[[np.ndarray | None], np.ndarray] = lambda logits_BV: logits_BV,
         agree: Callable[[list[int | None]], list[int | None]] = lambda tokens: tokens,
+        native: bool | None = None,
     ) -> None:
         self.model, self.eos_ids, self.share, self.agree = model, frozenset(eos_ids), share, agree
         self.chunks = chunks or [StageChunk(range(model.settings.num_layers))]
-        kind = ArrayPredictor if model.kernels.host_layers else DeviceParts
+        if native is None:
+            native = model.kernels.host_layers
+        kind = ArrayPredictor if native else DeviceParts
         self.parts: DeviceParts | ArrayPredictor = kind(model, build_inputs)
 
     def stream(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.parallel import runs_semi_auto
+from trainer.config.checks.parallel import degrees_of, runs_semi_auto
 from trainer.config.notice import Notice
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
@@ -113,11 +113,14 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
 def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> bool:
     """Whether native CPU layers compute the model: every decoder on a CPU in explicit mode.
 
-    context.mode 1 trains and evaluates with MindSpore's operators, one by one; it predicts with native layers, too.
+    context.mode 1 trains and evaluates with MindSpore's operators, one by one, where each rank computes whole layers.
+    It predicts with native layers, too.
     """
     if device != "CPU" or config.classifier is not None or runs_semi_auto(config, world):
         return False
-    return config.context.mode == 0 or config.run_mode in ("predict", "chat")
+    if config.context.mode == 0 or config.run_mode in ("predict", "chat"):
+        return True
+    return degrees_of(config, world).divide_layers
 
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:

@@ -49,6 +49,11 @@ class Degrees(NamedTuple):
         """Whether ranks compute a model together; otherwise each has the whole model and batches of its own."""
         return self.ranks > self.data_parallel or self.expert_parallel > 1
 
+    @property
+    def divide_layers(self) -> bool:
+        """Whether ranks compute a layer together: they share its matrices, its experts or the tokens of sequences."""
+        return max(self.model_parallel, self.context_parallel, self.expert_parallel) > 1
+
 
 class MeshCoordinate(NamedTuple):
     pipeline: int

@@ -1,4 +1,4 @@
-"""What explicit mode cannot do on an Ascend, and operator by operator on a CPU, of what divides a model."""
+"""What explicit mode cannot do on an Ascend of what divides a model."""
 
 from __future__ import annotations
 
@@ -44,15 +44,6 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
     if degrees.context_parallel > 1:
         yield from _context_problems(with_device_defaults(config, "Ascend"))
-
-
-def eager_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
-    """What keeps a job of these degrees from running operator by operator (context.mode 1) on CPUs."""
-    shared = ("model_parallel", "context_parallel", "expert_parallel")
-    divided = [name for name in shared if getattr(degrees, name) > 1]
-    if divided and config.context.mode == 1 and config.run_mode not in ("predict", "chat"):
-        rule = f"on CPUs {divided[0]} needs native layers, and mode 1 runs MindSpore's operators one by one"
-        yield problem(config, "context.mode", rule, f"set it to 0, or parallel_config.{divided[0]} to 1")
 
 
 def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:

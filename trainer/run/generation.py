@@ -74,13 +74,14 @@ def open_generator(
 
 
 def generator_of(session: Session, ends: Iterable[int], copy: SharedCopy) -> Generator:
-    """Generates with the weights that the model has now: in half precision it rounds them when it is made."""
+    """Generates with the weights that the model has now, on a CPU with native layers, whatever trains the model."""
     from trainer.models.generate import Generator
 
     of_stages = {}
     if session.pipeline is not None:
         of_stages = {"chunks": session.pipeline.generation_chunks(), "share": session.pipeline.share_logits}
-    return Generator(session.model, session.build_inputs, list(ends), **of_stages, agree=copy.agree)
+    native = session.device == "CPU"
+    return Generator(session.model, session.build_inputs, list(ends), **of_stages, agree=copy.agree, native=native)
 
 
 class Sampler:

@@ -227,7 +227,9 @@ class _Training:
         self.step = backend.open(schedule, weights, self.plan.device)
         del weights
         step = self.step
-        self.session = Session(step.model, step.build_inputs, step.communicator, step.computes_together, step.pipeline)
+        self.session = Session(
+            step.model, step.build_inputs, step.communicator, step.computes_together, step.pipeline, self.plan.device
+        )
         backend.check_layout(self.layout, self.session.communicator)
         communicator, beside = self.session.communicator, self.saves.async_save
         self.saver = Saver(self.checkpoints, communicator, beside, self.tell_saved, self.beat)

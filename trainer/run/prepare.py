@@ -20,7 +20,7 @@ from trainer.ops.host_library import find_onednn
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
-from trainer.plan.ascend import ascend_problems, eager_problems
+from trainer.plan.ascend import ascend_problems
 from trainer.plan.division import layout_of
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
@@ -71,9 +71,8 @@ class ExplicitBackend:
         return "blocks compiled once, run layer by layer"
 
     def check_device(self, device: str) -> None:
-        """Raises a UserError for what `preflight` lets through and the device cannot do."""
-        find = ascend_problems if device == "Ascend" else eager_problems
-        for found in find(self.config, degrees_of(self.config, self.world)):
+        """A CPU can do what `preflight` lets through."""
+        for found in ascend_problems(self.config, degrees_of(self.config, self.world)) if device == "Ascend" else ():
             raise found.error
 
     def problems(self) -> list[Problem]:

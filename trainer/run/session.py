@@ -69,6 +69,7 @@ class Session:
     """Whether the ranks evaluate each batch together; otherwise each has batches of its own."""
     pipeline: Pipeline | None = None
     """Where the model is a stage of one."""
+    device: str = "CPU"
 
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within it ranks that share weights (level 3 of `enable_parallel_optimizer`) have all of them; all enter it
@@ -110,7 +111,7 @@ def open_session(
     check_same_weights(model, communicator)
     if isinstance(communicator, ModelParallel) and communicator.groups.pp is not None:
         pipeline = build_pipeline(config, model, communicator.groups.pp, on_one_host=world.local_size == world.size)
-    return Session(model, build_inputs, communicator, pipeline=pipeline)
+    return Session(model, build_inputs, communicator, pipeline=pipeline, device=device)
 
 
 def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:

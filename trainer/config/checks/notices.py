@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from trainer.config.checks.model import targets_experts, targets_in_experts
 from trainer.config.checks.moe import capacity_factor, watches_drop_rate
-from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, runs_semi_auto
+from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, degrees_of, is_semi_auto, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import FAMILIES, named_family
 from trainer.config.hugging_face import class_differences, saved_class
@@ -182,9 +182,18 @@ def rule_notices(config: Config, device: str) -> list[str]:
     unused = [Notice(text, "ignored") for text in _unused(config)]
     dtypes = [Notice(text, "dtype") for text in _precision(config, device)]
     recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
-    calls_operators = config.context.mode == 1 and config.run_mode not in ("predict", "chat")
-    leaks = [_LEAKS] if calls_operators and device == "CPU" and not is_semi_auto(config) else []
-    return [*unused, *dtypes, *leaks, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
+
+
+def mode_notices(config: Config, world: World, device: str) -> Iterator[Notice]:
+    """What context.mode 1 means on a CPU."""
+    if config.context.mode == 0 or config.run_mode in ("predict", "chat") or device != "CPU" or is_semi_auto(config):
+        return
+    if degrees_of(config, world).divide_layers:
+        yield Notice("context.mode 1: no effect on a CPU where ranks share matrices, experts or tokens of sequences:"
+                     " native layers compute the model", "ignored")
+    else:
+        yield _LEAKS
 
 
 def _precision(config: Config, device: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.notices import parallel_notices, rule_notices
+from trainer.config.checks.notices import mode_notices, parallel_notices, rule_notices
 from trainer.config.checks.problem import Problem, raise_problems
 from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.unsupported import ignored_notices, not_yet_problems
@@ -139,4 +139,5 @@ def config_notices(config: Config, world: World = SINGLE_PROCESS, device: str | 
     device = device or config.context.device_target or "CPU"
     ignored = [Notice(text, "ignored") for text in ignored_notices(config)]
     parallel = [Notice(text, "parallel") for text in parallel_notices(config, world)]
-    return [*config.source.notices, *ignored, *rule_notices(config, device), *parallel]
+    modes = mode_notices(config, world, device)
+    return [*config.source.notices, *ignored, *rule_notices(config, device), *modes, *parallel]
