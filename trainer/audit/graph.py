@@ -23,6 +23,7 @@ from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping,
 from trainer.models.decoder import DecoderWiring
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, sublayer_of
 from trainer.models.spec.shapes import (
     all_shapes,
@@ -31,7 +32,6 @@ from trainer.models.spec.shapes import (
     dropped_projections,
     mlp_shapes,
     moe_shapes,
-    parameter_name,
 )
 
 if TYPE_CHECKING:
@@ -63,8 +63,9 @@ class FunctionalDecoder(DecoderWiring):
     def __init__(
         self, settings: ModelConfig, kernels: KernelSet, tokens: int, layers: Sequence[int] | None = None
     ) -> None:
-        numbers = range(settings.num_layers + settings.mtp_depth) if layers is None else layers
-        modules = sum(number >= settings.num_layers for number in numbers)
+        spec = model_spec(settings)
+        numbers = range(len(spec.layers)) if layers is None else layers
+        modules = sum(number in spec.module_layers for number in numbers)
         super().__init__(settings, len(numbers) - modules, modules)
         self.layers = nn.CellList([_Layer(settings, kernels, layer, tokens) for layer in numbers])
         self.merges = nn.CellList([MergeTokens(settings, kernels) for _ in range(modules)])
@@ -142,15 +143,16 @@ def weight_names(settings: ModelConfig, layers: Sequence[int], known: Sequence[s
 
     An adapter that is not among the `known` parameters of the model becomes None.
     """
-    head = EMBEDDING if settings.tie_word_embeddings else HEAD
-    mappings = [MAPPING_IN, MAPPING_OUT] if settings.maps_embedding else []
+    spec = model_spec(settings)
+    head = EMBEDDING if spec.tied else HEAD
+    mappings = [MAPPING_IN, MAPPING_OUT] if spec.maps_embedding else []
     names: list[list[str | None]] = [[EMBEDDING, FINAL_NORM, head, *mappings]]
     for layer in layers:
-        own = [*MTP_WEIGHTS, MTP_NORM] if layer >= settings.num_layers else []
+        own = [*MTP_WEIGHTS, MTP_NORM] if layer in spec.module_layers else []
         block = block_weights(settings)
-        if settings.is_moe_layer(layer):
+        if spec.layers[layer].is_moe:
             block = [name if sublayer_of(name) == "attention" else "" for name in block] + list(moe_shapes(settings))
-        full = (parameter_name(settings, layer, name) for name in own + block)
+        full = (spec.parameter_name(layer, name) for name in own + block)
         names.append([name if name in known else None for name in full])
     return names
 

@@ -196,9 +196,9 @@ def local_settings(settings: ModelConfig, tensor: int, rank: int = 0) -> ModelCo
         "num_heads": settings.num_heads // tensor,
         "intermediate_size": settings.ffn_size // tensor,
         "vocab_size": vocabulary.stop - vocabulary.start,
+        "n_kv_heads": max(1, settings.kv_heads // tensor),
+        "head_dim": settings.head_size,
     }
-    if not settings.multi_latent_attention:
-        changes |= {"n_kv_heads": max(1, settings.kv_heads // tensor), "head_dim": settings.head_size}
     if settings.experts is not None:
         shared = settings.shared_expert_size
         sizes = {"moe_intermediate_size": settings.expert_size}

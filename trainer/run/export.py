@@ -19,6 +19,7 @@ from trainer.checkpoint.weights import module_layers, requested_weights
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
+from trainer.models.spec.adapters import adapter_spec
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
 from trainer.monitors import wording
 from trainer.monitors.files import make_folder, write_failure
@@ -111,7 +112,7 @@ def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, l
     notices: list[str] = []
     if merge:
         found = merged(starting_weights(config, notices.append, new_modules=False), config.decoder)
-        pairs, scale = len(adapter_shapes(config.decoder)) // 2, config.decoder.pet_config.scale
+        pairs, scale = len(adapter_shapes(config.decoder)) // 2, adapter_spec(config.decoder).scale
         base = config.load_checkpoint or "random weights"
         return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notices
     found = requested_weights(config, notices.append, new_modules=False)

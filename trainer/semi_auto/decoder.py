@@ -17,8 +17,9 @@ from mindspore.ops import operations as P
 
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix, sublayer_of
-from trainer.models.spec.shapes import block_weights, mask_sites, moe_shapes, parameter_name
+from trainer.models.spec.shapes import block_weights, mask_sites, moe_shapes
 from trainer.ops.plain import shard_operators
 
 if TYPE_CHECKING:
@@ -50,38 +51,38 @@ class SemiAutoDecoder(DecoderWiring):
         *,
         staged: bool = False,
     ) -> None:
-        depth, all_layers = settings.num_layers, range(settings.num_layers + settings.mtp_depth)
-        super().__init__(settings, depth, settings.mtp_depth)
-        embedding, tied = parameters[EMBEDDING], settings.tie_word_embeddings
+        spec = model_spec(settings)
+        super().__init__(settings, spec.num_layers, spec.mtp_modules)
+        embedding, tied = parameters[EMBEDDING], spec.tied
         self.hands_on = staged and tied
         output = None if self.hands_on else embedding if tied else parameters[HEAD]
 
         def weights(layer: int, names: Iterable[str]) -> list[Parameter | None]:
-            return [parameters.get(parameter_name(settings, layer, name)) for name in names]
+            return [parameters.get(spec.parameter_name(layer, name)) for name in names]
 
-        norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in all_layers[depth:])]
+        norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in spec.module_layers)]
         mapping_in, mapping_out = (parameters.get(name) for name in (MAPPING_IN, MAPPING_OUT))
         self.embed = EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in)
         self.mtp_embeds = _cells(
-            EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in) for _ in range(settings.mtp_depth)
+            EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in) for _ in spec.module_layers
         )
         self.matrix = MatrixCell(embedding, kernels.compute_dtype) if self.hands_on else None
 
         def layer_cell(layer: int) -> LayerCell:
             own = weights(layer, block_weights(settings))
-            if not settings.is_moe_layer(layer):
+            if not spec.layers[layer].is_moe:
                 return LayerCell(Block(settings, kernels), own, mask_sites(settings, layer))
             cell = experts.of_layer(layer_prefix(layer), weights(layer, moe_shapes(settings)))
             kept = [sublayer_of(name) == "attention" for name in block_weights(settings)]
             own = [weight if is_own else None for weight, is_own in zip(own, kept, strict=True)]
             return LayerCell(Block(settings, kernels, "attention"), own, mask_sites(settings, layer), cell)
 
-        self.layers = _cells(map(layer_cell, all_layers))
-        self.has_window = tuple(map(settings.has_window, all_layers))
+        self.layers = _cells(map(layer_cell, range(len(spec.layers))))
+        self.has_window = tuple(layer.attention.window is not None for layer in spec.layers)
         self.has_experts = tuple(layer.experts is not None for layer in self.layers)
         self.merges = _cells(
             MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
-            for layer, norm in zip(all_layers[depth:], norms, strict=False)
+            for layer, norm in zip(spec.module_layers, norms, strict=False)
         )
         self.heads = _cells(HeadCell(Head(settings, kernels), norm, output, mapping_out) for norm in norms)
         self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None

@@ -31,6 +31,7 @@ from trainer.config.recompute import gathered_again, recompute_text, recomputed_
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
@@ -149,14 +150,14 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
 
 def stages(config: Config) -> dict[str, int]:
     """The stage of each cell of the loss cell; multi-token prediction modules are on the last one."""
-    settings, last = config.decoder, config.parallel_config.pipeline_stage - 1
+    spec, last = model_spec(config.decoder), config.parallel_config.pipeline_stage - 1
     layers = {layer: stage for stage, own in enumerate(stage_layers(config)) for layer in own}
-    layers |= dict.fromkeys(range(settings.num_layers, settings.num_layers + settings.mtp_depth), last)
+    layers |= dict.fromkeys(spec.module_layers, last)
     found = {f"decoder.layers.{layer}": stage for layer, stage in sorted(layers.items())}
-    found |= {"decoder.embed": 0} | ({"decoder.matrix": 0} if settings.tie_word_embeddings else {})
-    for module in range(settings.mtp_depth):
+    found |= {"decoder.embed": 0} | ({"decoder.matrix": 0} if spec.tied else {})
+    for module in range(spec.mtp_modules):
         found |= {f"decoder.mtp_embeds.{module}": 0, f"decoder.merges.{module}": last}
-    return found | {f"decoder.heads.{head}": last for head in range(settings.mtp_depth + 1)}
+    return found | {f"decoder.heads.{head}": last for head in range(spec.mtp_modules + 1)}
 
 
 def differentiated_names(config: Config) -> list[str]:
@@ -206,7 +207,8 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
     section, layers, staged = config.recompute_config, loss.decoder.layers, isinstance(loss, LazyLossCell)
     parts = recomputed_parts(config)
     # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
-    for layer, part in zip(layers, parts + parts[-1:] * config.decoder.mtp_depth, strict=True):
+    modules = len(layers) - len(parts)
+    for layer, part in zip(layers, parts + parts[-1:] * modules, strict=True):
         if part:
             has_experts = part == "mlp" and layer.experts is not None
             cell = layer if part == "block" else layer.experts if has_experts else getattr(layer.block, part)
@@ -272,7 +274,7 @@ class LossCell(nn.Cell):
             )
             for name, shape in shapes.items()
         }
-        self.depth = settings.mtp_depth
+        self.depth = model_spec(settings).mtp_modules
         self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, experts, staged=staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.cos, self.sin = Tensor(cos), Tensor(sin)
