@@ -11,9 +11,8 @@ from tolerances import decoder_limits
 
 from trainer.arrays import tiles
 from trainer.arrays.attention import cache as kv_cache
-from trainer.models import array_prediction, generate
-from trainer.models.array_prediction import ArrayPredictor
-from trainer.models.generate import DeviceParts, Generator
+from trainer.models import generate
+from trainer.models.generate import ArrayPredictor, DeviceParts, Generator
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +78,7 @@ def test_a_pass_on_arrays_gives_the_numbers_of_tensors(name: str, monkeypatch: p
     whole = logits_of(made, ArrayPredictor)
     with monkeypatch.context() as patch:
         patch.setattr(generate, "_MOST_PROMPT_TOKENS", 4)
-        for module in (tiles, kv_cache, array_prediction):
+        for module in (tiles, kv_cache, generate):
             patch.setattr(module, "_SHARED_WORK", 0)
         patch.setattr(tiles, "_SHARED_COLUMNS", 1)
         pieces = logits_of(made, ArrayPredictor)
