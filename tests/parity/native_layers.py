@@ -88,6 +88,7 @@ class Case:
     weights: dict[str, np.ndarray]
     formula: Callable[..., np.ndarray]
     terms: int
+    settings: ModelConfig | None = None
     layer: LayerSpec | None = None
     sequences: Sequences | None = None
     dropout: LayerDropout | None = None
@@ -297,7 +298,8 @@ def attention_case(segments: Sequence[Sequence[int]], seed: int = 0, **changes: 
     if spec.adapters:
         terms += 2 * max(one.rank for one in spec.adapters.values())
     formula = functools.partial(attention_formula, spec, sequences, masks)
-    return Case(x_ND, upstream_ND, weights, formula, terms, layer, sequences, dropout if masks else None, masks)
+    drawn = dropout if masks else None
+    return Case(x_ND, upstream_ND, weights, formula, terms, settings, layer, sequences, drawn, masks)
 
 
 def mlp_case(tokens: int, seed: int = 0, **changes: Any) -> Case:
@@ -312,7 +314,74 @@ def mlp_case(tokens: int, seed: int = 0, **changes: Any) -> Case:
     weights = weights_of(layer, "mlp", random)
     x_ND, upstream_ND = (normal(random, tokens, HIDDEN) for _ in range(2))
     formula = functools.partial(mlp_formula, layer.mlp, masks)
-    return Case(x_ND, upstream_ND, weights, formula, terms, layer, None, dropout if masks else None, masks)
+    return Case(x_ND, upstream_ND, weights, formula, terms, settings, layer, None, dropout if masks else None, masks)
+
+
+ONE, PACKED = [[0] * 7], [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]
+BIASES = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True}
+POST_NORMS = {"post_self_attn_layernorm": True, "post_mlp_layernorm": True}
+DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
+
+
+def adapters(dropout: float = 0.0, targets: str = ".*_proj") -> dict[str, Any]:
+    pet = {"lora_rank": 3, "lora_alpha": 7.5, "lora_dropout": dropout, "target_modules": targets}
+    return {"pet_config": pet}
+
+
+LATENT = {
+    "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 5, "kv_lora_rank": 3,
+    "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3, "num_heads": 2, "n_kv_heads": 2, "head_dim": None,
+}  # fmt: skip
+ATTENTION: dict[str, tuple[dict, list]] = {
+    "plain": ({}, PACKED),
+    "all heads": ({"n_kv_heads": 4}, ONE),
+    "one group, interleaved": ({"n_kv_heads": 1, "rope_interleave": True}, ONE),
+    "partial, biases": ({"rotary_pct": 0.5, **BIASES}, [[0] * 6]),
+    "head norms, window": ({"use_qk_norm": True, "sliding_window": 3}, PACKED),
+    "window 1": ({"sliding_window": 1}, [[0] * 8]),
+    "window 5": ({"sliding_window": 5}, [[0] * 8]),
+    "one token": ({"use_qk_norm": True, "n_kv_heads": 1}, [[0], [0]]),
+    "norm after it": ({**POST_NORMS, **BIASES}, PACKED),
+    "adapters": (adapters(), PACKED),
+    "adapters of some, biases": ({**adapters(targets=".*(q|o)_proj"), **BIASES}, ONE),
+    "adapters with dropout": ({**adapters(0.3), **BIASES}, PACKED),
+    "dropout of probabilities": ({"attention_dropout": 0.3}, PACKED),
+    "dropout of the output": ({"hidden_dropout": 0.2, **BIASES}, ONE),
+    "everything": (
+        {"use_qk_norm": True, "sliding_window": 3, **POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES}, PACKED,
+    ),
+    "latent": (LATENT, PACKED),
+    "latent, interleaved, biases": ({**LATENT, "rope_interleave": True, **BIASES}, ONE),
+    "latent, queries of the hidden state": ({**LATENT, "q_lora_rank": None, "sliding_window": 3}, ONE),
+    "latent, adapters": ({**LATENT, **adapters(targets=".*_proj.*")}, ONE),
+    "latent, everything": (
+        {**LATENT, "q_lora_rank": None, "rope_interleave": True, **adapters(0.3, ".*_proj.*"), **DROPOUT, **BIASES},
+        PACKED,
+    ),
+}  # fmt: skip
+
+
+@functools.cache
+def attention_of(name: str) -> Case:
+    changes, segments = ATTENTION[name]
+    return attention_case(segments, seed=list(ATTENTION).index(name), **changes)
+
+
+MLPS: dict[str, dict] = {
+    "plain": {},
+    "biases": BIASES,
+    "norm after it": {**POST_NORMS, **BIASES},
+    "adapters": adapters(),
+    "adapters of some, biases": {**adapters(targets=".*(up|down)_proj"), **BIASES},
+    "adapters with dropout": {**adapters(0.3), **BIASES},
+    "dropout": {"hidden_dropout": 0.2},
+    "everything": {**POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES},
+}
+
+
+@functools.cache
+def mlp_of(name: str, tokens: int) -> Case:
+    return mlp_case(tokens, seed=list(MLPS).index(name), **MLPS[name])
 
 
 def check_saved(saved: Arrays, listed: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> None:

@@ -15,15 +15,21 @@ import numpy_kernels
 import pytest
 from mindspore import Tensor
 from native_layers import (
+    ATTENTION,
+    DROPOUT,
     HIDDEN,
     KEY,
+    LATENT,
+    MLPS,
+    POST_NORMS,
     VOCABULARY,
     WIDTH,
     Case,
-    attention_case,
+    adapters,
+    attention_of,
     check_saved,
-    mlp_case,
     mlp_formula,
+    mlp_of,
     normal,
     trained_subsets,
 )
@@ -47,56 +53,6 @@ from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.models.spec.saved import attention_saved, mlp_saved
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
-ONE, PACKED = [[0] * 7], [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]
-BIASES = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True}
-POST_NORMS = {"post_self_attn_layernorm": True, "post_mlp_layernorm": True}
-DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
-
-
-def adapters(dropout: float = 0.0, targets: str = ".*_proj") -> dict[str, Any]:
-    pet = {"lora_rank": 3, "lora_alpha": 7.5, "lora_dropout": dropout, "target_modules": targets}
-    return {"pet_config": pet}
-
-
-LATENT = {
-    "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 5, "kv_lora_rank": 3,
-    "qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3, "num_heads": 2, "n_kv_heads": 2, "head_dim": None,
-}  # fmt: skip
-ATTENTION: dict[str, tuple[dict, list]] = {
-    "plain": ({}, PACKED),
-    "all heads": ({"n_kv_heads": 4}, ONE),
-    "one group, interleaved": ({"n_kv_heads": 1, "rope_interleave": True}, ONE),
-    "partial, biases": ({"rotary_pct": 0.5, **BIASES}, [[0] * 6]),
-    "head norms, window": ({"use_qk_norm": True, "sliding_window": 3}, PACKED),
-    "window 1": ({"sliding_window": 1}, [[0] * 8]),
-    "window 5": ({"sliding_window": 5}, [[0] * 8]),
-    "one token": ({"use_qk_norm": True, "n_kv_heads": 1}, [[0], [0]]),
-    "norm after it": ({**POST_NORMS, **BIASES}, PACKED),
-    "adapters": (adapters(), PACKED),
-    "adapters of some, biases": ({**adapters(targets=".*(q|o)_proj"), **BIASES}, ONE),
-    "adapters with dropout": ({**adapters(0.3), **BIASES}, PACKED),
-    "dropout of probabilities": ({"attention_dropout": 0.3}, PACKED),
-    "dropout of the output": ({"hidden_dropout": 0.2, **BIASES}, ONE),
-    "everything": (
-        {"use_qk_norm": True, "sliding_window": 3, **POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES}, PACKED,
-    ),
-    "latent": (LATENT, PACKED),
-    "latent, interleaved, biases": ({**LATENT, "rope_interleave": True, **BIASES}, ONE),
-    "latent, queries of the hidden state": ({**LATENT, "q_lora_rank": None, "sliding_window": 3}, ONE),
-    "latent, adapters": ({**LATENT, **adapters(targets=".*_proj.*")}, ONE),
-    "latent, everything": (
-        {**LATENT, "q_lora_rank": None, "rope_interleave": True, **adapters(0.3, ".*_proj.*"), **DROPOUT, **BIASES},
-        PACKED,
-    ),
-}  # fmt: skip
-
-
-@functools.cache
-def attention_of(name: str) -> Case:
-    changes, segments = ATTENTION[name]
-    return attention_case(segments, seed=list(ATTENTION).index(name), **changes)
-
-
 def check_attention(case: Case) -> None:
     spec, place, given = case.layer.attention, case.sequences.positions, case.x_ND.copy()
     sublayer = CpuAttention(spec, Scratch())
@@ -116,23 +72,6 @@ def check_attention(case: Case) -> None:
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str, implementation: str) -> None:
     check_attention(attention_of(name))
-
-
-MLPS: dict[str, dict] = {
-    "plain": {},
-    "biases": BIASES,
-    "norm after it": {**POST_NORMS, **BIASES},
-    "adapters": adapters(),
-    "adapters of some, biases": {**adapters(targets=".*(up|down)_proj"), **BIASES},
-    "adapters with dropout": {**adapters(0.3), **BIASES},
-    "dropout": {"hidden_dropout": 0.2},
-    "everything": {**POST_NORMS, **adapters(0.3), **DROPOUT, **BIASES},
-}
-
-
-@functools.cache
-def mlp_of(name: str, tokens: int) -> Case:
-    return mlp_case(tokens, seed=list(MLPS).index(name), **MLPS[name])
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("plain", 1), ("biases", 4), *((name, 10) for name in MLPS)])

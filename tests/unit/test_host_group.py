@@ -9,30 +9,13 @@ import time
 
 import numpy as np
 import pytest
-from thread_ranks import ThreadRank, on_ranks
+from thread_ranks import ThreadRank, on_groups, on_ranks
 
 from trainer.errors import RunError
 from trainer.parallel import connections
-from trainer.parallel.connections import Connections, connect
+from trainer.parallel.connections import Connections
 from trainer.parallel.host_group import HostGroup
 from trainer.parallel.sharding import range_of_rank
-
-
-def on_groups(ranks: int, work, on_one_host: bool = True) -> list:
-    """Calls `work` with the group of all ranks on each of them; returns their results, or raises the first error."""
-
-    def run(rank: ThreadRank):
-        found = connect(rank.rank, rank.size, rank.gather_bytes, on_one_host, 20)
-        try:
-            return work(HostGroup(found, range(rank.size)))
-        finally:
-            found.close()
-
-    results = on_ranks(ranks, run)
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
 
 
 def arrays_of(ranks: int, shape: tuple[int, ...], dtype: type = np.float32) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests without MindSpore."""
+"""Ranks as threads of one process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+from trainer.parallel.connections import connect
+from trainer.parallel.host_group import HostGroup
 
 _LIMIT_SECONDS = 20
 
@@ -36,3 +39,20 @@ def on_ranks(ranks: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(run, range(ranks)))
+
+
+def on_groups(ranks: int, work: Callable[[HostGroup], Any], on_one_host: bool = True) -> list[Any]:
+    """Calls `work` with the group of all ranks on each of them; returns their results, or raises the first error."""
+
+    def run(rank: ThreadRank) -> Any:
+        found = connect(rank.rank, rank.size, rank.gather_bytes, on_one_host, _LIMIT_SECONDS)
+        try:
+            return work(HostGroup(found, range(rank.size)))
+        finally:
+            found.close()
+
+    results = on_ranks(ranks, run)
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
+    return results
