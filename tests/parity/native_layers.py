@@ -317,7 +317,7 @@ def mlp_case(tokens: int, seed: int = 0, **changes: Any) -> Case:
     return Case(x_ND, upstream_ND, weights, formula, terms, settings, layer, None, dropout if masks else None, masks)
 
 
-ONE, PACKED = [[0] * 7], [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]
+ONE, PACKED = [[0] * 10], [[0, 0, 1, 1, 1, 2, 2], [0, 1, 1, 1, 1, 1, 1]]
 BIASES = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True}
 POST_NORMS = {"post_self_attn_layernorm": True, "post_mlp_layernorm": True}
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.3}
@@ -380,8 +380,8 @@ MLPS: dict[str, dict] = {
 
 
 @functools.cache
-def mlp_of(name: str, tokens: int) -> Case:
-    return mlp_case(tokens, seed=list(MLPS).index(name), **MLPS[name])
+def mlp_of(name: str, tokens: int, width: int = WIDTH) -> Case:
+    return mlp_case(tokens, seed=list(MLPS).index(name), intermediate_size=width, **MLPS[name])
 
 
 def check_saved(saved: Arrays, listed: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> None:

@@ -1,0 +1,304 @@
+"""Native layers that two ranks compute together, as threads of one process, against the formulas of native_layers.py.
+
+Each rank has its part of the weights, by the layout of a run, and with sequence parallelism its rows of the residual
+stream. Together their results and gradients are those of one rank with everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy_kernels
+import pytest
+from mindspore import Tensor
+from native_layers import HIDDEN, KEY, VOCABULARY, Case, attention_of, check_saved, mlp_of, normal
+from thread_ranks import on_groups
+from tolerances import SAME_ROUNDINGS, U_BFLOAT16
+
+from trainer.arrays.attention.sublayer import CpuAttention
+from trainer.arrays.embedding import CpuEmbedding
+from trainer.arrays.head import FusedLinearCrossEntropy
+from trainer.arrays.memory import narrow_weight
+from trainer.arrays.mlp import CpuMlp
+from trainer.arrays.onednn import BFLOAT16
+from trainer.arrays.sublayer import SublayerCall
+from trainer.arrays.tiles import Scratch
+from trainer.models.dropout import DropoutShards
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.names import EMBEDDING
+from trainer.models.spec.saved import attention_saved, mlp_saved
+from trainer.parallel.host_group import HostGroup
+from trainer.parallel.layout import ModelLayout, ParameterLayout, local_settings, model_layout
+from trainer.parallel.mesh import Degrees, MeshCoordinate
+from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.tensor import ModelShard, TensorParallel
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+RANKS, U_FLOAT16 = 2, 2.0**-11
+KINDS = ("stream", "tokens", "queries", "keys")  # of rows of what is kept
+LAYER = "model.layers.0."
+ROWS = pytest.mark.parametrize("shares_rows", [False, True], ids=["whole stream", "own rows"])
+
+
+class RankResult(NamedTuple):
+    """What one rank has of a result and of all gradients."""
+
+    result_ND: np.ndarray
+    grad_ND: np.ndarray
+    gradients: dict[str, np.ndarray]
+
+
+def where(rank: int) -> MeshCoordinate:
+    return MeshCoordinate(0, 0, 0, rank)
+
+
+def joined(layout: ModelLayout, name: str, parts: list[np.ndarray]) -> np.ndarray:
+    """The gradient of a whole weight from those of the ranks."""
+    one: ParameterLayout = layout.parameters[LAYER + name]
+    copies = RANKS // one.parts
+    if "tp" in one.sums or "kv" in one.sums:  # each rank has a part of each number
+        parts = [sum(parts[first : first + copies]) for first in range(0, RANKS, copies)]
+    else:
+        for first in range(0, RANKS, copies):
+            np.testing.assert_array_equal(parts[first], parts[first + copies - 1], err_msg=name)
+        parts = parts[::copies]
+    return np.concatenate(parts, one.dimension) if one.parts > 1 else parts[0]
+
+
+def run_ranks(case: Case, shares_rows: bool, run: Callable, dtype: type = np.float32) -> list[RankResult]:
+    """Forward and backward pass of a sublayer on each rank; `run` has the tests' (layer, tensor, call of a pass with
+    options, x_ND, gradient) -> result, gradient of x, gradients of the weights."""
+    layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=shares_rows)
+
+    def work(group: HostGroup) -> RankResult:
+        tensor = TensorParallel(group, shares_rows)
+        [layer] = model_spec(local_settings(case.settings, RANKS, group.rank)).layers
+        shard = ModelShard(layout, where(group.rank), tensor)
+        shards = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
+                  for name, array in case.weights.items()}  # fmt: skip
+        weights = {
+            name: narrow_weight(array, dtype) if dtype != np.float32 and array.ndim == 2 else array
+            for name, array in shards.items()
+        }
+        inputs = SimpleNamespace(ids_N=np.zeros(len(case.x_ND)), rows=None)
+        dropout = DropoutShards(case.settings, shard).layer_dropout(layer, 0, KEY, inputs)
+
+        def call(**options: Any) -> SublayerCall:
+            return SublayerCall(weights, dropout=dropout, trained=weights, **options)
+
+        rows = tensor.rows(len(case.x_ND))
+        result, grad, found = run(layer, tensor, call, case.x_ND[rows], case.upstream_ND[rows])
+        return RankResult(
+            result.asnumpy().copy(), grad.asnumpy().copy(), {name: one.asnumpy().copy() for name, one in found.items()}
+        )
+
+    return on_groups(RANKS, work)
+
+
+def together(case: Case, shares_rows: bool, found: list[RankResult]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The result and the gradients of one rank with everything."""
+    layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=shares_rows)
+    results, grads = [one.result_ND for one in found], [one.grad_ND for one in found]
+    if not shares_rows:
+        for arrays in (results, grads):
+            np.testing.assert_array_equal(arrays[0], arrays[1])
+    pieces = slice(None) if shares_rows else slice(1)
+    gradients = {
+        name: joined(layout, name, [one.gradients[name] for one in found]) for name in found[0].gradients
+    }
+    return np.concatenate(results[pieces]), {"x": np.concatenate(grads[pieces])} | gradients
+
+
+def attention_on_ranks(case: Case, shares_rows: bool, dtype: type = np.float32) -> list[RankResult]:
+    def run(layer, tensor, call, x_ND, grad_ND):  # noqa: ANN001, ANN202
+        sublayer, place = CpuAttention(layer.attention, Scratch(), tensor), case.sequences.positions
+        forward = call()
+        result = sublayer.forward(forward, x_ND, place)
+        rows = {**dict.fromkeys(KINDS, len(case.x_ND)), "stream": len(x_ND)}
+        check_saved(forward.saved, attention_saved(layer.attention, sequence_parallel=shares_rows), rows, dtype)
+        np.testing.assert_array_equal(sublayer.forward(call(save=False), x_ND, place).asnumpy(), result.asnumpy())
+        return result, *sublayer.backward(call(saved=forward.saved), x_ND, place, grad_ND)
+
+    return run_ranks(case, shares_rows, run, dtype)
+
+
+def mlp_on_ranks(case: Case, shares_rows: bool, dtype: type = np.float32) -> list[RankResult]:
+    def run(layer, tensor, call, x_ND, grad_ND):  # noqa: ANN001, ANN202
+        mlp, forward = CpuMlp(layer.mlp, Scratch(), tensor), call()
+        result = mlp.forward(forward, x_ND)
+        rows = {"stream": len(x_ND), "tokens": len(case.x_ND)}
+        check_saved(forward.saved, mlp_saved(layer.mlp, sequence_parallel=shares_rows), rows, dtype)
+        np.testing.assert_array_equal(mlp.forward(call(save=False), x_ND).asnumpy(), result.asnumpy())
+        return result, *mlp.backward(call(saved=forward.saved), x_ND, grad_ND)
+
+    return run_ranks(case, shares_rows, run, dtype)
+
+
+SHARED = [
+    "plain", "one group, interleaved", "partial, biases", "head norms, window", "everything", "latent",
+    "latent, adapters", "latent, everything",
+]  # fmt: skip
+
+
+@ROWS
+@pytest.mark.parametrize("name", SHARED)
+def test_heads_of_two_ranks(name: str, shares_rows: bool) -> None:
+    case = attention_of(name)
+    result, gradients = together(case, shares_rows, attention_on_ranks(case, shares_rows))
+    case.check_result(result)
+    case.check_gradients(gradients)
+
+
+@ROWS
+@pytest.mark.parametrize("name", ["plain", "norm after it", "everything"])
+def test_columns_of_two_ranks(name: str, shares_rows: bool) -> None:
+    case = even_columns(name)
+    result, gradients = together(case, shares_rows, mlp_on_ranks(case, shares_rows))
+    case.check_result(result)
+    case.check_gradients(gradients)
+
+
+def even_columns(name: str) -> Case:
+    """Two ranks share the columns of a feed-forward layer."""
+    return mlp_of(name, 10, width=8)
+
+
+@ROWS
+@pytest.mark.parametrize("name", ["head norms, window", "norm after it", "dropout of probabilities", "latent", "mlp"])
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.float16], ids=["bfloat16", "float16"])
+def test_half_precision_on_two_ranks_rounds_as_on_one(name: str, dtype: type, shares_rows: bool) -> None:
+    """A rank's heads or columns take the same rounded numbers; only sums of them are added up in another order. (Each
+    rank rounds its part of what enters the second matrix of an adapter, if its parts are columns.)"""
+    case = even_columns("plain") if name == "mlp" else attention_of(name)
+    run, alone = (mlp_on_ranks, mlp_alone) if name == "mlp" else (attention_on_ranks, attention_alone)
+    result, gradients = together(case, shares_rows, run(case, shares_rows, dtype))
+    right, right_gradients = alone(case, dtype)
+    same = SAME_ROUNDINGS * (1 if dtype == BFLOAT16 else U_FLOAT16 / U_BFLOAT16)
+    assert rms(result, right) < same
+    for weight, gradient in right_gradients.items():
+        assert rms(gradients[weight], gradient) < same, weight
+
+
+def rms(ours: np.ndarray, right: np.ndarray) -> float:
+    """Root mean square of the difference, relative to that of the right numbers."""
+    return float(np.sqrt(np.mean((ours - right) ** 2) / np.mean(right**2)))
+
+
+def narrowed(case: Case, dtype: type) -> Case:
+    weights = {
+        name: narrow_weight(array, dtype) if array.ndim == 2 else array for name, array in case.weights.items()
+    }
+    return replace(case, weights=weights)
+
+
+def attention_alone(case: Case, dtype: type) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    case, place = narrowed(case, dtype), case.sequences.positions
+    sublayer, call = CpuAttention(case.layer.attention, Scratch()), case.call()
+    result = sublayer.forward(call, case.x_ND, place).asnumpy().copy()
+    check_saved(call.saved, attention_saved(case.layer.attention), dict.fromkeys(KINDS, len(result)), dtype)
+    grad, found = sublayer.backward(case.call(saved=call.saved), case.x_ND, place, case.upstream_ND)
+    return result, arrays_of({"x": grad} | found)
+
+
+def mlp_alone(case: Case, dtype: type) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    case = narrowed(case, dtype)
+    mlp, call = CpuMlp(case.layer.mlp, Scratch()), case.call()
+    result = mlp.forward(call, case.x_ND).asnumpy().copy()
+    check_saved(call.saved, mlp_saved(case.layer.mlp), dict.fromkeys(KINDS, len(result)), dtype)
+    grad, found = mlp.backward(case.call(saved=call.saved), case.x_ND, case.upstream_ND)
+    return result, arrays_of({"x": grad} | found)
+
+
+class Vocabulary(NamedTuple):
+    """An embedding and a head over the vocabulary, of which each rank has a part: 5 and 6 tokens."""
+
+    ids_N: np.ndarray
+    labels_N: np.ndarray
+    valid_N1: np.ndarray
+    head: Case
+    embedding: Case
+
+
+def vocabulary() -> Vocabulary:
+    random, rows = np.random.default_rng(8), 10
+    ids_N, labels_N = random.integers(0, VOCABULARY, (2, rows), dtype=np.int32)
+    valid_N1 = (random.random((rows, 1)) < 0.7).astype(np.float32)
+    weights = {"norm": 1 + normal(random, HIDDEN, scale=0.3), "weight": normal(random, VOCABULARY, HIDDEN)}
+
+    def loss(x: np.ndarray, norm: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        y = numpy_kernels.rms_norm(x, norm, 1e-3)
+        return numpy_kernels.cross_entropy(y, weight, labels_N, valid_N1[:, 0] > 0)
+
+    terms = 2 * HIDDEN + 4 + VOCABULARY + 8 + rows
+    head = Case(normal(random, rows, HIDDEN), np.ones(()), weights, loss, terms)
+    matrix = {EMBEDDING: normal(random, VOCABULARY, HIDDEN)}
+    embedding = Case(None, normal(random, rows, HIDDEN), matrix, lambda **weights: weights[EMBEDDING][ids_N], rows)
+    return Vocabulary(ids_N, labels_N, valid_N1, head, embedding)
+
+
+def shard_of(weights: Mapping[str, np.ndarray], name: str, group: HostGroup) -> dict[str, np.ndarray]:
+    own = range_of_rank(VOCABULARY, group.rank, group.size)
+    return {**weights, name: np.ascontiguousarray(weights[name][own])}
+
+
+def arrays_of(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+    return {name: one.asnumpy().copy() for name, one in found.items()}
+
+
+@pytest.mark.parametrize("large", [1.0, 1e4])
+@pytest.mark.parametrize(("ranks", "shares_rows"), [(2, False), (2, True), (3, False)])
+def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, large: float) -> None:
+    """The loss of all ranks is that of one with all logits, also where these are large."""
+    given = vocabulary()
+    case = given.head
+    if large != 1:
+        weights = case.weights | {"weight": case.weights["weight"] * np.float32(large)}
+        case = Case(case.x_ND, case.upstream_ND, weights, case.formula, case.terms)
+
+    def work(group: HostGroup) -> tuple[np.float32, np.ndarray, dict[str, np.ndarray]]:
+        tensor = TensorParallel(group, shares_rows)
+        run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), tensor, VOCABULARY)
+        own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.rows(len(case.x_ND))]
+        alone = run(own, x_nD, given.labels_N, given.valid_N1)
+        found = run(own, x_nD, given.labels_N, given.valid_N1, tuple(own))
+        assert alone.loss == found.loss
+        return found.loss, found.grad.asnumpy().copy(), arrays_of(found.weights)
+
+    losses, grads, gradients = zip(*on_groups(ranks, work), strict=True)
+    assert len(set(losses)) == 1
+    case.check_result(losses[0])
+    if large != 1:  # where all probabilities are 0 or 1, gradients are nothing but rounding
+        assert all(np.isfinite(one).all() for of_rank in gradients for one in of_rank.values())
+        return
+    norms = [one["norm"] for one in gradients]
+    whole = {"weight": np.concatenate([one["weight"] for one in gradients])}
+    if shares_rows:
+        case.check_gradients({"x": np.concatenate(grads), "norm": sum(norms)} | whole)
+    else:
+        for rank in range(1, ranks):
+            np.testing.assert_array_equal(norms[rank], norms[0])
+            np.testing.assert_array_equal(grads[rank], grads[0])
+        case.check_gradients({"x": grads[0], "norm": norms[0]} | whole)
+
+
+@ROWS
+def test_an_embedding_over_shards_of_the_vocabulary(shares_rows: bool) -> None:
+    given = vocabulary()
+    case = given.embedding
+
+    def work(group: HostGroup) -> tuple[np.ndarray, np.ndarray]:
+        tensor = TensorParallel(group, shares_rows)
+        run, own = CpuEmbedding(tensor, VOCABULARY), shard_of(case.weights, EMBEDDING, group)
+        result = run.forward(own, given.ids_N).asnumpy().copy()
+        grad_ND = case.upstream_ND[tensor.rows(len(given.ids_N))]
+        return result, run.backward(own, given.ids_N, grad_ND)[EMBEDDING].asnumpy().copy()
+
+    results, gradients = zip(*on_groups(RANKS, work), strict=True)
+    if not shares_rows:
+        np.testing.assert_array_equal(*results)
+    np.testing.assert_array_equal(np.concatenate(results)[: len(given.ids_N)], case.weights[EMBEDDING][given.ids_N])
+    case.check_gradients({EMBEDDING: np.concatenate(gradients)})
