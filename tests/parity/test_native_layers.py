@@ -53,6 +53,8 @@ from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.models.spec.saved import attention_saved, mlp_saved
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
 def check_attention(case: Case) -> None:
     spec, place, given = case.layer.attention, case.sequences.positions, case.x_ND.copy()
     sublayer = CpuAttention(spec, Scratch())

@@ -171,8 +171,8 @@ def even_columns(name: str) -> Case:
 @pytest.mark.parametrize("name", ["head norms, window", "norm after it", "dropout of probabilities", "latent", "mlp"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float16], ids=["bfloat16", "float16"])
 def test_half_precision_on_two_ranks_rounds_as_on_one(name: str, dtype: type, shares_rows: bool) -> None:
-    """A rank's heads or columns take the same rounded numbers; only sums of them are added up in another order. (Each
-    rank rounds its part of what enters the second matrix of an adapter, if its parts are columns.)"""
+    """A rank's heads or columns take the same rounded numbers; only sums of them are added up in another order.
+    Adapters are not among the cases: where ranks share the inputs of A, each rounds its part of what B takes."""
     case = even_columns("plain") if name == "mlp" else attention_of(name)
     run, alone = (mlp_on_ranks, mlp_alone) if name == "mlp" else (attention_on_ranks, attention_alone)
     result, gradients = together(case, shares_rows, run(case, shares_rows, dtype))

@@ -1,15 +1,18 @@
-"""Which tokens of a sequence a context-parallel rank has, and which files context parallelism fits."""
+"""Which tokens of a sequence a context-parallel rank has, what ranks exchange, and which files it fits."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from config_helpers import BASE, load
+from thread_ranks import on_groups
 
+from trainer.arrays.attention.context import ContextParallel
 from trainer.config.checks.degrees import context_problems
 from trainer.data.batches.batch import Batch
 from trainer.data.batches.context import SequencePart
 from trainer.ops.dropout import DropoutKey, MaskPart, dropout_mask
+from trainer.parallel.host_group import HostGroup
 
 
 @pytest.mark.parametrize(
@@ -105,3 +108,38 @@ def test_ranks_drop_what_one_rank_drops(ulysses: int) -> None:
 def problems_of(text: str, *overrides: str) -> list[str]:
     config = load(f"{BASE}parallel_config: {text}\n", *overrides)
     return [str(each.error) for each in context_problems(config)]
+
+
+@pytest.mark.parametrize(("ranks", "ulysses"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_what_ranks_exchange(ranks: int, ulysses: int, kv_heads: int) -> None:
+    """Heads for tokens and back, then keys of all tokens and the sums of their gradients; several ranks have the same
+    heads of keys where there are fewer heads than ranks."""
+    sequences, length, size, draw = 2, 16, 3, np.random.default_rng(6)
+    whole_BTC = draw.normal(size=(sequences, length, kv_heads * size)).astype(np.float32)
+    copies = max(1, ulysses // kv_heads)
+
+    def work(world: HostGroup) -> None:
+        part, place = SequencePart(world.rank, ranks, ulysses), world.rank % ulysses
+        ring, sharing = None, None
+        if ulysses < ranks:
+            ring = world.part(range(place, ranks, ulysses))
+        if ulysses > 1:
+            sharing = world.part(range(world.rank - place, world.rank - place + ulysses))
+        context = ContextParallel(part, ring, sharing)
+        local_kv = max(1, kv_heads // ulysses)
+        assert context.local_heads(4, kv_heads) == (4 // ulysses, local_kv)
+        own_NC = part.of(whole_BTC).reshape(-1, kv_heads * size)
+        first = place * kv_heads // ulysses * size
+        heads_BTc = whole_BTC[..., first : first + local_kv * size]
+        heads = context.to_heads(own_NC, kv_heads, sequences)
+        np.testing.assert_array_equal(heads, part.ring.of(heads_BTc).reshape(heads.shape))
+        np.testing.assert_array_equal(context.to_tokens(heads, kv_heads, sequences), copies * own_NC)
+        keys = np.empty((sequences * length, local_kv * size), np.float32)
+        context.gather_keys(heads, keys, sequences)
+        np.testing.assert_array_equal(keys, heads_BTc.reshape(keys.shape))
+        members = ranks // ulysses
+        sums = context.reduce_keys(keys * np.float32(1 + part.ring.rank), sequences)
+        np.testing.assert_allclose(sums, heads * (members * (members + 1) // 2), rtol=1e-6)
+
+    on_groups(ranks, work)
