@@ -33,7 +33,7 @@ def shared_tensors() -> list[np.ndarray]:
     return [array.astype(np.float32) for array in gradients_of(0) if array.size > 4]
 
 
-PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "AllToAll", "EnterTensorParallel", "LeaveTensorParallel")
+PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "EnterTensorParallel", "LeaveTensorParallel")
 
 
 def pair_input(rank: int, ranks: int) -> np.ndarray:
@@ -46,11 +46,6 @@ def factors_of(rank: int, shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(300 + rank).normal(size=shape).astype(np.float32)
 
 
-def ends_of_sending(ranks: int) -> tuple[int, int]:
-    """Who sends to whom; not the first ranks where there are others, so that ranks and places in the group differ."""
-    return ranks - 1, ranks // 2 - 1
-
-
 def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
     """What a pair gives to a rank: every_x [ranks, 2 ranks, 3]."""
     ranks = len(every_x)
@@ -59,7 +54,6 @@ def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
         "AllReduce": lambda: every_x.sum(0),
         "AllGather": lambda: every_x.reshape(-1, 3),
         "ReduceScatter": lambda: by_rank[:, rank].sum(0),
-        "AllToAll": lambda: by_rank[:, rank].reshape(-1, 3),
         "EnterTensorParallel": lambda: every_x[rank],
         "LeaveTensorParallel": lambda: every_x.sum(0),
     }[name]()
@@ -76,7 +70,5 @@ def pair_gradient(name: str, ranks: int, rank: int) -> np.ndarray:
         return every_g[rank]
     if name == "AllGather":
         return every_g.sum(0).reshape(ranks, -1, 3)[rank]
-    if name == "ReduceScatter":
-        return every_g.reshape(-1, 3)
-    assert name == "AllToAll"
-    return every_g.reshape(ranks, ranks, 2, 3)[:, rank].reshape(-1, 3)
+    assert name == "ReduceScatter"
+    return every_g.reshape(-1, 3)

@@ -20,7 +20,6 @@ from collective_cases import (  # noqa: E402
     SHAPES,
     SHARDED,
     TWICE,
-    ends_of_sending,
     factors_of,
     gradients_of,
     numbers_of,
@@ -163,35 +162,16 @@ def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.n
 
 
 def pairs(group: Group) -> dict[str, np.ndarray]:
-    """Outputs and gradients of all pairs, within compiled code and without, by name."""
+    """Outputs and gradients of all pairs, by name."""
     rank, ranks = group.rank, group.size
     x, found = Tensor(pair_input(rank, ranks)), {}
     parity = group.part(range(rank % 2, ranks, 2), "odd" if rank % 2 else "even")
     for name in PAIRS:
-        for compiled in (True, False):
-            cell = getattr(collectives, name)(group, compiled)
-            way = name if compiled else f"eager {name}"
-            found |= output_and_gradient(way, mindspore.jit(Called(cell).construct) if compiled else cell, x, rank)
+        found |= output_and_gradient(name, getattr(collectives, name)(group), x, rank)
     for name in ("AllReduce", "AllGather"):
         found |= output_and_gradient(f"parity {name}", getattr(collectives, name)(parity), x, rank)
-    sender, receiver = ends_of_sending(ranks)
-    if rank == sender:
-        collectives.send(x, group, receiver)
-    elif rank == receiver:
-        found["received"] = collectives.receive(x.shape, x.dtype, group, sender).asnumpy()
     half = collectives.AllGather(group)(x.astype(mindspore.float16))
     return found | {"half AllGather": half.asnumpy()}
-
-
-class Called(nn.Cell):
-    """A graph with a collective between two products, so that it has something to wait for."""
-
-    def __init__(self, cell: nn.Cell) -> None:
-        super().__init__()
-        self.cell = cell
-
-    def construct(self, x: Tensor) -> Tensor:
-        return self.cell(x * 1) * 1
 
 
 def output_and_gradient(name: str, cell: Callable, x: Tensor, rank: int) -> dict[str, np.ndarray]:

@@ -14,18 +14,18 @@ from unittest import mock
 import mindspore
 import numpy as np
 from expert_operators import GroupedMatmul, operators_of_a_cpu
-from mindspore import Tensor, ops
+from mindspore import Tensor, nn, ops
 
-from trainer.parallel import collectives
-from trainer.parallel.collectives import Group
-from trainer.semi_auto import experts, kernels
+from trainer.ops import plain
+from trainer.parallel.host_group import HostGroup
+from trainer.semi_auto import experts
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, CHOSEN = 6, 5, 3, 8, 2
 MOST = TOKENS * CHOSEN + EXPERTS
 NAMES = ("y", "gates", "gate", "up", "down")
 
 
-def exchanged_experts(group: Group) -> dict[str, np.ndarray]:
+def exchanged_experts(group: HostGroup) -> dict[str, np.ndarray]:
     """Sum and gradients as this rank gets them, and as one rank gets them that has everything."""
     every = [tokens_of(rank) for rank in range(group.size)]
     matrices = weights()
@@ -33,7 +33,7 @@ def exchanged_experts(group: Group) -> dict[str, np.ndarray]:
     with (
         operators_of_a_cpu(),
         mock.patch.object(experts.P, "MoveTo", lambda: to_host),
-        mock.patch.object(experts, "all_to_all", lambda x, name, ranks: collectives.AllToAll(group, compiled=False)(x)),
+        mock.patch.object(experts, "all_to_all", lambda x, name, ranks: AllToAll(group)(x)),
         mock.patch.object(experts, "all_to_all_rows", partial(exchange, group)),
     ):
         mine = computed(group.size, *every[group.rank], [matrix[own] for matrix in matrices])
@@ -64,7 +64,7 @@ def computed(
 ) -> list[np.ndarray]:
     """What the experts add, and the gradients of tokens, gates and weights."""
     settings = SimpleNamespace(experts=SimpleNamespace(expert_num=EXPERTS, num_experts_chosen=CHOSEN))
-    cells = SimpleNamespace(grouped_matmul=GroupedMatmul, swiglu=kernels.SwiGLU)
+    cells = SimpleNamespace(grouped_matmul=GroupedMatmul, swiglu=plain.SwiGLU)
     layer = experts.RoutedExperts(settings, cells, experts.ExpertRanks(ranks, 1, ranks, "all", TOKENS))
     chosen, grad = Tensor(chosen), Tensor(grad)
 
@@ -82,9 +82,24 @@ def to_host(counts: Tensor, *_: object) -> tuple[int, ...]:
     return tuple(map(int, counts.asnumpy()))
 
 
-def exchange(group: Group, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
+class AllToAll(nn.Cell):
+    """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
+
+    def __init__(self, group: HostGroup) -> None:
+        super().__init__()
+        self.group = group
+
+    def construct(self, x: Tensor) -> Tensor:
+        parts = np.split(x.asnumpy(), self.group.size)
+        return Tensor(np.concatenate(self.group.all_to_all(parts, [parts[0].shape] * self.group.size)))
+
+    def bprop(self, x: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor]:
+        return (self.construct(grad),)
+
+
+def exchange(group: HostGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
     """As `collectives.all_to_all_rows`."""
     parts = ops.split(rows, list(send))
     filled = [ops.concat((part, ops.zeros((MOST - len(part), rows.shape[1])))) for part in parts]
-    arrived = ops.split(collectives.AllToAll(group, compiled=False)(ops.concat(filled)), MOST)
+    arrived = ops.split(AllToAll(group)(ops.concat(filled)), MOST)
     return ops.concat([part[:number] for part, number in zip(arrived, receive, strict=True)])

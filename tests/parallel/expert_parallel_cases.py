@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+from mindspore import Parameter, Tensor, ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 
@@ -17,13 +19,20 @@ from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs  # noqa: E402
 from trainer.arrays.sublayer import SublayerCall  # noqa: E402
 from trainer.arrays.tiles import Scratch  # noqa: E402
 from trainer.config.schema.model import ModelConfig  # noqa: E402
+from trainer.models.inputs import SequenceWeights  # noqa: E402
+from trainer.models.moe import MoeLayer  # noqa: E402
 from trainer.models.spec.build import model_spec  # noqa: E402
 from trainer.models.spec.shapes import moe_shapes  # noqa: E402
+from trainer.ops import dispatch  # noqa: E402
+from trainer.ops.kernel_set import load_kernels  # noqa: E402
+from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.routing import RoutingRule  # noqa: E402
+from trainer.ops.select import select_kernels  # noqa: E402
 from trainer.parallel.host_group import HostGroup  # noqa: E402
 from trainer.parallel.sharding import range_of_rank  # noqa: E402
+from trainer.parallel.tensor import ModelShard  # noqa: E402
 
-RANKS, TOKENS = 4, 8
+RANKS, TOKENS, AUX_GRADIENT = 4, 8, 0.3
 _EXPERTS = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
 CASES: dict[str, dict[str, Any]] = {
     "dropless": {"shared_expert_num": 1, "moe_shared_expert_intermediate_size": 10,
@@ -42,9 +51,15 @@ def settings_of(name: str) -> ModelConfig:
 
 
 def on_rank(world: HostGroup, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
-    """Of each case, with groups of 2 and of 4 ranks: what a rank computes."""
+    """Of each case, with groups of 2 and of 4 ranks: what a rank computes; where a device has the dispatcher, then what
+    its cells compute."""
     pairs = world.part([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
-    return {name: [computed(name, world.rank, group) for group in (pairs, world)] for name in names}
+    found = {}
+    for name in names:
+        found[name] = [computed(name, world.rank, group) for group in (pairs, world)]
+        if "moe_token_dispatcher_type" not in CASES[name]:
+            found[f"cells, {name}"] = [computed_by_cells(name, world.rank, group) for group in (pairs, world)]
+    return found
 
 
 def computed(name: str, rank: int, group: HostGroup | None = None) -> list[np.ndarray]:
@@ -52,9 +67,24 @@ def computed(name: str, rank: int, group: HostGroup | None = None) -> list[np.nd
     settings = settings_of(name)
     moe = settings.experts
     layer = CpuMoe(model_spec(settings).layers[0].mlp, moe, RoutingRule.of(moe), Scratch(), experts=group)
-    own = slice(None)
+    weights = weights_of(name, group)
+    x_ND, dout_ND = inputs_of(name, rank)
+    labels = RouterLabels(np.full((1, 1), TOKENS, np.float32), np.ones((TOKENS, 1), np.float32))
+    out, passed = layer.forward(SublayerCall(weights), x_ND, MoeInputs(labels, moe.capacity(TOKENS)))
+    losses = np.float32(AUX_GRADIENT), np.float32(0)
+    grad, found = layer.backward(SublayerCall(weights), passed, dout_ND, *losses, weights)
+    return [each.asnumpy().copy() for each in (out, grad, *(found[weight] for weight in weights))]
+
+
+def inputs_of(name: str, rank: int) -> np.ndarray:
+    """The tokens of a rank, and the gradient of the result."""
+    return np.random.default_rng(rank).normal(size=(2, TOKENS, settings_of(name).hidden_size)).astype(np.float32)
+
+
+def weights_of(name: str, group: HostGroup | None) -> dict[str, np.ndarray]:
+    settings, own = settings_of(name), slice(None)
     if group is not None:
-        own = range_of_rank(moe.expert_num, group.rank, group.size)
+        own = range_of_rank(settings.experts.expert_num, group.rank, group.size)
     draw, weights = np.random.default_rng(11), {}
     for weight, shape in moe_shapes(settings).items():
         value = draw.normal(size=shape).astype(np.float32) * 0.5
@@ -62,9 +92,47 @@ def computed(name: str, rank: int, group: HostGroup | None = None) -> list[np.nd
             value[:] = 0  # all scores are equal: the first expert wins, and others have no row
         value = value[own] if weight.startswith("mlp.experts.") else value
         weights[weight] = np.ascontiguousarray(value)
-    x_ND, dout_ND = np.random.default_rng(rank).normal(size=(2, TOKENS, settings.hidden_size)).astype(np.float32)
-    labels = RouterLabels(np.full((1, 1), TOKENS, np.float32), np.ones((TOKENS, 1), np.float32))
-    out, passed = layer.forward(SublayerCall(weights), x_ND, MoeInputs(labels, moe.capacity(TOKENS)))
-    losses = np.float32(0.3), np.float32(0)
-    grad, found = layer.backward(SublayerCall(weights), passed, dout_ND, *losses, weights)
-    return [each.asnumpy().copy() for each in (out, grad, *(found[weight] for weight in weights))]
+    return weights
+
+
+def computed_by_cells(name: str, rank: int, group: HostGroup) -> list[np.ndarray]:
+    """The same by the cells and the dispatcher of a device, in whose place the ranks exchange arrays."""
+    settings = settings_of(name)
+    kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
+    layer = MoeLayer(settings, kernels, False, ModelShard(None, None, experts=group))
+    weights = [Parameter(Tensor(value), weight) for weight, value in weights_of(name, group).items()]
+    x_ND, dout_ND = inputs_of(name, rank)
+    ones = Tensor(np.ones((TOKENS, 1), np.float32))
+    mean = Tensor(np.full((1, TOKENS), 1 / TOKENS, np.float32))
+    mean_BR = Tensor(np.full((1, TOKENS * settings.experts.num_experts_chosen), 1 / TOKENS, np.float32))
+    sequence = SequenceWeights(mean, mean_BR, Tensor(np.full((1, 1), TOKENS, np.float32)), ones)
+    outs = []
+
+    def forward(x, *weights):
+        out, aux_loss, _, _, _ = layer.train(x, weights, sequence, None, settings.experts.capacity(TOKENS))
+        outs.append(out)
+        return out, aux_loss
+
+    counts = mock.patch.object(dispatch, "exchange_counts", exchange_counts)
+    with counts, mock.patch.object(dispatch, "exchange_rows", exchange_rows):
+        gradient = ops.GradOperation(get_all=True, sens_param=True)(forward)
+        gradients = gradient(Tensor(x_ND), *weights, (Tensor(dout_ND), Tensor(np.float32(AUX_GRADIENT))))
+    return [each.asnumpy() for each in (*outs, *gradients)]
+
+
+def exchange_counts(counts: Tensor, group: HostGroup) -> np.ndarray:
+    """As `collectives.exchange_counts`."""
+    given = counts.asnumpy().reshape(group.size, -1)
+    return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
+
+
+def exchange_rows(
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+) -> Tensor:
+    """As `collectives.exchange_rows`."""
+    array, total = rows.asnumpy(), int(receive.sum())
+    result = np.zeros((max(total, least or 0), *array.shape[1:]), array.dtype)
+    group.all_to_all_into(
+        np.split(array[: send.sum()], np.cumsum(send)[:-1]), np.split(result[:total], np.cumsum(receive)[:-1])
+    )
+    return Tensor(result)

@@ -12,7 +12,6 @@ from collective_cases import (
     SHAPES,
     SHARDED,
     SUBLAYERS,
-    ends_of_sending,
     factors_of,
     gradients_of,
     numbers_of,
@@ -118,14 +117,8 @@ def test_a_pair_gives_what_numpy_gives_forward_and_backward(found: Found, name: 
     ranks = len(found)
     every_x = np.stack([pair_input(rank, ranks) for rank in range(ranks)])
     for rank, arrays in enumerate(found):
-        for way in ("", "eager "):
-            np.testing.assert_allclose(arrays[f"{way}{name} out"], pair_output(name, every_x, rank), 1e-6, 1e-6)
-            np.testing.assert_allclose(arrays[f"{way}{name} gradient"], pair_gradient(name, ranks, rank), 1e-6, 1e-6)
-
-
-def test_a_tensor_is_sent_from_one_rank_to_another(found: Found) -> None:
-    sender, receiver = ends_of_sending(len(found))
-    np.testing.assert_array_equal(found[receiver]["received"], pair_input(sender, len(found)))
+        np.testing.assert_allclose(arrays[f"{name} out"], pair_output(name, every_x, rank), 1e-6, 1e-6)
+        np.testing.assert_allclose(arrays[f"{name} gradient"], pair_gradient(name, ranks, rank), 1e-6, 1e-6)
 
 
 def test_experts_over_ranks_give_what_one_rank_with_all_of_them_gives(found: Found) -> None:
@@ -154,7 +147,6 @@ def test_a_device_with_all_operators_gets_them(found: Found) -> None:
         "AllReduce": ["AllReduce", "AllReduce"],
         "AllGather": ["AllGather", "ReduceScatter"],
         "ReduceScatter": ["ReduceScatter", "AllGather"],
-        "AllToAll": ["AlltoAll", "AlltoAll"],
         "EnterTensorParallel": ["", "AllReduce"],
         "LeaveTensorParallel": ["AllReduce", ""],
     }

@@ -11,6 +11,9 @@ from rank_job import on_rank_processes
 
 from trainer.models.spec.shapes import moe_shapes
 
+WAYS = ("", "cells, ")
+UNKNOWN = {"cells, all tokens on all ranks"}  # a dispatcher that a device does not have
+
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, list[list[np.ndarray]]]]:
@@ -23,16 +26,16 @@ def alone(name: str, rank: int) -> list[np.ndarray]:
     return computed(name, rank)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("way", "name"), [(way, name) for way in WAYS for name in CASES if way + name not in UNKNOWN])
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_compute_what_one_rank_does(found: list, name: str, size: int) -> None:
+def test_ranks_compute_what_one_rank_does(found: list, way: str, name: str, size: int) -> None:
     names = list(moe_shapes(settings_of(name)))
     for first in range(0, RANKS, size):
         ranks = range(first, first + size)
         outs, right_xs, *every_weight = zip(*(alone(name, rank) for rank in ranks), strict=True)
         right_out, right_x = np.concatenate(outs), np.concatenate(right_xs)
         right_weights = [sum(each) for each in every_weight]
-        parts = [found[rank][name][0 if size == 2 else 1] for rank in ranks]
+        parts = [found[rank][way + name][0 if size == 2 else 1] for rank in ranks]
         close(np.concatenate([part[0] for part in parts]), right_out)
         close(np.concatenate([part[1] for part in parts]), right_x)
         for place, weight in enumerate(names):

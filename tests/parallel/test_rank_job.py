@@ -1,4 +1,4 @@
-"""Ranks as forked processes: collectives within compiled graphs, and a rank that ends."""
+"""Ranks as forked processes: collectives as cells, and a rank that ends."""
 
 from __future__ import annotations
 

@@ -15,9 +15,8 @@ from trainer.parallel.world import world_of
 from trainer.plan.division import groups_of
 from trainer.plan.traffic import EVEN_ROWS, rank_traffic
 
-_KINDS = {"all_gather_rows": "all_gather", "all_to_all_rows": "all_to_all", "all_to_all_into": "all_to_all",
-          "rotate": "send", "stage": "send", "all_reduce_into": "all_reduce",
-          "complete_ranges": "all_gather", "reduce_scatter_range": "reduce_scatter"}  # fmt: skip
+_KINDS = {"all_gather_rows": "all_gather", "all_to_all_into": "all_to_all", "stage": "send",
+          "all_reduce_into": "all_reduce", "complete_ranges": "all_gather", "reduce_scatter_range": "reduce_scatter"}
 
 
 @pytest.fixture(scope="module")

@@ -137,10 +137,10 @@ def _counted_with_more(name: str) -> Callable:
     return collective
 
 
-for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "all_to_all_rows", "complete_ranges",
+for _name in ("all_gather", "all_gather_rows", "all_reduce", "reduce_scatter", "complete_ranges",
               "reduce_scatter_range"):
     setattr(CountedGroup, _name, _counted(_name))
-for _name in ("all_to_all", "all_to_all_into", "all_reduce_into", "rotate", "send", "broadcast"):
+for _name in ("all_to_all", "all_to_all_into", "all_reduce_into", "broadcast"):
     setattr(CountedGroup, _name, _counted_with_more(_name))
 
 

@@ -218,4 +218,4 @@ class Decoder(DecoderWiring):
         logits_NV = self.parts.logits(x_ND)
         if self.tensor is None:
             return logits_NV
-        return AllGather(self.tensor.group, compiled=False)(logits_NV.T).T
+        return AllGather(self.tensor.group)(logits_NV.T).T

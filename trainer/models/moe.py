@@ -19,7 +19,7 @@ from mindspore.ops import operations as P
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
-from trainer.ops.dispatch import AllGatherDispatcher, AllToAllDispatcher, tensors_of
+from trainer.ops.dispatch import AllToAllDispatcher
 from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class MoeLayer(nn.Cell):
         self.divide = self.join = None
         self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
         if tensor is not None and not tensor.shares_rows:
-            self.divide, self.join = DivideRows(tensor.group, compiled=False), JoinRows(tensor.group, compiled=False)
+            self.divide, self.join = DivideRows(tensor.group), JoinRows(tensor.group)
             self.sharing //= tensor.group.size
         self.drop_policy, self.has_shared = moe.drop_policy, settings.shared_expert_size > 0
         self.losses_of_step = moe.balances_step
@@ -236,9 +236,7 @@ class MoeLayer(nn.Cell):
         self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.dispatch = None
-        if expert_group is not None and moe.moe_token_dispatcher_type == "allgather":
-            self.dispatch = AllGatherDispatcher(expert_group)
-        elif expert_group is not None:
+        if expert_group is not None:
             self.dispatch = AllToAllDispatcher(expert_group, self.permute, self.unpermute)
         self.drop = kernels.dropout(settings.hidden_dropout)
         # Without a capacity and without safe tokens every row is one of an expert.
@@ -287,7 +285,7 @@ class MoeLayer(nn.Cell):
             added_ND = self.routed(y_ND, gates_Nk, routing, weights)
         else:
             run = partial(self.routed, weights=weights)
-            added_ND = self.dispatch(y_ND, gates_Nk, tensors_of(routing), run)
+            added_ND = self.dispatch(y_ND, gates_Nk, routing, run)
         if self.has_shared:
             added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
         return added_ND if self.join is None else self.join(added_ND)

@@ -1,8 +1,5 @@
-"""How tokens meet experts where ranks share both: token dispatchers, and what all ranks of a micro-batch have counted.
-
-Megatron-LM's dispatchers (`megatron/core/transformer/moe/token_dispatcher.py`), by their names there: "alltoall" sends
-each token to the ranks of its experts, "allgather" lets every rank have all tokens and add up what its experts give.
-Both compute the same.
+"""How tokens meet experts where ranks of a device share both: Megatron-LM's token dispatcher "alltoall"
+(`megatron/core/transformer/moe/token_dispatcher.py`). A CPU has it in `trainer.arrays.moe.dispatch`.
 
 Legend: N tokens of a rank, D hidden, E experts, k chosen by a token, S ranks that hold all experts, e = E / S experts
 of a rank, R rows of this rank's tokens, Q received rows.
@@ -16,16 +13,11 @@ from typing import TypeAlias
 import numpy as np
 from mindspore import Tensor, nn
 
-from trainer.ops.routing import Routing, routing_of_some, rows_of_experts
-from trainer.parallel.collectives import AllGather, Group, ReduceScatter, exchange_counts, exchange_rows
+from trainer.ops.routing import Routing, rows_of_experts
+from trainer.parallel.collectives import DeviceGroup, exchange_counts, exchange_rows
 
 Compute: TypeAlias = Callable[[Tensor, Tensor, Routing], Tensor]
 """(tokens [N, D], gates [N, k], where they go among this rank's experts) -> the weighted sums of their experts."""
-
-
-def tensors_of(routing: Routing) -> Routing:
-    """The same routing, where it is of arrays as one of tensors."""
-    return Routing(*(part if isinstance(part, Tensor) else Tensor.from_numpy(part) for part in routing))
 
 
 class AllToAllDispatcher:
@@ -39,7 +31,7 @@ class AllToAllDispatcher:
         permute, unpermute: Kernels.
     """
 
-    def __init__(self, group: Group, permute: nn.Cell, unpermute: nn.Cell) -> None:
+    def __init__(self, group: DeviceGroup, permute: nn.Cell, unpermute: nn.Cell) -> None:
         self.group, self.permute, self.unpermute = group, permute, unpermute
 
     def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
@@ -49,30 +41,13 @@ class AllToAllDispatcher:
         counts_Se, theirs_Se = exchange_counts(counts_E, self.group)
         send_S, receive_S = counts_Se.sum(1), theirs_Se.sum(1)
         rows = None
-        if not self.group.on_host and not receive_S.any():
+        if not receive_S.any():
             theirs_Se[0, 0] = rows = 1  # a row of zeros: an Ascend's operators may not take none
         rows_QD = _RowExchange(self.group, send_S, receive_S, rows)(rows_RD)
-        ones_Q1, own = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32)), rows_of_experts(theirs_Se)
-        out_QD = compute(rows_QD, ones_Q1, own if self.group.on_host else tensors_of(own))
+        ones_Q1 = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32))
+        out_QD = compute(rows_QD, ones_Q1, Routing(*map(Tensor.from_numpy, rows_of_experts(theirs_Se))))
         out_RD = _RowExchange(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
         return self.unpermute(out_RD, gates_Nk, token_R, row_Nk)
-
-
-class AllGatherDispatcher:
-    """Gathers tokens and gates of all ranks; each rank adds up what its experts give to every token, and the sums of
-    all ranks go back to the rank of the token. The ranks have equally many tokens."""
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-        self.gather, self.scatter = AllGather(group, compiled=False), ReduceScatter(group, compiled=False)
-
-    def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
-        """As `AllToAllDispatcher`."""
-        experts_Nk, row_Nk, counts_E = (routing[place].asnumpy() for place in (0, 1, 3))
-        experts = len(counts_E)
-        kept_Nk = np.where(row_Nk < counts_E.sum(), experts_Nk, np.int32(experts))
-        own = routing_of_some(self.group.all_gather_rows(kept_Nk), self.group.rank, experts // self.group.size)
-        return self.scatter(compute(self.gather(y_ND), self.gather(gates_Nk), own))
 
 
 class _RowExchange(nn.Cell):
@@ -81,7 +56,7 @@ class _RowExchange(nn.Cell):
     Rows after those that are sent get zero gradients. `rows`: with so many rows, zeros after those that come back.
     """
 
-    def __init__(self, group: Group, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
+    def __init__(self, group: DeviceGroup, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.group, self.send_S, self.receive_S, self.rows = group, send_S, receive_S, rows
 

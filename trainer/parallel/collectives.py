@@ -8,7 +8,7 @@ AllGather serves once, to tell them each other's addresses.
 The cells at the end are pairs of a forward and a backward pass, for models that are sharded over ranks. Each gradient
 is that of the sum of all ranks' losses: the backward pass of a sum is a sum, that of a gather is a reduce-scatter. All
 collectives of a compiled graph must depend on each other, one after the other: what does not, runs in any order, and
-the ranks would wait for each other.
+the ranks would wait for each other. On a CPU native layers exchange arrays themselves; cells run operator by operator.
 """
 
 from __future__ import annotations
@@ -194,14 +194,14 @@ class Started(NamedTuple):
 def start_all_reduce(flat: Tensor, group: Group) -> Started:
     """Begins to sum a float32 tensor over all ranks; on a device in place, while other operators run."""
     if group.on_host:
-        return Started(_eager(group.all_reduce)(flat))
+        return Started(_on_host(group.all_reduce)(flat))
     return Started(flat, ops.communication.all_reduce(flat, group=group.name, async_op=True))
 
 
 def start_reduce_scatter(rows: Tensor, group: Group) -> Started:
     """Begins to sum [ranks, n] over all ranks, of which each rank gets its own row: [n]."""
     if group.on_host:
-        return Started(_eager(group.reduce_scatter)(rows).reshape(-1))
+        return Started(_on_host(group.reduce_scatter)(rows).reshape(-1))
     own = mint.empty(rows.shape[1], dtype=rows.dtype)
     handle = ops.communication.reduce_scatter_tensor(own, rows.reshape(-1), group=group.name, async_op=True)
     return Started(own, handle)
@@ -210,7 +210,7 @@ def start_reduce_scatter(rows: Tensor, group: Group) -> Started:
 def start_all_gather(own: Tensor, group: Group) -> Started:
     """Begins to gather [n] of every rank: [ranks n]."""
     if group.on_host:
-        return Started(_eager(group.all_gather)(own).reshape(-1))
+        return Started(_on_host(group.all_gather)(own).reshape(-1))
     whole = mint.empty(own.size * group.size, dtype=own.dtype)
     return Started(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
 
@@ -358,98 +358,59 @@ class _Pair(nn.Cell):
         return (self.backward(dout),)
 
 
-# The argument `compiled` of the cells: whether they stand within compiled code. Between compiled parts a CPU's
-# collectives are called directly, which takes 13 us instead of 500.
-
-
 class AllReduce(_Pair):
     """The sum over all ranks; backward, the sum of the gradients."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_all_reduce(group, compiled), _all_reduce(group, compiled))
+    def __init__(self, group: Group) -> None:
+        super().__init__(_all_reduce(group), _all_reduce(group))
 
 
 class EnterTensorParallel(_Pair):
     """The tensor itself, which is the same on all ranks; backward, the sum of the gradients. Megatron-LM's f (Shoeybi
     et al. 2019, section 3)."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_identity, _all_reduce(group, compiled))
+    def __init__(self, group: Group) -> None:
+        super().__init__(_identity, _all_reduce(group))
 
 
 class LeaveTensorParallel(_Pair):
     """The sum over all ranks; backward, the gradient itself, which is the same on all ranks. Megatron-LM's g."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_all_reduce(group, compiled), _identity)
+    def __init__(self, group: Group) -> None:
+        super().__init__(_all_reduce(group), _identity)
 
 
 class AllGather(_Pair):
     """[n, ...] of each rank, concatenated to [ranks n, ...]; backward, `ReduceScatter`."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_all_gather(group, compiled), _reduce_scatter(group, compiled))
+    def __init__(self, group: Group) -> None:
+        super().__init__(_all_gather(group), _reduce_scatter(group))
 
 
 class ReduceScatter(_Pair):
     """The sum over all ranks of [ranks n, ...], of which each rank keeps its own n rows; backward, `AllGather`."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_reduce_scatter(group, compiled), _all_gather(group, compiled))
+    def __init__(self, group: Group) -> None:
+        super().__init__(_reduce_scatter(group), _all_gather(group))
 
 
 class DivideRows(_Pair):
     """[ranks n, ...], the same on all ranks: each takes its own n rows; backward, the gradients of all rows."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_own_rows(group), _all_gather(group, compiled))
+    def __init__(self, group: Group) -> None:
+        super().__init__(_own_rows(group), _all_gather(group))
 
 
 class JoinRows(_Pair):
     """[n, ...] of each rank, concatenated for what is the same on all ranks; backward, the gradient of its own rows."""
 
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_all_gather(group, compiled), _own_rows(group))
+    def __init__(self, group: Group) -> None:
+        super().__init__(_all_gather(group), _own_rows(group))
 
 
-class AllToAll(_Pair):
-    """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
-
-    def __init__(self, group: Group, compiled: bool = True) -> None:
-        super().__init__(_all_to_all(group, compiled), _all_to_all(group, compiled))
-
-
-def rotation(group: HostGroup, places: int, compiled: bool = True) -> Callable[[Tensor], Tensor]:
-    """x -> the x of the rank so many places back in the ring of a CPU's ranks, which all call it. Without a gradient,
-    which would go as many places on."""
-
-    def rotate(array: np.ndarray) -> np.ndarray:
-        return group.rotate(array, places)
-
-    return _on_host(rotate, compiled, lambda rows: rows)
-
-
-def send(x: Tensor, group: Group, to: int) -> None:
-    """Sends a tensor to the group's rank `to`, which must `receive` it. Not within compiled code, and no gradient."""
-    if group.on_host:
-        group.send(x.asnumpy(), to)
-    else:
-        _operator("Send", group.name, sr_tag=0, dest_rank=to)(x)
-
-
-def receive(shape: tuple[int, ...], dtype: mstype.Type, group: Group, source: int) -> Tensor:
-    """The tensor that the group's rank `source` sends."""
-    if group.on_host:
-        return Tensor.from_numpy(group.receive(shape, Tensor(0, dtype).asnumpy().dtype, source))
-    return ops.Receive(0, source, list(shape), dtype, group=group.name)(Tensor(0.0))
-
-
-def exchange_counts(counts: Tensor, group: Group) -> np.ndarray:
+def exchange_counts(counts: Tensor, group: DeviceGroup) -> np.ndarray:
     """Sends the r-th part of a vector of integers to the group's rank r: what went to each rank, and what came from
     each, [2, ranks, n]. The host waits for the device once."""
-    if group.on_host:
-        given = counts.asnumpy().reshape(group.size, -1)
-        return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
     given = counts.astype(mstype.int32)
     came = mint.empty(given.size, dtype=given.dtype)
     ops.communication.all_to_all_single(came, given, group=group.name)
@@ -457,7 +418,7 @@ def exchange_counts(counts: Tensor, group: Group) -> np.ndarray:
 
 
 def exchange_rows(
-    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: Group, least: int | None = None
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: DeviceGroup, least: int | None = None
 ) -> Tensor:
     """Sends rows of [n, width] to the ranks of a group, those for the first rank first, and returns what comes.
 
@@ -466,21 +427,12 @@ def exchange_rows(
         receive: How many come from each.
         least: Rows of the result, zeros after what comes; None: just what comes.
     """
-    total = int(receive.sum())
-    if not group.on_host:
-        came = mint.empty((total, *rows.shape[1:]), dtype=rows.dtype)
-        sent, sizes = int(send.sum()), (receive.tolist(), send.tolist())
-        given = mint.narrow(rows, 0, 0, sent) if 0 < sent < rows.shape[0] else rows
-        ops.communication.all_to_all_single(came, given, *sizes, group=group.name)
-        missing = (least or 0) - total
-        return ops.concat((came, ops.zeros((missing, *rows.shape[1:]), rows.dtype))) if missing > 0 else came
-    array = rows.asnumpy()
-    result = np.empty((total if least is None else least, *array.shape[1:]), array.dtype)
-    result[total:] = 0
-    group.all_to_all_into(
-        np.split(array[: send.sum()], np.cumsum(send)[:-1]), np.split(result[:total], np.cumsum(receive)[:-1])
-    )
-    return Tensor.from_numpy(result)
+    total, sent = int(receive.sum()), int(send.sum())
+    came = mint.empty((total, *rows.shape[1:]), dtype=rows.dtype)
+    given = mint.narrow(rows, 0, 0, sent) if 0 < sent < rows.shape[0] else rows
+    ops.communication.all_to_all_single(came, given, receive.tolist(), send.tolist(), group=group.name)
+    missing = (least or 0) - total
+    return ops.concat((came, ops.zeros((missing, *rows.shape[1:]), rows.dtype))) if missing > 0 else came
 
 
 def all_to_all(x: Tensor, group: str, ranks: int) -> Tensor:
@@ -519,46 +471,18 @@ def _own_rows(group: Group) -> Callable[[Tensor], Tensor]:
     return own_rows
 
 
-def _eager(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
+def _on_host(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor], Tensor]:
     """A function of NumPy arrays as one of tensors, not within compiled code."""
     return lambda x: Tensor.from_numpy(function(x.asnumpy()))
 
 
-def _on_host(
-    function: Callable[[np.ndarray], np.ndarray], compiled: bool, rows: Callable[[int], int]
-) -> Callable[[Tensor], Tensor]:
-    """A function of NumPy arrays as one of tensors; `rows`: how many rows go in -> how many come out."""
-    if not compiled:
-        return _eager(function)
-
-    def out_shape(shape: Sequence[int]) -> list[int]:
-        return [rows(shape[0]), *shape[1:]] if shape else []
-
-    def out_dtype(dtype: mstype.Type) -> mstype.Type:
-        return dtype
-
-    return ops.Custom(function, out_shape=out_shape, out_dtype=out_dtype, func_type="pyfunc")
+def _all_reduce(group: Group) -> Callable[[Tensor], Tensor]:
+    return _on_host(group.all_reduce) if group.on_host else _operator("AllReduce", group.name)
 
 
-def _all_reduce(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
-    if not group.on_host:
-        return _operator("AllReduce", group.name)
-    return _on_host(group.all_reduce, compiled, lambda rows: rows)
+def _all_gather(group: Group) -> Callable[[Tensor], Tensor]:
+    return _on_host(group.all_gather_rows) if group.on_host else _operator("AllGather", group.name)
 
 
-def _all_gather(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
-    if not group.on_host:
-        return _operator("AllGather", group.name)
-    return _on_host(group.all_gather_rows, compiled, lambda rows: rows * group.size)
-
-
-def _reduce_scatter(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
-    if not group.on_host:
-        return _operator("ReduceScatter", group.name)
-    return _on_host(group.reduce_scatter, compiled, lambda rows: rows // group.size)
-
-
-def _all_to_all(group: Group, compiled: bool) -> Callable[[Tensor], Tensor]:
-    if not group.on_host:
-        return _operator("AlltoAll", group.name, split_count=group.size, split_dim=0, concat_dim=0)
-    return _on_host(group.all_to_all_rows, compiled, lambda rows: rows)
+def _reduce_scatter(group: Group) -> Callable[[Tensor], Tensor]:
+    return _on_host(group.reduce_scatter) if group.on_host else _operator("ReduceScatter", group.name)

@@ -116,11 +116,6 @@ class HostGroup:
         received[self.rank][...] = arrays[self.rank]
         self._exchange([np.asarray(each, order="C") for each in arrays], received)
 
-    def all_to_all_rows(self, array: np.ndarray) -> np.ndarray:
-        """[size n, ...] -> [size n, ...]: sends the r-th n rows to rank r."""
-        parts = np.split(np.asarray(array, order="C"), self.size)
-        return np.concatenate(self.all_to_all(parts, [parts[0].shape] * self.size))
-
     def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
         """The array of the group's rank `root`; shapes and dtypes are equal on all ranks."""
         if self.rank == root:
@@ -130,24 +125,6 @@ class HostGroup:
             return given
         received = np.empty_like(array, order="C")
         self.connections.exchange({}, {self.ranks[root]: [_bytes(received)]})
-        return received
-
-    def send(self, array: np.ndarray, to: int) -> None:
-        """Sends to the group's rank `to`, which must `receive`; returns when the system has taken it over."""
-        self.connections.exchange({self.ranks[to]: [_bytes(np.asarray(array, order="C"))]}, {})
-
-    def receive(self, shape: tuple[int, ...], dtype: np.dtype | type, source: int) -> np.ndarray:
-        """What the group's rank `source` sends."""
-        received = np.empty(shape, dtype)
-        self.connections.exchange({}, {self.ranks[source]: [_bytes(received)]})
-        return received
-
-    def rotate(self, array: np.ndarray, places: int) -> np.ndarray:
-        """Sends an array so many places on in the ring of ranks, and returns what comes from as many places back."""
-        given = np.asarray(array, order="C")
-        received = np.empty_like(given)
-        to, source = (self.ranks[(self.rank + step) % self.size] for step in (places, -places))
-        self.connections.exchange({to: [_bytes(given)]}, {source: [_bytes(received)]})
         return received
 
     def gather_bytes(self, data: bytes) -> list[bytes]:

@@ -45,13 +45,13 @@ class TensorParallel(NamedTuple):
     group: Group
     shares_rows: bool = False
 
-    def enter(self, compiled: bool = True) -> nn.Cell:
-        """The residual stream [n, D] -> [N, D] on every rank. `compiled` as of the collectives' cells."""
-        return AllGather(self.group, compiled) if self.shares_rows else EnterTensorParallel(self.group, compiled)
+    def enter(self) -> nn.Cell:
+        """The residual stream [n, D] -> [N, D] on every rank."""
+        return AllGather(self.group) if self.shares_rows else EnterTensorParallel(self.group)
 
-    def leave(self, compiled: bool = True) -> nn.Cell:
+    def leave(self) -> nn.Cell:
         """A part of each number of [N, D] on every rank -> the residual stream [n, D]."""
-        return ReduceScatter(self.group, compiled) if self.shares_rows else LeaveTensorParallel(self.group, compiled)
+        return ReduceScatter(self.group) if self.shares_rows else LeaveTensorParallel(self.group)
 
     def gathered_rows(self, rows: int) -> int:
         """How many rows `gather` makes of so many."""
@@ -86,10 +86,10 @@ class LeaveAfter(nn.Cell):
     each other, and each rank might call them in an order of its own.
     """
 
-    def __init__(self, tensor: TensorParallel, compiled: bool = True) -> None:
+    def __init__(self, tensor: TensorParallel) -> None:
         super().__init__()
-        self.leave, self.shares_rows, self.depend = tensor.leave(compiled), tensor.shares_rows, P.Depend()
-        self.gather = AllGather(tensor.group, compiled) if tensor.shares_rows else None
+        self.leave, self.shares_rows, self.depend = tensor.leave(), tensor.shares_rows, P.Depend()
+        self.gather = AllGather(tensor.group) if tensor.shares_rows else None
 
     def construct(self, x, made_from):
         return self.leave(x)

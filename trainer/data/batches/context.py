@@ -1,7 +1,7 @@
 """Context parallelism: which tokens of each sequence a rank has. numpy only.
 
 With causal attention a token at position p meets p + 1 keys, so ranks with neighbouring tokens would have unequal work.
-Ring attention therefore cuts a sequence in 2 R equal chunks, of which rank r has chunks r and 2 R - 1 - r (Megatron-LM
+A sequence is therefore cut in 2 R equal chunks, of which rank r of a ring has chunks r and 2 R - 1 - r (Megatron-LM
 and Llama 3 do so: Grattafiori et al. 2024, section 3.3.2): each rank meets the same number of keys. Ulysses attention
 gives a rank whole sequences of some heads, and neighbouring tokens before and after. Where both are used (Fang and Zhao
 2024, USP), groups of U neighbouring ranks are the R / U members of a ring, and the ranks of a group divide the tokens
@@ -74,46 +74,20 @@ class SequencePart(NamedTuple):
         """
         return Batch(*(self.of(array) for array in batch))
 
-    def positions_of_keys(self, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """Positions of the keys that the first h and the last h tokens of a rank of a ring meet, in the ring's order.
+    def allowed(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Which keys the first h and the last h tokens of a rank of a ring see, of those that come no later than the
+        chunk's last token: bool [B, h, (r + 1) h] and [B, h, (2 R - r) h].
 
-        At step i the rank has the keys of rank r - i. Those of a rank before it: both its chunks meet the first chunk
-        of that rank. Those of a rank after it: its second chunk meets both of that rank. All others come later than its
-        tokens.
-
-        Returns:
-            int64 [(r + 1) h] and [(2 R - r) h].
+        Those before a token and itself, of the same document; with `window` so many at most, itself included.
         """
-        own = self.positions(length)
-        half = len(own) // 2
-        early, late = [own[:half]], [own]
-        for step in range(1, self.ranks):
-            keys = self._replace(rank=(self.rank - step) % self.ranks).positions(length)
-            if step <= self.rank:
-                early.append(keys[:half])
-                late.append(keys[:half])
-            else:
-                late.append(keys)
-        return np.concatenate(early), np.concatenate(late)
-
-    def allowed(
-        self, segment_ids_BT: np.ndarray, window: int | None = None, ascending: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Which of `positions_of_keys` each token sees: bool [B, h, (r + 1) h] and [B, h, (2 R - r) h].
-
-        Those before it and itself, of the same document; with `window` so many at most, itself included. `ascending`:
-        of the keys in the order of the sequence.
-        """
-        length = segment_ids_BT.shape[1]
-        halves = np.split(self.positions(length), 2)
         early, late = (
-            _allowed(segment_ids_BT, tokens, np.sort(keys) if ascending else keys, window)
-            for tokens, keys in zip(halves, self.positions_of_keys(length), strict=True)
+            _allowed(segment_ids_BT, tokens, window) for tokens in np.split(self.positions(segment_ids_BT.shape[1]), 2)
         )
         return early, late
 
 
-def _allowed(segment_ids_BT: np.ndarray, tokens: np.ndarray, keys: np.ndarray, window: int | None) -> np.ndarray:
+def _allowed(segment_ids_BT: np.ndarray, tokens: np.ndarray, window: int | None) -> np.ndarray:
+    keys = np.arange(tokens[-1] + 1)
     before = tokens[:, None] - keys
     seen = before >= 0 if window is None else (before >= 0) & (before < window)
     return (segment_ids_BT[:, tokens, None] == segment_ids_BT[:, None, keys]) & seen

@@ -42,7 +42,7 @@ class GatheredMasks:
             if self.compressed is None:
                 self.compressed = Tensor(~np.tri(_COMPRESSED, dtype=bool))
             return self.compressed, self.compressed
-        early, late = self.part.allowed(segment_ids_BT, window, ascending=True)
+        early, late = self.part.allowed(segment_ids_BT, window)
         return Tensor(~early[:, None]), Tensor(~late[:, None])
 
     def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
