@@ -19,8 +19,8 @@ from trainer.config.schema.model import ModelConfig
 from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import attention as ascend
 from trainer.ops.ascend import loss as ascend_loss
-from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import DropoutKey, dropout_mask, mask_seed
+from trainer.ops.vocabulary import VocabularyPart
 
 ROWS, TOKENS, HEADS, SIZE = 2, 16, 4, 16
 N = ROWS * TOKENS

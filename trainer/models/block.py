@@ -30,8 +30,8 @@ from trainer.models.spec.shapes import block_names
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
-    from trainer.ops.cpu.vocabulary import VocabularyPart
     from trainer.ops.kernel_set import KernelSet
+    from trainer.ops.vocabulary import VocabularyPart
     from trainer.parallel.tensor import TensorParallel
 
 MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")

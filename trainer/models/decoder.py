@@ -47,9 +47,9 @@ from trainer.models.spec.shapes import (
     parameter_name,
     parameter_specs,
 )
-from trainer.ops.cpu.vocabulary import VocabularyPart
 from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.ops.measures import device_measures
+from trainer.ops.vocabulary import VocabularyPart
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.layout import local_settings
 from trainer.parallel.sharding import range_of_rank

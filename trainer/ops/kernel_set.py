@@ -24,9 +24,9 @@ from trainer.ops.ascend import moe as moe_ascend
 from trainer.ops.ascend import sharded
 from trainer.ops.cpu import kernels as compiled_kernels
 from trainer.ops.cpu import moe as moe_reference
-from trainer.ops.cpu.vocabulary import VocabularyCrossEntropy, VocabularyRows
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
+from trainer.ops.vocabulary import VocabularyCrossEntropy, VocabularyRows
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

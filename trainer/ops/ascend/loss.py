@@ -14,7 +14,7 @@ from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import LogSumExp, ScatterAddExt
 
 if TYPE_CHECKING:
-    from trainer.ops.cpu.vocabulary import VocabularyPart
+    from trainer.ops.vocabulary import VocabularyPart
 
 _LOGITS = 1 << 24
 """Logits of a piece: 64 MiB in float32, and a product that is large enough for a device."""
