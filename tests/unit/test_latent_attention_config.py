@@ -13,6 +13,7 @@ from golden_files import load_model_case
 from trainer.config import dump_config, parse_config
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import adapter_shapes, attention_shapes, parameter_shapes
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.precision import PartDtype, Precision
 from trainer.ops.select import select_kernels
 from trainer.plan.memory import memory_estimate
@@ -94,13 +95,13 @@ def test_the_factor_on_the_scores_is_deepseeks() -> None:
     yarn = {"rope_type": "yarn", "factor": 40, "mscale": 1.5, "mscale_all_dim": 0.8}
     decoder = load(dense(rope_scaling=yarn)).decoder
     scores, turned = (0.1 * weight * math.log(40) + 1 for weight in (0.8, 1.5))
-    assert decoder.attention_scale == pytest.approx(scores**2 / math.sqrt(14))
+    assert attention_spec(decoder).scale == pytest.approx(scores**2 / math.sqrt(14))
     assert rotary_angles(decoder, 1)[0][0] == pytest.approx([turned / scores] * 8)
     for scaling in (None, {**yarn, "mscale_all_dim": None}, {**yarn, "rope_type": "default"}):
-        assert load(dense(rope_scaling=scaling)).decoder.attention_scale == 14**-0.5
+        assert attention_spec(load(dense(rope_scaling=scaling)).decoder).scale == 14**-0.5
     usual = {key: value for key, value in json.loads(dense(rope_scaling=yarn))["model"]["model_config"].items()
              if not key.startswith(("multi", "q", "kv", "v_"))}  # fmt: skip
-    assert load(json.dumps({"model_config": usual})).decoder.attention_scale == 8**-0.5
+    assert attention_spec(load(json.dumps({"model_config": usual})).decoder).scale == 8**-0.5
 
 
 def test_flat_yarn_has_megatrons_defaults_and_keeps_what_a_folder_says(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_a_published_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(published))
     text = f"pretrained_model_dir: {tmp_path}\n"
     decoder = load(text).decoder
-    assert decoder.attention_scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
+    assert attention_spec(decoder).scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
     assert (decoder.num_layers, decoder.experts.expert_num, decoder.mtp_depth) == (61, 256, 1)
     assert "not used, as in transformers: ep_size, moe_layer_freq, scoring_func, topk_method" in notices(text)
 

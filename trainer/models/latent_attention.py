@@ -23,14 +23,12 @@ from mindspore.ops import operations as P
 
 from trainer.models.projection import Projection
 from trainer.models.spec.shapes import block_names
+from trainer.models.spec.sublayers import attention_spec
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import TensorParallel
-
-LATENT_NORM_EPS = 1e-6
-"""Epsilon of the norms of latent vectors: transformers' and DeepSeek's own code has it whatever rms_norm_eps says."""
 
 
 class LatentAttentionLayer(nn.Cell):
@@ -51,34 +49,35 @@ class LatentAttentionLayer(nn.Cell):
         tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
-        names, heads = block_names(settings), settings.num_heads
+        spec = attention_spec(settings)
+        names, heads, latent = block_names(settings), spec.heads, spec.latent
         self.norm_weight = names.index("input_layernorm.weight")
-        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
-        self.has_query_latent = settings.q_lora_rank is not None
+        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
+        self.has_query_latent = latent.query_rank is not None
         if self.has_query_latent:
             self.query_down = Projection("self_attn.q_a_proj", settings, kernels)
-            self.query_norm = kernels.rms_norm(settings.q_lora_rank, LATENT_NORM_EPS)
+            self.query_norm = kernels.rms_norm(latent.query_rank, latent.eps)
             self.query_norm_weight = names.index("self_attn.q_a_layernorm.weight")
         self.query = Projection(f"self_attn.{'q_b' if self.has_query_latent else 'q'}_proj", settings, kernels)
         self.key_value_down = Projection("self_attn.kv_a_proj_with_mqa", settings, kernels)
-        self.key_value_norm = kernels.rms_norm(settings.kv_lora_rank, LATENT_NORM_EPS)
+        self.key_value_norm = kernels.rms_norm(latent.key_value_rank, latent.eps)
         self.key_value_norm_weight = names.index("self_attn.kv_a_layernorm.weight")
         self.key_value = Projection("self_attn.kv_b_proj", settings, kernels)
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         self.enter = None if tensor is None else tensor.enter()
         if tensor is not None:
             self.concat = P.Concat(1)
-            self.cut_query_input = kernels.split_heads(1, settings.q_lora_rank or settings.hidden_size)
-            self.cut_latent = kernels.split_heads(1, settings.kv_lora_rank)
-        rotated = settings.rotary_head_size, settings.rotary_size, settings.rope_interleave
+            self.cut_query_input = kernels.split_heads(1, latent.query_rank or spec.hidden)
+            self.cut_latent = kernels.split_heads(1, latent.key_value_rank)
+        rotated = latent.rope_size, spec.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotated) for _ in range(2))
-        self.scale = settings.attention_scale
+        self.scale = spec.scale
         self.attention = kernels.attention(
-            heads, heads, settings.head_size, value_size=settings.value_size, scale=self.scale,
+            heads, heads, spec.head_size, value_size=spec.value_size, scale=self.scale,
             **kernels.attention_options(settings, window),
         )  # fmt: skip
-        self.heads, self.latent = heads, settings.kv_lora_rank
-        self.plain, self.rotated, self.value = settings.qk_nope_head_dim, settings.qk_rope_head_dim, settings.v_head_dim
+        self.heads, self.latent = heads, latent.key_value_rank
+        self.plain, self.rotated, self.value = latent.nope_size, latent.rope_size, spec.value_size
         self.cut_query = kernels.split_heads(heads, self.plain)
         self.cut_down, self.cut_key_value = kernels.split_heads(1, self.latent), kernels.split_heads(heads, self.plain)
         self.join_query, self.join_key = kernels.join_heads(heads), kernels.join_heads(heads, shared=True)

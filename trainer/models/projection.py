@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mindspore import Layout, nn, ops
 from mindspore.ops import operations as P
 
+from trainer.models.spec.adapters import adapter_spec
 from trainer.models.spec.names import adapter_names, mask_name
 from trainer.models.spec.shapes import adapted_projections, block_names, dropped_projections
 from trainer.parallel.tensor import LeaveAfter
@@ -44,11 +45,12 @@ class Projection(nn.Cell):
         if self.leaves:
             self.leave, self.add_bias = LeaveAfter(tensor), kernels.add_bias()
         self.has_adapter = name in adapted_projections(settings)
+        adapter = adapter_spec(settings)
         if self.has_adapter:
             self.a, self.b = (argnums[part] for part in adapter_names(name))
             self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
-            self.down, self.up, self.scale = kernels.linear(), kernels.linear(), settings.pet_config.scale
-            self.product, self.drop = P.MatMul(), kernels.dropout(settings.pet_config.lora_dropout)
+            self.down, self.up, self.scale = kernels.linear(), kernels.linear(), adapter.scale
+            self.product, self.drop = P.MatMul(), kernels.dropout(adapter.dropout)
             self.scale_up, self.add = P.Mul(), P.Add()
 
     def matrix(self, weights):

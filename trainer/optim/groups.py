@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.models.spec.names import EMBEDDING, HEAD
+
 
 @dataclass(frozen=True)
 class ParameterGroup:
@@ -25,8 +27,8 @@ def parameter_of(key: str) -> str:
     return key.split(".", 1)[1]
 
 
-# Embedding and head: their rows are vectors of single tokens, to which an orthogonalised update does not apply.
-_NOT_FOR_MUON = {"embed_tokens", "lm_head"}
+_NOT_FOR_MUON = (EMBEDDING, HEAD)
+"""Their rows are vectors of single tokens, to which an orthogonalised update does not apply."""
 
 
 def parameter_groups(
@@ -44,7 +46,7 @@ def parameter_groups(
             ParameterGroup("norms and biases", 0.0, vectors, optimizer),
         )
     # Three axes: the stacked matrices of a layer's experts.
-    own = tuple(n for n in matrices if len(shapes[n]) in (2, 3) and _NOT_FOR_MUON.isdisjoint(n.split(".")))
+    own = tuple(n for n in matrices if len(shapes[n]) in (2, 3) and n not in _NOT_FOR_MUON)
     others = tuple(name for name in matrices if name not in own)
     return (
         ParameterGroup("matrices, by Muon", weight_decay, own, "Muon"),

@@ -175,7 +175,7 @@ def plan_run(
         active_weights=sum(map(math.prod, every.values())) - inactive,
         experts=experts_plan(config),
         frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
-        adapters=_adapters(settings),
+        adapters=_adapters(config.decoder),
         recompute=_recompute(config) if trains else "",
         dtypes=part_dtypes(settings, precision, kernels),
         rows=data.dataset.num_sequences if reads else 0,

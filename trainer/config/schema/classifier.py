@@ -24,8 +24,6 @@ class ClassifierConfig(Section):
     experts: ClassVar[None] = None
     moe_layers: ClassVar[tuple[int, ...]] = ()
     mtp_depth: ClassVar[int] = 0
-    pet_config: ClassVar[None] = None
-    tie_word_embeddings: ClassVar[bool] = False
 
     @property
     def sizes(self) -> tuple[int, ...]:

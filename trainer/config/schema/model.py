@@ -232,18 +232,6 @@ class ModelConfig(Section):
         return int(self.rotary_head_size * self.rotary_pct)
 
     @property
-    def attention_scale(self) -> float:
-        """Factor on the products of queries and keys before the softmax.
-
-        With multi_latent_attention and a rope_scaling that has mscale_all_dim, times the square of yarn's factor for
-        it: cosine and sine, which have the factor elsewhere, turn only a part of a head (transformers' DeepseekV3).
-        """
-        scaling, scale = self.rope_scaling, self.head_size**-0.5
-        if not self.multi_latent_attention or scaling is None or scaling.rope_type == "default":
-            return scale
-        return scale * scaling.mscale_of(scaling.mscale_all_dim or 0.0) ** 2
-
-    @property
     def cache_widths(self) -> tuple[int, int]:
         """Numbers of a token that prediction keeps in a layer: keys and values, or the latent and the shared key."""
         if self.multi_latent_attention:

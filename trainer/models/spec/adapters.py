@@ -10,7 +10,6 @@ from trainer.models.spec.names import adapter_names, sublayer_of
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
-    from trainer.config.schema.classifier import ClassifierConfig
     from trainer.config.schema.model import ModelConfig
 
 _MINDFORMERS_NAMES = {
@@ -30,7 +29,7 @@ _LATENT_QUERY = "self_attention.linear_q_proj"
 """Its name of q_proj in multi-head latent attention."""
 
 
-def adapter_spec(settings: ModelConfig | ClassifierConfig) -> AdapterSpec | None:
+def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
     """Returns what all adapters of a model have in common; None where it has none."""
     pet = settings.pet_config
     if pet is None:

@@ -54,7 +54,8 @@ class LatentSpec(NamedTuple):
     rope_size: int
     """Width of the rotated part, whose key all heads share."""
     eps: float = 1e-6
-    """Epsilon of the norms of latent vectors."""
+    """Epsilon of the norms of latent vectors: transformers' and DeepSeek's own code has it whatever that of the other
+    norms is."""
 
     @property
     def down_size(self) -> int:

@@ -54,7 +54,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         kv_heads=settings.kv_heads,
         head_size=settings.head_size,
         value_size=settings.value_size,
-        scale=settings.attention_scale,
+        scale=_score_scale(settings),
         eps=settings.rms_norm_eps,
         rotary_size=settings.rotary_size,
         rotary_interleaved=settings.rope_interleave,
@@ -66,6 +66,19 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         output_dropout=settings.hidden_dropout,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "attention"},
     )
+
+
+def _score_scale(settings: ModelConfig) -> float:
+    """Returns the factor on the products of queries and keys.
+
+    With latent attention and a rope_scaling that has mscale_all_dim, it has the square of yarn's factor for it: cosine
+    and sine, which have the factor elsewhere, turn only a part of a head (transformers' DeepseekV3).
+    """
+    scaling = settings.rope_scaling
+    scale = settings.head_size**-0.5
+    if latent_spec(settings) is None or scaling is None or scaling.rope_type == "default":
+        return scale
+    return scale * scaling.mscale_of(scaling.mscale_all_dim or 0.0) ** 2
 
 
 def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -> MlpSpec:
