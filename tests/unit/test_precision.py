@@ -176,16 +176,24 @@ def test_who_multiplies_in_bfloat16(monkeypatch: pytest.MonkeyPatch, processor: 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("context: {mode: 1}\nmodel_config: {compute_dtype: bfloat16}\n", "context.mode 1"),
-        ("model_config: {compute_dtype: bfloat16, hidden_dropout: 0.1}\n", "dropout"),
-        ("model_config: {compute_dtype: bfloat16, pet_config: {pet_type: lora, lora_rank: 2}}\n", "adapters"),
-        ("model_config: {compute_dtype: bfloat16, post_mlp_layernorm: True}\n", "norms after a sublayer"),
+        ("context: {mode: 1}\n", "which a CPU does not compute with context.mode 1"),
+        ("run_mode: predict\n", "and a CPU predicts in float32"),
     ],
 )
 def test_why_a_model_stays_in_float32(text: str, why: str) -> None:
-    precision, notes = on_cpu(text)
-    assert precision.compute == ("float32", f"compute_dtype asks for bfloat16, which a CPU does not compute with {why}")
+    precision, notes = on_cpu(text + "model_config: {compute_dtype: bfloat16}\n")
+    assert precision.compute == ("float32", f"compute_dtype asks for bfloat16, {why}")
     assert notes == [f"model.model_config.compute_dtype: computes in float32; {precision.compute.why}"]
+
+
+@pytest.mark.parametrize("model", [
+    "hidden_dropout: 0.1", "pet_config: {pet_type: lora, lora_rank: 2}", "post_mlp_layernorm: True",
+    "embedding_size: 16", "mtp_depth: 1",
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_native_layers_multiply_every_model_in_half_precision(model: str, dtype: str) -> None:
+    precision, _ = on_cpu(f"model_config: {{compute_dtype: {dtype}, {model}}}\n")
+    assert precision.compute.dtype == dtype and precision.by
 
 
 def test_all_but_the_products_is_float32_beside_bfloat16() -> None:
@@ -204,7 +212,7 @@ def test_what_else_is_float32_beside_bfloat16() -> None:
     assert "on a CPU gradients are float32" in notes[-1] and "on a CPU routed experts compute in float32" in notes[-2]
     config = load(text)
     shown = part_dtypes(config.decoder, precision, select_kernels(config.decoder, "CPU", precision))
-    assert {shown[name].dtype for name in ("routed experts", "merge of tokens")} == {"float32"}
+    assert shown["routed experts"].dtype == "float32"
 
 
 def test_flash_attention_follows_the_level() -> None:

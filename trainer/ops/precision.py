@@ -28,6 +28,8 @@ class NarrowProducts(NamedTuple):
 
     by: str = ""
     why: str = "of which a CPU has no kernels"
+    nothing_else: bool = False
+    """Whether nothing else is in half precision either, float16 included."""
 
 
 _DEFAULT = PartDtype("float32", "the default")
@@ -80,6 +82,8 @@ def resolve_precision(
             return PartDtype(dtype, f"{why}; {narrow.why}")
         if has_narrow_products and dtype != "float32":
             return PartDtype("float32", f"{why} asks for {dtype}; between products in half precision a CPU has float32")
+        if dtype != "float32" and narrow.nothing_else:
+            return PartDtype("float32", f"{why} asks for {dtype}, {narrow.why}")
         if dtype == "bfloat16" and device == "CPU":
             reason = "of which a CPU has matrix products alone" if narrow.by else narrow.why
             return PartDtype("float32", f"{why} asks for bfloat16, {reason}")

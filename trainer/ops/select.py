@@ -129,6 +129,8 @@ def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> 
     if device == "CPU" and config.classifier is None:
         asked = asked_dtype(config.decoder, config.amp_level, "compute_dtype")
         narrow = _narrow_products(asked, on_arrays(config, device, world), config.context.mode == 0)
+        if config.run_mode in ("predict", "chat"):
+            narrow = NarrowProducts("", "and a CPU predicts in float32", nothing_else=True)
     return resolve_precision(config.network, config.amp_level, device, narrow)
 
 
