@@ -19,26 +19,24 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from trainer.data.batches.batch import Batch
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
+from trainer.models.block import Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
+from trainer.models.graph_parts import graph_parts
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, sublayer_of
+from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import (
     all_shapes,
     attention_shapes,
-    block_weights,
     dropped_projections,
     mlp_shapes,
-    moe_shapes,
 )
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.kernel_set import KernelSet
 
-_MTP_WEIGHTS = len(MTP_WEIGHTS) + 1  # of a module, with its norm; they stand before those of its block
 _NO_ARITHMETIC = ("Constant", "MakeTuple", "TupleGetItem", "Depend", "Load", "UpdateState", "Return")
 
 
@@ -82,7 +80,7 @@ class FunctionalDecoder(DecoderWiring):
             sequence_weights: The field of `ModelInputs`; empty for a dense model.
             mtp: The three tensors of `MtpInputs` for each module.
             dropped: For each layer three dropout masks, None where nothing is dropped, and those of its adapters.
-            weights: As `weight_names` says: embedding, final norm, head and mappings, then a tuple for each layer.
+            weights: The fields of `GraphParts`.
         """
         call = (inputs, mtp, weights, (tables, masks, sequence_weights), dropped)
         return self.losses(inputs[0], self.mtp_modules, call)[0]
@@ -90,71 +88,45 @@ class FunctionalDecoder(DecoderWiring):
     # The parts. Every call site has a cell of its own: see trainer/ops/__init__.py.
 
     def run_embedding(self, ids_N, call):
-        x_NE = self.gather_rows(call[2][0][0], ids_N)
-        return self.mapping(x_NE, call[2][0][3]) if self.maps else x_NE
+        weight_VE, matrix_DE = call[2][0]
+        x_NE = self.gather_rows(weight_VE, ids_N)
+        return self.mapping(x_NE, matrix_DE) if self.maps else x_NE
 
     def run_layer(self, number, x_ND, call):
         _, _, weights, shared, dropped = call
-        return self.layers[number](x_ND, shared, dropped[number], weights[1 + number])
+        return self.layers[number](x_ND, shared, dropped[number], *weights[1][number])
 
     def run_merge(self, module, x_ND, call):
         _, mtp, weights, _, _ = call
-        own = weights[1 + self.num_layers + module][:_MTP_WEIGHTS]
-        embedded_ND = self.run_embedding(mtp[module][0], call)
-        return self.merges[module](embedded_ND, x_ND, self.norm_before_head(module, weights), own[0], own[1], own[2])
+        return self.merges[module](self.run_embedding(mtp[module][0], call), x_ND, *weights[2][module])
 
     def run_head(self, number, x_ND, call):
         inputs, mtp, weights, _, _ = call
         labels = inputs if number == 0 else mtp[number - 1]
-        norm_D = self.norm_before_head(number, weights)
-        mapping = weights[0][4] if self.maps else None
-        return self.heads[number](x_ND, norm_D, weights[0][2], labels[1], labels[2], mapping)
-
-    def norm_before_head(self, number, weights):
-        return weights[0][1] if number == 0 else weights[self.num_layers + number][_MTP_WEIGHTS - 1]
+        norm_D, weight_VE, mapping = weights[3][number]
+        return self.heads[number](x_ND, norm_D, weight_VE, labels[1], labels[2], mapping)
 
 
 class _Layer(nn.Cell):
-    """(x_ND, tables and masks and sequence weights, dropout masks, weights) -> x_ND, auxiliary and z loss."""
+    """(x_ND, tables and masks and sequence weights, dropout masks, weights of block and experts) -> x_ND, auxiliary and
+    z loss."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, layer: int, tokens: int) -> None:
         super().__init__()
         self.has_experts = settings.is_moe_layer(layer)
-        self.first = _MTP_WEIGHTS if layer >= settings.num_layers else 0
-        self.end = self.first + len(block_weights(settings))
         part, window = "attention" if self.has_experts else "block", kernels.window(settings, layer)
         self.block = Block(settings, kernels, part, window)
         if self.has_experts:
             self.experts = MoeLayer(settings, kernels, compiled=False)
             self.capacity = settings.experts.capacity(tokens)
 
-    def construct(self, x_ND, shared, dropped, weights):
+    def construct(self, x_ND, shared, dropped, block, experts):
         tables, masks, sequence_weights = shared
-        own = weights[self.first : self.end]
         if not self.has_experts:
-            x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], dropped[2], *own, *dropped[3:])
+            x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], dropped[2], *block, *dropped[3:])
             return x_ND, None, None
-        x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], None, *own, *dropped[3:])
-        return self.experts(x_ND, weights[self.end :], sequence_weights, dropped[2], self.capacity)
-
-
-def weight_names(settings: ModelConfig, layers: Sequence[int], known: Sequence[str]) -> list[list[str | None]]:
-    """Names of the parameters in the order that `FunctionalDecoder` takes them in, a list for each tuple of them.
-
-    An adapter that is not among the `known` parameters of the model becomes None.
-    """
-    spec = model_spec(settings)
-    head = EMBEDDING if spec.tied else HEAD
-    mappings = [MAPPING_IN, MAPPING_OUT] if spec.maps_embedding else []
-    names: list[list[str | None]] = [[EMBEDDING, FINAL_NORM, head, *mappings]]
-    for layer in layers:
-        own = [*MTP_WEIGHTS, MTP_NORM] if layer in spec.module_layers else []
-        block = block_weights(settings)
-        if spec.layers[layer].is_moe:
-            block = [name if sublayer_of(name) == "attention" else "" for name in block] + list(moe_shapes(settings))
-        full = (spec.parameter_name(layer, name) for name in own + block)
-        names.append([name if name in known else None for name in full])
-    return names
+        x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], None, *block, *dropped[3:])
+        return self.experts(x_ND, experts, sequence_weights, dropped[2], self.capacity)
 
 
 class StepGraph(nn.Cell):
@@ -204,8 +176,9 @@ def flat_arguments(
     layers: Sequence[int],
     weights: Mapping[str, Tensor],
 ) -> tuple[list[Tensor], tuple, dict[int, str]]:
-    """The arguments of a `StepGraph`: tensors, their structure, and the names of those that are weights."""
+    """The arguments of a `StepGraph`: tensors, their structure, and the names of those that are weights, once each."""
     arguments: list[Tensor] = []
+    argnums: dict[str, int] = {}
 
     def put(item: Any) -> Any:
         if isinstance(item, Tensor):
@@ -214,10 +187,19 @@ def flat_arguments(
         return None if item is None else tuple(map(put, item))
 
     structure = [put(group) for group in _input_groups(settings, kernels, inputs, layers)]
-    groups, first = weight_names(settings, layers, weights), len(arguments)
-    structure.append(put([[None if name is None else weights[name] for name in group] for group in groups]))
-    flat = [name for group in groups for name in group if name is not None]
-    return arguments, tuple(structure), dict(enumerate(flat, first))
+
+    def argnum_of(name: str) -> int | None:
+        if name in weights and name not in argnums:
+            argnums[name] = put(weights[name])
+        return argnums.get(name)
+
+    structure.append(_as_tuples(graph_parts(settings, argnum_of, layers)))
+    return arguments, tuple(structure), {argnum: name for name, argnum in argnums.items()}
+
+
+def _as_tuples(parts: Any) -> Any:
+    """The same without names of fields, as a graph takes it."""
+    return tuple(map(_as_tuples, parts)) if isinstance(parts, tuple) else parts
 
 
 def export_step(

@@ -27,6 +27,7 @@ from trainer.models.latent_attention import LatentAttentionLayer
 from trainer.models.projection import Projection
 from trainer.models.spec.names import MTP_NORM, MTP_WEIGHTS, POST_ATTENTION_NORM, POST_MLP_NORM  # noqa: F401
 from trainer.models.spec.shapes import block_names
+from trainer.models.spec.sublayers import attention_spec, latent_spec, mlp_spec
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -51,24 +52,24 @@ class AttentionLayer(nn.Cell):
         tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
-        names = block_names(settings)
-        self.qk_norm, self.head_size = settings.use_qk_norm, settings.head_size
+        names, spec = block_names(settings), attention_spec(settings)
+        self.qk_norm, self.head_size = spec.head_norm, spec.head_size
         self.norm_weight = names.index("input_layernorm.weight")
-        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.enter = None if tensor is None else tensor.enter()
         self.query, self.key, self.value = (Projection(f"self_attn.{one}_proj", settings, kernels) for one in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
-        self.query_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
-        self.key_norm = kernels.head_norm(self.head_size, settings.rms_norm_eps)
-        turned = self.head_size, settings.rotary_size, settings.rope_interleave
+        self.query_norm = kernels.head_norm(self.head_size, spec.eps)
+        self.key_norm = kernels.head_norm(self.head_size, spec.eps)
+        turned = self.head_size, spec.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*turned) for _ in range(2))
-        self.heads, self.cache_heads = settings.num_heads, settings.kv_heads
+        self.heads, self.cache_heads = spec.heads, spec.kv_heads
         options = kernels.attention_options(settings, window)
-        self.attention = kernels.attention(self.heads, settings.kv_heads, self.head_size, **options)
-        self.has_post_norm = settings.post_self_attn_layernorm
-        self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, **options)
+        self.has_post_norm = spec.post_norm
+        self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
@@ -125,14 +126,14 @@ class MlpLayer(nn.Cell):
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        names = block_names(settings)
+        names, spec = block_names(settings), mlp_spec(settings)
         self.norm_weight = names.index("post_attention_layernorm.weight")
-        self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.enter = None if tensor is None else tensor.enter()
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
         self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels, tensor), kernels.swiglu()
-        self.has_post_norm = settings.post_mlp_layernorm
-        self.post_norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
+        self.has_post_norm = spec.post_norm
+        self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.post_norm_weight = names.index(POST_MLP_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, weights):
@@ -170,7 +171,7 @@ class Block(nn.Cell):
         super().__init__()
         self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
         if self.has_attention:
-            layer = LatentAttentionLayer if settings.multi_latent_attention else AttentionLayer
+            layer = AttentionLayer if latent_spec(settings) is None else LatentAttentionLayer
             self.attention, self.add_attention = layer(settings, kernels, window, tensor), P.Add()
             self.drop_attention = kernels.dropout(settings.hidden_dropout)
         if self.has_mlp:

@@ -15,11 +15,12 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, Head, MergeTokens
+from trainer.models.block import Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
+from trainer.models.graph_parts import graph_parts
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix, sublayer_of
-from trainer.models.spec.shapes import block_weights, mask_sites, moe_shapes
+from trainer.models.spec.names import layer_prefix
+from trainer.models.spec.shapes import mask_sites
 from trainer.ops.plain import shard_operators
 
 if TYPE_CHECKING:
@@ -53,38 +54,29 @@ class SemiAutoDecoder(DecoderWiring):
     ) -> None:
         spec = model_spec(settings)
         super().__init__(settings, spec.num_layers, spec.mtp_modules)
-        embedding, tied = parameters[EMBEDDING], spec.tied
-        self.hands_on = staged and tied
-        output = None if self.hands_on else embedding if tied else parameters[HEAD]
-
-        def weights(layer: int, names: Iterable[str]) -> list[Parameter | None]:
-            return [parameters.get(spec.parameter_name(layer, name)) for name in names]
-
-        norms = [parameters[FINAL_NORM], *(weights(layer, [MTP_NORM])[0] for layer in spec.module_layers)]
-        mapping_in, mapping_out = (parameters.get(name) for name in (MAPPING_IN, MAPPING_OUT))
-        self.embed = EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in)
-        self.mtp_embeds = _cells(
-            EmbeddingCell(embedding, EmbeddingMapping(kernels), mapping_in) for _ in spec.module_layers
+        self.hands_on = staged and spec.tied
+        parts = graph_parts(settings, parameters.get)
+        self.embed, *mtp_embeds = (
+            EmbeddingCell(*parts.embedding, EmbeddingMapping(kernels)) for _ in range(1 + spec.mtp_modules)
         )
-        self.matrix = MatrixCell(embedding, kernels.compute_dtype) if self.hands_on else None
+        self.mtp_embeds = _cells(mtp_embeds)
+        self.matrix = MatrixCell(parts.embedding[0], kernels.compute_dtype) if self.hands_on else None
 
         def layer_cell(layer: int) -> LayerCell:
-            own = weights(layer, block_weights(settings))
+            own, of_experts = parts.layers[layer]
             if not spec.layers[layer].is_moe:
                 return LayerCell(Block(settings, kernels), own, mask_sites(settings, layer))
-            cell = experts.of_layer(layer_prefix(layer), weights(layer, moe_shapes(settings)))
-            kept = [sublayer_of(name) == "attention" for name in block_weights(settings)]
-            own = [weight if is_own else None for weight, is_own in zip(own, kept, strict=True)]
+            cell = experts.of_layer(layer_prefix(layer), of_experts)
             return LayerCell(Block(settings, kernels, "attention"), own, mask_sites(settings, layer), cell)
 
         self.layers = _cells(map(layer_cell, range(len(spec.layers))))
         self.has_window = tuple(layer.attention.window is not None for layer in spec.layers)
         self.has_experts = tuple(layer.experts is not None for layer in self.layers)
-        self.merges = _cells(
-            MergeCell(MergeTokens(settings, kernels), [norm, *weights(layer, MTP_WEIGHTS)])
-            for layer, norm in zip(spec.module_layers, norms, strict=False)
+        self.merges = _cells(MergeCell(MergeTokens(settings, kernels), weights) for weights in parts.merges)
+        self.heads = _cells(
+            HeadCell(Head(settings, kernels), norm, None if self.hands_on else weight, mapping)
+            for norm, weight, mapping in parts.heads
         )
-        self.heads = _cells(HeadCell(Head(settings, kernels), norm, output, mapping_out) for norm in norms)
         self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None
         self.balances, self.weigh, self.no_loss_11 = self.aux_factor > 0 or self.z_factor > 0, P.Mul(), None
         self.aux_factor = self.z_factor = 0.0  # `RouterLosses` multiplies by them
@@ -136,7 +128,7 @@ def _cells(cells: Iterable[nn.Cell]) -> nn.CellList:
 class EmbeddingCell(nn.Cell):
     """ids_N -> [N, D]; `matrix` is that of the mapping, None where the embedding is as wide as the residual stream."""
 
-    def __init__(self, weight: Parameter, mapping: EmbeddingMapping, matrix: Parameter | None) -> None:
+    def __init__(self, weight: Parameter, matrix: Parameter | None, mapping: EmbeddingMapping) -> None:
         super().__init__(auto_prefix=False)
         self.weight, self.gather, self.mapping, self.matrix = weight, P.Gather(), mapping, matrix
 

@@ -395,7 +395,7 @@ class ExpertLayer(nn.Cell):
 class ExpertCells(NamedTuple):
     """What a decoder with experts needs."""
 
-    of_layer: Callable[[str, list[Parameter]], ExpertLayer]
+    of_layer: Callable[[str, Sequence[Parameter]], ExpertLayer]
     """(prefix of a layer's names, its weights) -> its experts."""
     group_weights: GroupWeights
 
@@ -411,7 +411,7 @@ def expert_cells(config: Config, world: World, kernels: KernelSet, local: Kernel
     is_dry = os.environ.get("MS_SIMULATION_LEVEL", "") not in ("", "0")
     ranks = ExpertRanks(degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry)
 
-    def make(prefix: str, weights: list[Parameter]) -> ExpertLayer:
+    def make(prefix: str, weights: Sequence[Parameter]) -> ExpertLayer:
         return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
 
     return ExpertCells(make, GroupWeights(group_tokens(settings, ranks)))
