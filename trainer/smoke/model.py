@@ -161,7 +161,8 @@ def _adapters(config: Config) -> Iterator[Change]:
 
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
-    precision = precision_of(config, "CPU")
+    # A small copy runs in explicit mode.
+    precision = precision_of(config.model_copy(update={"use_parallel": None}), "CPU")
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     for key, part in zip(PART_KEYS, parts, strict=True):
         if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":
