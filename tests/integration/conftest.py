@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from compiled_cells import shared_compiled_cells
 from run_helpers import write_corpus
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_once() -> Iterator[None]:
-    """Runs in this process share what they compile; a run in a process of its own compiles for itself."""
-    with shared_compiled_cells():
-        yield
 
 
 @pytest.fixture(scope="module")

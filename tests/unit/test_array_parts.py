@@ -17,7 +17,7 @@ from test_joined_names import golden as golden_of_family
 from trainer.checkpoint.tensor_names import disk_parts, to_disk
 from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
-from trainer.models import init
+from trainer.models.spec import init
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import Init, ParameterSpec
 from trainer.models.spec.shapes import parameter_shapes

@@ -242,7 +242,8 @@ def test_trained_length_defaults_to_the_longest_context() -> None:
 
 def test_nothing_here_needs_mindspore() -> None:
     """`plan` counts weights and memory with these modules, and must start at once."""
-    modules = "models.spec.shapes models.spec.init models.spec.rotary ops.dropout step.clip optim.groups ops.select".split()
+    names = "models.spec.shapes models.spec.init models.spec.rotary ops.dropout step.clip optim.groups ops.select"
+    modules = names.split()
     imports = "".join(f"import trainer.{module}\n" for module in modules)
     code = f"{imports}import sys\nassert 'mindspore' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)

@@ -186,6 +186,13 @@ def test_why_a_model_stays_in_float32(text: str, why: str) -> None:
     assert notes == [f"model.model_config.compute_dtype: computes in float32; {precision.compute.why}"]
 
 
+def test_products_in_float16_are_those_of_rounded_numbers() -> None:
+    precision, notes = on_cpu("model_config: {compute_dtype: float16, layernorm_compute_type: float16}\n")
+    assert (precision.by, precision.compute.dtype, precision.norm.dtype) == ("emulated", "float16", "float32")
+    assert "layernorm_compute_type: computes in float32; layernorm_compute_type asks for float16; between" in notes[0]
+    assert "compute_dtype float16: this processor has no instructions for it" in notes[1] and len(notes) == 2
+
+
 @pytest.mark.parametrize("model", [
     "hidden_dropout: 0.1", "pet_config: {pet_type: lora, lora_rank: 2}", "post_mlp_layernorm: True",
     "embedding_size: 16", "mtp_depth: 1",

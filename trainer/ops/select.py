@@ -125,13 +125,18 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:
     """The dtype that each part of a run computes in."""
-    narrow = NarrowProducts()
     if device == "CPU" and config.classifier is None:
-        asked = asked_dtype(config.decoder, config.amp_level, "compute_dtype")
-        narrow = _narrow_products(asked, on_arrays(config, device, world), config.context.mode == 0)
-        if config.run_mode in ("predict", "chat"):
-            narrow = NarrowProducts("", "and a CPU predicts in float32", nothing_else=True)
-    return resolve_precision(config.network, config.amp_level, device, narrow)
+        return precision_on_cpu(config, on_arrays(config, device, world))
+    return resolve_precision(config.network, config.amp_level, device)
+
+
+def precision_on_cpu(config: Config, native: bool) -> Precision:
+    """The dtype that each part of a decoder computes in on a CPU, with native layers or without."""
+    asked = asked_dtype(config.decoder, config.amp_level, "compute_dtype")
+    narrow = _narrow_products(asked, native, config.context.mode == 0)
+    if config.run_mode in ("predict", "chat"):
+        narrow = NarrowProducts("", "and a CPU predicts in float32", nothing_else=True)
+    return resolve_precision(config.network, config.amp_level, "CPU", narrow)
 
 
 def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts:

@@ -11,7 +11,7 @@ from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.sublayers import latent_spec
-from trainer.ops.select import precision_of
+from trainer.ops.select import precision_on_cpu
 from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.layers import kept_layers, layer_changes
 
@@ -161,8 +161,8 @@ def _adapters(config: Config) -> Iterator[Change]:
 
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
-    # A small copy runs in explicit mode.
-    precision = precision_of(config.model_copy(update={"use_parallel": None}), "CPU")
+    # The small copy runs in explicit mode.
+    precision = precision_on_cpu(config, config.context.mode == 0 or setup.layout.degrees.divide_layers)
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     for key, part in zip(PART_KEYS, parts, strict=True):
         if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":

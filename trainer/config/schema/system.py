@@ -13,7 +13,8 @@ class ContextConfig(Section):
     """Device and execution mode (YAML ``context``)."""
 
     mode: int = setting(
-        0, "0: layers on arrays (CPU) or compiled blocks; 1: operator by operator, to debug; memory grows on a CPU.",
+        0, "0: layers on arrays (CPU) or compiled blocks (Ascend); 1: operator by operator, to debug; memory grows on a"
+        " CPU.",
         meanings={0: "graph", 1: "pynative"}, ge=0, le=1)
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
     device_fallback: bool = setting(
@@ -98,8 +99,8 @@ class ParallelConfig(Section):
     model_parallel: int = setting(1, "Devices that share each matrix.", ge=1, le=RANKS)
     context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1, le=RANKS)
     context_parallel_algo: Literal["colossalai_cp", "ulysses_cp", "hybrid_cp"] = setting(
-        "colossalai_cp", "How they compute attention. colossalai_cp: in a ring; ulysses_cp: each some of the heads;"
-        " hybrid_cp: in a ring of groups of ulysses_degree_in_cp ranks, each rank some of the heads.")
+        "colossalai_cp", "How they compute attention. colossalai_cp: they gather keys and values; ulysses_cp: each some"
+        " of the heads; hybrid_cp: groups of ulysses_degree_in_cp ranks gather, each rank some of the heads.")
     ulysses_degree_in_cp: int = setting(
         1, "Neighbouring ranks of context_parallel that exchange heads with hybrid_cp.", ge=1, le=RANKS)
     expert_parallel: int = setting(1, "Devices that share the experts.", ge=1, le=RANKS)
