@@ -19,36 +19,28 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     sharing_level,
 )
-from trainer.config.recompute import recomputed_parts
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
-from trainer.models.spec.adapters import layer_targets
-from trainer.models.spec.names import EMBEDDING, is_expert, layer_prefix, sublayer_of
-from trainer.models.spec.shapes import attention_shapes, mlp_shapes
+from trainer.models.spec.names import EMBEDDING, HEAD, is_expert
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import on_arrays, precision_of
-from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.layout import local_settings
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.activations import ActivationMemory
 from trainer.plan.device_memory import device_memory, fixed_bytes
-from trainer.plan.division import Held, held_parts
-from trainer.plan.host_memory import head_bytes, layer_bytes, sublayer_bytes
+from trainer.plan.division import Held, held_parts, micro_batch_tokens
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
 
 MOST_SAMPLED_TOKENS = 128
 """Tokens of a text sampled by a training where `max_new_tokens` does not say it: the training waits for it."""
 _FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
-_WORKSPACE_BYTES = 72 << 20  # what a run imports, threads and their scratch memory
+_WORKSPACE_BYTES = 104 << 20  # what a run imports, threads and their scratch memory
 _COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
-_SECOND_BLOCK_BYTES = 96 << 20  # dense layers beside layers with experts: two blocks are compiled
-_HALF_KEEPS = 5  # eighths of a block's activations with half precision: residuals and norms stay float32
-_FRAGMENTATION = 4  # a quarter of the activations: blocks of the allocator that are held and not full; where ranks
-# divide matrices or layers, none was seen
 _OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
@@ -72,7 +64,7 @@ def memory_estimate(
 
 
 def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
-    settings, network, on_host = config.decoder, config.network, on_arrays(config, device, world)
+    on_host = on_arrays(config, device, world)
     own_bytes = _OwnBytes(config, world)
     weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES}
@@ -85,13 +77,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         copies = _rounded_bytes(config, world, held) if device == "CPU" else 0
         parts |= {"rounded copies of weights": copies} if copies else {}
     if config.run_mode == "eval" and on_host:
-        tokens, layers = config.runner_config.batch_size * settings.seq_length, range(settings.num_layers)
-        narrow = _product_bytes(config, world)
-        passing = max((sublayer_bytes(settings, layer, narrow)["attention"].kept for layer in layers), default=0)
-        parts["activations"] = head_bytes(settings, tokens, narrow) + tokens * passing
+        parts["activations"] = ActivationMemory(config, world, held, _product_bytes(config, world)).evaluation_peak()
     if trains:
-        shared = degrees_of(config, world).context_parallel  # each of so many ranks has a part of a sequence
-        labels = config.runner_config.batch_size * network.labels_per_sequence // shared
         copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = own_bytes.gradients(trained, copies)
@@ -100,13 +87,10 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
             if degrees_of(config, world).data_parallel > 1:  # a copy of the gradients that are summed, as was measured
                 summed = {name: shape for name, shape in trained.items() if not is_expert(name)}
                 parts["workspaces"] += own_bytes.gradients(summed, 1)
-            parts["activations"] = _host_activations(config, labels, held, own_bytes, trained)
-            return parts | {"total": sum(parts.values())}
-        parts["activations"] = labels * _activations_of_label(config, device, held) * _FLOAT32_BYTES
-        if held.tensor == 1 and len(held.passes) == settings.num_layers + settings.mtp_depth:
-            parts["compiled code, workspaces"] += parts["activations"] // _FRAGMENTATION
-        if len({settings.is_moe_layer(layer) for layer in range(settings.num_layers)}) == 2:
-            parts["compiled code, workspaces"] += _SECOND_BLOCK_BYTES
+            activations = ActivationMemory(config, world, held, _product_bytes(config, world))
+            parts["activations"] = activations.training_peak(_coming_gradients(held, own_bytes, trained))
+        else:
+            parts["activations"] = _operator_bytes(config, held, world)
     return parts | {"total": sum(parts.values())}
 
 
@@ -155,110 +139,33 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _host_activations(
-    config: Config, tokens: int, held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tuple[int, ...]]
-) -> int:
-    """Bytes of a micro-batch beside all gradients, at the peak, where layers are computed on arrays."""
-    settings, depth = local_settings(config.decoder, held.tensor), config.decoder.mtp_depth
-    narrow = _product_bytes(config, own_bytes.world)
-    first, again = first_trained_layer(config, frozen_names(config)), recomputed_parts(config)
-    again += again[-1:] * depth  # multi-token prediction modules recompute what the last layer recomputes
-    layers = {layer: layer_bytes(settings, layer, again[layer], narrow) for layer in held.passes if layer >= first}
-    working = max((each.working for each in layers.values()), default=0) * tokens
-    kept = sum(each.kept * held.passes[layer] for layer, each in layers.items()) * tokens
-    head = head_bytes(settings, tokens, narrow)
-    if held.tensor > 1:
-        shared = _shared_sublayer_bytes(settings, held.tensor, config.parallel_config.use_seq_parallel)
-        kept += sum(held.passes[layer] for layer in layers) * shared * tokens
-        # The head of a part of the vocabulary is compiled: logits, probabilities and their gradients, as was measured.
-        head = (4 * settings.vocab_size + 12 * settings.hidden_size) * tokens * _FLOAT32_BYTES
-    # Recomputed experts: as much as their weights was measured.
-    redone = tuple(layer_prefix(layer) for layer in layers if again[layer] in ("block", "mlp"))
-    kept += _bytes({name: shape for name, shape in held.shapes.items() if is_expert(name) and name.startswith(redone)})
-    if own_bytes.degrees.expert_parallel > 1:  # the rows that are sent, received and returned
-        sent = sum(held.passes[layer] for layer in layers if settings.is_moe_layer(layer))
-        kept += sent * 3 * settings.experts.num_experts_chosen * settings.hidden_size * tokens * _FLOAT32_BYTES
-    if not held.has_head:
-        return kept + working
-    # What enters the block of each module, and the gradients of its head, which add up later.
-    kept += depth * (8 * tokens + settings.vocab_size) * settings.hidden_size * _FLOAT32_BYTES
-    # Gradients of dense layers take the place of what these kept: the peak is at the beginning of the backward pass or,
-    # with little to keep, at its end.
-    whole = tuple(layer_prefix(layer) for layer in layers if not again[layer])
-    later = {name: shape for name, shape in trained.items() if name.startswith(whole) and not is_expert(name)}
-    later_bytes = own_bytes.gradients(later, 1) if own_bytes.level in ("", "level1") else 0
-    beginning = kept + max(head, working) - later_bytes
-    end = max((each.kept for each in layers.values()), default=0) * tokens + working
-    return max(beginning, end)
-
-
-def _shared_sublayer_bytes(settings: ModelConfig, tensor: int, shares_rows: bool) -> int:
-    """Of a token, what both sublayers of a layer keep besides where ranks compute them together: what they have entered
-    with; and what the sums leave in the allocator, as was measured, unless a rank has its own rows of them."""
-    values = 2 * settings.hidden_size
-    return (values - values * (tensor - 1) // tensor if shares_rows else 2 * values) * _FLOAT32_BYTES
+def _coming_gradients(held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Bytes of the gradients that take the place of activations as the backward pass goes on, by the names of their
+    weights: those of layers, and of an embedding that is not the head. Those of experts find no room there, as was
+    measured."""
+    if own_bytes.level not in ("", "level1"):
+        return {}
+    names = [name for name in trained if name.startswith("model.layers.") and not is_expert(name)]
+    if HEAD in held.shapes:
+        names.append(EMBEDDING)
+    return {name: own_bytes.gradients({name: trained[name]}, 1) for name in names if name in trained}
 
 
 def _product_bytes(config: Config, world: World) -> int:
     """Of a number that products of whole layers on arrays take."""
-    return 2 if precision_of(config, "CPU", world).compute.dtype == "bfloat16" else _FLOAT32_BYTES
+    return _FLOAT32_BYTES if precision_of(config, "CPU", world).compute.dtype == "float32" else 2
 
 
-def _activations_of_label(config: Config, device: str, held: Held) -> int:
-    """Float32 values kept for each label between forward and backward pass, at the peak."""
+def _operator_bytes(config: Config, held: Held, world: World) -> int:
+    """A coarse upper estimate of the activations of a training whose operators run one by one."""
     if config.classifier is not None:
-        return 3 * sum(config.classifier.sizes)  # each layer: input, product and its gradient
-    settings = local_settings(config.decoder, held.tensor)
-    half = resolve_precision(settings, config.amp_level, device).compute.dtype != "float32"
-    kept, working, both = 0, 0, 0
-    first = first_trained_layer(config, frozen_names(config))
-    again = recomputed_parts(config) + ("",) * settings.mtp_depth
-    for layer in range(first, len(again)):
-        if layer not in held.passes:
-            continue
-        part, sublayers = again[layer], _activations_of_sublayers(settings, layer)
-        # A recomputed part keeps its input alone, and exists as a whole while its own backward pass runs.
-        remains = sublayers["block"] - sublayers[part] if part else sublayers["block"]
-        of_pass = (remains * _HALF_KEEPS // 8 if half else remains) + (settings.hidden_size if part else 0)
-        kept += of_pass * held.passes[layer]
-        working = max(working, sublayers[part] if part else 0)
-        # During its backward pass a block's arrays exist in half precision and in float32.
-        both = max(both, sublayers["block"] if half else 0)
-    if not held.has_head:
-        return kept + working + both + 4 * _scores(settings)
-    # Multi-token prediction modules: what enters their block, and logits and probabilities of their own.
-    kept += settings.mtp_depth * (7 * settings.hidden_size + 2 * settings.vocab_size)
-    # Once: the head's logits, probabilities and their gradient, and what the attention's backward pass works on.
-    return kept + working + both + 3 * settings.vocab_size + 4 * _scores(settings)
-
-
-def _activations_of_sublayers(settings: ModelConfig, layer: int) -> dict[str, int]:
-    """Float32 values that each sublayer of a layer, and the whole block, keep for a token."""
-    hidden, scores = settings.hidden_size, _scores(settings)
-    # Residuals and norms; queries, keys, values and the result; the probabilities. Dropout keeps its masks.
-    attention = 4 * hidden + _heads(settings) + scores
-    masks = settings.num_heads * settings.seq_length + scores  # the whole mask, and its part in each half
-    attention += hidden * bool(settings.hidden_dropout) + masks * bool(settings.attention_dropout)
-    # Residuals and norms again; gate, up and their product.
-    experts = settings.is_moe_layer(layer)
-    width = 3 * settings.ffn_size if not experts else _activations_of_experts(settings)
-    found = {"attention": attention, "mlp": (4 + bool(settings.hidden_dropout)) * hidden + width}
-    for name in layer_targets(settings, layer) if settings.pet_config and layer < settings.num_layers else ():
-        # The product with A; what dropout leaves of the input, and its mask.
-        width = (attention_shapes(settings) | mlp_shapes(settings))[f"{name}.weight"][1]
-        dropped = 2 * width * bool(settings.pet_config.lora_dropout)
-        found[sublayer_of(name)] += settings.pet_config.lora_rank + dropped
-    return found | {"block": sum(found.values())}
-
-
-def _heads(settings: ModelConfig) -> int:
-    """Queries, keys, values and the attention's result, each before and after its change of layout."""
-    queries, keys = settings.num_heads * settings.head_size, settings.kv_heads * settings.head_size
-    if not settings.multi_latent_attention:
-        return 6 * queries + 4 * keys
-    # The latent vectors are kept before and after their norms; what is cut and joined needs no second copy.
-    latent = 2 * ((settings.q_lora_rank or 0) + settings.kv_lora_rank + settings.qk_rope_head_dim)
-    return latent + 3 * queries + 2 * keys + 3 * settings.num_heads * settings.value_size
+        labels = config.runner_config.batch_size * config.network.labels_per_sequence
+        return 3 * sum(config.classifier.sizes) * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
+    settings, tokens = config.decoder, micro_batch_tokens(config, degrees_of(config, world))
+    # Operators keep what they take, about twice what native layers keep, and scores and softmax of all heads.
+    native = ActivationMemory(config, world, held, _FLOAT32_BYTES).training_peak({})
+    scores = len(held.passes) * settings.num_heads * settings.seq_length * tokens * _FLOAT32_BYTES
+    return 2 * (native + scores)
 
 
 def _cache_bytes(config: Config, device: str) -> int:
@@ -296,18 +203,6 @@ def _rounded_bytes(config: Config, world: World, held: Held) -> int:
     return _bytes({name: shape for name, shape in held.shapes.items()
                    if len(shape) == 2 and (name != EMBEDDING or settings.tie_word_embeddings)
                    or len(shape) == 3 and not precision.by})  # fmt: skip
-
-
-def _activations_of_experts(settings: ModelConfig) -> int:
-    """Router scores; input, gate and up of each chosen expert; the shared expert."""
-    moe, hidden = settings.experts, settings.hidden_size
-    rows = moe.num_experts_chosen * (hidden + 2 * settings.expert_size)
-    return 6 * moe.expert_num + rows + 3 * settings.shared_expert_size + hidden * bool(settings.shared_expert_size)
-
-
-def _scores(settings: ModelConfig) -> int:
-    """Attention scores of a token in all heads: the first half of the queries meets half of the keys."""
-    return settings.num_heads * settings.seq_length * 3 // 4
 
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:

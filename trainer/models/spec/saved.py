@@ -7,11 +7,12 @@ Legend: N tokens of a rank; with sequence parallelism it has n rows of the resid
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.model import AdapterSpec, AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import adapter_names
 
+RowKind: TypeAlias = Literal["stream", "tokens", "queries", "keys", "routed", "experts"]
 _LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
 _FEWEST_ROWS = 64
 
@@ -22,14 +23,14 @@ class SavedArray(NamedTuple):
     Attributes:
         narrow: It is in the dtype of the products, otherwise float32.
         rows: Of the residual stream that the rank has, of the tokens that it computes, of the queries and the keys of
-            its attention (those of more tokens, where context-parallel ranks share sequences), or of the tokens'
-            assignments to experts.
+            its attention (those of more tokens, where context-parallel ranks share sequences), of the tokens that it
+            sends to experts (tensor-parallel ranks share them), or of the assignments of these to experts.
     """
 
     name: str
     width: int
     narrow: bool = True
-    rows: Literal["stream", "tokens", "queries", "keys", "experts"] = "tokens"
+    rows: RowKind = "tokens"
 
 
 def attention_saved(
@@ -76,19 +77,31 @@ def mlp_saved(spec: MlpSpec, sequence_parallel: bool = False) -> Iterator[SavedA
         yield _of_adapter(name, adapter, "tokens")
 
 
-def moe_saved(spec: MoeSpec) -> Iterator[SavedArray]:
-    """Yields what a sublayer with experts keeps besides its input; routed experts compute in float32."""
-    yield SavedArray("scale", 1, narrow=False)
-    yield SavedArray("normed", spec.hidden, narrow=False)
+def moe_saved(
+    spec: MoeSpec, tensor_parallel: bool = False, gathers: bool = False, ranks: int = 1
+) -> Iterator[SavedArray]:
+    """Yields what a sublayer with experts keeps besides its input; routed experts compute in float32.
+
+    Of `ranks` that share the experts each receives the tokens of its experts, or `gathers` all tokens.
+    """
+    yield SavedArray("scale", 1, narrow=False, rows="routed")
+    yield SavedArray("normed", spec.hidden, narrow=False, rows="routed")
     # Scores, their normalised form, and what the losses of the router keep.
-    yield SavedArray("router", 4 * spec.experts, narrow=False)
+    yield SavedArray("router", 4 * spec.experts, narrow=False, rows="routed")
     yield SavedArray("gate", spec.width, narrow=False, rows="experts")
     yield SavedArray("up", spec.width, narrow=False, rows="experts")
+    if gathers:
+        yield SavedArray("gathered", ranks * spec.hidden, narrow=False, rows="routed")
+    elif ranks > 1:
+        yield SavedArray("received", spec.hidden, narrow=False, rows="experts")
+        yield SavedArray("returned", spec.hidden, narrow=False, rows="experts")
     if spec.shared_width:
+        if tensor_parallel:
+            yield SavedArray("shared_normed", spec.hidden)
         yield SavedArray("shared_gate", spec.shared_width)
         yield SavedArray("shared_up", spec.shared_width)
     if spec.shared_gate:
-        yield SavedArray("shared_output", spec.hidden, narrow=False)
+        yield SavedArray("shared_output", spec.hidden, narrow=False, rows="routed")
 
 
 def logit_rows(tokens: int, vocabulary: int) -> int:
@@ -97,5 +110,5 @@ def logit_rows(tokens: int, vocabulary: int) -> int:
     return min(tokens, max(_FEWEST_ROWS, _LOGITS // vocabulary))
 
 
-def _of_adapter(name: str, adapter: AdapterSpec, rows: Literal["stream", "tokens"]) -> SavedArray:
+def _of_adapter(name: str, adapter: AdapterSpec, rows: RowKind) -> SavedArray:
     return SavedArray(adapter_names(name)[0], adapter.rank, rows=rows)

@@ -1,0 +1,201 @@
+"""Activation memory of a rank whose layers are native (`trainer.arrays`).
+
+What a layer keeps is counted from the list that it allocates from, `trainer.models.spec.saved`; what a backward pass
+allocates besides is counted here.
+
+Legend: N tokens of a micro-batch, D hidden, E width of the head, V vocabulary of the rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from trainer.config.checks.degrees import ulysses_degree
+from trainer.config.checks.parallel import degrees_of
+from trainer.config.recompute import SUBLAYERS, recomputed_parts
+from trainer.models.spec.build import model_spec
+from trainer.models.spec.model import MlpSpec
+from trainer.models.spec.names import layer_prefix
+from trainer.models.spec.saved import attention_saved, logit_rows, mlp_saved, moe_saved
+from trainer.optim.freeze import first_trained_layer, frozen_names
+from trainer.parallel.layout import local_settings
+from trainer.plan.division import micro_batch_tokens
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.models.spec.model import AdapterSpec, AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+    from trainer.models.spec.saved import RowKind, SavedArray
+    from trainer.parallel.world import World
+    from trainer.plan.division import Held
+
+_WIDE = 4  # bytes of float32
+
+
+class SublayerBytes(NamedTuple):
+    """Bytes of a sublayer or a layer.
+
+    Attributes:
+        kept: From forward to backward pass, its input included.
+        working: What the backward pass allocates besides, without gradients of weights.
+    """
+
+    kept: int
+    working: int
+
+
+class ActivationMemory:
+    """Activations of one micro-batch on a rank.
+
+    Args:
+        narrow: Bytes of a number that a product takes.
+    """
+
+    def __init__(self, config: Config, world: World, held: Held, narrow: int) -> None:
+        degrees = degrees_of(config, world)
+        self.config = config
+        self.held = held
+        self.narrow = narrow
+        self.rounds = narrow < _WIDE
+        self.spec: ModelSpec = model_spec(local_settings(config.decoder, held.tensor))
+        self.is_tensor_parallel = held.tensor > 1
+        self.shares_rows = self.is_tensor_parallel and config.parallel_config.use_seq_parallel
+        self.is_context_parallel = degrees.context_parallel > 1
+        self.ulysses = ulysses_degree(config)
+        self.expert_ranks = degrees.expert_parallel
+        moe = config.decoder.experts
+        tokens = micro_batch_tokens(config, degrees)
+        routed = tokens // held.tensor
+        self.rows: dict[RowKind, int] = {
+            "stream": routed if self.shares_rows else tokens,
+            "tokens": tokens,
+            "queries": tokens * self.ulysses,
+            "keys": tokens * degrees.context_parallel,
+            "routed": routed,
+            "experts": routed * moe.num_experts_chosen if moe is not None else 0,
+        }
+        self.stream = _WIDE * self.spec.hidden * self.rows["stream"]
+        """Bytes of the residual stream."""
+
+    def training_peak(self, gradients: Mapping[str, int]) -> int:
+        """Returns the most that there is besides all gradients. Where gradients come while activations go, those that
+        are not there yet are subtracted.
+
+        Args:
+            gradients: Bytes of those that come layer by layer, by the names of their weights; of others nothing.
+        """
+        spec, passes = self.spec, self.held.passes
+        again = recomputed_parts(self.config)
+        again += again[-1:] * spec.mtp_modules  # multi-token prediction modules recompute what the last layer does
+        first = first_trained_layer(self.config, frozen_names(self.config))
+        layers = {number: self.layer(spec.layers[number], again[number]) for number in passes if number >= first}
+        kept = sum(one.kept * passes[number] for number, one in layers.items())
+        coming = sum(gradients.values())
+        peak = 0
+        if self.held.has_head:
+            modules = spec.mtp_modules
+            matrix = _WIDE * spec.vocabulary * spec.embedding
+            # Of each head its input and the gradient; of a module the embeddings that it merges, too.
+            kept += modules * (3 * self.stream + matrix)
+            peak = kept + self.head(trains=True) - coming
+        for number in sorted(layers, reverse=True):
+            coming -= sum(size for name, size in gradients.items() if name.startswith(layer_prefix(number)))
+            peak = max(peak, kept + layers[number].working - coming)
+            kept -= layers[number].kept * passes[number]
+        # The gradient of the embedding: that of its rows, and these in another order.
+        return max(peak, kept + 2 * self.stream)
+
+    def evaluation_peak(self) -> int:
+        """Returns the most that there is in a forward pass that keeps nothing."""
+        attention = (self._attention_kept(layer.attention) for layer in self.spec.layers)
+        return max(self.head(trains=False), *attention) + self.stream
+
+    def layer(self, layer: LayerSpec, recomputed: str) -> SublayerBytes:
+        """Returns the bytes of a layer, of which "block", "attention", "mlp" or nothing ("") is recomputed."""
+        sublayers = {"attention": self.attention(layer), "mlp": self.mlp(layer)}
+        redone = SUBLAYERS if recomputed == "block" else (recomputed,)
+        if recomputed == "block" and not layer.is_moe:  # its sublayers are one part, of which the input is kept
+            whole = sum(one.kept for one in sublayers.values())
+            most = max(one.working for one in sublayers.values())
+            return SublayerBytes(self.stream, whole - self.stream + most)
+        kept = 0
+        working = 0
+        for name, one in sublayers.items():
+            remains = self.stream if name in redone else one.kept
+            kept += remains
+            working = max(working, one.working + one.kept - remains)
+        return SublayerBytes(kept, working)
+
+    def attention(self, layer: LayerSpec) -> SublayerBytes:
+        """Returns the bytes of an attention sublayer, whose working memory is that of
+        `trainer.arrays.attention.sublayer`."""
+        spec, tokens = layer.attention, self.rows["tokens"]
+        saved = {one.name: one for one in self._attention_saved(spec)}
+        of_heads = sum(saved[name].width * self.rows[saved[name].rows] for name in "qkv")
+        working = self._output_working(spec, layer) + self.narrow * saved["heads"].width * tokens
+        working += self.stream * (not layer.is_moe)  # what the feed-forward sublayer of the same part returned
+        working += _WIDE * of_heads * (1 + self.is_context_parallel)
+        if spec.latent is None:
+            working += self.rounds * self.narrow * of_heads
+        else:
+            # Inputs and gradients of the matrices that make and take latent vectors.
+            made_from = spec.latent.query_rank or 0
+            shared = spec.latent.key_value_rank + spec.latent.rope_size
+            both = spec.heads * (spec.latent.nope_size + spec.value_size)
+            width = 2 * made_from + shared + both + spec.latent.key_value_rank
+            working += self.narrow * tokens * (width + self.rounds * spec.heads * spec.head_size)
+            working += self.is_tensor_parallel * _WIDE * tokens * (made_from + shared)
+        return SublayerBytes(self._attention_kept(spec), working)
+
+    def mlp(self, layer: LayerSpec) -> SublayerBytes:
+        """Returns the bytes of a feed-forward sublayer, or of one with experts."""
+        spec = layer.mlp
+        if not isinstance(spec, MlpSpec):
+            return self._experts(spec)
+        kept = self.stream + self._bytes(mlp_saved(spec, self.shares_rows))
+        return SublayerBytes(kept, self._output_working(spec, layer) + self.narrow * spec.width * self.rows["tokens"])
+
+    def _experts(self, spec: MoeSpec) -> SublayerBytes:
+        gathers = self.expert_ranks > 1 and self.config.decoder.experts.moe_token_dispatcher_type == "allgather"
+        kept = self._bytes(moe_saved(spec, self.is_tensor_parallel, gathers, self.expert_ranks))
+        # Gradients of the input, by each sum, and of the rows of the experts, which ranks exchange; the SwiGLU.
+        exchanges = 1 + 2 * (self.expert_ranks > 1)
+        working = _WIDE * spec.hidden * (2 * self.rows["routed"] + exchanges * self.rows["experts"])
+        working += 2 * self.stream + self.narrow * spec.shared_width * self.rows["tokens"]
+        return SublayerBytes(self.stream + kept, working)
+
+    def _output_working(self, spec: AttentionSpec | MlpSpec, layer: LayerSpec) -> int:
+        """Returns the bytes of what the backward passes of both kinds of dense sublayers have in common: what comes and
+        what goes of the gradient of the residual stream, the normed input, and what adapters take."""
+        shapes = {one.name: one.shape for one in layer.parameters}
+        tokens = self.rows["tokens"]
+        working = 2 * self.stream + self.stream * (spec.post_norm or spec.output_dropout > 0)
+        working += self.narrow * spec.hidden * tokens * (1 + self.rounds)
+        working += self.is_tensor_parallel * _WIDE * spec.hidden * tokens * (1 + self.shares_rows)
+        working += sum(self._adapter(one, shapes[f"{name}.weight"][1]) for name, one in spec.adapters.items())
+        return working + self.rounds * self.narrow * sum(math.prod(one) for one in shapes.values() if len(one) == 2)
+
+    def _adapter(self, adapter: AdapterSpec, inputs: int) -> int:
+        """Returns the bytes of the gradient before B, and where something is dropped of what enters A."""
+        return self.narrow * self.rows["tokens"] * (adapter.rank + inputs * (adapter.dropout > 0))
+
+    def head(self, trains: bool) -> int:
+        """Returns the bytes of the head: its input, normed rows and in a training their gradient, and the logits of
+        some rows."""
+        spec, tokens = self.spec, self.rows["tokens"]
+        rows = logit_rows(tokens, spec.vocabulary)
+        logits = _WIDE * rows * spec.vocabulary
+        if self.rounds:  # what products take: normed rows, the matrix, gradients of the logits
+            logits += self.narrow * spec.embedding * (rows + spec.vocabulary)
+            logits += self.narrow * spec.vocabulary * rows * trains
+        return self.stream + _WIDE * spec.embedding * tokens * (1 + trains) + max(logits, self.stream)
+
+    def _attention_kept(self, spec: AttentionSpec) -> int:
+        return self.stream + self._bytes(self._attention_saved(spec))
+
+    def _attention_saved(self, spec: AttentionSpec) -> Iterable[SavedArray]:
+        return attention_saved(spec, self.shares_rows, self.ulysses)
+
+    def _bytes(self, arrays: Iterable[SavedArray]) -> int:
+        return sum(self.rows[one.rows] * one.width * (self.narrow if one.narrow else _WIDE) for one in arrays)
