@@ -266,12 +266,9 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
     assert plain.adapters == "" and "adapters" not in plan_text(plain)
     some = build_plan(config_of(target_modules=".*layers.1.*w2"))
     assert some.adapters == "rank 8, times 2, on down_proj of 1 of 2 layers"
-    # Adapters go through compiled blocks, and so does mode 1 without them as far as memory is concerned.
-    sizes, before = plan.memory_bytes, build_plan(load(BASE, "context.mode=1")).memory_bytes
+    sizes, before = plan.memory_bytes, plain.memory_bytes
     assert sizes["gradients"] == 4 * adapters and sizes["optimizer state"] == 8 * adapters
     assert sizes["weights"] == before["weights"] + 4 * adapters
-    # For each token, layer and adapter the product with A, the input after dropout, and the mask.
-    assert sizes["activations"] == before["activations"] + 4 * 32 * 2 * 4 * (8 + 64 + 64)
 
 
 def test_flags_of_a_command_may_have_values() -> None:

@@ -259,20 +259,20 @@ def test_memory_without_training_is_that_of_the_weights() -> None:
     assert parts.keys() == {"MindSpore and Python", "workspaces", "weights", "total"}
 
 
-def test_sampling_text_in_half_precision_takes_copies_of_the_matrices() -> None:
-    half = "model.model_config.compute_dtype=bfloat16"
+def test_sampling_text_takes_merged_copies_of_adapted_matrices_and_a_cache() -> None:
+    adapted = 'model.model_config.pet_config={lora_rank: 2, target_modules: ".*o_proj"}'
 
-    def parts(*pairs: str) -> dict[str, int]:
-        return memory_estimate(load(BASE, *pairs), True, "CPU")
+    def parts(*pairs: str, trains: bool = True) -> dict[str, int]:
+        return memory_estimate(load(BASE, *pairs), trains, "CPU")
 
-    assert "text samples" not in parts(half)
-    single, found = (parts("sample_prompt=hello", *more) for more in ((), (half,)))
-    matrices = sum(math.prod(shape) for name, shape in all_shapes(load(BASE).network).items()
-                   if len(shape) > 1 and name != "model.embed_tokens.weight")  # fmt: skip
+    assert "text samples" not in parts(adapted)
+    single, found = (parts("sample_prompt=hello", *more) for more in ((), (adapted,)))
+    shapes = all_shapes(load(BASE).network).items()
+    matrices = sum(math.prod(shape) for name, shape in shapes if name.endswith("o_proj.weight"))
     assert found["text samples"] - single["text samples"] == 4 * matrices
     assert found["total"] == sum(size for part, size in found.items() if part != "total")
-    predicts = memory_estimate(load(BASE, half, "run_mode=predict", "predict_data=a"), False, "CPU")
-    assert predicts["rounded copies of weights"] == 4 * matrices
+    predicts = parts(adapted, "run_mode=predict", "predict_data=a", trains=False)
+    assert predicts["matrices merged with adapters"] == 4 * matrices
     assert parts("sample_prompt=[a, hello]")["text samples"] == 2 * single["text samples"]
 
 

@@ -22,7 +22,6 @@ from trainer.config.checks.parallel import (
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
 from trainer.models.spec.names import EMBEDDING, HEAD, is_expert
-from trainer.ops.precision import resolve_precision
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
@@ -74,8 +73,8 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         parts["text samples"] = _sampling_bytes(config, world, held, weights)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
-        copies = _rounded_bytes(config, world, held) if device == "CPU" else 0
-        parts |= {"rounded copies of weights": copies} if copies else {}
+        copies = _merged_bytes(held) if device == "CPU" else 0
+        parts |= {"matrices merged with adapters": copies} if copies else {}
     if config.run_mode == "eval" and on_host:
         parts["activations"] = ActivationMemory(config, world, held, _product_bytes(config, world)).evaluation_peak()
     if trains:
@@ -169,16 +168,16 @@ def _operator_bytes(config: Config, held: Held, world: World) -> int:
 
 
 def _cache_bytes(config: Config, device: str) -> int:
-    """What prediction keeps of the tokens of a batch, in the dtype of the matrix products."""
+    """What prediction keeps of the tokens of a batch: float32 on a CPU, elsewhere in the dtype of the products."""
     settings = config.decoder
     rows = settings.batch_size if config.run_mode == "predict" else 1
     tokens = rows * (settings.max_decode_length or settings.seq_length)
-    dtype = resolve_precision(settings, config.amp_level, device).compute.dtype
+    dtype = precision_of(config, device).compute.dtype
     return tokens * settings.num_layers * sum(settings.cache_widths) * (_FLOAT32_BYTES if dtype == "float32" else 2)
 
 
 def _sampling_bytes(config: Config, world: World, held: Held, own_bytes: int) -> int:
-    """What `sample_prompt` adds to a training: weights that ranks share are whole then, rounded copies, and a cache.
+    """What `sample_prompt` adds to a training: weights that ranks share are whole then, merged copies, and a cache.
 
     Args:
         own_bytes: Of the weights that the rank has between two samples.
@@ -190,19 +189,13 @@ def _sampling_bytes(config: Config, world: World, held: Held, own_bytes: int) ->
     tokens = min(longest + new, settings.seq_length) * (1 if isinstance(given, str) else len(given))
     cached = tokens * len(held.passes) * sum(settings.cache_widths) // held.tensor
     whole = _bytes(held.shapes) - own_bytes
-    return whole + _rounded_bytes(config, world, held) + cached * _FLOAT32_BYTES
+    return whole + _merged_bytes(held) + cached * _FLOAT32_BYTES
 
 
-def _rounded_bytes(config: Config, world: World, held: Held) -> int:
-    """With half precision a CPU generates text with matrices that are rounded to copies in float32, see
-    `trainer.models.generate.HostParts`."""
-    settings, precision = config.decoder, precision_of(config, "CPU", world)
-    if precision.compute.dtype == "float32":
-        return 0
-    # Rows of the embedding are read where they are, unless it is the head, too; experts where products round.
-    return _bytes({name: shape for name, shape in held.shapes.items()
-                   if len(shape) == 2 and (name != EMBEDDING or settings.tie_word_embeddings)
-                   or len(shape) == 3 and not precision.by})  # fmt: skip
+def _merged_bytes(held: Held) -> int:
+    """A CPU generates text with copies of the matrices that have adapters, see `trainer.models.generate`."""
+    adapted = {name.removesuffix(".lora_A.weight") for name in held.shapes if name.endswith(".lora_A.weight")}
+    return _bytes({name: shape for name, shape in held.shapes.items() if name.removesuffix(".weight") in adapted})
 
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
