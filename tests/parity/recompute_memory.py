@@ -18,7 +18,7 @@ from trainer.data import Batch
 from trainer.device.threads import set_up_cpu_threads
 from trainer.models.inputs import RouterStatistics
 
-LAYERS, ROWS, TOKENS = 16, 2, 256
+LAYERS, ROWS, TOKENS = 16, 2, 768
 SIZES = {
     "num_layers": LAYERS, "hidden_size": 128, "num_heads": 8, "n_kv_heads": 8, "intermediate_size": 344,
     "seq_length": TOKENS, "initializer_range": 0.02,

@@ -28,7 +28,7 @@ from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.model import ParameterSpec
-from trainer.models.spec.names import HEAD
+from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.ops import plain
 from trainer.ops.ascend.optim import FusedAdamW
 from trainer.ops.dropout import DropoutKey
@@ -157,6 +157,11 @@ def test_half_precision_and_dropout_on_the_attention_weights() -> None:
         assert LEAST < furthest(found, right) < 3 * TOLERANCE
 
 
+def cells_of(decoder: Decoder) -> list[tuple[str, nn.Cell]]:
+    """The cells of blocks and head, by name."""
+    return [named for whole in (decoder.parts.block, decoder.parts.head) for named in whole.cells_and_names()]
+
+
 Met = dict[str, list[np.ndarray]]
 
 
@@ -187,7 +192,7 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
     monkeypatch.setattr(nn.Cell, "__call__", watching)
     rounded = plain.Attention.rounded
     monkeypatch.setattr(plain.Attention, "rounded", lambda *args: noting(rounded, "Attention.rounded")(*args))
-    for _, cell in model.decoder.cells_and_names():
+    for _, cell in cells_of(model.decoder):
         for name in ("logits", "mix", "sum") if type(cell).__module__ == plain.__name__ else ():
             if name in cell._primitives:
                 monkeypatch.setitem(vars(cell), name, noting(getattr(cell, name), f"{type(cell).__name__}.{name}"))
@@ -221,7 +226,7 @@ def test_range_of_the_residual_stream_and_the_norms() -> None:
     losses = {}
     for level in (None, "O1", "O2", "O3"):
         model = build_new(level, False, frozenset())  # its weights change
-        embedding = model.decoder.embedding
+        embedding = model.decoder.parameters_by_name[EMBEDDING]
         embedding.set_data(Tensor(embedding.asnumpy() * np.float32(3e5)))
         losses[level] = float(model.decoder(model.build_inputs(BATCH)).tokens.asnumpy())
     assert losses["O1"] == pytest.approx(losses[None], rel=2 * U)
@@ -281,8 +286,8 @@ def test_a_scale_that_is_too_large_overflows_and_shows(right: Result) -> None:
 def test_in_float32_there_is_no_cast(level: str | None) -> None:
     """The kernels are those without a wrapper, so the graph is what it would be without this feature."""
     decoder = build(level).decoder
-    assert not [name for name, cell in decoder.cells_and_names() if isinstance(cell, InDtype)]
-    assert decoder.head.cross_entropy.dtype == FULL
+    assert not [name for name, cell in cells_of(decoder) if isinstance(cell, InDtype)]
+    assert decoder.parts.head.cross_entropy.dtype == FULL
 
 
 def test_bfloat16_without_native_layers_is_float32_bit_for_bit() -> None:
