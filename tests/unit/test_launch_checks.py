@@ -151,7 +151,7 @@ def test_the_logs_of_the_run_are_not_in_the_way_of_those_of_the_launcher(
 
 def test_more_workers_than_memory_allows_are_refused(options: LaunchOptions, script: Path) -> None:
     message = refusal(options, left_bytes=GIB)
-    assert "nproc = 4: 4 workers on this host need about 2,4" in message and "and 1,024 MiB are left" in message
+    assert "nproc = 4: 4 workers on this host need about 2,6" in message and "and 1,024 MiB are left" in message
     assert "start 1, or spread them over more nodes" in message and "--force" in message
     assert "Fix: a smaller runner_config.batch_size" in refusal(options, left_bytes=GIB // 2)
     check(replace(options, force=True), left_bytes=GIB)
