@@ -21,7 +21,6 @@ from mindspore import Tensor, nn
 from trainer.data.batches.batch import Batch
 from trainer.models.block import Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
-from trainer.models.graph_parts import graph_parts
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
 from trainer.models.spec.build import model_spec
@@ -32,6 +31,7 @@ from trainer.models.spec.shapes import (
     dropped_projections,
     mlp_shapes,
 )
+from trainer.semi_auto.graph_parts import graph_parts
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig

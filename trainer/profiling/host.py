@@ -36,17 +36,19 @@ _PRODUCTS = (
     (r"lm_head|embed_tokens", "head: products"),
 )
 # The same of copies of weights, by what the thread does.
-_COPIES = ((r"HostAttention.*enter", "q, k, v products"), (r"HostAttention.*leave", "output projection"))
+_COPIES = (
+    (r"(Head|Latent)Projections", "q, k, v products"), (r"CpuAttention.*_output_gradients", "output projection"),
+)  # fmt: skip
 # What threads do, by the qualified name of the function that they call: what is measured inside is not in it.
 _ITEMS = (
-    (r"HostAttention.*attend", "attention: copies, mask"),
-    (r"HostAttention", "attention: entering, leaving"),
-    (r"HostMlp", "SwiGLU, residual"),
-    (r"Entrance", "norm"),
+    (r"CpuAttention.*attend", "attention: copies, mask"),
+    (r"CpuAttention|(Head|Latent)Projections", "attention: entering, leaving"),
+    (r"CpuMlp", "SwiGLU, residual"),
+    (r"NormedInput|SublayerOutput", "norm"),
     (r"WeightGradients", "weight gradients"),
-    (r"HostHead", "head: cross entropy"),
+    (r"FusedLinearCrossEntropy", "head: cross entropy"),
     (r"Adam", "optimizer"),
-    (r"[Ee]xperts|add_rows", "experts: SwiGLU, rows"),
+    (r"[Ee]xperts|CpuMoe|add_rows", "experts: SwiGLU, rows"),
     (r"[Rr]outer", "router"),
 )
 
@@ -117,7 +119,7 @@ def _squares_cost(arguments: tuple) -> tuple[float, float]:
 
 def _in_area(of_attention: str, of_head: str) -> Callable:
     def name(regions: Regions, arguments: tuple) -> str:
-        return of_head if "HostHead" in regions.item else of_attention
+        return of_head if "FusedLinearCrossEntropy" in regions.item else of_attention
 
     return name
 
@@ -126,8 +128,9 @@ def patch_all(regions: Regions, step: TrainStep, weights: WeightNames) -> Patche
     """Measures the functions of a step. A name that is not there any more is an AttributeError."""
     from mindspore import Tensor
 
-    from trainer.arrays import cells as decoder_parts
-    from trainer.arrays import experts, head, measures, norms, onednn, positions, router
+    from trainer.arrays import cells, embedding, head, measures, onednn, tiles
+    from trainer.arrays.attention import positions
+    from trainer.arrays.moe import experts, router
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
     from trainer.optim import host_adamw
@@ -145,18 +148,18 @@ def patch_all(regions: Regions, step: TrainStep, weights: WeightNames) -> Patche
     for attribute in ("silu", "silu_gradient"):
         measure(operators, attribute, lambda of, _: item_name(of.item), arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
-        measure(norms.RmsNorm, attribute, "norm", arrays_cost)
-    measure(positions.Rotary, "turn", "rotary", arrays_cost)
+        measure(tiles.RmsNorm, attribute, "norm", arrays_cost)
+    measure(positions.Rotary, "apply", "rotary", arrays_cost)
     patches.set(HostThreads, "run", lambda there: regions.wrapped_threads(there, item_name))
-    measure(head.HostHead, "_gradients", _DISPATCH, direction=BACKWARD)
-    measure(decoder_parts, "embedding_rows", "embedding", arrays_cost)
-    measure(decoder_parts, "embedding_gradient", "embedding", arrays_cost)
-    for cell, name in (
-        (decoder_parts._LayerCall, _DISPATCH), (decoder_parts._HeadCall, _DISPATCH), (router._RouterCall, "router"),
-        (experts._ExpertsCall, "experts: SwiGLU, rows"), (decoder_parts.HostEmbedding, _DISPATCH),
+    measure(head.FusedLinearCrossEntropy, "_gradients", _DISPATCH, direction=BACKWARD)
+    measure(embedding, "embedding_rows", "embedding", arrays_cost)
+    measure(embedding, "embedding_gradient", "embedding", arrays_cost)
+    for owner, forward, backward, name in (
+        (cells._PartCell, "construct", "bprop", _DISPATCH), (router.CpuRouter, "forward", "backward", "router"),
+        (experts.CpuExperts, "forward", "backward", "experts: SwiGLU, rows"),
     ):  # fmt: skip
-        measure(cell, "construct", name, direction=FORWARD)
-        measure(cell, "bprop", name, direction=BACKWARD)
+        measure(owner, forward, name, direction=FORWARD)
+        measure(owner, backward, name, direction=BACKWARD)
     measure(Tensor, "asnumpy", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", _squares_cost)
     measure(host_adamw, "_update_block", "optimizer", _adamw_cost)

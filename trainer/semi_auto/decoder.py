@@ -17,11 +17,11 @@ from mindspore.ops import operations as P
 
 from trainer.models.block import Block, EmbeddingMapping, Head, MergeTokens
 from trainer.models.decoder import DecoderWiring
-from trainer.models.graph_parts import graph_parts
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import mask_sites
 from trainer.ops.plain import shard_operators
+from trainer.semi_auto.graph_parts import graph_parts
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
