@@ -93,7 +93,8 @@ class SumAfterBackward:
     def add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
-        return _added(total, backward)
+        part, gradients = _added(total, backward)
+        return part, _compact(gradients) if total is None else gradients
 
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -119,9 +120,30 @@ def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> li
         return list(gradients)
     from mindspore import ops
 
+    on_host = _is_on_host()
     for place, gradient in enumerate(gradients):
-        total[place] = ops.add(total[place], gradient)
+        if on_host:
+            array = total[place].asnumpy()
+            np.add(array, gradient.asnumpy(), out=array)
+        else:
+            total[place] = ops.add(total[place], gradient)
     return total
+
+
+def _compact(gradients: list[Tensor]) -> list[Tensor]:
+    """On a CPU, copies gradients that stay to other memory: between them are gaps, too small for the activations of the
+    next micro-batch."""
+    if not _is_on_host():
+        return gradients
+    from mindspore import Tensor
+
+    return [Tensor(gradient.asnumpy().copy()) for gradient in gradients]
+
+
+def _is_on_host() -> bool:
+    import mindspore
+
+    return mindspore.get_context("device_target") == "CPU"
 
 
 def _added(

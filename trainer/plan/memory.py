@@ -39,7 +39,6 @@ _FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
 _WORKSPACE_BYTES = 104 << 20  # what a run imports, threads and their scratch memory
-_COMPILED_BYTES = 128 << 20  # code of the compiled blocks, workspaces of the kernels, threads
 _OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  # arrays of a weight's size
 
 
@@ -67,7 +66,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     own_bytes = _OwnBytes(config, world)
     weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES}
-    parts |= {"workspaces": _WORKSPACE_BYTES} if on_host else {"compiled code, workspaces": _COMPILED_BYTES}
+    parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
     if trains and config.sample_prompt and device == "CPU":
         parts["text samples"] = _sampling_bytes(config, world, held, weights)
@@ -78,12 +77,13 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     if config.run_mode == "eval" and on_host:
         parts["activations"] = ActivationMemory(config, world, held, _product_bytes(config, world)).evaluation_peak()
     if trains:
-        copies = 1 if micro_batches(config, degrees_of(config, world)) == 1 else 2
+        degrees = degrees_of(config, world)
+        copies = 1 if micro_batches(config, degrees) == 1 else 2
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = own_bytes.gradients(trained, copies)
         parts["optimizer state"] = own_bytes.optimizer_state(trained)
         if on_host:
-            if degrees_of(config, world).data_parallel > 1:  # a copy of the gradients that are summed, as was measured
+            if degrees.data_parallel * degrees.context_parallel > 1:  # a copy of what is summed, as was measured
                 summed = {name: shape for name, shape in trained.items() if not is_expert(name)}
                 parts["workspaces"] += own_bytes.gradients(summed, 1)
             activations = ActivationMemory(config, world, held, _product_bytes(config, world))
