@@ -9,7 +9,8 @@ Legend: N tokens (B sequences x T), D hidden, E experts, k chosen by a token.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_experts(name: str, implementation: str) -> None:
     made.check_result(result, passed.routed.aux_loss, passed.routed.z_loss)
     assert (passed.routed.z_loss != 0) == (made.moe.z_loss_factor > 0)
     check_choice(made, passed)
-    check_kept(made, passed)
+    check_kept(made.spec, [passed])
     again, repeated = made.forward(replace(made.inputs, routing=passed.routing))
     np.testing.assert_array_equal(again, result)
     assert repeated.routing is passed.routing
@@ -217,24 +218,30 @@ def check_choice(made: MoeCase, passed: MoePass) -> None:
         assert passed.routing.kept_E.sum() < TOKENS * CHOSEN
 
 
-def check_kept(made: MoeCase, passed: MoePass) -> None:
-    """What the backward pass needs is what the description lists."""
-    kept = {
-        "scale": passed.scale_N[:, None], "normed": passed.y_ND, "gate": passed.dispatched.gate_RF,
-        "up": passed.dispatched.up_RF,
-    }  # fmt: skip
-    if passed.shared is not None:
-        kept |= {f"shared_{name}": passed.shared.saved[name] for name in ("gate", "up")}
-    if passed.shared_out_ND is not None:
-        kept["shared_output"] = passed.shared_out_ND
-    rows = {"tokens": TOKENS, "experts": len(passed.routing.token_R)}
-    listed = {one.name: (rows[one.rows], one.width) for one in moe_saved(made.spec)}
+def check_kept(spec: MoeSpec, passes: Sequence[MoePass], **ranks: Any) -> None:
+    """What the backward passes of all ranks need is what the description lists, which counts how many rows the experts
+    of a rank have in the mean."""
+    kept = Counter[str]()
+    for passed in passes:
+        dispatched = passed.dispatched
+        of_experts = getattr(dispatched, "saved", dispatched)
+        arrays = {
+            "scale": passed.scale_N, "normed": passed.y_ND, "gate": of_experts.gate_RF, "up": of_experts.up_RF,
+            "received": getattr(dispatched, "rows_QD", None), "returned": getattr(dispatched, "out_RD", None),
+            "gathered": getattr(dispatched, "x_MD", None), "shared_output": passed.shared_out_ND,
+        }  # fmt: skip
+        if passed.shared is not None:
+            arrays |= {f"shared_{name}": passed.shared.saved[name] for name in ("gate", "up")}
+        kept.update({name: array.size for name, array in arrays.items() if array is not None})
+        assert all(array is None or array.dtype == np.float32 for array in arrays.values())
+    tokens = sum(len(passed.y_ND) for passed in passes)
+    rows = {"tokens": tokens, "routed": tokens, "experts": sum(passed.routing.counts_E.sum() for passed in passes)}
+    listed = {one.name: rows[one.rows] * one.width for one in moe_saved(spec, **ranks)}
     router = listed.pop("router")
-    assert {name: array.shape for name, array in kept.items()} == listed
-    assert all(array.dtype == np.float32 for array in kept.values())
-    routed = passed.routed
-    arrays = {id(one): one for one in (routed.scores_NE, routed.softmax_NE, routed.normalised_NE) if one is not None}
-    assert sum(one.size for one in arrays.values()) <= router[0] * router[1]
+    assert kept == listed
+    losses = [(one.routed.scores_NE, one.routed.softmax_NE, one.routed.normalised_NE) for one in passes]
+    distinct = {id(array): array.size for arrays in losses for array in arrays if array is not None}
+    assert sum(distinct.values()) <= router
 
 
 @pytest.mark.parametrize("name", ["softmax", "everything"])
@@ -280,7 +287,7 @@ def test_two_ranks_with_a_sequence_and_half_of_the_experts_each(name: str, dispa
     moe = made.moe.model_copy(update={"moe_token_dispatcher_type": dispatcher})
     upstream_ND = made.case.upstream_ND[:-2].reshape(TOKENS, HIDDEN)
 
-    def work(group: HostGroup) -> tuple[np.ndarray, list[float], np.ndarray, dict[str, np.ndarray]]:
+    def work(group: HostGroup) -> tuple[np.ndarray, list[float], np.ndarray, dict[str, np.ndarray], MoePass]:
         own = range_of_rank(EXPERTS, group.rank, group.size)
         rows, labels = slice(group.rank * LENGTH, (group.rank + 1) * LENGTH), made.inputs.labels
         weights = {key: array[own] if ".experts." in key else array for key, array in made.weights.items()}
@@ -291,9 +298,10 @@ def test_two_ranks_with_a_sequence_and_half_of_the_experts_each(name: str, dispa
         losses = [passed.routed.aux_loss, passed.routed.z_loss]
         grad, found = sublayer.backward(call, passed, upstream_ND[rows], GRAD_AUX, GRAD_Z, made.case.weights)
         arrays = {key: one.asnumpy().copy() for key, one in found.items()}
-        return result.asnumpy().copy(), losses, grad.asnumpy().copy(), arrays
+        return result.asnumpy().copy(), losses, grad.asnumpy().copy(), arrays, passed
 
-    results, losses, grads, found = zip(*on_groups(2, work), strict=True)
+    results, losses, grads, found, passes = zip(*on_groups(2, work), strict=True)
+    check_kept(made.spec, passes, gathers=dispatcher == "allgather", ranks=2)
     made.check_result(np.concatenate(results), *np.sum(losses, 0))
     gradients = {
         key: np.concatenate([one[key] for one in found]) if ".experts." in key else sum(one[key] for one in found)

@@ -40,7 +40,8 @@ class ExpertWeights(NamedTuple):
 
 
 class SavedExperts(NamedTuple):
-    """What the backward pass needs besides the inputs: the products before the SwiGLU, [R, F]."""
+    """What the backward pass needs besides the inputs: the products before the SwiGLU, [R, F], of the rows that an expert
+    has."""
 
     gate_RF: np.ndarray
     up_RF: np.ndarray
@@ -70,9 +71,10 @@ class CpuExperts:
         rows = len(routing.token_R)
         width = weights.gate.shape[1]
         out_ND = empty(*x_ND.shape)[1]
-        saved = SavedExperts(empty(rows, width)[1], empty(rows, width)[1])
+        computed = int(routing.counts_E.sum())
+        saved = SavedExperts(empty(computed, width)[1], empty(computed, width)[1])
         y_RD = empty(rows, x_ND.shape[1])[1]
-        y_RD[int(routing.counts_E.sum()) :] = 0
+        y_RD[computed:] = 0
         gate_R = _gate_of_rows(gates_Nk, routing)
 
         def compute(part: tuple[int, slice], thread: int) -> None:
