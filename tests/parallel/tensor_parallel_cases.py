@@ -90,6 +90,7 @@ CASES["windows, documents, dropout"] = {
     "model": {"sliding_window": 5, "n_kv_heads": 2} | DROPOUT, "recompute_config": {"recompute": True}, **SMOOTH,
 }  # fmt: skip
 CASES["bfloat16"] = {"model": EVERY_KIND | {"compute_dtype": "bfloat16"}, **SMOOTH}
+CASES["float16"] = {"model": EVERY_KIND | DROPOUT | {"compute_dtype": "float16"}, **SMOOTH}
 CASES["bfloat16, experts"] = {
     "model": LATENT | {"compute_dtype": "bfloat16", "moe_config": {
         "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1}}, **SMOOTH,

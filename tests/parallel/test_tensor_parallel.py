@@ -22,7 +22,7 @@ ADAPTERS, LATENT_ADAPTERS = "one key head, adapters", "latent attention, adapter
 BALANCED = "experts, load of the step"
 DOCUMENTS = "windows, documents, dropout"
 BIASES, ONE_HEAD_RECOMPUTED = "biases", "one key head, recomputed"
-_NARROW = {"bfloat16": SHORT, "bfloat16, experts": SHORT}
+_NARROW = {"bfloat16": SHORT, "bfloat16, experts": SHORT, "float16": SHORT}
 _ATTENTION, _MLP = "model.layers.0.self_attn.", "model.layers.0.mlp."
 
 
@@ -32,7 +32,7 @@ class Suite(NamedTuple):
     Attributes:
         cases: How many steps of each.
         mistakes: Of a case those that must be seen in its first step: see `tensor_parallel_cases.mistaken`.
-        narrow: Products take bfloat16, and ranks sum what they have rounded: losses and norms alone are compared.
+        narrow: Products take rounded numbers: losses and norms alone are compared.
     """
 
     ranks: int
@@ -69,10 +69,12 @@ SUITES = {
         4, {"tensor": 2, "context": 2, "ulysses": 2, "experts": 4}, {ADAPTERS: SHORT, RECOMPUTED: SHORT},
     ),
     "context in a ring with experts": Suite(2, {"context": 2, "experts": 2}, {BALANCED: SHORT}),
-    "tensor, bfloat16": Suite(2, {"tensor": 2}, _NARROW, narrow=True),
-    "tensor with rows and experts, bfloat16": Suite(2, {"tensor": 2, "rows": True, "experts": 2}, _NARROW, narrow=True),
-    "context, bfloat16": Suite(2, {"context": 2}, _NARROW, narrow=True),
-    "context by heads, bfloat16": Suite(2, {"context": 2, "ulysses": 2}, _NARROW, narrow=True),
+    "tensor, half precision": Suite(2, {"tensor": 2}, _NARROW, narrow=True),
+    "tensor with rows and experts, half precision": Suite(
+        2, {"tensor": 2, "rows": True, "experts": 2}, _NARROW, narrow=True,
+    ),
+    "context, half precision": Suite(2, {"context": 2}, _NARROW, narrow=True),
+    "context by heads, half precision": Suite(2, {"context": 2, "ulysses": 2}, _NARROW, narrow=True),
 }  # fmt: skip
 
 
