@@ -40,8 +40,8 @@ class ExpertWeights(NamedTuple):
 
 
 class SavedExperts(NamedTuple):
-    """What the backward pass needs besides the inputs: the products before the SwiGLU, [R, F], of the rows that an expert
-    has."""
+    """What the backward pass needs besides the inputs: the products before the SwiGLU, [R, F], of the rows of an
+    expert."""
 
     gate_RF: np.ndarray
     up_RF: np.ndarray
