@@ -1,6 +1,6 @@
 """What each kernel computes, said in the most literal way in float64 numpy, and gradients by central differences.
 
-Needs numpy only. Legend: as in trainer/ops/cpu/kernels.py (N tokens, D hidden, I/O features, F feed-forward, V
+Needs numpy only. Legend: as in trainer/arrays/tiles.py (N tokens, D hidden, I/O features, F feed-forward, V
 vocabulary, H query heads, K key/value heads, d head size), B rows, Q queries and S keys of a row.
 """
 

@@ -4,7 +4,7 @@ Threads take tiles of rows through norm, projections and rotary embedding; then 
 projection and the residual stream. Tensor-parallel ranks compute some of the heads each; context-parallel ranks have
 some of the queries, or of the heads, see `trainer.arrays.attention.context`.
 
-Legend: as in tiles.py and attend.py.
+Legend: as in tiles.py and blocks.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ section 3.3.2). A ring would need the gradient of the operator's log-sum-exp out
 compute. Keys and values are small beside the queries where heads share them, and one gather needs no order among sends
 and receives. The tokens are those of a ring (`SequencePart`).
 
-Legend: as in trainer/ops/cpu/context.py.
+Legend: N tokens of this rank, B sequences of T tokens, R ranks; h tokens of a sequence, one of the two pieces that a
+rank has; C columns of all heads of a token, K columns of keys.
 """
 
 from __future__ import annotations
