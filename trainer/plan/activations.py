@@ -25,7 +25,7 @@ from trainer.plan.division import micro_batch_tokens
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.models.spec.model import AdapterSpec, AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+    from trainer.models.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
     from trainer.models.spec.saved import RowKind, SavedArray
     from trainer.parallel.world import World
     from trainer.plan.division import Held
@@ -57,7 +57,8 @@ class ActivationMemory:
         self.config = config
         self.held = held
         self.narrow = narrow
-        self.rounds = narrow < _WIDE
+        self.rounded = narrow if narrow < _WIDE else 0
+        """Bytes of the rounded copy of a number that is not rounded already."""
         self.spec: ModelSpec = model_spec(local_settings(config.decoder, held.tensor))
         self.is_tensor_parallel = held.tensor > 1
         self.shares_rows = self.is_tensor_parallel and config.parallel_config.use_seq_parallel
@@ -108,8 +109,12 @@ class ActivationMemory:
 
     def evaluation_peak(self) -> int:
         """Returns the most that there is in a forward pass that keeps nothing."""
-        attention = (self._attention_kept(layer.attention) for layer in self.spec.layers)
-        return max(self.head(trains=False), *attention) + self.stream
+        found = [self.head(trains=False)]
+        for layer in set(self.spec.layers):
+            found.append(self._attention_kept(layer.attention))
+            if layer.is_moe:
+                found.append(self.mlp(layer).kept + _WIDE * self.spec.hidden * self.rows["experts"])
+        return max(found) + self.stream
 
     def layer(self, layer: LayerSpec, recomputed: str) -> SublayerBytes:
         """Returns the bytes of a layer, of which "block", "attention", "mlp" or nothing ("") is recomputed."""
@@ -133,19 +138,23 @@ class ActivationMemory:
         spec, tokens = layer.attention, self.rows["tokens"]
         saved = {one.name: one for one in self._attention_saved(spec)}
         of_heads = sum(saved[name].width * self.rows[saved[name].rows] for name in "qkv")
-        working = self._output_working(spec, layer) + self.narrow * saved["heads"].width * tokens
-        working += self.stream * (not layer.is_moe)  # what the feed-forward sublayer of the same part returned
-        working += _WIDE * of_heads * (1 + self.is_context_parallel)
+        working = self._dense_working(spec, layer) + self.narrow * saved["heads"].width * tokens
+        working += _WIDE * of_heads
+        if not layer.is_moe:  # what the feed-forward sublayer of the same part returned
+            working += self.stream
+        if self.is_context_parallel:  # what is exchanged
+            working += _WIDE * of_heads
         if spec.latent is None:
-            working += self.rounds * self.narrow * of_heads
+            working += self.rounded * of_heads
         else:
             # Inputs and gradients of the matrices that make and take latent vectors.
             made_from = spec.latent.query_rank or 0
             shared = spec.latent.key_value_rank + spec.latent.rope_size
             both = spec.heads * (spec.latent.nope_size + spec.value_size)
             width = 2 * made_from + shared + both + spec.latent.key_value_rank
-            working += self.narrow * tokens * (width + self.rounds * spec.heads * spec.head_size)
-            working += self.is_tensor_parallel * _WIDE * tokens * (made_from + shared)
+            working += tokens * (self.narrow * width + self.rounded * spec.heads * spec.head_size)
+            if self.is_tensor_parallel:
+                working += _WIDE * tokens * (made_from + shared)
         return SublayerBytes(self._attention_kept(spec), working)
 
     def mlp(self, layer: LayerSpec) -> SublayerBytes:
@@ -154,31 +163,33 @@ class ActivationMemory:
         if not isinstance(spec, MlpSpec):
             return self._experts(spec)
         kept = self.stream + self._bytes(mlp_saved(spec, self.shares_rows))
-        return SublayerBytes(kept, self._output_working(spec, layer) + self.narrow * spec.width * self.rows["tokens"])
+        return SublayerBytes(kept, self._dense_working(spec, layer) + self.narrow * spec.width * self.rows["tokens"])
 
     def _experts(self, spec: MoeSpec) -> SublayerBytes:
         gathers = self.expert_ranks > 1 and self.config.decoder.experts.moe_token_dispatcher_type == "allgather"
         kept = self._bytes(moe_saved(spec, self.is_tensor_parallel, gathers, self.expert_ranks))
         # Gradients of the input, by each sum, and of the rows of the experts, which ranks exchange; the SwiGLU.
-        exchanges = 1 + 2 * (self.expert_ranks > 1)
+        exchanges = 3 if self.expert_ranks > 1 else 1
         working = _WIDE * spec.hidden * (2 * self.rows["routed"] + exchanges * self.rows["experts"])
         working += 2 * self.stream + self.narrow * spec.shared_width * self.rows["tokens"]
         return SublayerBytes(self.stream + kept, working)
 
-    def _output_working(self, spec: AttentionSpec | MlpSpec, layer: LayerSpec) -> int:
-        """Returns the bytes of what the backward passes of both kinds of dense sublayers have in common: what comes and
-        what goes of the gradient of the residual stream, the normed input, and what adapters take."""
+    def _dense_working(self, spec: AttentionSpec | MlpSpec, layer: LayerSpec) -> int:
+        """Returns the bytes that the backward passes of attention and feed-forward sublayers have in common: gradients
+        of the residual stream after and before them, the normed input, rounded copies, and what adapters take."""
         shapes = {one.name: one.shape for one in layer.parameters}
-        tokens = self.rows["tokens"]
-        working = 2 * self.stream + self.stream * (spec.post_norm or spec.output_dropout > 0)
-        working += self.narrow * spec.hidden * tokens * (1 + self.rounds)
-        working += self.is_tensor_parallel * _WIDE * spec.hidden * tokens * (1 + self.shares_rows)
-        working += sum(self._adapter(one, shapes[f"{name}.weight"][1]) for name, one in spec.adapters.items())
-        return working + self.rounds * self.narrow * sum(math.prod(one) for one in shapes.values() if len(one) == 2)
-
-    def _adapter(self, adapter: AdapterSpec, inputs: int) -> int:
-        """Returns the bytes of the gradient before B, and where something is dropped of what enters A."""
-        return self.narrow * self.rows["tokens"] * (adapter.rank + inputs * (adapter.dropout > 0))
+        row = spec.hidden * self.rows["tokens"]
+        working = 2 * self.stream + (self.narrow + self.rounded) * row
+        if spec.post_norm or spec.output_dropout:
+            working += self.stream
+        if self.is_tensor_parallel:  # what the ranks sum
+            working += _WIDE * row
+        if self.shares_rows:  # what they gather
+            working += _WIDE * row
+        for name, adapter in spec.adapters.items():  # the gradient before B, and of what is dropped the input of A
+            inputs = shapes[f"{name}.weight"][1] if adapter.dropout else 0
+            working += self.narrow * self.rows["tokens"] * (adapter.rank + inputs)
+        return working + self.rounded * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
 
     def head(self, trains: bool) -> int:
         """Returns the bytes of the head: its input, normed rows and in a training their gradient, and the logits of
@@ -186,10 +197,12 @@ class ActivationMemory:
         spec, tokens = self.spec, self.rows["tokens"]
         rows = logit_rows(tokens, spec.vocabulary)
         logits = _WIDE * rows * spec.vocabulary
-        if self.rounds:  # what products take: normed rows, the matrix, gradients of the logits
-            logits += self.narrow * spec.embedding * (rows + spec.vocabulary)
-            logits += self.narrow * spec.vocabulary * rows * trains
-        return self.stream + _WIDE * spec.embedding * tokens * (1 + trains) + max(logits, self.stream)
+        logits += self.rounded * spec.embedding * (rows + spec.vocabulary)  # what their product takes
+        normed = _WIDE * spec.embedding * tokens
+        if trains:
+            logits += self.rounded * spec.vocabulary * rows
+            normed += _WIDE * spec.embedding * tokens
+        return self.stream + normed + max(logits, self.stream)
 
     def _attention_kept(self, spec: AttentionSpec) -> int:
         return self.stream + self._bytes(self._attention_saved(spec))
