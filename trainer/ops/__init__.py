@@ -2,8 +2,7 @@
 
 `select.py` (no MindSpore) decides which implementation each kernel gets and why. `plain.py` has the plain kernels,
 which are right on every device and which MindSpore can shard; `ascend/kernels.py` has the fused operators, and
-`ascend/sharded.py` those of a graph that MindSpore shards. All export the same classes with the same call signatures,
-and so does `cpu/kernels.py`, whose kernels are fast where a CPU compiles them:
+`ascend/sharded.py` those of a graph that MindSpore shards. All export the same classes with the same call signatures:
 
 =================  ===================================================  ==================================
 kernel             call                                                 returns
@@ -16,7 +15,7 @@ Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, more_mask, dropout)         o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
 =================  ===================================================  ==================================
 
-Experts (`cpu/moe.py`, on the host, and `ascend/moe.py`, in the graph; `routing.py`, without MindSpore, has the
+Experts (`plain_moe.py`, on the host, and `ascend/moe.py`, in the graph; `routing.py`, without MindSpore, has the
 arithmetic of the routing):
 
 ==================  ==================================================  ==================================
@@ -28,12 +27,11 @@ Permute             (x_ND, token_R, row_Nk)                             the rows
 Unpermute           (y_RD, gates_Nk, token_R, row_Nk)                   sum of each token's rows, [N, D]
 ==================  ==================================================  ==================================
 
-On a CPU two kernels replace several in a training: `cpu/router.py` (the router's product, scores, choice, gates and
-losses) and, in float32, `cpu/experts.py` (permute, the experts' products, unpermute). In a prediction `cpu/host.py` has
-NumPy functions in the place of all of them.
+On a CPU `trainer.arrays` computes whole layers in the place of all of them, but for `context.mode` 1, which runs the
+plain kernels operator by operator.
 
-Where several ranks share the tokens of a sequence, `context.py` puts other kernels in the place of `Attention`: ring or
-Ulysses attention (`cpu/context.py`), or attention over gathered keys and values (`ascend/context.py`).
+Where several ranks of an Ascend share the tokens of a sequence, `context.py` puts attention over gathered keys and
+values (`ascend/context.py`) in the place of `Attention`.
 
 `precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
 x, y and what flows between kernels have the dtype of the matrix products; weights, their gradients and the residual

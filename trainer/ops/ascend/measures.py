@@ -2,7 +2,7 @@
 
 `trainer/arrays/measures.py` says what the functions return. A step reads the results together, in one small tensor.
 
-Legend: as in cpu/measures.py.
+Legend: as in trainer/arrays/measures.py.
 """
 
 from __future__ import annotations

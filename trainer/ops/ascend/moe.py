@@ -1,11 +1,11 @@
-"""Ascend kernels of experts, with the signatures of cpu/moe.py. Nothing leaves the device.
+"""Ascend kernels of experts, with the signatures of plain_moe.py. Nothing leaves the device.
 
 `Permute` and `Unpermute` gather; `FusedPermute` and `FusedUnpermute` are the operators that do the same in one pass.
 
 The fused operators have no CPU kernel: tests/parity/test_moe_ascend.py looks at exported graphs, and replaces the
 operators by what their documentation says.
 
-Legend: as in cpu/moe.py; A = N k assignments.
+Legend: as in plain_moe.py; A = N k assignments.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trainer.ops.routing import RoutingRule
 
 
 class Route(nn.Cell):
-    """As in cpu/moe.py, but it returns a tuple, which a graph can hold. Stable sorts choose: operators for the best few
-    define no order among equals."""
+    """As in plain_moe.py, but it returns a tuple, which a graph can hold. Stable sorts choose: operators for the best
+    few define no order among equals."""
 
     def __init__(self, experts: int, chosen: int, **rule) -> None:
         super().__init__(auto_prefix=False)
@@ -106,7 +106,7 @@ def _take(values, index):
 
 
 class GroupedMatmul(nn.Cell):
-    """Every expert's rows times its weight, as in cpu/moe.py.
+    """Every expert's rows times its weight, as in plain_moe.py.
 
     Args:
         fills_rows: Whether every row is one of some expert, so that none has to be set to zero.
@@ -192,7 +192,7 @@ def _rows_or_zeros(x_ND, token_R):
 
 
 class Permute(_OfTokens):
-    """As in cpu/moe.py, by gathers."""
+    """As in plain_moe.py, by gathers."""
 
     def construct(self, x_ND, token_R, row_Nk):
         return self.rows_of_tokens(x_ND, token_R, row_Nk)
@@ -203,7 +203,7 @@ class Permute(_OfTokens):
 
 
 class Unpermute(_OfTokens):
-    """As in cpu/moe.py, by gathers."""
+    """As in plain_moe.py, by gathers."""
 
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
         y_NkD = mint.index_select(y_RD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1)
@@ -223,14 +223,14 @@ def _no_gradients(token_R, row_Nk):
 
 
 class FusedPermute(nn.Cell):
-    """As in cpu/moe.py, by moe_token_permute, which sorts by the rows: all differ, so ties do not matter."""
+    """As in plain_moe.py, by moe_token_permute, which sorts by the rows: all differ, so ties do not matter."""
 
     def construct(self, x_ND, token_R, row_Nk):
         return ops.moe_token_permute(x_ND, row_Nk)[0]
 
 
 class FusedUnpermute(nn.Cell):
-    """As in cpu/moe.py, by moe_token_unpermute."""
+    """As in plain_moe.py, by moe_token_unpermute."""
 
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
         return ops.moe_token_unpermute(y_RD, row_Nk.reshape(-1), gates_Nk)
