@@ -14,7 +14,7 @@ from rich.console import Console
 
 from trainer.config import Config, Override, load_config
 from trainer.plan.flops import flops_per_sequence
-from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of, weight_names
+from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of
 from trainer.profiling.regions import Regions
 
 WARM_UP_STEPS = 3
@@ -45,7 +45,7 @@ class Profile:
         for _ in range(WARM_UP_STEPS):
             self.plain()
         # Not before: their memory is that of the first step on.
-        self.patches = patch_all(self.regions, self.step, weight_names(self.step))
+        self.patches = patch_all(self.regions, self.step)
 
     def batches(self) -> list:
         first = self.taken

@@ -270,8 +270,7 @@ def fused_operators_elsewhere(modules: list[Module]) -> list[str]:
             for name, line in module.used_from_mindspore():
                 if name in FUSED_OPERATORS:
                     found.append(f"{module.at(line)} uses {name}: fused operators belong to trainer/ops/ascend")
-        measures = module.name == "trainer.profiling.host"  # it wraps what there is
-        if room_of(module.name) not in (room_of("trainer.ops"), room_of("trainer.semi_auto")) and not measures:
+        if room_of(module.name) not in (room_of("trainer.ops"), room_of("trainer.semi_auto")):
             for target, line in module.imports():
                 if target in KERNEL_MODULES:
                     found.append(f"{module.at(line)} imports {target}: only ops and semi_auto choose kernels")

@@ -483,29 +483,50 @@ def test_each_second_of_a_step_is_in_one_row() -> None:
         spend(1)  # nobody works
 
     regions = Regions(lambda: now)
-    product = regions.wrapped(spend, lambda of, arguments: f"product of {of.item or 'the step'}", lambda _: (8.0, 2.0))
+    product = regions.wrapped(spend, lambda of, arguments: f"product of {of.part}", lambda _: (8.0, 2.0))
 
     def item(seconds: float, thread: int) -> None:
         spend(2)
         product(seconds)
 
-    threads_run = regions.wrapped_threads(run, lambda name: name.split(".")[-1])
+    threads_run = regions.wrapped_threads(run)
     with regions.region("step"):
         spend(5)
         with regions.region("backward pass", direction="backward"):
             spend(7)
-            threads_run(TwoThreads(), [10, 20], item)
+            with regions.region("layer"):
+                threads_run(TwoThreads(), [10, 20], item)
         product(3)
     # Two threads: a second of one of them is half a second of the step. 35 seconds together, 34 of them with work.
-    item_name = f"{test_each_second_of_a_step_is_in_one_row.__name__}.<locals>.item"
     assert {tuple(key): (row.seconds, row.calls) for key, row in regions.rows.items()} == {
-        ("step", ""): (5, 1), ("backward pass", "backward"): (7, 1), ("product of the step", ""): (3, 1),
-        ("item", "backward"): (2, 2), (f"product of {item_name}", "backward"): (15, 2),
+        ("step", ""): (5, 1), ("backward pass", "backward"): (7, 1), ("product of step", ""): (3, 1),
+        ("layer", "backward"): (2, 3), ("product of layer", "backward"): (15, 2),
         ("waiting threads", "backward"): (18, 1),
-    }
+    }  # fmt: skip
     assert sum(row.seconds for row in regions.rows.values()) == now == 50
-    row = regions.rows[Key(f"product of {item_name}", "backward")]
+    row = regions.rows[Key("product of layer", "backward")]
     assert (row.bytes, row.operations) == (16, 4)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"moe_config": "{expert_num: 4, num_experts_chosen: 2, shared_expert_num: 1}", "compute_dtype": "bfloat16",
+         "mtp_depth": 1},
+        {"multi_latent_attention": True, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+         "v_head_dim": 8, "embedding_size": 16},
+        {"pet_config": "{pet_type: lora, lora_rank: 4, lora_alpha: 4, target_modules: '.*_proj', lora_dropout: 0.1}"},
+    ],
+)  # fmt: skip
+def test_every_product_of_a_profile_is_that_of_a_part(keys: dict) -> None:
+    overrides = [Override(f"model.model_config.{key}", str(value)) for key, value in keys.items()]
+    profile = benchmark_profile.Profile(parse_config("config.yaml", TINY_PROFILE, overrides))
+    profile.measured()
+    rows = {key.name.removesuffix(", bfloat16") for key, row in profile.regions.rows.items() if row.operations}
+    known = {"q, k, v products", "output projection", "gate, up products", "down product", "attention: scores, values",
+             "experts: products", "head: products", "embedding: products", "inputs of modules: products",
+             "weight gradients"}  # fmt: skip
+    assert rows <= known
 
 
 def test_the_profile_of_a_step_counts_its_products() -> None:

@@ -56,12 +56,7 @@ class Scratch:
 
     def run(self, rows: int, compute: Callable[[Tile], None]) -> None:
         """Calls compute(tile) for tiles that cover so many rows, at the same time."""
-
-        def run_tile(part: slice, thread: int) -> None:
-            compute(self.tile(part, thread))
-
-        run_tile.__qualname__ = compute.__qualname__  # by which a profile knows it
-        host_threads().run(parts(slice(0, rows), ROWS), run_tile)
+        host_threads().run(parts(slice(0, rows), ROWS), lambda part, thread: compute(self.tile(part, thread)))
 
 
 class _ThreadMemory:

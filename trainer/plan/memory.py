@@ -1,9 +1,8 @@
 """How much memory a run will take: an estimate of its peak, by part.
 
-Weights, gradients and optimizer state are exact. Activations are counted: what the kernels and the operators between
-them keep for the backward pass. What MindSpore takes beside them was measured on a CPU (2 to 12 layers of 64 to 256
-numbers, 512 to 8,192 tokens a micro-batch, vocabularies up to 32,768): there the estimate is within a tenth of the
-peak.
+Weights, gradients and optimizer state are exact. Activations are counted, those of a CPU in `activations.py`. What
+MindSpore takes beside them was measured on a CPU (2 to 12 layers of 64 to 1,024 numbers, 512 to 8,192 tokens a
+micro-batch, vocabularies up to 32,768): there the estimate is within a tenth of the peak.
 """
 
 from __future__ import annotations
@@ -160,7 +159,8 @@ def _operator_bytes(config: Config, held: Held, world: World) -> int:
     if config.classifier is not None:
         labels = config.runner_config.batch_size * config.network.labels_per_sequence
         return 3 * sum(config.classifier.sizes) * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
-    settings, tokens = config.decoder, micro_batch_tokens(config, degrees_of(config, world))
+    settings = config.decoder
+    tokens = micro_batch_tokens(config, degrees_of(config, world))
     # Operators keep what they take, about twice what native layers keep, and scores and softmax of all heads.
     native = ActivationMemory(config, world, held, _FLOAT32_BYTES).training_peak({})
     scores = len(held.passes) * settings.num_heads * settings.seq_length * tokens * _FLOAT32_BYTES

@@ -6,9 +6,8 @@ as long as `Patches` are on.
 
 from __future__ import annotations
 
-import bisect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,76 +24,40 @@ NOT_EXPLAINED = "not explained"
 _DISPATCH = "dispatch: Python, MindSpore's autograd"
 _HALF = ", bfloat16"
 
-# Products by the weight that they take: the first pattern that its name has.
+# Products by the name of the matrix: the first pattern that it has.
 _PRODUCTS = (
-    (r"\.experts\.", "experts: products"),
-    (r"mlp\.gate\.weight", "router: product"),
-    (r"\.[qkv]_proj\.", "q, k, v products"),
-    (r"\.o_proj\.", "output projection"),
-    (r"\.(gate|up)_proj\.", "gate, up products"),
-    (r"\.down_proj\.", "down product"),
-    (r"lm_head|embed_tokens", "head: products"),
+    (r"\.o_proj", "output projection"),
+    (r"self_attn\.", "q, k, v products"),
+    (r"(gate|up)_proj", "gate, up products"),
+    (r"down_proj", "down product"),
 )
-# The same of copies of weights, by what the thread does.
-_COPIES = (
-    (r"(Head|Latent)Projections", "q, k, v products"), (r"CpuAttention.*_output_gradients", "output projection"),
-)  # fmt: skip
-# What threads do, by the qualified name of the function that they call: what is measured inside is not in it.
-_ITEMS = (
-    (r"CpuAttention.*attend", "attention: copies, mask"),
-    (r"CpuAttention|(Head|Latent)Projections", "attention: entering, leaving"),
-    (r"CpuMlp", "SwiGLU, residual"),
-    (r"NormedInput|SublayerOutput", "norm"),
-    (r"WeightGradients", "weight gradients"),
-    (r"FusedLinearCrossEntropy", "head: cross entropy"),
-    (r"Adam", "optimizer"),
-    (r"[Ee]xperts|CpuMoe|add_rows", "experts: SwiGLU, rows"),
-    (r"[Rr]outer", "router"),
-)
+_SCORES = "attention: copies, mask"
+_WEIGHT_GRADIENTS = "weight gradients"
 
 
-def first_match(patterns: Sequence[tuple[str, str]], text: str) -> str | None:
-    return next((name for pattern, name in patterns if re.search(pattern, text)), None)
+def linear_name(regions: Regions, arguments: tuple) -> str:
+    """Names the products of a `Linear`, the first argument."""
+    linear, _, x_nI, *_ = arguments
+    found = (name for pattern, name in _PRODUCTS if re.search(pattern, linear.name))
+    return next(found, "products") + _suffix(x_nI)
 
 
-def item_name(function: str) -> str:
-    return first_match(_ITEMS, function) or function.replace(".<locals>", "")
+def product_name(regions: Regions, arguments: tuple) -> str:
+    """Names a product of two arrays by the part that computes it."""
+    part = regions.part
+    if part in _PRODUCT_ROWS:
+        return part
+    if part == _WEIGHT_GRADIENTS:
+        return part + _suffix(arguments[1])
+    kind = "scores, values" if part == _SCORES else "products"
+    return f"{part.split(':')[0]}: {kind}{_suffix(arguments[1])}"
 
 
-class WeightNames:
-    """Names of weights by the memory that they are in."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self.ranges = sorted((_address(array), _address(array) + array.nbytes, name) for name, array in arrays.items())
-        self.starts = [start for start, _, _ in self.ranges]
-
-    def of(self, array: np.ndarray) -> str | None:
-        place = bisect.bisect_right(self.starts, _address(array)) - 1
-        return self.ranges[place][2] if place >= 0 and _address(array) < self.ranges[place][1] else None
+def _suffix(array: np.ndarray) -> str:
+    return _HALF if array.dtype.itemsize == 2 else ""
 
 
-def _address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def weight_names(step: TrainStep) -> WeightNames:
-    """Of the model's weights, and of their copies in the dtype of the products, which a first step makes."""
-    weights = {**step.model.parameters_by_name, **step.model.compute_weights.copies}
-    return WeightNames({f"{number} {name}": each.asnumpy() for number, (name, each) in enumerate(weights.items())})
-
-
-def product_name(weights: WeightNames, regions: Regions, arguments: tuple) -> str:
-    """Of a product of two arrays: by the weight that is one of them, or else by what the thread does."""
-    half = _HALF if arguments[1].dtype.itemsize == 2 else ""
-    named = next(filter(None, (weights.of(array) for array in arguments[1:3])), None)
-    if named is not None:
-        return (first_match(_PRODUCTS, named) or "products") + half
-    if (copied := first_match(_COPIES, regions.item)) is not None:
-        return copied + half
-    doing = item_name(regions.item)
-    if doing.startswith("attention"):
-        return "attention: scores, values" + half
-    return (doing if doing == "weight gradients" else f"{doing.split(':')[0]}: products") + half
+_PRODUCT_ROWS = frozenset(name + suffix for _, name in (*_PRODUCTS, ("", "products")) for suffix in ("", _HALF))
 
 
 def product_cost(arguments: tuple) -> tuple[float, float]:
@@ -117,49 +80,60 @@ def _squares_cost(arguments: tuple) -> tuple[float, float]:
     return 4.0 * sum(gradient.size for gradient in arguments[0]), 0.0
 
 
-def _in_area(of_attention: str, of_head: str) -> Callable:
-    def name(regions: Regions, arguments: tuple) -> str:
-        return of_head if "FusedLinearCrossEntropy" in regions.item else of_attention
+def patch_all(regions: Regions, step: TrainStep) -> Patches:
+    """Measures the functions of a step. A name that is not there any more is an AttributeError.
 
-    return name
-
-
-def patch_all(regions: Regions, step: TrainStep, weights: WeightNames) -> Patches:
-    """Measures the functions of a step. A name that is not there any more is an AttributeError."""
+    Threads and operators work for the part that calls them, the innermost function that is measured.
+    """
     from mindspore import Tensor
 
-    from trainer.arrays import cells, embedding, head, measures, onednn, tiles
-    from trainer.arrays.attention import positions
+    from trainer.arrays import cells, embedding, head, measures, mlp, onednn, sublayer, tiles
+    from trainer.arrays.attention import blocks, positions
+    from trainer.arrays.attention import sublayer as attention
     from trainer.arrays.moe import experts, router
+    from trainer.arrays.moe import sublayer as moe
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
     from trainer.optim import host_adamw
 
     patches = Patches()
 
-    def measure(owner: Any, attribute: str, name: Any, cost: Any = None, direction: str | None = None) -> None:
-        patches.set(owner, attribute, lambda there: regions.wrapped(there, name, cost, direction))
+    def measure(
+        owner: Any, attribute: str, name: Any, cost: Any = None, direction: str | None = None, calls: int = 1
+    ) -> None:
+        patches.set(owner, attribute, lambda there: regions.wrapped(there, name, cost, direction, calls))
 
+    patches.set(HostThreads, "run", regions.wrapped_threads)
+    for owner, forward, backward, name in (
+        (cells._PartCell, "construct", "bprop", _DISPATCH),
+        (attention.CpuAttention, "forward", "backward", "attention: projections, residual"),
+        (blocks.BlockAttention, "forward", "backward", _SCORES),
+        (mlp.CpuMlp, "forward", "backward", "SwiGLU, residual"),
+        (moe.CpuMoe, "forward", "backward", "experts: norm, residual"),
+        (router.CpuRouter, "forward", "backward", "router"),
+        (experts.CpuExperts, "forward", "backward", "experts: SwiGLU, rows"),
+        (embedding.CpuEmbedding, "forward", "backward", "embedding"),
+        (embedding.CpuMapping, "forward", "backward", "embedding: mapping"),
+        (embedding.CpuMerge, "forward", "backward", "inputs of modules"),
+        (head.FusedLinearCrossEntropy, "__call__", "_gradients", "head: cross entropy"),
+    ):
+        measure(owner, forward, name, direction=FORWARD)
+        measure(owner, backward, name, direction=BACKWARD)
+    for attribute in ("forward", "backward"):
+        measure(sublayer.Linear, attribute, linear_name, calls=0)
     operators = type(onednn.operators())
-    measure(operators, "matmul", lambda of, arguments: product_name(weights, of, arguments), product_cost)
-    softmax = _in_area("attention: softmax", "head: softmax")
+    measure(operators, "matmul", product_name, product_cost)
     for attribute in ("softmax", "softmax_gradient"):
-        measure(operators, attribute, softmax, arrays_cost)
+        measure(operators, attribute, lambda of, _: f"{of.part.split(':')[0]}: softmax", arrays_cost)
     for attribute in ("silu", "silu_gradient"):
-        measure(operators, attribute, lambda of, _: item_name(of.item), arrays_cost)
+        measure(operators, attribute, lambda of, _: of.part, arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
         measure(tiles.RmsNorm, attribute, "norm", arrays_cost)
     measure(positions.Rotary, "apply", "rotary", arrays_cost)
-    patches.set(HostThreads, "run", lambda there: regions.wrapped_threads(there, item_name))
-    measure(head.FusedLinearCrossEntropy, "_gradients", _DISPATCH, direction=BACKWARD)
+    measure(tiles.WeightGradients, "compute", _WEIGHT_GRADIENTS)
+    measure(cells, "narrow_weight", "weights in the dtype of the products")
     measure(embedding, "embedding_rows", "embedding", arrays_cost)
     measure(embedding, "embedding_gradient", "embedding", arrays_cost)
-    for owner, forward, backward, name in (
-        (cells._PartCell, "construct", "bprop", _DISPATCH), (router.CpuRouter, "forward", "backward", "router"),
-        (experts.CpuExperts, "forward", "backward", "experts: SwiGLU, rows"),
-    ):  # fmt: skip
-        measure(owner, forward, name, direction=FORWARD)
-        measure(owner, backward, name, direction=BACKWARD)
     measure(Tensor, "asnumpy", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", _squares_cost)
     measure(host_adamw, "_update_block", "optimizer", _adamw_cost)

@@ -47,8 +47,9 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.inside: list[float] = []
+        self.names: list[str] = []
         self.running: set[int] = set()
-        self.direction, self.item, self.weight = "", "", 1.0
+        self.direction, self.weight = "", 1.0
 
 
 Name = Callable[["Regions", tuple], str]
@@ -75,18 +76,21 @@ class Regions:
         self.events = events
 
     @property
-    def item(self) -> str:
-        """The function whose items this thread works on, by its qualified name; empty outside of `HostThreads.run`."""
-        return self.now.item
+    def part(self) -> str:
+        """The name of the innermost region that this thread is in; empty outside of all."""
+        return self.now.names[-1] if self.now.names else ""
 
     def add(self, key: Key, row: Row) -> None:
         with self.lock:
             self.rows.setdefault(key, Row()).add(row)
 
     @contextmanager
-    def region(self, name: str, cost: tuple[float, float] = (0.0, 0.0), direction: str | None = None) -> Iterator[None]:
+    def region(
+        self, name: str, cost: tuple[float, float] = (0.0, 0.0), direction: str | None = None, calls: int = 1
+    ) -> Iterator[None]:
         now, began = self.now, self.clock()
         now.inside.append(0.0)
+        now.names.append(name)
         before = now.direction
         if direction is not None:
             now.direction = direction
@@ -95,17 +99,19 @@ class Regions:
             yield
         finally:
             now.direction = before
+            now.names.pop()
             inside, taken = now.inside.pop(), self.clock() - began
             if now.inside:
                 now.inside[-1] += taken
             if self.events is not None:
                 self.events.append(Event(key, threading.get_ident(), began, taken))
-            self.add(key, Row((taken - inside) * now.weight, 1, *cost))
+            self.add(key, Row((taken - inside) * now.weight, calls, *cost))
 
     def wrapped(
-        self, function: Callable, name: str | Name, cost: Cost | None = None, direction: str | None = None
-    ) -> Callable:
-        """The function, measured; where it calls itself, as a whole."""
+        self, function: Callable, name: str | Name, cost: Cost | None = None, direction: str | None = None,
+        calls: int = 1,
+    ) -> Callable:  # fmt: skip
+        """The function, measured; where it calls itself, as a whole. `calls` 0: its calls are not counted."""
 
         @functools.wraps(function)
         def measured(*arguments: Any, **named: Any) -> Any:
@@ -115,31 +121,31 @@ class Regions:
             running.add(id(function))
             try:
                 row = name if isinstance(name, str) else name(self, arguments)
-                with self.region(row, cost(arguments) if cost else (0.0, 0.0), direction):
+                with self.region(row, cost(arguments) if cost else (0.0, 0.0), direction, calls):
                     return function(*arguments, **named)
             finally:
                 running.discard(id(function))
 
         return measured
 
-    def wrapped_threads(self, run: Callable, name_of_items: Callable[[str], str]) -> Callable:
-        """`HostThreads.run`, whose items are measured in all threads, as is the time in which a thread has none."""
+    def wrapped_threads(self, run: Callable) -> Callable:
+        """`HostThreads.run`, whose items are measured in all threads, in the row of the region that calls it, as is the
+        time in which a thread has none."""
 
         @functools.wraps(run)
         def measured(threads: Any, items: Any, function: Callable) -> None:
             caller, busy, share = self.now, [0.0] * threads.threads, 1 / threads.threads
-            direction, item = caller.direction, function.__qualname__
-            name = name_of_items(item)
+            direction, name = caller.direction, self.part
 
             def one(argument: Any, thread: int) -> None:
                 now, began = self.now, self.clock()
-                before = now.direction, now.item, now.weight
-                now.direction, now.item, now.weight = direction, item, share
+                before = now.direction, now.weight
+                now.direction, now.weight = direction, share
                 try:
                     with self.region(name):
                         function(argument, thread)
                 finally:
-                    now.direction, now.item, now.weight = before
+                    now.direction, now.weight = before
                     busy[thread] += self.clock() - began
 
             began = self.clock()

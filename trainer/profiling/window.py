@@ -19,7 +19,7 @@ import numpy as np
 from trainer.config.checks.parallel import degrees_of
 from trainer.device.threads import silent
 from trainer.monitors.files import write_text
-from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of, weight_names
+from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of
 from trainer.profiling.regions import Event, Patches, Regions
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class StepProfiler:
         if self._on_arrays:
             self._tell(f"profile: MindSpore's profiler sees no layers that are computed on arrays; {TABLE_FILE} and"
                        f" {TRACE_FILE} have their parts")
-            self._patches = patch_all(self._regions, step, weight_names(step))
+            self._patches = patch_all(self._regions, step)
 
     def _write_parts(self) -> None:
         from rich.console import Console
