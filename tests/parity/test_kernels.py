@@ -238,7 +238,7 @@ def test_cached_attention_equals_full_attention(kv_heads: int) -> None:
     seen = np.pad(allowed[:, -queries:], ((0, 0), (0, 0), (0, spare)))
     cached = plain.cached_attention(
         Tensor(np.ascontiguousarray(q_BTC[:, -queries:])), *map(Tensor, caches),
-        plain.cached_mask(seen, HEADS, kv_heads), HEADS, kv_heads,
+        plain.cached_mask(seen), HEADS, kv_heads,
     )
     assert distance(cached.asnumpy(), full.reshape(ROWS, TOKENS, -1)[:, -queries:]) < LIMIT
 

@@ -102,7 +102,7 @@ class ArrayParts:
             self._layer_parts(number, again) for number, again in enumerate(recomputed)
         ]
         self.save = self._saving(recomputed, trained)
-        modules = range(len(self.spec.layers) - self.spec.mtp_modules, len(self.spec.layers))
+        modules = self.spec.module_layers
         self.norms = [FINAL_NORM, *(layer_prefix(layer) + MTP_NORM for layer in modules)]
         head = EMBEDDING if self.spec.tied else HEAD
         self.heads = [
@@ -148,8 +148,7 @@ class ArrayParts:
         reached = EMBEDDING in trained or MAPPING_IN in trained
         found = []
         for number, (parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
-            names = (self.spec.parameter_name(number, one.name) for one in self.spec.layers[number].parameters)
-            reached = reached or any(name in trained for name in names)
+            reached = reached or any(name in trained for name in self.spec.layer_parameters(number))
             redone = {"experts": ("block", "mlp")}
             found.append({
                 name: reached and again != "block" and again not in redone.get(name, (name,)) for name in parts

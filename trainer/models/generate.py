@@ -33,6 +33,7 @@ from trainer.parallel.sharding import range_of_rank
 if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
     from trainer.models.inputs import InputBuilder
+    from trainer.models.spec.model import LayerSpec
 
 _ROUND = 32  # on a device the length that attention sees is a multiple of this, so that few shapes occur
 _MOST_PROMPT_TOKENS = 256  # of each sequence in a pass: its scores are [H, Q, S] numbers for each sequence
@@ -229,7 +230,7 @@ class DeviceParts:
 
     def masks(self, allowed_BQS: np.ndarray) -> Tensor:
         """What attention adds to its scores."""
-        return self.kernels.cached_mask(allowed_BQS, self.model.settings.num_heads, self.block.attention.cache_heads)
+        return self.kernels.cached_mask(allowed_BQS)
 
     def weights(self, layer: int) -> list[Tensor | None]:
         return [*self.parts.layer_weights[layer], *self.parts.adapter_masks(None, layer, 0)]
@@ -322,9 +323,11 @@ class ArrayPredictor:
         experts = None if model.shard is None else model.shard.experts
         for layer in self.spec.layers:
             self._make_sublayers(layer.attention, layer.mlp, experts)
-        layers = range(len(self.spec.layers) - self.spec.mtp_modules)
-        self.calls = [SublayerCall(self._layer_weights(layer), save=False) for layer in layers]
-        self.work = max((self._work_of(layer) for layer in layers), default=0)
+        self.calls = [
+            SublayerCall(self._layer_weights(layer), save=False) for layer in range(self.spec.num_layers)
+        ]
+        layers = self.spec.layers[: self.spec.num_layers]
+        self.work = max((_multiplications(layer) for layer in layers), default=0)
 
     def _make_sublayers(self, attention: AttentionSpec, mlp: MlpSpec | MoeSpec, experts) -> None:
         if attention not in self.attentions:
@@ -344,26 +347,16 @@ class ArrayPredictor:
         layer = self.spec.layers[number]
         names = {one.name: self.spec.parameter_name(number, one.name) for one in layer.parameters}
         found = {name: self.weights[full] for name, full in names.items() if full in self.weights}
-        adapters = {**layer.attention.adapters, **getattr(layer.mlp, "adapters", {})}
-        for name, adapter in adapters.items():
+        for name, adapter in layer.adapters.items():
             a, b = adapter_names(name)
             if f"{name}.weight" in found:
                 found[f"{name}.weight"] = found[f"{name}.weight"] + (found[b] * np.float32(adapter.scale)) @ found[a]
         return found
 
-    def _work_of(self, number: int) -> int:
-        """Counts the multiplications of a token in a layer."""
-        mlp = self.spec.layers[number].mlp
-        sizes = {name: array.size for name, array in self.calls[number].weights.items() if array.ndim > 1}
-        if isinstance(mlp, MoeSpec):
-            sizes |= {name: size * mlp.chosen // mlp.experts for name, size in sizes.items() if ".experts." in name}
-        return sum(sizes.values())
-
     def new_cache(self, rows: int, tokens: int) -> KVCache:
         """Returns an empty cache for so many sequences of so many tokens."""
         attention = self.spec.layers[0].attention
-        heads = attention.kv_heads if attention.latent is None else 1
-        return KVCache(len(self.calls), attention.cache_widths, heads, rows, tokens)
+        return KVCache(len(self.calls), attention.cache_widths, attention.cache_heads, rows, tokens)
 
     def cached_length(self, positions: int) -> int:
         """Returns how many cached positions attention sees where it must see so many."""
@@ -372,8 +365,7 @@ class ArrayPredictor:
     def masks(self, allowed_BQS: np.ndarray) -> np.ndarray | None:
         """Returns what attention adds to its scores."""
         attention = self.spec.layers[0].attention
-        kv_heads = attention.kv_heads if attention.latent is None else 1
-        return cached_mask(allowed_BQS, attention.heads // kv_heads)
+        return cached_mask(allowed_BQS, attention.heads // attention.cache_heads)
 
     def tables(self, positions_N: np.ndarray) -> np.ndarray:
         """Returns the rotation of tokens at these positions."""
@@ -450,3 +442,8 @@ class ArrayPredictor:
         logits_BV[:, range_of_rank(self.vocabulary, group.rank, group.size)] = local_BV
         group.complete_ranges(list(logits_BV))
         return logits_BV
+
+
+def _multiplications(layer: LayerSpec) -> int:
+    """Counts those of a token in a layer."""
+    return sum(layer.active_size(parameter) for parameter in layer.parameters if len(parameter.shape) > 1)

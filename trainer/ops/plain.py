@@ -483,7 +483,7 @@ class AttentionMask(Sharded):
 # ---- prediction, on a device -----------------------------------------------------------------------------------------
 
 
-def cached_mask(allowed_BQS: np.ndarray, heads: int, kv_heads: int) -> Tensor:
+def cached_mask(allowed_BQS: np.ndarray) -> Tensor:
     """The bias that `cached_attention` adds to the scores, [B, 1, Q, 1, S]."""
     return Tensor(attention_bias(allowed_BQS)[:, None, :, None])
 

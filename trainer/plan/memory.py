@@ -68,7 +68,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
     if trains and config.sample_prompt and device == "CPU":
-        parts["text samples"] = _sampling_bytes(config, world, held, weights)
+        parts["text samples"] = _sampling_bytes(config, held, weights)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
         copies = _merged_bytes(held) if device == "CPU" else 0
@@ -176,7 +176,7 @@ def _cache_bytes(config: Config, device: str) -> int:
     return tokens * settings.num_layers * sum(settings.cache_widths) * (_FLOAT32_BYTES if dtype == "float32" else 2)
 
 
-def _sampling_bytes(config: Config, world: World, held: Held, own_bytes: int) -> int:
+def _sampling_bytes(config: Config, held: Held, own_bytes: int) -> int:
     """What `sample_prompt` adds to a training: weights that ranks share are whole then, merged copies, and a cache.
 
     Args:

@@ -116,6 +116,13 @@ class AttentionSpec:
         return self.kv_heads
 
     @property
+    def cache_heads(self) -> int:
+        """Heads of what prediction keeps: all heads share one latent vector."""
+        if self.latent is not None:
+            return 1
+        return self.kv_heads
+
+    @property
     def cache_widths(self) -> tuple[int, int]:
         """Numbers of a token that prediction keeps: keys and values, or the latent vector and the key of all heads."""
         if self.latent is not None:
