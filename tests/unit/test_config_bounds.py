@@ -13,7 +13,7 @@ from config_helpers import BASE, error_of, failure, load
 
 from trainer.cli.main import dispatch
 from trainer.config import Config
-from trainer.config.patterns import PatternError, read_pattern
+from trainer.config.patterns import read_pattern
 from trainer.config.schema.fields import shape_of, support_of
 from trainer.errors import UserError
 
@@ -61,11 +61,12 @@ def chain(length: int) -> str:
         ("freeze: {include: ['" + "*a" * 5000 + "']}", "at most 1000 characters"),
         *((f"model: {{model_config: {{num_layers: 2, pet_config: {{target_modules: '{expression}'}}}}}}", rule)
           for expression, rule in (
-              (r"(.*)\1", "reference to a group"),
-              ("(" * 230 + ".*q_proj" + ")*" * 230, "more than 64 levels of groups"),
-              ("((a{1,30}){1,30}){1,30}", "more than 2000 states"),
-              ("(?:(?:){1000}){1000000}", "more than 2000 states"),
-              ("(?<=a*)q_proj", "look-behind requires fixed-width"),
+              ("(" * 60 + ".*q_proj" + ")*" * 60, "itself repeats or chooses"),
+              ("((a{1,30}){1,30}){1,30}", "itself repeats or chooses"),
+              ("(a|a)*b", "itself repeats or chooses"),
+              (".?" * 60 + "x", "more than 4 of"),
+              ("(.|.)" * 30, "more than 4 of"),
+              ("x" * 201, "longer than 200 characters"),
           )),
     ],
 )
@@ -89,10 +90,11 @@ def test_what_is_within_the_bounds_is_read():
         "model:\n  model_config:\n" + "\n".join(f"    hidden_sizes_{n}: {n}" for n in range(2000)),
         "train_dataset:\n  data_loader:\n    patterns: [" + "1, " * 2000 + "2]",
         "model: {model_config: {num_layers: 80, pet_config: {target_modules: '(.*)*x|((a|.)*)*y|q_proj'}}}",
-        f"model: {{model_config: {{num_layers: 80, pet_config: {{target_modules: '(?:{'(?:.*)*|' * 120})*'}}}}}}",
-        f"model: {{model_config: {{num_layers: 9, pet_config: {{target_modules: '{'(?:(?=(?:.*.*)*).)*' * 40}'}}}}}}",
+        f"model: {{model_config: {{num_layers: 80, pet_config: {{target_modules: '(?:{'(?:.*)*|' * 19})*'}}}}}}",
+        f"model: {{model_config: {{num_layers: 9, pet_config: {{target_modules: '{'(?:(?=(?:.*.*)*).)*' * 9}'}}}}}}",
+        "model: {model_config: {num_layers: 80, pet_config: {target_modules: '(.*.*.*.*)x|.*q_proj'}}}",
     ],
-    ids=["top level", "model", "values", "expression", "repeats", "assertions"],
+    ids=["top level", "model", "values", "expression", "repeats", "assertions", "wildcards"],
 )
 def test_thousands_of_mistakes_and_any_expression_are_answered_in_two_seconds(text):
     begun = time.process_time()
@@ -103,21 +105,10 @@ def test_thousands_of_mistakes_and_any_expression_are_answered_in_two_seconds(te
     assert time.process_time() - begun < 2
 
 
-def test_expressions_match_as_pythons_do():
-    rng, compared = random.Random(1), 0
-    pieces = ["a", "b", ".", "[ab]", "[^a]", r"\w", r"\.", "[a-c]", "$", "^", r"\b", "(?i:a)", "(?<=a)", "(?<!ab)", "|",
-              "(", "(?:", "(?=", "(?!", ")", ")", ")*", ")+?", "){2}", "){1,3}", "*", "+?", "?"]  # fmt: skip
-    while compared < 1500:
-        expression = "".join(rng.choice(pieces) for _ in range(rng.randint(1, 9)))
-        try:
-            theirs = re.compile(expression)
-            ours = read_pattern(expression)
-        except (re.error, PatternError):
-            continue
-        name = "".join(rng.choice("abA.") for _ in range(rng.randint(1, 6)))
-        assert ours.fullmatch(name) == bool(theirs.fullmatch(name)), (expression, name)
-        assert ours.search(name) == bool(theirs.search(name)), (expression, name)
-        compared += 1
+def test_expressions_of_usual_length_are_taken():
+    for expression in (r"^(?!.*vision).*\.layers\.(1[0-9]|2[0-3])\..*_proj$", ".*wq|.*wk|.*wv|.*wo|.*w1|.*w2|.*w3",
+                       r"[^(]*\.(q|k)_proj", r".*\.\d+\.\w+\.q_proj?", r"(?i:.*)(?P<name>q|k)_proj"):  # fmt: skip
+        assert read_pattern(expression).pattern == expression
 
 
 def test_every_count_has_an_upper_bound():

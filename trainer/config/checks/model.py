@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from trainer.config.checks.problem import Problem, nearest, problem
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
-from trainer.config.patterns import PatternError, matches_whole
+from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.data import TokenizerConfig
@@ -273,7 +273,8 @@ def targets_experts(config: Config) -> bool:
     decoder = config.decoder
     layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
     names = [f"model.layers.{layer}.{name}" for layer in layers for name in _NAMES_OF_EXPERTS]
-    return any(matches_whole(decoder.pet_config.target_modules, name) for name in names)
+    pattern = read_pattern(decoder.pet_config.target_modules)
+    return any(pattern.fullmatch(name) for name in names)
 
 
 def targets_in_experts(config: Config) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from trainer.config.patterns import matches_whole
+from trainer.config.patterns import read_pattern
 from trainer.config.schema.fields import WIDTH, Section, setting
 
 
@@ -31,4 +31,5 @@ class PetConfig(Section):
 
     def _is_target(self, layer: int, *both: str) -> bool:
         names = [f"model.layers.{layer}.{one}" for one in both] + [one.split(".")[-1] for one in both]
-        return any(matches_whole(self.target_modules, one) for one in names)
+        pattern = read_pattern(self.target_modules)
+        return any(pattern.fullmatch(one) for one in names)
