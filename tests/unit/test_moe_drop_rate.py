@@ -85,7 +85,7 @@ def test_the_live_line_has_them_above() -> None:
     from rich.console import Console
 
     console, state = Console(file=StringIO(), force_terminal=True, width=200), LiveState()
-    monitor = ProgressMonitor(TerminalLine(console, state), state, console, drop_rate_lines(COUNTS.layers), 2)
+    monitor = ProgressMonitor(TerminalLine(console, state), state, drop_rate_lines(COUNTS.layers), 2)
     monitor.on_start(run_info(total_steps=4, last_step=4))
     for step in range(1, 5):
         extra, details = {"aux_loss": 1.0625, "mtp_loss": 5.5}, routing_details(COUNTS)

@@ -20,7 +20,7 @@ from trainer.errors import RunError
 from trainer.monitors import wording
 from trainer.monitors.console import LineMonitor, ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
-from trainer.monitors.live import Eta, LiveState, TerminalLine, draw_bar
+from trainer.monitors.live import Eta, LiveState, OpenTerminal, TerminalLine
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, Totals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -247,9 +247,10 @@ def run_on_terminal(program: str, columns: int) -> str:
 
 def test_the_live_line_on_a_terminal() -> None:
     output = run_on_terminal(_LIVE_RUN, 80)
+    assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor is there again at the end"
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
     drawn = [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.startswith(("step ", "loading"))]
-    assert 4 <= len(drawn) <= 20, "about four a second, not one a step"
+    assert 4 <= len(drawn) <= 30, "about four a second, not one a step"
     assert drawn[-1].endswith("loss 1.2500  norm 0.981  12.3k tokens/s")
     assert any(re.search("━[╸━]━*  evaluating 12/64  loss 7.0000", line) for line in drawn), "the bar must move"
     assert all(len(line) < 80 for line in drawn)
@@ -267,7 +268,9 @@ class Clock:
 
 
 def live_line(columns: int, state: LiveState) -> str:
-    return state.line(columns - 1, lambda share, size: draw_bar(share, size, ascii_only=True)).plain
+    console = Console(width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(state)
+    return re.sub("[━╸╺]", "-", re.sub(r"\x1b\[[0-9;]*m", "", console.file.getvalue())).rstrip()
 
 
 def live_state(info: RunInfo, **changes) -> tuple[LiveState, Clock]:
@@ -287,7 +290,7 @@ def live_state(info: RunInfo, **changes) -> tuple[LiveState, Clock]:
         (10, ""),
         (20, "step 102/200"),
         (40, "step 102/200  loss 5.6123  eta 49s"),
-        (60, "step 102/200  --------  loss 5.6123  12.3k/s  eta 49s"),
+        (60, "step 102/200  --------  loss 5.6123  eta 49s"),
         (80, "step 102/200  ------------  loss 5.6123  norm 0.981  12.3k tokens/s  eta 49s"),
         (105, "step 102/200  --------------------  loss 5.6123  norm 0.981  12.3k tokens/s  mfu 41.5 %  eta 49s"),
         (200, "step 102/200  ------------------------------  loss 5.6123  norm 0.981  aux_loss 1.02  lr 5.00e-05"
@@ -298,10 +301,6 @@ def test_the_live_line_fits_a_terminal_of_any_width(columns: int, line: str) -> 
     info = run_info(start_step=100, last_step=200)
     state, clock = live_state(info, mfu=0.415, extra={"aux_loss": 1.02})
     assert live_line(columns, state) == line
-    clock.now += 0.4  # the step that runs now
-    assert columns < 40 or "eta 49s" in live_line(columns, state)
-    clock.now += 2
-    assert columns < 40 or "eta 47s" in live_line(columns, state)
 
 
 def test_no_number_is_ever_cut() -> None:
@@ -310,7 +309,7 @@ def test_no_number_is_ever_cut() -> None:
     for columns in range(1, 250):
         line = live_line(columns, state)
         assert len(line) < columns
-        assert {word for word in line.split() if set(word) != {"-"}} <= words | {"12.3k/s"}
+        assert {word for word in line.split() if set(word) != {"-"}} <= words
 
 
 def test_the_live_line_says_what_else_the_run_does() -> None:
@@ -319,7 +318,7 @@ def test_the_live_line_says_what_else_the_run_does() -> None:
     state.do("loading MindSpore")
     assert live_line(80, state) == "loading MindSpore"
     clock.now += 3.4
-    assert live_line(80, state) == "loading MindSpore, 3s"
+    assert live_line(80, state) == "loading MindSpore  3s"
     state.begin(run_info(compiles=True))
     assert live_line(50, state) == "step   0/200  compiling"
     state.begin(run_info(compiles=False))
@@ -329,8 +328,8 @@ def test_the_live_line_says_what_else_the_run_does() -> None:
     for batch in range(13):
         state.do("evaluating", batch, 64)
         clock.now += 0.5
-    assert live_line(60, state) == "step   1/200  --------  evaluating 12/64, 6s  loss 5.6123"
-    assert live_line(40, state) == "step   1/200  evaluating 12/64, 6s"
+    assert live_line(60, state) == "step   1/200  --------  evaluating 12/64  6s  loss 5.6123"
+    assert live_line(40, state) == "step   1/200  evaluating 12/64  6s"
     assert live_line(34, state) == "step   1/200  evaluating 12/64"
     state.do("")
     assert "evaluating" not in live_line(200, state)
@@ -345,25 +344,27 @@ def test_eta_has_a_share_of_the_pauses_so_far() -> None:
     assert eta.seconds(step_metrics(11, last_step=31)) == pytest.approx(20 * (0.5 + 10.0 / 10))
 
 
-def test_the_live_monitor_prints_the_other_events() -> None:
+@pytest.mark.parametrize("columns", [40, 60, 200])
+def test_the_live_monitor_prints_the_other_events(columns: int) -> None:
     stream, state = io.StringIO(), LiveState()
-    console = Console(file=stream, width=40)
-    monitor = ProgressMonitor(TerminalLine(console, state), state, console)
+    monitor = ProgressMonitor(TerminalLine(Console(file=stream, width=columns), state), state)
     monitor.on_step(step_metrics(7, overflow=True, loss_scale=512.0))
     monitor.on_checkpoint(Path("o/checkpoints/step-00000007"), 7)
     totals = Totals()
     totals.on_step(step_metrics(7))
-    monitor.close(totals.summary("finished", {"metrics": Path("o/[red]/metrics.jsonl")}))
-    lines = [line.rstrip() for line in stream.getvalue().splitlines()]
-    assert lines[:4] == ["step 7: overflow, update skipped (loss", "  scale 512)", "checkpoint of step 7:",
-                         "  o/checkpoints/step-00000007"]
-    assert "metrics      o/[red]/metrics.jsonl" in lines
+    monitor.close(totals.summary("finished", {"metrics": Path(f"o/[red]/{'long' * 12}/metrics.jsonl")}))
+    words = stream.getvalue().split()
+    assert columns != 40 or "(loss\n  scale 512)\n" in stream.getvalue()
+    assert " ".join(words[:8]) == "step 7: overflow, update skipped (loss scale 512)"
+    assert f"o/[red]/{'long' * 12}/metrics.jsonl" in words, "no path is folded"
+    lines = [line for line in stream.getvalue().splitlines() if "/" not in line]
+    assert max(map(len, lines)) <= columns
 
 
 def test_a_terminal_that_is_closed_ends_no_run() -> None:
     leader, follower = os.openpty()
     stream, state = open(follower, "w"), LiveState()  # noqa: SIM115
-    line = TerminalLine(Console(file=stream, force_terminal=True), state)
+    line = TerminalLine(Console(file=OpenTerminal(stream), force_terminal=True), state)
     line.start()
     os.close(leader)
     state.begin(run_info())
@@ -444,7 +445,7 @@ def test_the_summary_of_one_step_and_of_none() -> None:
 
 def test_a_step_costs_far_less_than_a_millisecond(tmp_path: Path) -> None:
     console, state = Console(file=open(os.devnull, "w"), force_terminal=True, width=120), LiveState()  # noqa: SIM115
-    live = ProgressMonitor(TerminalLine(console, state), state, console)
+    live = ProgressMonitor(TerminalLine(console, state), state)
     monitors: list[Monitor] = [live, log_file_monitor(tmp_path / "log"), JsonlMonitor(tmp_path / "m.jsonl"), Totals()]
     steps = [step_metrics(step) for step in range(1, 2001)]
     for monitor in monitors:

@@ -10,15 +10,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from trainer.monitors import wording
 from trainer.monitors.files import write_failure
-from trainer.monitors.live import Eta, LiveState, NotebookLine, TerminalLine, in_notebook
+from trainer.monitors.live import Eta, LiveState, NotebookLine, OpenTerminal, TerminalLine, in_notebook
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 DetailLines = Callable[[StepMetrics], list[str]]
 """Makes more lines after the line of a step."""
@@ -86,23 +83,18 @@ class LineMonitor(Monitor):
 
 class ProgressMonitor(LineMonitor):
     """Shows the newest step, or what else the run does, in a live line; evaluations, checkpoints, notices and details
-    scroll past above it. It must be closed, also after a failure.
-
-    Args:
-        state: What `line` draws.
-        console: Prints the summary; None: `line` does.
-    """
+    scroll past above it. It must be closed, also after a failure. `line` draws `state`."""
 
     def __init__(
         self,
         line: TerminalLine | NotebookLine,
         state: LiveState,
-        console: Console | None = None,
         details: DetailLines = no_details,
         every: int = 1,
     ) -> None:
         super().__init__(line.print, every=every, details=details)
-        self._line, self._state, self._console = line, state, console
+        self._line = line
+        self._state = state
 
     def on_start(self, info: RunInfo) -> None:
         super().on_start(info)
@@ -125,18 +117,7 @@ class ProgressMonitor(LineMonitor):
     def close(self, summary: RunSummary | None) -> None:
         self._state.end()
         self._line.stop()
-        if summary is None or self._console is None:
-            super().close(summary)
-            return
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        for name, value in wording.summary_rows(summary):
-            table.add_row(Text(name), Text(value))  # as Text: a path may contain brackets
-        self._console.print(table)
+        super().close(summary)
 
 
 def console_monitor(
@@ -150,13 +131,14 @@ def console_monitor(
     if log_format == "rich" and stream.isatty():
         from rich.console import Console
 
-        console, state = Console(file=stream), LiveState()
+        console = Console(file=OpenTerminal(stream))
         if not console.is_dumb_terminal:
+            state = LiveState()
             line = TerminalLine(console, state, print_above=stream is sys.stdout)
-            return ProgressMonitor(line, state, console, details, per_print_times)
+            return ProgressMonitor(line, state, details, per_print_times)
     if log_format == "rich" and stream is sys.stdout and in_notebook():
         state = LiveState()
-        return ProgressMonitor(NotebookLine(state), state, details=details, every=per_print_times)
+        return ProgressMonitor(NotebookLine(state), state, details, per_print_times)
 
     def write(line: str) -> None:
         # The reader may have closed the pipe, as in `| head`. The run continues, and the log file has all lines.

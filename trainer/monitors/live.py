@@ -1,17 +1,13 @@
-"""The live line of a run: its newest step, or what else it does right now; on a terminal and in a notebook.
+"""The live line of a run: its newest step, or what else it does right now; rich draws it on a terminal.
 
-It fits into the columns that there are at the moment: what matters least is left out, and no number is cut. On a
-terminal a thread draws it a few times a second, so that a step only stores its metrics.
+It fits into the columns that there are at the moment: what matters least is left out, and no number is cut.
 """
 
 from __future__ import annotations
 
-import io
-import itertools
-import os
+import contextlib
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -20,27 +16,29 @@ from trainer.monitors import wording
 from trainer.monitors.metrics import RunInfo, StepMetrics
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.progress_bar import ProgressBar
 
 REFRESHES_PER_SECOND = 4
 NOTEBOOK_COLUMNS = 100
 _GAP = 2  # columns between two parts
-_BARS = {160: 30, 105: 20, 80: 12, 60: 8}  # from so many columns on a bar of so many
+_BARS = {160: 30, 105: 20, 80: 12, 60: 8}  # terminal columns -> columns of the bar
 _NOTEBOOK_SECONDS = 0.5  # between two drawings: each is a message to the browser
 _SHOWN_SECONDS = 2.0  # from which on the time that an activity takes is shown
 
 
 class Eta:
-    """Seconds until the last step of this run: an exponential mean of the steps, over about twenty of them, and a share
-    of the pauses between the steps so far, which evaluations and checkpoints take."""
+    """Estimates the seconds until the last step of this run: an exponential mean of the steps, over about twenty of
+    them, and a share of the pauses between the steps so far, which evaluations and checkpoints take."""
 
     _FORGET = 0.05
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._mean_seconds: float | None = None
-        self._pause_seconds, self._ended_at, self._steps_seen = 0.0, 0.0, 0
+        self._pause_seconds = 0.0
+        self._ended_at = 0.0
+        self._steps_seen = 0
 
     def add(self, metrics: StepMetrics) -> None:
         """Adds a step that has just ended to the mean, except the first, which compiles."""
@@ -55,7 +53,7 @@ class Eta:
             self._mean_seconds += self._FORGET * (metrics.step_seconds - self._mean_seconds)
 
     def seconds(self, metrics: StepMetrics) -> float | None:
-        """Seconds from ``metrics`` to the last step; None at the last step, and before the second step."""
+        """Returns seconds from ``metrics`` to the last step; None at the last step, and before the second step."""
         steps_left = metrics.last_step - metrics.step
         if self._mean_seconds is None or steps_left <= 0:
             return None
@@ -63,15 +61,10 @@ class Eta:
 
 
 class Part(NamedTuple):
-    """A part of the line.
-
-    Attributes:
-        rank: The part with the highest one is left out first.
-        texts: What it says, the longest first.
-    """
+    """A part of the line; the one with the highest rank is left out first."""
 
     rank: int
-    texts: tuple[str, ...]
+    text: str
     style: str = "dim"
 
 
@@ -79,15 +72,15 @@ _STEP, _ACTIVITY, _LOSS, _BAR, _ETA, _RATE, _NORM, _MFU, _LR, _MORE = range(10)
 
 
 class LiveState:
-    """What the line shows; `clock` gives seconds."""
+    """Holds what the line shows; rich renders it. `clock` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.eta = Eta(clock)
+        self._eta = Eta(clock)
         self._info: RunInfo | None = None
         self._newest: StepMetrics | None = None
-        self._newest_at = self._activity_at = clock()
         self._activity = ("", 0, 0)
+        self._activity_at = clock()
         self._ended = False
 
     def begin(self, info: RunInfo) -> None:
@@ -95,19 +88,19 @@ class LiveState:
         self.do("compiling" if info.compiles else "first step")
 
     def add(self, metrics: StepMetrics) -> None:
-        self.eta.add(metrics)
+        self._eta.add(metrics)
         if self._newest is None:
             self.do("")
-        self._newest, self._newest_at = metrics, self._clock()
+        self._newest = metrics
 
     def do(self, name: str, done: int = 0, total: int = 0) -> None:
-        """See `Monitor.on_activity`."""
+        """Takes what `Monitor.on_activity` is called with."""
         if name != self._activity[0]:
-            self._activity_at = self._newest_at = self._clock()
+            self._activity_at = self._clock()
         self._activity = (name, done, total)
 
     def end(self) -> None:
-        """Nothing more will come."""
+        """Ends the activity and the estimate."""
         self.do("")
         self._ended = True
 
@@ -116,218 +109,124 @@ class LiveState:
         return self._newest is None
 
     def parts(self) -> Iterator[Part]:
-        """In the order of the line, without the bar."""
-        metrics, info = self._newest, self._info
+        """Yields what the line could say, in its order, without the bar."""
+        metrics = self._newest
+        info = self._info
         if info is not None:
             step = info.start_step if metrics is None else metrics.step
-            yield Part(_STEP, (f"step {step:>{len(str(info.last_step))}}/{info.last_step}",), "")
-        if self._activity[0]:
-            yield Part(_ACTIVITY, self._doing(), "")
+            yield Part(_STEP, f"step {step:>{len(str(info.last_step))}}/{info.last_step}", "")
+        name, done, total = self._activity
+        if name:
+            yield Part(_ACTIVITY, f"{name} {done}/{total}" if total else name, "")
+            seconds = self._clock() - self._activity_at
+            if seconds >= _SHOWN_SECONDS:
+                yield Part(_ACTIVITY, wording.duration(round(seconds)))
         if metrics is None:
             return
-        yield Part(_LOSS, (f"loss {metrics.loss:.4f}",), "bold")
+        yield Part(_LOSS, f"loss {metrics.loss:.4f}", "bold")
         if metrics.global_norm is not None:
-            yield Part(_NORM, (f"norm {metrics.global_norm:#.3g}",))
-        for name, value in metrics.extra.items():
-            yield Part(_MORE, (f"{name} {value:.4g}",))
-        yield Part(_LR, (f"lr {metrics.lr:.2e}",))
-        yield Part(_RATE, wording.rates(metrics))
+            yield Part(_NORM, f"norm {metrics.global_norm:#.3g}")
+        for extra, value in metrics.extra.items():
+            yield Part(_MORE, f"{extra} {value:.4g}")
+        yield Part(_LR, f"lr {metrics.lr:.2e}")
+        yield Part(_RATE, wording.rate(metrics))
         if metrics.mfu is not None:
-            yield Part(_MFU, (wording.utilization(metrics.mfu),))
-        left = self.eta.seconds(metrics)
+            yield Part(_MFU, wording.utilization(metrics.mfu))
+        left = self._eta.seconds(metrics)
         if left is not None and not self._ended:
-            since = 0.0 if self._activity[0] else self._clock() - self._newest_at
-            yield Part(_ETA, (f"eta {_whole(left - since)}",))
+            yield Part(_ETA, f"eta {wording.duration(max(1, round(left)))}")
         if info is not None and info.start_step:
-            own, of = metrics.step - info.start_step, info.last_step - info.start_step
-            yield Part(_MORE, (f"{own}/{of} in this run",))
+            steps = info.last_step - info.start_step
+            yield Part(_MORE, f"{metrics.step - info.start_step}/{steps} in this run")
 
-    def _doing(self) -> tuple[str, ...]:
-        name, done, total = self._activity
-        shown = f"{name} {done}/{total}" if total else name
-        seconds = self._clock() - self._activity_at
-        return (f"{shown}, {_whole(seconds)}", shown) if seconds >= _SHOWN_SECONDS else (shown,)
+    def bar(self, columns: int) -> ProgressBar:
+        """Returns a bar of so many columns over the steps of this run."""
+        from rich.progress_bar import ProgressBar
 
-    def share(self) -> float | None:
-        """Of the steps of this run, those that are done; None before it has begun."""
-        if self._info is None:
-            return None
-        done = self._newest.step if self._newest is not None else self._info.start_step
-        return (done - self._info.start_step) / max(1, self._info.last_step - self._info.start_step)
+        assert self._info is not None, "it has begun"
+        first = self._info.start_step
+        step = first if self._newest is None else self._newest.step
+        return ProgressBar(max(1, self._info.last_step - first), step - first, columns, complete_style="cyan")
 
-    def line(self, columns: int, bar: Callable[[float, int], Text]) -> Text:
-        """The line in so many columns; `bar` draws a share of so many columns."""
+    def fitted(self, columns: int) -> list[Part]:
+        """Returns the parts that fit into so many columns, the bar included, whose text is blank."""
+        parts = list(self.parts())
+        bar_columns = next((length for least, length in _BARS.items() if columns >= least), 0)
+        if self._info is not None and bar_columns:
+            parts.insert(1, Part(_BAR, " " * bar_columns))
+        # The last column stays empty: a line that fills all of them is wrapped by some terminals.
+        while parts and sum(len(part.text) + _GAP for part in parts) - _GAP >= columns:
+            least = max(part.rank for part in parts)
+            del parts[max(place for place, part in enumerate(parts) if part.rank == least)]
+        return parts
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.table import Table
         from rich.text import Text
 
-        parts, share = list(self.parts()), self.share()
-        length = next((length for least, length in _BARS.items() if columns + 1 >= least), 0)
-        if share is not None and length:
-            parts.insert(1, Part(_BAR, (" " * length,)))
-        shown = fitted(parts, columns)
-        found = [bar(share, length) if part.rank == _BAR else Text(text, part.style) for part, text in shown]
-        return Text(" " * _GAP).join(found)
-
-
-def _whole(seconds: float) -> str:
-    """A duration of at least a second, in whole ones, so that the line changes once a second."""
-    return wording.duration(max(1, round(seconds)))
-
-
-def fitted(parts: Sequence[Part], columns: int) -> list[tuple[Part, str]]:
-    """The parts up to the first one, by rank, that does not fit; each with the longest of its texts that does."""
-    chosen: dict[int, str] = {}
-    used = -_GAP
-    for place, part in sorted(enumerate(parts), key=lambda each: each[1].rank):
-        text = next((text for text in part.texts if used + _GAP + len(text) <= columns), None)
-        if text is None:
-            break
-        chosen[place] = text
-        used += _GAP + len(text)
-    return [(parts[place], chosen[place]) for place in sorted(chosen)]
-
-
-def draw_bar(share: float, columns: int, *, coloured: bool = True, ascii_only: bool = False) -> Text:
-    """A bar of so many columns; without colours what is left of it is a thinner line."""
-    from rich.text import Text
-
-    halves = round(2 * columns * min(max(share, 0.0), 1.0))
-    full, half = divmod(halves, 2)
-    if ascii_only:
-        return Text("#" * full + "-" * (columns - full))
-    rest = columns - full - half
-    return Text.assemble(
-        ("━" * full + "╸" * half, "cyan" if full < columns else "green"),
-        ("━" * rest if coloured else "─" * rest, "bright_black"),
-    )
+        parts = self.fitted(options.max_width)
+        grid = Table.grid(*("" for _ in parts), padding=(0, _GAP, 0, 0))
+        cells = [self.bar(len(part.text)) if part.rank == _BAR else Text(part.text, part.style) for part in parts]
+        grid.add_row(*cells)
+        yield grid
 
 
 class TerminalLine:
-    """Draws the line on a terminal, where other lines appear above it.
-
-    The cursor stays at its beginning: where the terminal becomes narrower and wraps it, the next drawing begins there
-    and erases all of it. It must be stopped, also after a failure.
+    """Draws the line on a terminal, where other lines appear above it. It must be stopped, also after a failure.
 
     Args:
         print_above: Whether what the program prints itself appears above, too.
     """
 
     def __init__(self, console: Console, state: LiveState, print_above: bool = False) -> None:
-        self._console, self._state, self._prints_above = console, state, print_above
-        self._lock, self._ended = threading.RLock(), threading.Event()
-        self._thread: threading.Thread | None = None
-        self._shown = ""
-        self._streams: dict[str, Any] = {}
-        self._write_to = console.file  # not the streams that stand in its place below
-        self._renderer = _in_memory(console)
+        from rich.live import Live
+
+        self._console = console
+        self._state = state
+        self._live = Live(
+            state, console=console, refresh_per_second=REFRESHES_PER_SECOND, redirect_stdout=print_above,
+            redirect_stderr=print_above,
+        )  # fmt: skip
 
     def start(self) -> None:
-        if self._thread is not None:
-            return
-        if self._prints_above:
-            for name in ("stdout", "stderr"):
-                stream = getattr(sys, name)
-                if stream is not None and stream.isatty():
-                    self._streams[name] = stream
-                    setattr(sys, name, _Above(self, stream))
-        self._thread = threading.Thread(target=self._draw_until_ended, name="progress", daemon=True)
-        self._thread.start()
+        self._live.start()
 
     def changed(self) -> None:
-        """The thread will see it."""
+        """Does nothing: rich's thread draws the line a few times a second."""
 
     def print(self, line: str) -> None:
         """Prints a line above the live one. It is wrapped between words; a path that is too long stays whole."""
-        # Rich would read "[1/2]" as markup and colour numbers and paths.
-        text = self._rendered(self._wrapped(line), markup=False, highlight=False, soft_wrap=True)
-        with self._lock:
-            if self._thread is None:
-                self._write(text)
-            else:
-                self._write(f"\r\x1b[J{text}{self._drawing()}")
+        from rich.text import Text
+
+        options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
+        for paragraph in line.split("\n"):
+            wrapped = textwrap.wrap(paragraph, self._console.width, **options)
+            self._console.print(Text("\n".join(wrapped)), overflow="ignore", crop=False)
 
     def stop(self) -> None:
         """Leaves the last state as a line; nothing where there was no step."""
-        if self._thread is None:
-            return
-        self._ended.set()
-        self._thread.join()
-        with self._lock:
-            self._thread = None
-            for name, stream in self._streams.items():
-                setattr(sys, name, stream)
-            self._streams = {}
-            self._write("\r\x1b[J" if self._state.is_empty else f"{self._drawing()}\n")
-
-    def _draw_until_ended(self) -> None:
-        while True:
-            with self._lock:
-                before, drawing = self._shown, self._drawing()
-                if drawing != before:
-                    self._write(drawing)
-            if self._ended.wait(1 / REFRESHES_PER_SECOND):
-                return
-
-    def _drawing(self) -> str:
-        # The last column stays empty: a line that fills all of them is wrapped by some terminals.
-        text = self._state.line(self._columns() - 1, self._bar)
-        self._shown = f"\r{self._rendered(text, end='', soft_wrap=True)}\x1b[J\r"
-        return self._shown
-
-    def _bar(self, share: float, columns: int) -> Text:
-        coloured = self._console.color_system is not None and not self._console.no_color
-        return draw_bar(share, columns, coloured=coloured, ascii_only=self._console.options.ascii_only)
-
-    def _wrapped(self, text: str) -> str:
-        options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
-        lines = (textwrap.wrap(line, self._columns(), **options) or [line] for line in text.split("\n"))
-        return "\n".join(itertools.chain.from_iterable(lines))
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._write_to.fileno()).columns or self._console.width
-        except (OSError, ValueError):
-            return self._console.width
-
-    def _rendered(self, *what: Any, **options: Any) -> str:
-        with self._renderer.capture() as captured:
-            self._renderer.print(*what, **options)
-        return captured.get()
-
-    def _write(self, text: str) -> None:
-        try:
-            self._write_to.write(text)
-            self._write_to.flush()
-        except (OSError, ValueError):
-            self._ended.set()  # a terminal that was closed is no reason to end the run, and the log file has all lines
+        self._live.transient = self._state.is_empty
+        self._live.stop()
 
 
-def _in_memory(console: Console) -> Console:
-    """A console that renders as this one does and writes nowhere: capturing flushes its file, which may be closed."""
-    from rich.console import Console
+class OpenTerminal:
+    """A terminal's stream that ignores errors: a terminal that was closed is no reason to end a run, whose log file has
+    all lines."""
 
-    return Console(
-        file=io.StringIO(), force_terminal=console.is_terminal, color_system=console.color_system or None,
-        no_color=console.no_color,
-    )  # fmt: skip
-
-
-class _Above:
-    """A stream whose lines appear above the live one."""
-
-    def __init__(self, line: TerminalLine, stream: TextIO) -> None:
-        self._line, self._stream, self._rest = line, stream, ""
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        *lines, self._rest = (self._rest + text).split("\n")
-        for line in lines:
-            self._line.print(line)
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Waits for the end of the line."""
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 class NotebookLine:
@@ -358,12 +257,16 @@ class NotebookLine:
 
     def _content(self) -> dict[str, str]:
         self._drawn_at = time.monotonic()
-        line = self._state.line(NOTEBOOK_COLUMNS, lambda share, columns: draw_bar(share, columns, coloured=False))
-        return {"text/plain": line.plain}
+        return {"text/plain": plain_line(self._state.fitted(NOTEBOOK_COLUMNS))}
+
+
+def plain_line(parts: Sequence[Part]) -> str:
+    """Returns the line as text, without its bar."""
+    return (" " * _GAP).join(part.text for part in parts if part.rank != _BAR)
 
 
 def in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this program."""
+    """Checks whether a Jupyter kernel runs this program."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return getattr(shell, "kernel", None) is not None

@@ -53,12 +53,6 @@ def rate(metrics: StepMetrics | RunSummary) -> str:
     return f"{text}, {count(metrics.tokens_per_second)} with loss"
 
 
-def rates(metrics: StepMetrics) -> tuple[str, ...]:
-    """The same, the longest text first."""
-    short = f"{count(metrics.input_tokens_per_second)} {metrics.labels}/s"
-    return tuple(dict.fromkeys((rate(metrics), short, f"{count(metrics.input_tokens_per_second)}/s")))
-
-
 def utilization(mfu: float) -> str:
     """Model FLOPs utilization: ``mfu 41.5 %``."""
     return f"mfu {100 * mfu:.1f} %"
