@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes the pictures of the README from a real run: terminal.svg, report_html.png and report.png of docs/images.
+"""Makes the pictures of the README from a real run: terminal.svg and report_html.png of docs/images.
 
     python scripts/make_images.py [flags of run_trainer.py]
 
@@ -103,7 +103,7 @@ def photograph(page: Path, path: Path) -> None:
         raise SystemExit(f"no picture came of {' '.join(command)}")
 
 
-def shrink(source: Path, path: Path, colours: int = 64) -> None:
+def shrink(source: Path, path: Path, colours: int) -> None:
     """Copies a picture with so many colours, which makes its file a third as large."""
     with Image.open(source) as image:
         image.convert("RGB").quantize(colours, dither=Image.Dither.NONE).save(path, optimize=True)
@@ -118,7 +118,6 @@ def main() -> None:
         # The picture shows the folder that the command would use.
         lines = screen(written.replace(folder, "output/quickstart").strip())
         draw(" ".join(words), lines, IMAGES / "terminal.svg")
-        shrink(Path(folder) / "report.png", IMAGES / "report.png")
         photograph(Path(folder) / "report.html", Path(parent) / "page.png")
         shrink(Path(parent) / "page.png", IMAGES / "report_html.png", 256)
 
