@@ -96,6 +96,22 @@ def test_a_tied_embedding_is_frozen_in_both_places(window: list[Batch], way: str
     np.testing.assert_array_equal(frozen.weights()[EMBEDDING], frozen.initial[EMBEDDING])
 
 
+@pytest.mark.parametrize("way", ["native", "cells"])
+@pytest.mark.parametrize("name", ["model.layers.2.eh_proj.weight", "model.norm.weight"])
+def test_an_mtp_module_is_reached_from_what_its_merge_trains(window: list[Batch], way: str, name: str) -> None:
+    """The layers below keep nothing; that of the module keeps its activations, and its merge gets its gradient."""
+    freeze = {"include": "*", "exclude": name}
+    trainer = shared_trainer(sections={"freeze": freeze}, mtp_depth=1, **WAYS[way])
+    full = gradients(shared_trainer(mtp_depth=1, **WAYS[way]), window)
+    assert_trained_get_the_same(gradients(trainer, window), full, len(full) - 1)
+    parts = trainer.model.parts
+    if way == "native":
+        kept = [layer["block"] for layer in parts.save]
+    else:
+        kept = [layer["block"].keeps_activations for layer in parts.layers]
+    assert kept == [False, False, True]
+
+
 def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(partial: Partial, window: list[Batch]) -> None:
     """Bug 19 of trainers. Frozen parameters counted in the norm, decayed by the optimizer, or given state. Each
     optimizer has three models or more."""

@@ -8,9 +8,10 @@ import pytest
 from config_helpers import BASE, error_of, failure, load, notices
 
 from trainer.config import Config, dump_config, parse_config
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
-from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
+from trainer.optim.freeze import freeze_notices, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
@@ -178,9 +179,10 @@ def test_a_tied_head_is_frozen_with_the_embedding_with_a_notice() -> None:
 @pytest.mark.parametrize(
     ("freeze", "layer"),
     [
-        ("{}", 0),
-        ("{include: '*', exclude: embeddings}", 0),
-        ("{layers: 0-1}", 0),
+        ("{}", -1),
+        ("{include: '*', exclude: embeddings}", -1),
+        ("{layers: 0-1}", -1),
+        ("{embeddings: True}", 0),
         ("{layers: 0-1, embeddings: True}", 2),
         ("{layers: '0, 2', embeddings: True}", 1),
         ("{include: '*', exclude: '*.2.*norm*'}", 2),
@@ -189,7 +191,7 @@ def test_a_tied_head_is_frozen_with_the_embedding_with_a_notice() -> None:
 )
 def test_the_backward_pass_ends_at_the_lowest_trained_layer(freeze: str, layer: int) -> None:
     config = config_of(freeze)
-    assert first_trained_layer(config, frozen_names(config)) == layer
+    assert model_spec(config.decoder).first_reached(trained_shapes(config)) == layer
 
 
 def test_frozen_weights_are_in_no_group() -> None:

@@ -159,15 +159,15 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
 
 
 def _kinds(spec: ModelSpec, trained: frozenset[str]) -> dict[_Kind, list[int]]:
-    names, kinds = spec.parameters(), {}
-    reached = EMBEDDING in trained
+    names = spec.parameters()
+    first = spec.first_reached(trained)
+    kinds: dict[_Kind, list[int]] = {}
     for layer in range(len(spec.layers)):
         prefix = layer_prefix(layer)
         own = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
         learns = tuple(name for name in own if prefix + name in trained)
-        kind = _Kind(spec.layers[layer].is_moe, layer in spec.module_layers, reached, learns, own)
+        kind = _Kind(spec.layers[layer].is_moe, layer in spec.module_layers, first < layer, learns, own)
         kinds.setdefault(kind, []).append(layer)
-        reached = reached or bool(learns)
     return kinds
 
 

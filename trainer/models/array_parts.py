@@ -143,15 +143,13 @@ class ArrayParts:
         return found
 
     def _saving(self, recomputed: Sequence[str], trained: Collection[str]) -> list[dict[str, bool]]:
-        """Returns for the parts of each layer whether they keep what the backward pass needs: a gradient flows through
-        a part if a weight in its layer or before it is trained."""
-        reached = EMBEDDING in trained or MAPPING_IN in trained
+        """Returns for the parts of each layer whether they keep what the backward pass needs."""
+        first = self.spec.first_reached(trained)
+        redone = {"experts": ("block", "mlp")}
         found = []
         for number, (parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
-            reached = reached or any(name in trained for name in self.spec.layer_parameters(number))
-            redone = {"experts": ("block", "mlp")}
             found.append({
-                name: reached and again != "block" and again not in redone.get(name, (name,)) for name in parts
+                name: number >= first and again != "block" and again not in redone.get(name, (name,)) for name in parts
             })  # fmt: skip
         return found
 

@@ -23,7 +23,7 @@ from trainer.models.dropout import AdapterMasks, DropoutShards
 from trainer.models.inputs import DecoderCall, ModelInputs
 from trainer.models.moe import MoeLayer, MoePart
 from trainer.models.recompute import Compiled, Differentiable, LayerPart, compile_cell
-from trainer.models.spec.build import dropout_sites
+from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.names import (
     EMBEDDING,
     FINAL_NORM,
@@ -134,12 +134,11 @@ class CellParts:
             block = self.block if is_own else Block(settings, kernels, name, window, self.tensor)
             return Differentiable(block, compiled)
 
-        # A gradient flows through a layer if a weight in it or in a layer before it is trained.
-        reached, layers = EMBEDDING in trained or MAPPING_IN in trained, []
+        first = model_spec(settings).first_reached(trained)
+        layers: list[dict[str, LayerPart | MoePart]] = []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
             experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
-            names = (*block_weights(settings), *(moe_shapes(settings) if experts else ()))
-            reached = reached or any(parameter_name(settings, layer, name) in trained for name in names)
+            reached = layer >= first
             parts: dict[str, LayerPart | MoePart] = {}
             if all(weight is None for weight in weights):
                 layers.append(parts)

@@ -17,7 +17,7 @@ from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.errors import UserError
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, is_buffer, layer_prefix
+from trainer.models.spec.names import EMBEDDING, HEAD, is_buffer, layer_prefix
 from trainer.models.spec.shapes import all_shapes, balanced_layers, parameter_shapes
 
 if TYPE_CHECKING:
@@ -81,22 +81,6 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights that an optimizer changes, in forward order."""
     frozen, shapes = frozen_names(config), all_shapes(config.network)
     return {name: shape for name, shape in shapes.items() if name not in frozen and not is_buffer(name)}
-
-
-def first_trained_layer(config: Config, frozen: frozenset[str]) -> int:
-    """The lowest layer whose activations the backward pass needs; the number of layers when it needs none.
-
-    The embedding comes before all layers: where it is trained, the backward pass goes through every layer. A frozen
-    tied embedding needs no gradient, neither as embedding nor as head.
-    """
-    names = all_shapes(config.decoder)
-    if not {EMBEDDING, MAPPING_IN} & names.keys() <= frozen:
-        return 0
-    for layer in range(config.decoder.num_layers):
-        prefix = layer_prefix(layer)
-        if any(name.startswith(prefix) and name not in frozen for name in names):
-            return layer
-    return config.decoder.num_layers
 
 
 def freeze_notices(config: Config) -> Iterator[str]:

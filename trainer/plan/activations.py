@@ -19,7 +19,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.saved import attention_saved, logit_rows, mlp_saved, moe_saved
-from trainer.optim.freeze import first_trained_layer, frozen_names
+from trainer.optim.freeze import trained_shapes
 from trainer.parallel.layout import local_settings
 from trainer.plan.division import micro_batch_tokens
 
@@ -89,7 +89,7 @@ class ActivationMemory:
         spec, passes = self.spec, self.held.passes
         again = recomputed_parts(self.config)
         again += again[-1:] * spec.mtp_modules  # multi-token prediction modules recompute what the last layer does
-        first = first_trained_layer(self.config, frozen_names(self.config))
+        first = spec.first_reached(trained_shapes(self.config))
         layers = {number: self.layer(spec.layers[number], again[number]) for number in passes if number >= first}
         kept = sum(one.kept * passes[number] for number, one in layers.items())
         coming = sum(gradients.values())

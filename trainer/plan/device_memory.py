@@ -29,7 +29,7 @@ from trainer.models.spec.model import LayerSpec, MlpSpec
 from trainer.models.spec.names import EMBEDDING, is_buffer
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.precision import resolve_precision
-from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import local_settings
 from trainer.plan.division import Held, held_parts, micro_batch_tokens
@@ -200,7 +200,7 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
     rows = degrees.model_parallel if config.parallel_config.use_seq_parallel else 1
     spec = model_spec(settings)
     again = recomputed_parts(config) + ("",) * spec.mtp_modules
-    first = first_trained_layer(config, frozen_names(config))
+    first = spec.first_reached(trained_shapes(config))
     kept = largest = again_largest = 0
     for layer, passes in own.passes.items():
         if layer < first:

@@ -18,7 +18,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec
 from trainer.models.spec.names import EMBEDDING, HEAD, MAPPING_IN, MAPPING_OUT
 from trainer.models.spec.shapes import parameter_shapes
-from trainer.optim.freeze import first_trained_layer, frozen_names
+from trainer.optim.freeze import frozen_names
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -64,7 +64,7 @@ def _decoder_products(config: Config) -> Iterator[_Products]:
     first = len(spec.layers)
     if trains:
         frozen = frozen_names(config)
-        first = first_trained_layer(config, frozen)
+        first = spec.first_reached(parameters.keys() - frozen)
     for layer in range(len(spec.layers)):
         yield from _layer_products(spec, layer, config.decoder.seq_length, frozen, trains and layer >= first)
     head = EMBEDDING if spec.tied else HEAD

@@ -31,7 +31,7 @@ from trainer.ops.select import (
     precision_of,
     select_kernels,
 )
-from trainer.optim.freeze import first_trained_layer, freeze_notices, frozen_names, trained_shapes
+from trainer.optim.freeze import freeze_notices, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
@@ -216,7 +216,7 @@ def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
 
 def _recompute(config: Config) -> str:
     """Of the layers that have a backward pass: from the first trained one on."""
-    first = first_trained_layer(config, frozen_names(config))
+    first = max(model_spec(config.decoder).first_reached(trained_shapes(config)), 0)
     return recompute_text(("",) * first + recomputed_parts(config)[first:])
 
 

@@ -32,7 +32,7 @@ from trainer.models.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
 from trainer.models.spec.saved import logit_rows
 from trainer.ops.select import precision_of
-from trainer.optim.freeze import first_trained_layer, frozen_names, trained_shapes
+from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
@@ -108,14 +108,12 @@ class _Facts(NamedTuple):
     layout: ModelLayout
     trained: frozenset[str]
     again: Sequence[str]  # what of each layer is computed again
-    first: int  # the lowest layer with a backward pass
+    first: int  # of `ModelSpec.first_reached`
 
     @classmethod
     def of(cls, config: Config, world: World) -> _Facts:
-        frozen, layout = frozen_names(config), layout_of(config, world)
-        trained = frozenset(trained_shapes(config))
-        return cls(model_spec(config.decoder), layout, trained, recomputed_parts(config),
-                   first_trained_layer(config, frozen))  # fmt: skip
+        spec, trained = model_spec(config.decoder), frozenset(trained_shapes(config))
+        return cls(spec, layout_of(config, world), trained, recomputed_parts(config), spec.first_reached(trained))
 
 
 def rank_traffic(
@@ -178,7 +176,7 @@ def _calls_of_micro_batch(
     yield from _leave(stream, "embedding", spec.embedding, lookups, lookups * scatters)
     if is_last:
         yield from _head_calls(spec, stream if sizes.on_host else sizes, 1 + len(modules))
-    yield from _stage_calls(sizes, spec.hidden, every, 0 if looks_up else facts.first, where)
+    yield from _stage_calls(sizes, spec.hidden, every, facts.first, where)
 
 
 def _head_calls(spec: ModelSpec, sizes: _Sizes, heads: int) -> Iterator[_Call]:
@@ -357,11 +355,13 @@ def _stage_calls(
     """Activations to the next part of the model, gradients to the part before.
 
     Args:
-        first: The lowest layer that is trained: the parts after its own send gradients.
+        first: Of `ModelSpec.first_reached`: the parts after its own send gradients.
     """
     stages, chunks = len(every), len(every[0])
     parts = [every[part % stages][part // stages] for part in range(stages * chunks)]
-    trained = next((number for number, layers in enumerate(parts) if first in layers), len(parts) - 1) if first else 0
+    trained = 0
+    if first >= 0:
+        trained = next((number for number, layers in enumerate(parts) if first in layers), len(parts) - 1)
     own = [chunk * stages + where.pipeline for chunk in range(chunks)]
     size = sizes.tokens * hidden * FLOAT32_BYTES // (sizes.tensor if sizes.shares_rows else 1)
     yield _Call("pp", "activations", "send", size, sum(part < len(parts) - 1 for part in own))

@@ -10,7 +10,7 @@ Legend: D hidden, H query heads, K key/value heads, d head size, F width of a fe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -246,6 +246,18 @@ class ModelSpec:
             name = self.parameter_name(layer, parameter.name)
             specs[name] = ParameterSpec(name, *parameter[1:])
         return specs
+
+    def first_reached(self, trained: Collection[str]) -> int:
+        """Returns the first layer with a backward pass where these weights are trained, -1 where the gradient goes on
+        to the embedding, and the number of layers where none has one. A module merges what the norm before it makes."""
+        if EMBEDDING in trained or MAPPING_IN in trained:
+            return -1
+        for layer in range(len(self.layers)):
+            if layer == self.num_layers and FINAL_NORM in trained:
+                return layer
+            if not self.layer_parameters(layer).keys().isdisjoint(trained):
+                return layer
+        return len(self.layers)
 
     def parameters(self) -> dict[str, ParameterSpec]:
         """Returns every parameter by its full name, in forward order; adapters follow all others."""
