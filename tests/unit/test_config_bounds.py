@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
-import re
 import time
 from typing import Annotated, Literal, get_args, get_origin
 
