@@ -399,34 +399,26 @@ ENDLESS = {
     "product": "{{ 'x' * 10 ** 12 }}",
     "power": "{{ 10 ** (10 ** 10) }}",
     "width": "{{ 'x'.ljust(10 ** 12) }}",
-    # These would be computed while the template is compiled, or by a function that only Python ends.
-    "constant": "{{ '%1000000000d' % 1 }}",
-    "format": "{{ '{:>1000000000}'.format(1) }}",
-    "filter": "{{ 'x' | center(10 ** 12) }}",
     "replacement": "{{ ('x' * 9999) | replace('x', 'y' * 9999) }}",
-    "separator": "{{ (['x'] * 9999) | join('y' * 9999) }}",
-    "one list many times": "{{ [['x'] * 99999] * 99999 }}",
-    "as JSON": "{{ ([['x'] * 99999] * 99999) | tojson }}",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_an_endless_template_ends(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(template_engine, "MOST_SECONDS", 0.2)
-    monkeypatch.setattr(template_engine, "MOST_CHARACTERS", 1 << 20)
+    monkeypatch.setattr(template_engine, "MAX_STEPS", 1 << 18)
+    monkeypatch.setattr(template_engine, "MAX_CHARACTERS", 1 << 20)
     path = tmp_path / "own.jinja"
     path.write_text("\n" + ENDLESS[kind], encoding="utf-8")
     with pytest.raises(UserError, match=r"own.jinja(:2)?: the chat template does not end on this conversation: it "):
         load(tmp_path, chat_template=str(path))[1].render(MULTI)
 
 
-def test_long_numbers_and_texts_of_a_conversation_are_no_widths(tmp_path):
-    path = tmp_path / "own.jinja"
-    path.write_text("{% for m in messages %}{{ m.content.replace(m.content, 'x') }}{{ m.content | trim }}"
-                    "{{ m.content.split('9' * 99)[0] }}{{ '%s' % m.content }}{% endfor %}")  # fmt: skip
-    content = "call 13800138000 " * 9999
-    text = load(tmp_path, chat_template=str(path))[1].render([{"role": "user", "content": content}])
-    assert text == "x" + content.strip() + content + content
+def test_generation_blocks_in_macros_and_conditions_are_the_spans(tmp_path):
+    template = with_template(
+        tmp_path, "{% macro turn(m) %}[{{ m.role }}{% generation %}{{ m.content }}|{% endgeneration %}{% endmacro %}"
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}{{ turn(m) }}{% endif %}{% endfor %}")
+    assert trained(template, MULTI) == ["Hello|", "Bye|"]
+    assert template.render(MULTI) == "Hi[assistantHello|And?[assistantBye|"
 
 
 def test_a_template_that_wants_the_arguments_of_a_call_as_a_string_says_so(tmp_path):
