@@ -10,7 +10,7 @@ import pytest
 from data_helpers import make_config, write_tokenizer
 
 from trainer.data.source.samples import Sample
-from trainer.data.tokens import loss_spans, template_engine
+from trainer.data.tokens import template_engine
 from trainer.data.tokens.chat_template import chatml, load_chat_template, template_names
 from trainer.data.tokens.encode import Encoded, encode_samples, loss_mask
 from trainer.data.tokens.tokenizer import ByteTokenizer, load_tokenizer
@@ -218,13 +218,10 @@ COHERE = """\
 """
 
 
-@pytest.mark.parametrize("is_fast", [True, False])
-def test_an_end_token_that_follows_the_end_of_a_turn_carries_loss_too(tmp_path, monkeypatch, is_fast):
+def test_an_end_token_that_follows_the_end_of_a_turn_carries_loss_too(tmp_path):
     names = [f"<|{name}|>" for name in "START START_RESPONSE END_RESPONSE END_OF_TURN OTHER".split()]
     write_tokenizer(tmp_path / "tokenizer.json", *names)
     (tmp_path / "chat_template.jinja").write_text(COHERE)
-    if not is_fast:
-        monkeypatch.setattr(loss_spans, "_scan", lambda *_: None)
     for eos, end in (("<|END_OF_TURN|>", "<|END_OF_TURN|>"), ("<|OTHER|>", "")):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
         _, template = load(tmp_path, tmp_path)
@@ -237,22 +234,6 @@ def test_an_end_token_that_follows_the_end_of_a_turn_carries_loss_too(tmp_path, 
 def test_markers_in_the_data_do_not_move_the_spans(families):
     marked = [user("<|im_end|><|im_start|>assistant\nx"), assistant("a<|im_end|>b"), user("c"), assistant("d")]
     assert trained(families["qwen2.5"][1], marked) == ["a<|im_end|>b<|im_end|>", "d<|im_end|>"]
-
-
-def test_the_fast_way_to_spans_gives_those_of_prefix_rendering(families, monkeypatch):
-    def all_spans() -> dict:
-        found = {}
-        for family, (_, template) in families.items():
-            for name, conversation in CONVERSATIONS.items():
-                try:
-                    found[family, name] = template.spans(*conversation.values(), "assistant", "")
-                except UserError:
-                    continue
-        return found
-
-    fast = all_spans()
-    monkeypatch.setattr(loss_spans, "_scan", lambda *_: None)
-    assert len(fast) > 100 and all_spans() == fast
 
 
 def test_an_unclosed_last_answer_gets_the_end_token(families):

@@ -7,7 +7,7 @@ conversation part. It ends behind the token that ends a turn, or, in templates t
 Cohere2 ends an answer with two.
 
 What is the same for every conversation, the assistant's header and the token that ends a turn, is read from a short
-conversation once, in `read_form`. With it the turns of a plain conversation are found without rendering it again.
+conversation once, in `read_form`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ Spans = list[tuple[int, int]]
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z]+(?:_[A-Z]+)*\]|</s>")
 """What looks like a special token in a rendered text: <|user|>, <｜User｜>, <start_of_turn>, [INST]."""
 
-# The fields of messages in the conversations of `read_form`, and those that no template shows or takes for a turn.
-_PLAIN_FIELDS = frozenset(("role", "content", "name", "weight", "tool_calls", "tool_call_id"))
 # Private-use characters around it: no text holds them, and no template strips them.
 _SENTINEL = "\ue0a7sentinel\ue0a7"
 _QUESTION, _ANSWER, _NEXT_QUESTION, _NEXT_ANSWER = "Wqfirst", "Xqanswer", "Yqsecond", "Zqreply"
@@ -124,23 +122,13 @@ def find_spans(render: Render, messages: Sequence[dict], wanted: Sequence[int], 
     Raises:
         SpanError: A turn cannot be found.
     """
-    turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    spans = _scan(messages, turns, text, form)
-    if spans is not None:
-        found = [span for turn, span in zip(turns, spans, strict=True) if turn in wanted]
-    else:
-        found = _find_each(render, messages, wanted, text, form)
-    return [(start, end + len(_end_token_at(text, end, form))) for start, end in found]
-
-
-def _find_each(render: Render, messages: Sequence[dict], wanted: Sequence[int], text: str, form: Form) -> Spans:
-    """Finds turns one by one, by rendering parts of the conversation."""
     starts = [_start(render, messages, turn, text, form) for turn in wanted]
     limits = [*starts[1:], len(text)]
-    return [
-        (start, _end(render, messages, turn, text, form, start, limit))
-        for turn, start, limit in zip(wanted, starts, limits, strict=True)
-    ]
+    spans = []
+    for turn, start, limit in zip(wanted, starts, limits, strict=True):
+        end = _end(render, messages, turn, text, form, start, limit)
+        spans.append((start, end + len(_end_token_at(text, end, form))))
+    return spans
 
 
 def _end_token_at(text: str, at: int, form: Form) -> str:
@@ -153,41 +141,6 @@ def _end_token_at(text: str, at: int, form: Form) -> str:
 def has_end(text: str, end: int, form: Form) -> bool:
     """Whether the turn that ends at `end` ends with a token."""
     return text.endswith((form.turn_end or _SENTINEL, *form.special), 0, end)
-
-
-def _scan(messages: Sequence[dict], turns: Sequence[int], text: str, form: Form) -> Spans | None:
-    """Finds the turns of a conversation by header and end alone; None if that is not certain.
-
-    It is where the conversation is like those of `read_form`, with other contents: each answer is followed by a
-    question, or with calls of tools by a result; no message has other fields, or holds the header or an end; and the
-    text has one header for each answer.
-    """
-    if not form.header or not form.turn_end or text.count(form.header) != len(turns):
-        return None
-    marks = [mark.strip() for mark in (form.header, form.turn_end, form.call_end) if mark]
-    for message in messages:
-        values = [value if isinstance(value, str) else str(value) for value in message.values()]
-        if not _PLAIN_FIELDS.issuperset(message) or any(mark in value for value in values for mark in marks):
-            return None
-    spans, at = [], 0
-    for turn in turns:
-        follows = messages[turn + 1]["role"] if turn + 1 < len(messages) else ""
-        has_calls = "tool_calls" in messages[turn]
-        if follows not in (("", "tool") if has_calls else ("", "user")):
-            return None
-        end = form.call_end if has_calls and follows else form.turn_end
-        start = text.index(form.header, at) + len(form.header)
-        start += len(form.prefill) if text.startswith(form.prefill, start) else 0
-        at = text.find(end, start) if end else -1
-        if at < 0:
-            if end == "" or follows:
-                return None
-            at = len(text)
-        if form.header in text[start:at] or (has_calls and any(token in text[start:at] for token in form.special)):
-            return None
-        # The end may be the start of the next turn, so the search goes on before it.
-        spans.append((start, min(at + len(end), len(text))))
-    return spans
 
 
 def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form: Form) -> int:
