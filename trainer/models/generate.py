@@ -27,6 +27,7 @@ from trainer.errors import RunError
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, adapter_names
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.routing import RoutingRule
 from trainer.parallel.sharding import range_of_rank
 
@@ -264,11 +265,12 @@ class DeviceParts:
 class Cache:
     """What each layer keeps of every token, keys and values or what they are made from, written in place.
 
-    Two arrays of a layer, [B * S, width] with the widths of `ModelConfig.cache_widths`.
+    Two arrays of a layer, [B * S, width] with the widths of `AttentionSpec.cache_widths`.
     """
 
     def __init__(self, model: Decoder, rows: int, capacity: int) -> None:
         settings, dtype = model.settings, model.kernels.compute_dtype
+        widths = attention_spec(settings).cache_widths
         self.rows, self.capacity, self.write = rows, capacity, model.kernels.write_rows
 
         def empty(name: str, width: int) -> Parameter:
@@ -276,7 +278,7 @@ class Cache:
             return Parameter(zeros, name=name, requires_grad=False)
 
         self.layers = [
-            tuple(empty(f"cache.{layer}.{number}", width) for number, width in enumerate(settings.cache_widths))
+            tuple(empty(f"cache.{layer}.{number}", width) for number, width in enumerate(widths))
             for layer in range(settings.num_layers)
         ]
         self.index, self.seen = Tensor(np.zeros(1, np.int32)), 0

@@ -53,10 +53,6 @@ class Communicator(Protocol):
     """Whether it may leave out a batch without a valid token: not where ranks with other batches have its experts."""
 
     @property
-    def same_part(self) -> Communicator:
-        """The ranks that have the same part of the model, without its experts."""
-
-    @property
     def stage(self) -> Communicator:
         """The ranks that compute the same layers."""
 
@@ -107,10 +103,6 @@ class SingleProcess:
         return self.rank
 
     @property
-    def same_part(self) -> Communicator:
-        return self
-
-    @property
     def stage(self) -> Communicator:
         return self
 
@@ -154,7 +146,6 @@ class ProcessGroup:
     def __init__(self, group: Group) -> None:
         self.group, self.rank, self.size, self.data_rank = group, group.rank, group.size, group.rank
         self.gather_bytes = group.gather_bytes
-        self.same_part: Communicator = self
         self.stage: Communicator = self
 
     def all_sum(self, values: Sequence[float]) -> list[float]:
@@ -251,7 +242,6 @@ class ModelParallel(ProcessGroup):
     def __init__(self, groups: ProcessGroups, layout: ModelLayout, where: MeshCoordinate) -> None:
         super().__init__(groups.world)
         self.groups, self.layout, self.where, self.data_rank = groups, layout, where, where.data
-        self.same_part = SingleProcess() if groups.dp_cp is None else ProcessGroup(groups.dp_cp)
         self.stage = SingleProcess() if groups.stage is None else ProcessGroup(groups.stage)
         self.skips_empty = groups.ep is None
         self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1

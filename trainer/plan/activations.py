@@ -148,13 +148,16 @@ class ActivationMemory:
             working += self.rounded * of_heads
         else:
             # Inputs and gradients of the matrices that make and take latent vectors.
-            made_from = spec.latent.query_rank or 0
-            shared = spec.latent.key_value_rank + spec.latent.rope_size
-            both = spec.heads * (spec.latent.nope_size + spec.value_size)
-            width = 2 * made_from + shared + both + spec.latent.key_value_rank
+            latent = spec.latent
+            shared = latent.key_value_rank + latent.rope_size
+            width = shared + latent.key_value_rank + spec.heads * (latent.nope_size + spec.value_size)
+            if latent.query_rank is not None:
+                width += 2 * latent.query_rank
+            elif self.shares_rows:
+                width += spec.hidden
             working += tokens * (self.narrow * width + self.rounded * spec.heads * spec.head_size)
             if self.is_tensor_parallel:
-                working += _WIDE * tokens * (made_from + shared)
+                working += _WIDE * tokens * ((latent.query_rank or spec.hidden) + shared)
         return SublayerBytes(self._attention_kept(spec), working)
 
     def mlp(self, layer: LayerSpec) -> SublayerBytes:

@@ -21,6 +21,7 @@ from trainer.config.checks.parallel import (
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
 from trainer.models.spec.names import EMBEDDING, HEAD, is_expert
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
@@ -173,7 +174,8 @@ def _cache_bytes(config: Config, device: str) -> int:
     rows = settings.batch_size if config.run_mode == "predict" else 1
     tokens = rows * (settings.max_decode_length or settings.seq_length)
     dtype = precision_of(config, device).compute.dtype
-    return tokens * settings.num_layers * sum(settings.cache_widths) * (_FLOAT32_BYTES if dtype == "float32" else 2)
+    numbers = tokens * settings.num_layers * sum(attention_spec(settings).cache_widths)
+    return numbers * (_FLOAT32_BYTES if dtype == "float32" else 2)
 
 
 def _sampling_bytes(config: Config, held: Held, own_bytes: int) -> int:
@@ -187,7 +189,7 @@ def _sampling_bytes(config: Config, held: Held, own_bytes: int) -> int:
     # A token is a byte of the prompt or more.
     longest = max(len(prompt.encode()) for prompt in ([given] if isinstance(given, str) else given))
     tokens = min(longest + new, settings.seq_length) * (1 if isinstance(given, str) else len(given))
-    cached = tokens * len(held.passes) * sum(settings.cache_widths) // held.tensor
+    cached = tokens * len(held.passes) * sum(attention_spec(settings).cache_widths) // held.tensor
     whole = _bytes(held.shapes) - own_bytes
     return whole + _merged_bytes(held) + cached * _FLOAT32_BYTES
 

@@ -250,19 +250,21 @@ class _LatentBackward:
         stream = len(x_ND)
         self.y_ND = empty(*x_ND.shape, dtype=dtype)[1]
         self.down_grad = empty(stream, of.rank + of.rope_size, dtype=dtype)[1]
-        self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
         self.key_value_grad = empty(rows, of.heads * (of.nope_size + of.value_size), dtype=dtype)[1]
         self.query_grad: np.ndarray | None = None
         if dtype != np.float32:
             self.query_grad = empty(rows, of.heads * (of.nope_size + of.rope_size), dtype=dtype)[1]
         self.latent_NL = empty(rows, of.rank, dtype=dtype)[1]
         self.queries_from = self.y_ND
-        if of.query_norm is not None or of.tensor is not None:
+        if of.query_norm is not None or of.gathers:
             self.queries_from = empty(rows, of.query_width, dtype=dtype)[1]
+        self.query_down_grad: np.ndarray | None = None
+        if of.query_norm is not None:
+            self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
+            of.query_down.begin_backward(call, stream, x_ND.shape[1], dtype)
         of.query.begin_backward(call, rows, of.query_width, dtype)
         of.key_value.begin_backward(call, rows, of.rank, dtype)
         of.down.begin_backward(call, stream, x_ND.shape[1], dtype)
-        of.query_down.begin_backward(call, stream, x_ND.shape[1], dtype)
 
     def inputs_again(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns for a tile of the residual stream what queries were made from, the normed latent vector and the

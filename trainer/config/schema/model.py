@@ -232,13 +232,6 @@ class ModelConfig(Section):
         return int(self.rotary_head_size * self.rotary_pct)
 
     @property
-    def cache_widths(self) -> tuple[int, int]:
-        """Numbers of a token that prediction keeps in a layer: keys and values, or the latent and the shared key."""
-        if self.multi_latent_attention:
-            return self.kv_lora_rank, self.qk_rope_head_dim
-        return self.kv_heads * self.head_size, self.kv_heads * self.head_size
-
-    @property
     def maps_embedding(self) -> bool:
         """Whether matrices map the embedding to the residual stream, and that to what the head multiplies."""
         return self.embedding_size not in (None, 1)
