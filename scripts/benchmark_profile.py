@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmark_ceiling import product_ceiling
 from benchmark_tools import ROOT, Line, conclude
 from rich.console import Console
 
@@ -68,25 +69,23 @@ class Profile:
 
 
 def profile(options: argparse.Namespace, console: Console) -> int:
-    from trainer.ops.peak import best_of, ceilings
-
     path = options.config or str(ROOT / "configs" / f"bench_{options.model}.yaml")
     config = load_config(path, [Override(*pair.split("=", 1), "flag --set") for pair in options.set])
     measured = Profile(config)
-    limits, plain, profiled = [ceilings()], [], []
+    ceilings = [product_ceiling()]
+    plain: list[float] = []
+    profiled: list[float] = []
     for _ in range(options.rounds):
         plain.append(measured.plain())
         profiled.append(measured.measured())
-        limits.append(ceilings())
-    limits = best_of(limits)
+        ceilings.append(product_ceiling())
     rows = profile_rows(measured.regions.rows, options.rounds)
     whole, step = sum(row.seconds for _, row in rows), statistics.median(plain)
-    half = "" if limits.bfloat16 is None else f"bfloat16 {limits.bfloat16:.0f} GFLOP/s, "
-    console.print(f"ceilings: products float32 {limits.float32:.0f} GFLOP/s, {half}memory {limits.memory:.0f} GB/s")
-    console.print(table_of(f"A step of {Path(path).name}, mean of {options.rounds}", rows, limits))
+    console.print(table_of(f"A step of {Path(path).name}, mean of {options.rounds}", rows))
     needed = needed_operations(config)
     explained = 1 - sum(row.seconds for key, row in rows if key.name == NOT_EXPLAINED) / whole
-    reached, peak = needed / step / 1e9, limits.float32
+    reached = needed / step / 1e9
+    peak = max(ceilings)
     lines = [
         Line("share of the step that is explained", explained, 0.95, True, f"of {1000 * whole:.0f} ms"),
         Line("share of the float32 product peak", reached / peak, 0.7, True,
@@ -95,7 +94,7 @@ def profile(options: argparse.Namespace, console: Console) -> int:
              f"{1000 * statistics.median(profiled):.0f} / {1000 * step:.0f} ms", False),
     ]  # fmt: skip
     return conclude(
-        "profile", f"Profile of {Path(path).name}", lines, console, ceilings=asdict(limits), step_seconds=plain,
+        "profile", f"Profile of {Path(path).name}", lines, console, ceiling=peak, step_seconds=plain,
         measured_seconds=profiled, needed_operations=needed,
         rows=[{**key._asdict(), **asdict(row)} for key, row in rows],
     )  # fmt: skip

@@ -72,8 +72,6 @@ LORA_QWEN3_PEAK_OF_PEFT = 6.4e9
 VOCABULARY_PEAK_BEFORE = 2_268e6
 """Peak memory of the model with _VOCABULARY when its layers were compiled blocks, and all logits were there at once."""
 _ROWS = 1, 8  # sequences that are generated together
-_CEILING = "import sys; sys.path[:0] = ['.']; from trainer.ops import peak; import numpy, json; " \
-    "print(json.dumps({'gflops': max(peak.product_ceiling(numpy.float32) for _ in range(3))}))"  # fmt: skip
 
 
 class Programs(NamedTuple):
@@ -156,7 +154,7 @@ def dense(run: Programs) -> Figures:
         "trainer": run.train(evaluation, _DENSE, "--do_eval"),
         "compiled": run.torch({}, _DENSE, "compile"),
         "eager": run.torch({}),
-        "ceiling": last_json(run_process([sys.executable, "-c", _CEILING]))["gflops"],
+        "ceiling": last_json(run_process([sys.executable, ROOT / "scripts" / "benchmark_ceiling.py"]))["gflops"],
     }
 
 

@@ -188,7 +188,7 @@ def test_control_c_at_a_terminal(home: Path, uninterrupted: Path) -> None:
     returned, shown, errors = finish(process, 20)
     assert (returned, errors) == (EXIT_SIGINT, "")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
-    figures = r"loss [\d.]+  norm [\d.]+  lr 5.00e-05  [\d.]+k? tokens/s  mfu [\d.]+ %"
+    figures = r"loss [\d.]+  norm [\d.]+  lr 5.00e-05  [\d.]+k? tokens/s  [\d.]+ GFLOP/s"
     assert re.search(rf"step +\d+/\d+  [━╸╺]{{20}}  {figures}", plain)
     assert "loading MindSpore" in plain
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is there again"

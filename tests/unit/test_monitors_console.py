@@ -79,6 +79,8 @@ def test_the_plain_line() -> None:
     assert "norm" not in line
     assert "| scale 1024 | OVERFLOW, update skipped | drop_rate.layer_0 0.25 | 12.3k tokens/s" in line
     assert "| 12.3k tokens/s | mfu 41.5 % | eta 1m05s" in wording.plain_step(step_metrics(20, mfu=0.415), 65.0)
+    on_a_cpu = wording.plain_step(step_metrics(20, flops_per_second=83.24e9), 65.0)
+    assert "| 12.3k tokens/s | 83.2 GFLOP/s | eta" in on_a_cpu
     masked = wording.plain_step(step_metrics(20, last_step=50, input_tokens_per_second=40_000.0), None)
     assert masked.startswith("step 20/50 |") and masked.endswith("| 40.0k tokens/s, 12.3k with loss")
 

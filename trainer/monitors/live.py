@@ -68,7 +68,7 @@ class Part(NamedTuple):
     style: str = "dim"
 
 
-_STEP, _ACTIVITY, _LOSS, _BAR, _ETA, _RATE, _NORM, _MFU, _LR, _MORE = range(10)
+_STEP, _ACTIVITY, _LOSS, _BAR, _ETA, _RATE, _NORM, _UTILIZATION, _LR, _MORE = range(10)
 
 
 class LiveState:
@@ -130,8 +130,8 @@ class LiveState:
             yield Part(_MORE, f"{extra} {value:.4g}")
         yield Part(_LR, f"lr {metrics.lr:.2e}")
         yield Part(_RATE, wording.rate(metrics))
-        if metrics.mfu is not None:
-            yield Part(_MFU, wording.utilization(metrics.mfu))
+        if wording.utilization(metrics):
+            yield Part(_UTILIZATION, wording.utilization(metrics))
         left = self._eta.seconds(metrics)
         if left is not None and not self._ended:
             yield Part(_ETA, f"eta {wording.duration(max(1, round(left)))}")

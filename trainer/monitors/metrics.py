@@ -73,7 +73,8 @@ class StepMetrics:
     skipped: str = ""  # why the step updated nothing
     details: Mapping[str, object] = field(default_factory=dict)
     labels: str = "tokens"  # the unit of tokens: "images" for a classifier
-    mfu: float | None = None  # model FLOPs utilization, 0 to 1; None where the peak of the devices is not known
+    flops_per_second: float = 0.0  # of the model, by the plan's count; 0 where that is not known
+    mfu: float | None = None  # model FLOPs utilization, 0 to 1; None where the devices have no published peak
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,15 @@ def rate(metrics: StepMetrics | RunSummary) -> str:
     return f"{text}, {count(metrics.tokens_per_second)} with loss"
 
 
-def utilization(mfu: float) -> str:
-    """Model FLOPs utilization: ``mfu 41.5 %``."""
-    return f"mfu {100 * mfu:.1f} %"
+def utilization(metrics: StepMetrics) -> str:
+    """Returns ``mfu 41.5 %``; ``83.2 GFLOP/s`` where devices have no published peak; empty without a count."""
+    if metrics.mfu is not None:
+        return f"mfu {100 * metrics.mfu:.1f} %"
+    if not metrics.flops_per_second:
+        return ""
+    if metrics.flops_per_second >= 1e12:
+        return f"{metrics.flops_per_second / 1e12:.3g} TFLOP/s"
+    return f"{metrics.flops_per_second / 1e9:.3g} GFLOP/s"
 
 
 def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
@@ -75,8 +81,8 @@ def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
         parts.append("OVERFLOW, update skipped")
     parts += [f"{name} {value:.4g}" for name, value in metrics.extra.items()]
     parts.append(rate(metrics))
-    if metrics.mfu is not None:
-        parts.append(utilization(metrics.mfu))
+    if utilization(metrics):
+        parts.append(utilization(metrics))
     if eta_seconds is not None:
         parts.append(f"eta {duration(eta_seconds)}")
     return " | ".join(parts)

@@ -17,7 +17,6 @@ from trainer.profiling.regions import BACKWARD, FORWARD, Key, Patches, Regions, 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from trainer.ops.peak import Ceilings
     from trainer.step.train_step import TrainStep
 
 NOT_EXPLAINED = "not explained"
@@ -153,20 +152,18 @@ def profile_rows(found: Mapping[Key, Row], steps: int) -> list[tuple[Key, Row]]:
     return sorted(rows.items(), key=lambda pair: (pair[0].name == NOT_EXPLAINED, -pair[1].seconds))
 
 
-def table_of(title: str, rows: Iterable[tuple[Key, Row]], limits: Ceilings) -> Table:
+def table_of(title: str, rows: Iterable[tuple[Key, Row]]) -> Table:
     from rich.table import Table
 
     table, rows = Table(title=title), list(rows)
-    for name in ("part", "pass", "ms", "share", "calls", "MB", "GB/s", "GFLOP/s", "of the ceiling"):
+    for name in ("part", "pass", "ms", "share", "calls", "MB", "GB/s", "GFLOP/s"):
         table.add_column(name, justify="left" if name in ("part", "pass") else "right")
     whole = sum(row.seconds for _, row in rows)
     for key, row in rows:
         speeds = [amount / row.seconds / 1e9 if row.seconds else 0.0 for amount in (row.bytes, row.operations)]
-        ceiling = limits.bfloat16 if key.name.endswith(_HALF) else limits.float32
-        of = speeds[1] / ceiling if row.operations else speeds[0] / limits.memory
         table.add_row(
             key.name, key.direction, f"{1000 * row.seconds:.1f}", f"{row.seconds / whole:.1%}", str(row.calls),
             f"{row.bytes / 1e6:.0f}" if row.bytes else "", f"{speeds[0]:.0f}" if row.bytes else "",
-            f"{speeds[1]:.0f}" if row.operations else "", f"{of:.2f}" if row.bytes else "",
+            f"{speeds[1]:.0f}" if row.operations else "",
         )  # fmt: skip
     return table

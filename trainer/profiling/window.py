@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from trainer.config.checks.parallel import degrees_of
 from trainer.device.threads import silent
 from trainer.monitors.files import write_text
@@ -25,7 +23,6 @@ from trainer.profiling.regions import Event, Patches, Regions
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.callbacks import ProfileMonitor
-    from trainer.ops.peak import Ceilings
     from trainer.parallel.world import World
     from trainer.step.train_step import TrainStep
 
@@ -149,13 +146,10 @@ class StepProfiler:
         from rich.console import Console
 
         rows = profile_rows(self._regions.rows, len(self._steps))
-        limits = _limits()
         title = f"A step, mean of steps {self._steps[0]} to {self._steps[-1]}"
         console = Console(record=True, width=_TABLE_COLUMNS, file=_Nowhere(), color_system=None)
-        console.print(table_of(title, rows, limits))
-        half = "" if limits.bfloat16 is None else f", in bfloat16 {limits.bfloat16:.0f}"
-        ceilings = f"The ceiling: products {limits.float32:.0f} GFLOP/s{half}, memory {limits.memory:.0f} GB/s.\n"
-        write_text(self._folder / TABLE_FILE, console.export_text() + ceilings)
+        console.print(table_of(title, rows))
+        write_text(self._folder / TABLE_FILE, console.export_text())
         write_text(self._folder / TRACE_FILE, json.dumps(chrome_trace(self._events, self._folder.name)))
 
 
@@ -209,15 +203,6 @@ def _end_range(number: Any) -> None:
     import mindspore
 
     mindspore.profiler.mstx.range_end(number)
-
-
-def _limits() -> Ceilings:
-    from trainer.arrays.onednn import BFLOAT16
-    from trainer.ops.host_library import bfloat16_products
-    from trainer.ops.peak import Ceilings, memory_ceiling, thread_peak
-
-    half = thread_peak(BFLOAT16) if bfloat16_products() else None
-    return Ceilings(thread_peak(np.float32), half, memory_ceiling())
 
 
 def _step_event(number: int, began: float, ended: float) -> Event:

@@ -243,7 +243,7 @@ class _Training:
             from trainer.ops.peak import peak_flops
 
             products = precision_of(self.config, self.plan.device, self.world).compute.dtype
-            self.peak_flops = peak_flops(self.plan.device, products, self.world)
+            self.peak_flops = peak_flops(self.plan.device, products, self.world.size)
 
     def open_profiler(self) -> StepProfiler | None:
         """What profiles the steps of this rank; None where none is to be."""
@@ -367,6 +367,7 @@ class _Training:
         if batch >= self.data.loader.batches_per_epoch:
             position.epoch, position.batch = epoch + 1, 0
         self.tell_what_was_skipped(result)
+        flops_per_second = sequences * self.plan.flops_per_row / seconds
         return StepMetrics(
             step=position.step,
             last_step=self.info.last_step,
@@ -386,7 +387,8 @@ class _Training:
             tokens=result.tokens,
             tokens_per_second=result.tokens / seconds,
             input_tokens_per_second=sequences * config.network.labels_per_sequence / seconds,
-            mfu=sequences * self.plan.flops_per_row / seconds / self.peak_flops if self.peak_flops else None,
+            flops_per_second=flops_per_second,
+            mfu=flops_per_second / self.peak_flops if self.peak_flops else None,
             step_seconds=seconds,
             data_wait_seconds=waited,
             peak_rss_bytes=peak_rss_bytes(),
