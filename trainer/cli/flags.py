@@ -98,7 +98,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("load_checkpoint", "load_checkpoint", "value", "Weights to start from.", "PATH"),
         Flag("resume_training", "resume_training", "optional",
              "Resume from the newest, or the named, checkpoint.", "[NAME]"),
-        Flag("adapter_id", "adapter_id", "value", "Adapters (pet_config) to start from.", "PATH"),
+        Flag("adapter_id", "adapter_id", "value", "Low-rank adapters to start from.", "PATH"),
     ),
     NO_EFFECT: (
         Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink; ignored."),

@@ -501,7 +501,7 @@ def _export(
     The folder has config.json, the tokenizer and model.safetensors, or several files of --shard_size. An output that
     ends in .safetensors is a file of the weights alone.
 
-    With [bold]--adapter DIR --merge[/bold] the adapters of a training with pet_config are merged in.
+    With [bold]--adapter DIR --merge[/bold] the adapters of a training are merged in.
 
     Never loads MindSpore.
     """

@@ -10,6 +10,7 @@ from trainer.config.read.model_folder import described_model
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
+from trainer.models.spec.sublayers import attention_spec, mlp_spec
 
 _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "intermediate_size": lambda s: s.ffn_size,
@@ -118,10 +119,11 @@ class _Fact(NamedTuple):
 
 _FACTS = (
     _Fact(lambda s: s.experts is not None, "experts", "no experts"),
-    _Fact(lambda s: s.multi_latent_attention, "multi-head latent attention", "no multi-head latent attention"),
+    _Fact(lambda s: attention_spec(s).latent is not None, "multi-head latent attention",
+          "no multi-head latent attention"),
     _Fact(lambda s: s.layers_group, "weights that layers share"),
     _Fact(lambda s: s.maps_embedding and s.embedding_size, "an embedding of another width"),
-    _Fact(lambda s: None if s.multi_latent_attention else s.use_qk_norm, "norms on query and key",
+    _Fact(lambda s: None if attention_spec(s).latent else attention_spec(s).head_norm, "norms on query and key",
           "no norms on query and key"),
     _Fact(lambda s: (s.qkv_has_bias, s.attn_proj_has_bias), "other biases in the attention"),
     _Fact(lambda s: s.mlp_has_bias, "biases in the feed-forward layer"),
@@ -129,7 +131,7 @@ _FACTS = (
     _Fact(lambda s: s.rotary_size != s.rotary_head_size, "rotary positions on a part of a head"),
     _Fact(lambda s: (s.rope_interleave,), "other pairs of rotary positions"),
     _Fact(lambda s: s.window_layers, "layers with a sliding window"),
-    _Fact(lambda s: (s.post_self_attn_layernorm, s.post_mlp_layernorm), "other norms after the sublayers"),
+    _Fact(lambda s: (attention_spec(s).post_norm, mlp_spec(s).post_norm), "other norms after the sublayers"),
 )  # fmt: skip
 _FACTS_OF_EXPERTS = (
     _Fact(lambda s: s.experts.score_function, "a {} router"),

@@ -102,6 +102,7 @@ class Classifier(nn.Cell):
     """The classifier of the section `model.classifier`; the other arguments are those of `Decoder`."""
 
     shard = None  # every rank has all of it
+    mtp_modules = 0
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ import numpy as np
 
 from trainer.arrays.dropout import DropoutSite, LayerDropout
 from trainer.data.batches.context import SequencePart
-from trainer.models.spec.build import dropout_sites, layer_targets
+from trainer.models.spec.adapters import adapter_spec, layer_targets
+from trainer.models.spec.build import dropout_sites
 from trainer.models.spec.shapes import attention_shapes, dropped_projections, mlp_shapes
 from trainer.ops.dropout import MaskPart, OwnHeads
 from trainer.parallel.layout import local_settings
@@ -134,7 +135,7 @@ class AdapterMasks:
         """Returns the masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
         if key is None or not self.names:
             return [None] * len(self.names)
-        targets = layer_targets(self.settings, layer)
+        targets, rate = layer_targets(self.settings, layer), adapter_spec(self.settings).dropout
         sites = dropout_sites(self.settings, layer)
         found: list[Tensor | None] = []
         for name in self.names:
@@ -143,5 +144,5 @@ class AdapterMasks:
                 continue
             width, part = self.shards.of_adapter(name, inputs, self.shapes[f"{name}.weight"][1])
             shape = self.shards.tokens(inputs), width
-            found.append(self.draw(key, sites[name], shape, self.settings.pet_config.lora_dropout, part))
+            found.append(self.draw(key, sites[name], shape, rate, part))
         return found

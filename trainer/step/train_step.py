@@ -241,12 +241,13 @@ class TrainStep:
 
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
-        settings, counts = self.model.settings, gives and (self.share is None or self.share.counts_tokens)
+        settings, modules = self.model.settings, self.model.mtp_modules
+        counts = gives and (self.share is None or self.share.counts_tokens)
         tokens = valid_tokens(batch) if counts else 0
         others = {}
-        if settings.mtp_depth:
+        if modules:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            others["mtp_loss"] = sums.mtp if gives else None, mtp_labels(batch, settings.mtp_depth) if counts else 0
+            others["mtp_loss"] = sums.mtp if gives else None, mtp_labels(batch, modules) if counts else 0
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:

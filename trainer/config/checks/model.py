@@ -1,22 +1,20 @@
-"""Rules about the model: sizes, positions, precision, vocabulary, families, adapters, and what a classifier lacks."""
+"""Rules about the model: sizes, positions, precision, vocabulary, families, and what a classifier lacks."""
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
-from trainer.config.checks.problem import Problem, nearest, problem
+from trainer.config.checks.adapters import adapter_problems
+from trainer.config.checks.problem import Problem, problem
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
-from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.data import TokenizerConfig
+from trainer.config.schema.fields import beside_of
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
-from trainer.models.spec.adapters import projections
-from trainer.models.spec.sublayers import latent_spec
 
 BYTE_VOCABULARY = 257
 """Token ids of the byte tokenizer: 256 bytes and the end of a document."""
@@ -47,8 +45,8 @@ def model_problems(config: Config) -> Iterator[Problem]:
     if config.model.classifier is not None:
         rule = f"only an {CLASSIFIER} has it, and {_KIND} is {config.model.arch.type}"
         yield problem(config, "model.classifier", rule, f"write {_KIND}: {CLASSIFIER}, or remove it", value="...")
-    for rules in (_sizes, _positions, _attention, _adapters, _family, _sparse_layers, _vocabulary, _precision,
-                  recompute_problems):  # fmt: skip
+    for rules in (_sizes, _contradictions, _positions, _attention, adapter_problems, _family, _sparse_layers,
+                  _vocabulary, _precision, recompute_problems):  # fmt: skip
         yield from rules(config)
 
 
@@ -102,9 +100,6 @@ def _sizes(config: Config) -> Iterator[Problem]:
     if decoder.maps_embedding and decoder.mtp_depth:
         rule, fix = "not yet supported beside multi-token prediction modules", "set mtp_depth to 0"
         yield problem(config, f"{_KEY}.embedding_size", rule, fix)
-    if decoder.layers_group > 1 and decoder.pet_config is not None:
-        rule, fix = "not yet supported beside adapters", "write 1, which is a model with more weights"
-        yield problem(config, f"{_KEY}.layers_group", rule, fix)
     if decoder.mtp_depth >= decoder.seq_length:
         rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has no token {decoder.mtp_depth} further ahead"
         yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")
@@ -112,22 +107,21 @@ def _sizes(config: Config) -> Iterator[Problem]:
 
 def _latent(config: Config, pairs: str) -> Iterator[Problem]:
     """Sizes of multi-head latent attention, and what it lacks."""
-    decoder, where = config.decoder, config.source.where
+    decoder = config.decoder
     if decoder.qk_rope_head_dim % 2:
         rule = f"this part of a head has {decoder.qk_rope_head_dim} numbers, {pairs}: the width must be even"
         yield problem(config, f"{_KEY}.qk_rope_head_dim", rule, "use 64, as DeepSeek-V3 does")
-    if decoder.rotary_pct != 1:
-        rule = "multi_latent_attention has qk_rope_head_dim for the part of a head that is rotated"
-        yield problem(config, f"{_KEY}.rotary_pct", rule, "leave it out")
-    if decoder.post_self_attn_layernorm:
-        rule = "not yet supported with multi_latent_attention"
-        yield problem(config, f"{_KEY}.post_self_attn_layernorm", rule, "leave it out")
-    if not decoder.use_qk_norm and where(f"{_KEY}.use_qk_norm"):
-        rule = "multi_latent_attention always has norms on its latent vectors, as DeepSeek's models have"
-        yield problem(config, f"{_KEY}.use_qk_norm", rule, "leave it out")
-    if config.optimizer.type == "Muon" and where("optimizer.qk_clip_threshold"):
+    if config.optimizer.type == "Muon" and config.source.where("optimizer.qk_clip_threshold"):
         fix = "remove it: the queries and keys are not clipped then, which is another training"
         yield problem(config, "optimizer.qk_clip_threshold", "not yet supported: there is no QK-clip", fix)
+
+
+def _contradictions(config: Config) -> Iterator[Problem]:
+    """Yields keys that another key of the model leaves one value, and that have another one."""
+    for name, field in ModelConfig.model_fields.items():
+        one = beside_of(field)
+        if one is not None and getattr(config.decoder, one.other) and getattr(config.decoder, name) != one.value:
+            yield problem(config, f"{_KEY}.{name}", one.rule, one.fix)
 
 
 def _divisor(number: int, near: int) -> int:
@@ -234,92 +228,3 @@ def _sparse_layers(config: Config) -> Iterator[Problem]:
         if moe.moe_layer_freq != wanted:
             rule = f"disagrees with moe_layer_freq = {moe.moe_layer_freq}: it means {wanted}"
             yield problem(config, f"{_EXPERTS}.{'mlp_only_layers' if dense else 'decoder_sparse_step'}", rule, _ONE)
-
-
-# ---- adapters --------------------------------------------------------------------------------------------------------
-
-_NAMES_OF_EXPERTS = (
-    "mlp.gate", *(f"mlp.{kind}.{name}_proj" for kind in ("experts", "experts.0", "shared_experts")
-                  for name in ("gate", "up", "down")),
-)  # fmt: skip
-
-
-def _adapters(config: Config) -> Iterator[Problem]:
-    """Targets that are no regular expression or match nothing, and adapters without the section that describes them."""
-    adapters, key = config.decoder.pet_config, f"{_KEY}.pet_config.target_modules"
-    if adapters is None:
-        if config.adapter_id:
-            fix = "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with"
-            yield problem(config, "adapter_id", f"adapters need {_KEY}.pet_config, which is absent", fix)
-        return
-    try:
-        matches = _targets(config.decoder, range(config.decoder.num_layers), projections(config.decoder))
-    except PatternError as error:
-        yield problem(config, key, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
-        return
-    if not matches and not targets_experts(config):
-        fix = _nearest_targets(adapters.target_modules, projections(config.decoder))
-        yield problem(config, key, "matches none of the model's matrices", fix)
-    elif latent_spec(config.decoder) is not None and (lost := _targets_elsewhere(config.decoder)):
-        rule = f"multi_latent_attention has no matrix for {', '.join(lost)}"
-        yield problem(config, key, rule, f"name others: {_names_text(projections(config.decoder))}")
-    elif len(targets_in_experts(config)) == len(matches):
-        fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
-        yield problem(config, key, "matches only matrices of experts, which take no adapters", fix)
-
-
-def targets_experts(config: Config) -> bool:
-    """Whether the targets match a name that only the router or an expert has."""
-    decoder = config.decoder
-    layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
-    names = [f"model.layers.{layer}.{name}" for layer in layers for name in _NAMES_OF_EXPERTS]
-    pattern = read_pattern(decoder.pet_config.target_modules)
-    return any(pattern.fullmatch(name) for name in names)
-
-
-def targets_in_experts(config: Config) -> list[str]:
-    """Projections of experts that are targets, one for each layer that has them."""
-    decoder = config.decoder
-    layers = [layer for layer in range(decoder.num_layers) if decoder.is_moe_layer(layer)]
-    return [name for name in _targets(decoder, layers, projections(decoder)) if name.startswith("mlp.")]
-
-
-def _targets_elsewhere(decoder: ModelConfig) -> list[str]:
-    """Alternatives of the targets that name matrices of other attention alone, such as .*k_proj."""
-    targets, layers, found = decoder.pet_config.target_modules, range(decoder.num_layers), []
-    own, others = projections(decoder), projections(decoder.model_copy(update={"multi_latent_attention": False}))
-    for part in targets.split("|") if "(" not in targets else ():
-        section = decoder.pet_config.model_copy(update={"target_modules": part})
-        alone = decoder.model_copy(update={"pet_config": section})
-        try:
-            is_elsewhere = _targets(alone, layers, others) and not _targets(alone, layers, own)
-        except PatternError:  # a | within brackets
-            return []
-        if is_elsewhere:
-            found.append(part)
-    return found
-
-
-def _targets(decoder: ModelConfig, layers: Iterable[int], names: Mapping[str, str]) -> list[str]:
-    """Those of the matrices `names` that have an adapter, one for each layer."""
-    return [name for layer in layers for name in decoder.pet_config.targets(layer, names)]
-
-
-def _names_text(own: Mapping[str, str]) -> str:
-    names = _last_words(own)
-    return f"{', '.join(names[:-1])} or {names[-1]}"
-
-
-def _last_words(own: Mapping[str, str]) -> list[str]:
-    return [*(name.split(".")[-1] for name in own), *(name.split(".")[-1] for name in own.values())]
-
-
-def _nearest_targets(targets: str, own: Mapping[str, str]) -> str:
-    """Names that were probably meant, one for each alternative of the expression."""
-    ours, names = [name.split(".")[-1] for name in own], _last_words(own)
-    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in targets.split("|")]
-    # `query` is nearest to nothing by its letters alone; its first letter says q_proj.
-    guesses = [nearest(part, names) or next((name for name in ours if part[:1] == name[0]), "") for part in parts]
-    found = list(dict.fromkeys(guess for guess in guesses if guess))
-    written = "|".join(f".*{name}" for name in found)
-    return f"{f'write {written}; ' if found else ''}their names end in {_names_text(own)}"

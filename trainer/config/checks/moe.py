@@ -116,11 +116,6 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, key, "not yet supported", fix)
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
-    if config.decoder.mlp_has_bias:
-        rule = "not yet supported beside experts, which have a bias on their output at most"
-        yield problem(config, f"{_MODEL}.mlp_has_bias", rule, "leave it out, or write mlp_down_has_bias")
-    if config.decoder.post_mlp_layernorm:
-        yield problem(config, f"{_MODEL}.post_mlp_layernorm", "not yet supported beside experts", "leave it out")
     if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:
         rule, fix = "gates shared experts, and there are none", "write shared_expert_num, or leave it out"
         yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
@@ -140,7 +135,8 @@ def callback_problems(config: Config) -> Iterator[Problem]:
             yield from _same_model(config, callback, f"callbacks.{number}")
 
 
-def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: str) -> Iterator[Problem]:
+def watched_keys(config: Config) -> dict[str, tuple[Any, str]]:
+    """Returns what a callback may say of the model: the name of its key -> the value of the model and the key of it."""
     decoder, moe = config.decoder, config.decoder.moe_config or MoEConfig()
     no_section = decoder.moe_config is None and bool(config.source.where(_KEY))  # null was written
     model: dict[str, tuple[Any, str]] = {
@@ -154,6 +150,11 @@ def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: st
         # Without experts, or where all tokens are computed, the factor says nothing.
         if not moe.use_gmm or moe.capacity_factor is not None:
             model["capacity_factor"] = (capacity_factor(moe), f"{_KEY}.capacity_factor")
+    return model
+
+
+def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: str) -> Iterator[Problem]:
+    model = watched_keys(config)
     for name in sorted(model.keys() & type(callback).model_fields.keys()):
         (value, model_key), said = model[name], getattr(callback, name)
         if said is None or said == value or (name == "capacity_factor" and said == -1 and value is None):

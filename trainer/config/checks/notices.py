@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trainer.config.checks.model import targets_experts, targets_in_experts
-from trainer.config.checks.moe import capacity_factor, watches_drop_rate
+from trainer.config.checks.adapters import adapter_notices
+from trainer.config.checks.moe import capacity_factor, watched_keys, watches_drop_rate
 from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, degrees_of, is_semi_auto, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
-from trainer.config.families import FAMILIES, named_family
+from trainer.config.families import named_family
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.config.notice import Notice
 from trainer.config.other_models import OTHERS
@@ -18,7 +18,6 @@ from trainer.config.recompute import recompute_notices, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
-from trainer.models.spec.adapters import projections
 from trainer.models.spec.sublayers import latent_spec
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World
@@ -134,10 +133,10 @@ _UNUSED = (
             lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",
             "a FixedLossScaleUpdateCell does not change its scale"),
     _Unused(_MODEL, "n_kv_heads", lambda c: c.decoder.n_kv_heads not in (None, c.decoder.kv_heads),
-            "multi_latent_attention has a key and a value for each query head"),
+            "multi-head latent attention has a key and a value for each query head"),
     _Unused(_MODEL, "head_dim", lambda c: latent_spec(c.decoder) is not None
             and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
-            "multi_latent_attention has widths of its own"),
+            "multi-head latent attention has widths of its own"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
     _Unused(_MOE, "capacity_factor enable_sdrop moe_token_drop_policy",
             lambda c: c.decoder.experts and _moe(c).use_gmm and _moe(c).capacity_factor != -1,
@@ -182,7 +181,7 @@ def rule_notices(config: Config, device: str) -> list[str]:
     unused = [Notice(text, "ignored") for text in _unused(config)]
     dtypes = [Notice(text, "dtype") for text in _precision(config, device)]
     recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *_adapters(config), *recomputed]
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notices(config), *recomputed]
 
 
 def mode_notices(config: Config, world: World, device: str) -> Iterator[Notice]:
@@ -267,10 +266,11 @@ def _mixture(config: Config) -> Iterator[str]:
         return
     where = config.source.where(f"{_MOE}.callback_moe_droprate")
     if not watchers:
-        factor = "null" if capacity_factor(moe) is None else f"{capacity_factor(moe):g}"
+        assumed = watched_keys(config) | {"capacity_factor": (capacity_factor(moe), "")}
+        shown = (f"{name} {'null' if assumed[name][0] is None else assumed[name][0]}"
+                 for name in MoEDropRate.model_fields if name in assumed)
         yield ("moe_config.callback_moe_droprate: there is no callback MoEDropRateCallback; assumed the model's"
-               f" expert_num {moe.expert_num}, capacity_factor {factor}, num_layers {config.decoder.num_layers},"
-               f" mtp_depth {config.decoder.mtp_depth}")
+               f" {', '.join(shown)}")
     elif not moe.callback_moe_droprate and where:
         yield f"callback_moe_droprate ({where}) is False, but MoEDropRateCallback is there: rates are logged"
     elif not moe.callback_moe_droprate:
@@ -278,27 +278,6 @@ def _mixture(config: Config) -> Iterator[str]:
     if moe.effective_capacity is None:
         why = "use_gmm computes every token" if moe.use_gmm else "no capacity_factor bounds what an expert takes"
         yield f"the drop rate will be 0.00000 in every layer: {why}"
-
-
-def _adapters(config: Config) -> Iterator[str]:
-    key = f"{_MODEL}.pet_config"
-    if not (config.has_adapters and config.trains):
-        return
-    names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in targets_in_experts(config)))
-    if names:
-        yield f"{key}.target_modules: {names} of layers with experts get no adapters: experts take none"
-    elif targets_experts(config):
-        yield f"{key}.target_modules: routers and experts get no adapters: they take none"
-    decoder, kind = config.decoder, saved_class(config.decoder, config.model.arch.type)
-    adapted = {name for layer in range(decoder.num_layers)
-               for name in decoder.pet_config.targets(layer, projections(decoder))}
-    for matrices in FAMILIES[kind].joined_tensors.values() if kind else ():
-        if adapted.intersection(matrices):
-            names = " and ".join(name.split(".")[-1] for name in matrices)
-            yield (f"{key}.target_modules: PEFT cannot load adapters of {names}, which are one matrix in"
-                   f" transformers' {kind}: `export --merge` writes the whole model")
-    if not config.load_checkpoint:
-        yield f"{key}: the adapters train on top of random weights, as load_checkpoint names no base model"
 
 
 def parallel_notices(config: Config, world: World) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from trainer.config.checks.adapters import adapter_file_problems
 from trainer.config.checks.model import model_problems
 from trainer.config.checks.moe import callback_problems, moe_problems
 from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
@@ -134,17 +135,12 @@ def _run(config: Config) -> Iterator[Problem]:
     resumes = mode == "finetune" and config.resume_training is not False and not config.has_adapters
     if not _exists(config.load_checkpoint):
         fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
-        rule = f"the path {_why(config.load_checkpoint)}"
+        rule = f"the path {why_missing(os.path.expanduser(config.load_checkpoint))}"
         yield problem(config, "load_checkpoint", rule, fix)._replace(is_absent=True)
     elif mode != "train" and not config.load_checkpoint and not (resumes or starts_anew(config)):
         fix = "give --load_checkpoint output/checkpoints/step-... or --model FOLDER, or use run_mode train"
         yield problem(config, "load_checkpoint", f"run_mode {mode} needs weights", fix, because="run_mode")
-    if not _exists(config.adapter_id):
-        fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
-        yield problem(config, "adapter_id", f"the path {_why(config.adapter_id)}", fix)._replace(is_absent=True)
-    elif not config.trains and config.has_adapters and not config.adapter_id:
-        fix = "give --adapter_id output/checkpoints, or leave pet_config out for the base model alone"
-        yield problem(config, "adapter_id", f"run_mode {mode} with pet_config needs adapters", fix, because="run_mode")
+    yield from adapter_file_problems(config)
     asked = "run_mode" if mode == "eval" else "do_eval" if config.do_eval and config.trains else ""
     if asked and config.eval_dataset is None and not config.train_dataset.held_out:
         fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
@@ -215,7 +211,3 @@ def _samples(config: Config, world: World) -> Iterator[Problem]:
 
 def _exists(path: str | None) -> bool:
     return not path or os.path.exists(os.path.expanduser(path))
-
-
-def _why(path: str) -> str:
-    return why_missing(os.path.expanduser(path))

@@ -9,7 +9,7 @@ from trainer.config.families import FAMILIES, known_class, layers_with_experts, 
 from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
 from trainer.config.read.resolve import Resolved
-from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.fields import beside_of, yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
 
@@ -75,8 +75,11 @@ def _from_family(found: Resolved) -> None:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     for name, value in family.model.items() if family else ():
         _set(found, f"{_MODEL}.{name}", value, because)
-    if _section(found, _MODEL).get("multi_latent_attention") is True:  # which has norms on its latent vectors
-        _set(found, f"{_MODEL}.use_qk_norm", True, f"{_MODEL}.multi_latent_attention")
+    for name, field in ModelConfig.model_fields.items():
+        one = beside_of(field)
+        if one is not None and one.value != field.default and _section(found, _MODEL).get(one.other) is True:
+            _set(found, f"{_MODEL}.{name}", one.value, f"{_MODEL}.{one.other}")
+    if _section(found, _MODEL).get("multi_latent_attention") is True:
         _from_class(found, kind)
     experts = _section(found, _EXPERTS)
     for name, value in family.experts.items() if family and experts else ():

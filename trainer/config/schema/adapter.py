@@ -17,7 +17,7 @@ class PetConfig(Section):
     target_modules: str = setting(
         ".*wq|.*wk|.*wv|.*wo", "Regular expression for the whole name of the matrices to adapt: q_proj, k_proj, v_proj,"
         " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without what stands before, as"
-        " in model.layers.0.self_attn.q_proj. With multi_latent_attention q_a_proj and q_b_proj, or q_proj without"
+        " in model.layers.0.self_attn.q_proj. Latent attention has q_a_proj and q_b_proj, or q_proj without"
         " q_lora_rank, then kv_a_proj_with_mqa, kv_b_proj, o_proj.", min_length=1)
 
     @property

@@ -23,7 +23,6 @@ class ClassifierConfig(Section):
     # What a decoder may have and a classifier never has.
     experts: ClassVar[None] = None
     moe_layers: ClassVar[tuple[int, ...]] = ()
-    mtp_depth: ClassVar[int] = 0
 
     @property
     def sizes(self) -> tuple[int, ...]:

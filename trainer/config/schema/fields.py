@@ -48,6 +48,18 @@ FilePath: TypeAlias = Annotated[str, AfterValidator(_is_path)]
 _WORDS = {"ignored": "Ignored", "not_yet": "Not yet"}
 
 _ALIASES, _SUPPORT, _REASON, _MEANINGS, _FIX = "x-aliases", "x-support", "x-reason", "x-meanings", "x-fix"
+_BESIDE = "x-beside"
+
+
+class Beside(NamedTuple):
+    """The only value that a key may have beside another one of its section."""
+
+    other: str
+    """The other attribute of the section: it counts where it is true, or a section."""
+    value: Any
+    rule: str
+    """Why, as a sentence without its full stop."""
+    fix: str = "leave it out"
 
 
 class Section(BaseModel):
@@ -104,6 +116,7 @@ def setting(
     aliases: str = "",
     meanings: dict[int, str] | None = None,
     fix: str = "",
+    beside: Beside | None = None,
     **constraints: Any,
 ) -> Any:
     """Declares a key that acts.
@@ -114,12 +127,13 @@ def setting(
         aliases: Other names of the same key, with spaces between; two that disagree are an error.
         meanings: A word for each of the few values there are, for messages.
         fix: What to do about a value out of bounds, where the description does not say it.
+        beside: Another key that leaves it one value, which is its value then where the file leaves it out.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
         shown = f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else default
         description += f" Default {'null' if default is None else shown}."
-    extra = {_ALIASES: aliases.split(), _MEANINGS: meanings, _FIX: fix}
+    extra = {_ALIASES: aliases.split(), _MEANINGS: meanings, _FIX: fix, _BESIDE: beside}
     return _declare(default, description, extra, constraints)
 
 
@@ -145,6 +159,11 @@ def meanings_of(field: FieldInfo) -> dict[int, str]:
 def fix_of(field: FieldInfo) -> str:
     """What to do about a value out of bounds; empty where the description says it."""
     return _extra(field, _FIX, "")
+
+
+def beside_of(field: FieldInfo) -> Beside | None:
+    """Returns which other key leaves it one value."""
+    return _extra(field, _BESIDE, None)
 
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:

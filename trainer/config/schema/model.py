@@ -14,6 +14,7 @@ from trainer.config.schema.fields import (
     TOKEN_ID,
     VOCABULARY,
     WIDTH,
+    Beside,
     Layer,
     Section,
     TokenId,
@@ -93,7 +94,9 @@ class ModelConfig(Section):
         None, "Width of embedding and head, which two matrices map to hidden_size and back (TeleChat3-1.8B). Default"
         " null, and 1: hidden_size, without such matrices.", ge=1, le=WIDTH)
     layers_group: int = setting(
-        1, "So many layers, one after the other, share the weights of attention (TeleChat3-1.8B).", ge=1, le=LAYERS)
+        1, "So many layers, one after the other, share the weights of attention (TeleChat3-1.8B).", ge=1, le=LAYERS,
+        beside=Beside("pet_config", 1, "not yet supported beside adapters",
+                      "write 1, which is a model with more weights"))
     multiple_of: int = setting(256, "What the default of intermediate_size is rounded up to.", ge=1, le=WIDTH)
     ffn_dim_multiplier: float | None = setting(
         None, "Factor on the default of intermediate_size before rounding. Default null: 1.", gt=0)
@@ -124,14 +127,21 @@ class ModelConfig(Section):
     attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
     mlp_has_bias: bool = setting(
         False, "Biases in the feed-forward layer. As add_bias_linear it means every matrix of a layer.",
-        aliases="mlp_bias add_bias_linear")
+        aliases="mlp_bias add_bias_linear",
+        beside=Beside("experts", False, "not yet supported beside experts, which have a bias on their output at most",
+                      "leave it out, or write mlp_down_has_bias"))
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
-    use_qk_norm: bool = setting(False, "RMSNorm on query and key of each head (Qwen3).", aliases="qk_layernorm qk_norm")
+    use_qk_norm: bool = setting(
+        False, "RMSNorm on query and key of each head (Qwen3).", aliases="qk_layernorm qk_norm",
+        beside=Beside("multi_latent_attention", True, "multi_latent_attention always has norms on its latent vectors,"
+                      " as DeepSeek's models have"))
     post_self_attn_layernorm: bool = setting(
-        False, "RMSNorm on what attention adds to the residual stream (GLM-4).")
+        False, "RMSNorm on what attention adds to the residual stream (GLM-4).",
+        beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
     post_mlp_layernorm: bool = setting(
-        False, "RMSNorm on what the feed-forward layer adds to the residual stream (GLM-4).")
+        False, "RMSNorm on what the feed-forward layer adds to the residual stream (GLM-4).",
+        beside=Beside("experts", False, "not yet supported beside experts"))
     tie_word_embeddings: bool = setting(False, "One matrix for embedding and head.")
     untie_embeddings_and_output_weights: bool | None = setting(
         None, "The opposite of tie_word_embeddings, Megatron's name. Default null: tie_word_embeddings decides.")
@@ -193,7 +203,10 @@ class ModelConfig(Section):
         1.0, "predict: draw among the likeliest tokens of this total probability. Default 1: all.", gt=0, le=1)
     repetition_penalty: float = setting(
         1.0, "predict: divides the scores of tokens already there. Default 1: off.", gt=0)
-    rotary_pct: float = setting(1.0, "Part of a head that is rotated.", gt=0, le=1, aliases="partial_rotary_factor")
+    rotary_pct: float = setting(
+        1.0, "Part of a head that is rotated.", gt=0, le=1, aliases="partial_rotary_factor",
+        beside=Beside("multi_latent_attention", 1.0, "multi_latent_attention has qk_rope_head_dim for the part of a"
+                      " head that is rotated"))
     rope_interleave: bool = setting(
         False, "Rotary positions turn neighbouring numbers of a head instead of its two halves.",
         aliases="rotary_interleaved rope_interleaved")
