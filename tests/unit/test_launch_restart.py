@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.launch import command, heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import Restart, worker_specs
-from trainer.launch.control.interface import Nodes
+from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import Continuation, End, JobFiles, Outcome, decide_outcome, job_files
 from trainer.launch.msrun import pick_free
 from trainer.launch.restart import continuation
@@ -105,7 +105,7 @@ def test_a_signal_that_comes_after_the_failure_ends_the_job(
     inherited = signal.signal(number, signal.default_int_handler)  # the tests may run under nohup
     before = signal.getsignal(number)
     monkeypatch.setattr(
-        command.NoOtherNodes, "close", lambda self: (signal.raise_signal(signal.SIGWINCH), signal.raise_signal(number))
+        command.Nodes, "close", lambda self: (signal.raise_signal(signal.SIGWINCH), signal.raise_signal(number))
     )
     try:
         code, starts = run(tmp_path, monkeypatch, [fails(1), DONE], max_restarts=3)

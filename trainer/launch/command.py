@@ -20,7 +20,7 @@ from typing import NamedTuple
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
 from trainer.launch.arguments import DEVICES_VARIABLE, SHARED_PORT, LaunchOptions, to_arguments, visible_devices
-from trainer.launch.control.interface import Nodes, NoOtherNodes
+from trainer.launch.control.nodes import Nodes, connect_nodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
 from trainer.launch.job import (
@@ -195,9 +195,7 @@ def _supervise(
 
 def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: int, resume: str) -> Nodes:
     if options.nodes == 1:
-        return NoOtherNodes(resume)
-    from trainer.launch.control.nodes import connect_nodes
-
+        return Nodes(resume=resume)
     assert continuation is not None
     if attempt:
         longest = min(_GATHER_SECONDS, options.start_limit or _GATHER_SECONDS, options.cluster_time_out)

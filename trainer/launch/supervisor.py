@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
-from trainer.launch.control.interface import Event, Nodes
+from trainer.launch.control.messages import Message
+from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import (
     End,
     JobFiles,
@@ -107,7 +108,7 @@ class Supervisor:
     hang: str = ""  # what took too long, once that counts as a hang
     stopped_lines: list[str] = field(default_factory=list)  # about processes that a signal had stopped by then
     msrun_failure: End | None = None
-    failure_elsewhere: Event | None = None  # of another node, which ends this one
+    failure_elsewhere: Message | None = None  # of another node, which ends this one
     reported_done: bool = False
     trouble: Trouble = field(default_factory=Trouble)
     began: float = field(default_factory=time.monotonic)  # when the workers were started, once they are
@@ -225,11 +226,11 @@ class Supervisor:
             self.kill_at = self.kill_at or now + scaled(GRACE_SECONDS)
         return True
 
-    def _handle(self, event: Event, now: float) -> None:
+    def _handle(self, event: Message, now: float) -> None:
         if event.kind == "note":
             self.screen.print(event.lines)
         elif event.kind == "stop":
-            self._stop(event.number, now, *event.lines)
+            self._stop(event.number, now, f"node {event.node}")
         elif event.kind == "moved":
             self.moved_at = now
         elif self.pool.ending_since is None and self.failure_elsewhere is None:

@@ -11,29 +11,16 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.errors import EXIT_BAD_INPUT, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.interface import Event, Nodes
-from trainer.launch.control.messages import (
-    Beat,
-    Done,
-    Failed,
-    Finished,
-    Hello,
-    Message,
-    Refused,
-    Start,
-    Stop,
-    Welcome,
-    failed,
-)
-from trainer.launch.control.secret import SECRET_VARIABLE, given_secret, make_secret, read_secret, secret_file
+from trainer.launch.control.messages import Message, failed, note
+from trainer.launch.control.secret import SECRET_VARIABLE, make_secret, read_secret, secret_file, secret_of_environment
 from trainer.launch.control.signed import ControlListener, SignedChannel
-from trainer.launch.wire import scaled
+from trainer.launch.wire import Lines, scaled
 
 CONTROL_PORT_VARIABLE = "RUN_TRAINER_CONTROL_PORT"
 """Environment variable with the port of node 0's launcher; by default that after the scheduler's."""
@@ -47,145 +34,151 @@ _PATIENCE_SECONDS = 5.0
 """After so long a node says why it is not connected yet."""
 
 
+@dataclass(kw_only=True)
+class Nodes:
+    """The other nodes of a job as a supervisor sees them; of this class itself there are none.
+
+    Attributes:
+        resume: The checkpoint from which node 0 lets a job that starts again continue; empty: as its arguments say.
+        connected: Whether the launchers of all nodes are, so that the workers may start.
+        finished: Whether all nodes are done, as far as this one has to wait for that.
+    """
+
+    resume: str = ""
+    connected: bool = True
+    finished: bool = False
+
+    @property
+    def sources(self) -> Sequence[Lines | socket.socket]:
+        """The sockets to wait for."""
+        return ()
+
+    def poll(self, now: float) -> list[Message]:
+        """Sends a heartbeat, and returns what the others sent: notes, moved, failed, stop. To be called a few times a
+        second."""
+        return []
+
+    def moved(self) -> None:
+        """Tells the others, with the next heartbeat, that a rank of this node gets on: theirs may be waiting for it."""
+
+    def failed(self, exit_code: int, lines: list[str]) -> None:
+        """Tells the others that this node's part of the job failed."""
+
+    def stop(self, number: int) -> None:
+        """Tells the others of a signal for all workers."""
+
+    def done(self) -> None:
+        """Tells the others that the workers of this node have ended well."""
+        self.finished = True
+
+    def close(self) -> None:
+        """Ends the connections once the others have received everything."""
+
+
 @dataclass
-class _Peer:
-    """A connected node."""
+class _Link:
+    """The connection to another node, whose nonce and first message were right."""
 
     channel: SignedChannel
     heard_at: float
     done: bool = False
 
 
-@dataclass
-class Hub:
-    """The other nodes, seen from node 0. Methods: see `Nodes`."""
+@dataclass(kw_only=True)
+class _Linked(Nodes):
+    """What both ends of the connections do."""
 
-    listener: ControlListener
     options: LaunchOptions
     attempt: int = 0
-    resume: str = ""
-    notes: list[str] = field(default_factory=list)  # to print first
-    secret_path: Path | None = None  # the file that it made, and removes
+    connected: bool = False
     began: float = field(default_factory=time.monotonic)
-    own_done: bool = False
-    _peers: dict[int, _Peer] = field(default_factory=dict)
-    _history: list[Message] = field(default_factory=list)  # for nodes that connect later
+    _links: dict[int, _Link] = field(default_factory=dict)
+    _history: list[Message] = field(default_factory=list)  # for nodes that are linked later
     _beat_at: float = 0.0
-    _moved: bool = False  # any rank of any node, since the last heartbeat
+    _moved: bool = False  # whether a rank got on since the last heartbeat
+    _done: bool = False  # the workers of this node
     _stopping: bool = False
-    _over: bool = False
-    _told: bool = False
+    _over: bool = False  # the job has ended or failed: a connection that ends is no news
+    _noted: set[str] = field(default_factory=set)
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
-        connected = [peer.channel for peer in self._peers.values() if not peer.channel.closed]
-        return [*connected, *self.listener.sources]
+        return [link.channel for link in self._links.values() if not link.channel.closed]
 
-    @property
-    def finished(self) -> bool:
-        all_done = all(peer.done for peer in self._peers.values())
-        return self.own_done and all_done and (self.connected or self._stopping)
-
-    @property
-    def connected(self) -> bool:
-        return len(self._peers) == self.options.nodes - 1
-
-    def poll(self, now: float) -> list[Event]:
-        events = [Event("note", 0, [note]) for note in self.notes]
-        self.notes = []
-        callers, strangers = self.listener.accept(now)
-        for address in strangers:
-            what = "called the control port without the secret of this job; its connections are dropped"
-            events.append(Event("note", 0, [f"note: {address} {what}"]))
-        for channel, hello in callers:
-            if self._register(channel, hello, now) and self.connected:
-                events.append(_all_connected(self.options))
-                self._send(Start())
-        for node, peer in list(self._peers.items()):
-            for message in peer.channel.receive():
-                peer.heard_at = now
-                events += self._handle(node, peer, message)
-            gone = peer.channel.closed or now - peer.heard_at > scaled(LOST_SECONDS)
+    def poll(self, now: float) -> list[Message]:
+        events = self._join(now)
+        for node, link in self._links.items():
+            for message in link.channel.receive():
+                link.heard_at = now
+                events += self._handle(node, message)
+            gone = link.channel.closed or now - link.heard_at > scaled(LOST_SECONDS)
             if gone and self._stopping:  # it was told to end
-                peer.done = True
-            elif gone and not self._over and not peer.done:
-                events.append(self._lost(f"the connection to node {node} is lost"))
-        if not self.connected and not self._over:
-            events += self._missing(now)
+                link.done = True
+            elif gone and not self._over and not link.done:
+                events.append(self._fail(f"the connection to node {node} is lost"))
         if now >= self._beat_at:
             self._beat_at = now + scaled(_BEAT_SECONDS)
-            self._send(Beat(moved=self._moved))
+            self._send(Message(kind="moved" if self._moved else "beat"))
             self._moved = False
-        self._announce_end()
+        self._check_finished()
         return events
 
-    def _missing(self, now: float) -> list[Event]:
-        """Names the nodes that have not called: once when that takes long, and when it takes too long."""
-        missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self._peers)
+    def _join(self, now: float) -> list[Message]:
+        """Links nodes."""
+        raise NotImplementedError
+
+    def _link(self, node: int, channel: SignedChannel, now: float) -> None:
+        self._links[node] = _Link(channel, now)
+        for message in self._history:
+            channel.send(message)
+
+    def _handle(self, node: int, message: Message) -> list[Message]:
+        """Forwards what is for all; returns what the supervisor is to know."""
+        if message.kind == "done":
+            self._links[node].done = True
+        elif message.kind == "start":
+            return [self._all_connected()]
+        elif message.kind == "moved":
+            self._moved = self._moved or len(self._links) > 1
+            return [message]
+        elif message.kind in ("failed", "stop"):
+            self._broadcast(message, but=node)
+            return [message]
+        return []
+
+    def _wait(self, now: float, waiting: str, failure: str) -> list[Message]:
+        """Says, once, what is waited for when that takes long; fails when it takes too long."""
         if now - self.began > self.options.cluster_time_out:
-            return [self._lost(f"no launcher called from node {missing}")]
-        if self._told or now - self.began < scaled(_PATIENCE_SECONDS):
+            return [self._fail(failure)]
+        if now - self.began < scaled(_PATIENCE_SECONDS) or waiting in self._noted:
             return []
-        self._told = True
-        return [Event("note", 0, [f"waiting for the launcher of node {missing}; the workers start once all are there"])]
+        self._noted.add(waiting)
+        return [note(waiting)]
 
-    def _announce_end(self) -> None:
-        """Tells the others when all nodes are done: one whose connection just ends takes node 0 for lost."""
-        if self.finished and not self._over:
-            self._over = True
-            self._send(Finished())
+    def _all_connected(self) -> Message:
+        self.connected = True
+        return note(f"the launchers of all {self.options.nodes} nodes are connected")
 
-    def _register(self, channel: SignedChannel, hello: Hello, now: float) -> bool:
-        """Whether this is a node of the job; otherwise it is told why not."""
-        nodes, worker_num = self.options.nodes, self.options.worker_num
-        if not 0 < hello.node < nodes:
-            reason = f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
-        elif hello.worker_num != worker_num:
-            reason = f"worker_num is {hello.worker_num} there and {worker_num} on node 0"
-        elif hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
-            channel.send(Refused(reason="has not ended its own workers of the start before yet", for_now=True))
-            channel.close()
-            return False
-        elif hello.attempt < self.attempt:
-            reason = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
-        elif hello.node in self._peers:
-            reason = f"another launcher is node {hello.node} already"
-        else:
-            self._peers[hello.node] = _Peer(channel, now)
-            for each in (Welcome(resume=self.resume), *self._history):
-                channel.send(each)
-            return True
-        channel.send(Refused(reason=reason))
-        channel.close()
-        return False
-
-    def _handle(self, node: int, peer: _Peer, message: Message) -> list[Event]:
-        peer.done = peer.done or isinstance(message, Done)
-        event = _event(message)
-        if event is None:
-            return []
-        if event.kind == "moved":
-            self._moved = True
-            return [event]
-        self._stopping = self._stopping or event.kind == "stop"
-        self._broadcast(message, but=node)
-        return [event]
-
-    def _lost(self, reason: str) -> Event:
-        event = Event("failed", EXIT_RUN_FAILED, [f"error: {reason}."])
-        self.failed(event.number, event.lines)
-        return event
+    def _fail(self, reason: str, exit_code: int = EXIT_RUN_FAILED) -> Message:
+        message = failed(exit_code, [f"error: {reason}."])
+        self._broadcast(message)
+        return message
 
     def _broadcast(self, message: Message, but: int | None = None) -> None:
-        """Sends to all, also to those that connect later."""
-        self._over = self._over or isinstance(message, Failed)
+        """Sends to all, also to those that are linked later."""
+        self._over = self._over or message.kind == "failed"
+        self._stopping = self._stopping or message.kind == "stop"
         self._history.append(message)
         self._send(message, but)
 
     def _send(self, message: Message, but: int | None = None) -> None:
-        for node, peer in self._peers.items():
+        for node, link in self._links.items():
             if node != but:
-                peer.channel.send(message)
+                link.channel.send(message)
+
+    def _check_finished(self) -> None:
+        all_done = self._done and all(link.done for link in self._links.values())
+        self.finished = all_done and (self.connected or self._stopping)
 
     def moved(self) -> None:
         self._moved = True
@@ -194,177 +187,165 @@ class Hub:
         self._broadcast(failed(exit_code, lines))
 
     def stop(self, number: int) -> None:
-        self._stopping = True
-        self._broadcast(Stop(number=number, node=0))
+        self._broadcast(Message(kind="stop", number=number, node=self.options.node_rank))
 
     def done(self) -> None:
-        self.own_done = True
-        self._announce_end()
+        self._done = True
+        self._check_finished()
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.channel.close_gracefully(_GOODBYE_SECONDS)
+
+
+@dataclass(kw_only=True)
+class Hub(_Linked):
+    """The other nodes, seen from node 0."""
+
+    listener: ControlListener
+    notes: list[Message] = field(default_factory=list)  # to print first
+    secret_path: Path | None = None  # the file that it made, and removes
+
+    @property
+    def sources(self) -> list[SignedChannel | socket.socket]:
+        return [*super().sources, *self.listener.sources]
+
+    def _join(self, now: float) -> list[Message]:
+        events = self.notes
+        self.notes = []
+        callers, strangers = self.listener.accept(now)
+        for address in strangers:
+            what = "called the control port without the secret of this job; its connections are dropped"
+            events.append(note(f"note: {address} {what}"))
+        for channel, hello in callers:
+            answer = self._answer(hello)
+            channel.send(answer)
+            if answer.kind != "welcome":
+                channel.close()
+                continue
+            self._link(hello.node, channel, now)
+            if len(self._links) == self.options.nodes - 1:
+                self._send(Message(kind="start"))
+                events.append(self._all_connected())
+        if not self.connected and not self._over:
+            missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self._links)
+            waiting = f"waiting for the launcher of node {missing}; the workers start once all are there"
+            events += self._wait(now, waiting, f"no launcher called from node {missing}")
+        return events
+
+    def _answer(self, hello: Message) -> Message:
+        """Welcomes a node of the job; tells another one why not."""
+        nodes = self.options.nodes
+        if hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
+            return Message(kind="later", lines=["has not ended its own workers of the start before yet"])
+        if not 0 < hello.node < nodes:
+            reason = f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
+        elif hello.worker_num != self.options.worker_num:
+            reason = f"worker_num is {hello.worker_num} there and {self.options.worker_num} on node 0"
+        elif hello.attempt < self.attempt:
+            reason = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
+        elif hello.node in self._links:
+            reason = f"another launcher is node {hello.node} already"
+        else:
+            return Message(kind="welcome", lines=[self.resume])
+        return Message(kind="refused", lines=[reason])
+
+    def _check_finished(self) -> None:
+        """Tells the others when all nodes are done: one whose connection just ends takes node 0 for lost."""
+        super()._check_finished()
+        if self.finished and not self._over:
+            self._over = True
+            self._send(Message(kind="done"))
 
     def close(self) -> None:
         self.listener.close()
-        for peer in self._peers.values():
-            peer.channel.close_gracefully(_GOODBYE_SECONDS)
+        super().close()
         if self.secret_path is not None:
             self.secret_path.unlink(missing_ok=True)
 
 
-@dataclass
-class Spoke:
-    """The other nodes, seen from any but node 0: through that, whose launcher is at `address`. Methods: see `Nodes`."""
+@dataclass(kw_only=True)
+class Spoke(_Linked):
+    """The other nodes, seen from any but node 0: through that, whose launcher is at `address`."""
 
     address: tuple[str, int]
-    options: LaunchOptions
     secret: Callable[[], bytes | None]  # None while node 0 has not made it
-    attempt: int = 0
-    resume: str = ""
-    connected: bool = False  # to all nodes
-    began: float = field(default_factory=time.monotonic)
-    _channel: SignedChannel | None = None
-    _heard_at: float = 0.0
-    _next_at: float = 0.0
-    _welcome: bool = False  # to node 0
-    _trouble: str = ""  # why it is not connected yet
-    _told: set[str] = field(default_factory=set)
-    _unsent: list[Message] = field(default_factory=list)
-    _moved: bool = False  # a rank of this node, since the last heartbeat
-    _finished: bool = False
-    _stopping: bool = False
-    _over: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self._finished or (self._stopping and not self._welcome)
+    _channel: SignedChannel | None = None  # to node 0, which has not answered yet
+    _called_at: float = 0.0
+    _call_at: float = 0.0
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
-        return [] if self._channel is None or self._channel.closed else [self._channel]
+        return super().sources if self._channel is None or self._channel.closed else [self._channel]
 
-    def poll(self, now: float) -> list[Event]:
-        if self._over:
+    def _join(self, now: float) -> list[Message]:
+        if self._links or self._over:
             return []
-        if self._channel is None:
-            return self._connect(now)
-        events = []
-        for message in self._channel.receive():
-            self._heard_at = now
-            if isinstance(message, Refused) and message.for_now:
-                self._call_again(now, message.reason)
-                return events
-            events += self._handle(message)
-        if (self._channel.closed or now - self._heard_at > scaled(LOST_SECONDS)) and not self._over:
-            if self._stopping:
-                self._finished = True
-            elif self._welcome:
-                events.append(self._lost("the connection to node 0 is lost"))
-            else:  # something else listens there, or node 0 has just gone again
-                secret = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
-                self._call_again(now, secret if self._channel.greeted else "is not the launcher of a job")
-        elif now >= self._next_at:
-            self._next_at = now + scaled(_BEAT_SECONDS)
-            self._send(Beat(moved=self._moved))
-            self._moved = False
-        return events
+        if self._channel is not None:
+            return self._hear(self._channel, now)
+        if now < self._call_at:
+            return []
+        try:
+            return self._call(now)
+        except RunError as error:
+            return [self._fail(str(error).removesuffix("."))]
+        except OSError:
+            return self._call_later(now, "does not answer")
 
-    def _call_again(self, now: float, trouble: str) -> None:
-        self._trouble = trouble
-        self._channel.close()
-        self._channel, self._next_at = None, now + _RETRY_SECONDS
-
-    def _connect(self, now: float) -> list[Event]:
-        host, port = self.address
-        if now - self.began > self.options.cluster_time_out:
-            return [self._lost(f"no connection to the launcher of node 0: {host}, port {port}, {self._trouble}")]
-        if now >= self._next_at:
-            self._next_at = now + _RETRY_SECONDS
-            try:
-                secret = self.secret()
-            except RunError as error:
-                return [self._lost(str(error).removesuffix("."))]
-            if secret is None:
-                self._trouble = "has made no file with the secret of the job in a folder that this node sees"
-                self._trouble += f"; {SECRET_VARIABLE}, the same on all nodes, takes its place"
-            else:
-                try:
-                    connection = socket.create_connection(self.address, _CONNECT_SECONDS)
-                except OSError:
-                    self._trouble = "does not answer"
-                else:
-                    self._channel = SignedChannel(connection, secret, called=False)
-                    options = self.options
-                    hello = Hello(node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
-                    self._channel.send(hello)
-                    self._heard_at = now
-        if self._trouble and self._trouble not in self._told and now - self.began > scaled(_PATIENCE_SECONDS):
-            self._told.add(self._trouble)
-            return [Event("note", 0, [f"waiting for node 0: {host}, port {port}, {self._trouble}"])]
+    def _call(self, now: float) -> list[Message]:
+        secret = self.secret()
+        if secret is None:
+            trouble = "has made no file with the secret of the job in a folder that this node sees"
+            return self._call_later(now, f"{trouble}; {SECRET_VARIABLE}, the same on all nodes, takes its place")
+        self._channel = SignedChannel(socket.create_connection(self.address, _CONNECT_SECONDS), secret, called=False)
+        self._called_at = now
+        options = self.options
+        hello = Message(kind="hello", node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
+        self._channel.send(hello)
         return []
 
-    def _handle(self, message: Message) -> list[Event]:
-        if isinstance(message, Welcome):
-            self._welcome, self.resume = True, message.resume
-            for unsent in self._unsent:
-                self._send(unsent)
-            self._unsent.clear()
-            return [Event("note", 0, ["connected to the launcher of node 0"])]
-        if isinstance(message, Start):
-            self.connected = True
-            return [_all_connected(self.options)]
-        if isinstance(message, Finished):
-            self._finished = self._over = True
-        if isinstance(message, Refused):
-            return [self._lost(f"node 0 does not take this node in: {message.reason}", EXIT_BAD_INPUT)]
-        event = _event(message)
-        if event is None:
-            return []
-        self._over = self._over or event.kind == "failed"
-        self._stopping = self._stopping or event.kind == "stop"
-        return [event]
+    def _call_later(self, now: float, trouble: str) -> list[Message]:
+        self._call_at = now + _RETRY_SECONDS
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        place = f"{self.address[0]}, port {self.address[1]}, {trouble}"
+        return self._wait(now, f"waiting for node 0: {place}", f"no connection to the launcher of node 0: {place}")
 
-    def _lost(self, reason: str, exit_code: int = EXIT_RUN_FAILED) -> Event:
-        self._over = True
-        return Event("failed", exit_code, [f"error: {reason}."])
-
-    def _send(self, message: Message) -> None:
-        if self._channel is not None and self._welcome:
-            self._channel.send(message)
-        elif not isinstance(message, Beat):
-            self._unsent.append(message)
-
-    def moved(self) -> None:
-        self._moved = True
-
-    def failed(self, exit_code: int, lines: list[str]) -> None:
-        self._over = True
-        self._send(failed(exit_code, lines))
-
-    def stop(self, number: int) -> None:
-        self._stopping = True
-        self._send(Stop(number=number, node=self.options.node_rank))
+    def _hear(self, channel: SignedChannel, now: float) -> list[Message]:
+        """Takes the answer to a call, and what came with it."""
+        events = []
+        for message in channel.receive():
+            if self._links:
+                events += self._handle(0, message)
+            elif message.kind == "welcome":
+                self.resume = message.lines[0]
+                self._channel = None
+                self._link(0, channel, now)
+                events.append(note("connected to the launcher of node 0"))
+            elif message.kind == "later":
+                return self._call_later(now, message.lines[0])
+            elif message.kind == "refused":
+                return [self._fail(f"node 0 does not take this node in: {message.lines[0]}", EXIT_BAD_INPUT)]
+        if self._links or not (channel.closed or now - self._called_at > scaled(LOST_SECONDS)):
+            return events
+        if channel.greeted:
+            trouble = f"does not accept this node's secret: {SECRET_VARIABLE} must be the same on all nodes"
+            return self._call_later(now, trouble)
+        return self._call_later(now, "is not the launcher of a job")  # or node 0 has just gone again
 
     def done(self) -> None:
-        self._send(Done())
+        self._broadcast(Message(kind="done"))
+        super().done()
 
     def close(self) -> None:
         if self._channel is not None:
-            self._channel.close_gracefully(_GOODBYE_SECONDS)
-
-
-def _all_connected(options: LaunchOptions) -> Event:
-    return Event("note", 0, [f"the launchers of all {options.nodes} nodes are connected"])
-
-
-def _event(message: Message) -> Event | None:
-    """What a message means to a supervisor; None for those among launchers only."""
-    if isinstance(message, Failed):
-        return Event("failed", message.exit_code, message.lines)
-    if isinstance(message, Beat):
-        return Event("moved", 0, []) if message.moved else None
-    return Event("stop", message.number, [f"node {message.node}"]) if isinstance(message, Stop) else None
+            self._channel.close()
+        super().close()
 
 
 def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume: str = "") -> Nodes:
-    """The other nodes of a job with several.
+    """Returns the other nodes of a job with several.
 
     Args:
         shared: A folder that all nodes share, for the secret where the environment has none.
@@ -378,39 +359,34 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
     if string and not string.isdecimal():
         raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=string, fix="write 8119")
     port = int(string) if string else options.master_port + 1
-    host, secret, path = options.master_addr.strip("[]"), given_secret(), secret_file(shared, port)
+    host = options.master_addr.strip("[]")
+    secret = secret_of_environment()
+    path = secret_file(shared, port)
     if options.node_rank:
         find = functools.partial(read_secret, path) if secret is None else lambda: secret
-        return Spoke((host, port), options, find, attempt)
+        return Spoke(address=(host, port), options=options, secret=find, attempt=attempt)
     listening = _listen(host, port)
     try:
         listener = ControlListener(listening, make_secret(path) if secret is None else secret)
     except UserError:
         listening.close()
         raise
-    made, address = path if secret is None else None, listening.getsockname()[0]
-    notes = []
+    hub = Hub(listener=listener, options=options, attempt=attempt, resume=resume)
+    if secret is None:
+        hub.secret_path = path
+    address = listening.getsockname()[0]
     if ipaddress.ip_address(address.partition("%")[0]).is_loopback and host != address:
-        notes = [f"note: {host} is {address} on this machine, which other machines cannot reach: give its address"]
-    return Hub(listener, options, attempt, resume, notes, made)
+        why = f"{host} is {address} on this machine, which other machines cannot reach: give its address"
+        hub.notes = [note(f"note: {why}")]
+    return hub
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket on the address that the name of node 0 means, and on no other one of this machine."""
-    listening = None
+    """Returns a socket that listens at the address that the name of node 0 means, and at no other of this machine."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listening = socket.socket(family, kind, protocol)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(address)
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family)
     except (OSError, OverflowError) as error:
-        if listening is not None:
-            listening.close()
-        raise UserError(
-            f"the launchers of the other nodes cannot call there: {error}",
-            key=CONTROL_PORT_VARIABLE,
-            value=port,
-            fix="free it, set this variable to another port on all nodes, or give another master_port: "
-            "it is the one after that",
-        ) from None
-    return listening
+        rule = f"the launchers of the other nodes cannot call there: {error}"
+        fix = "free it, set this variable to another port on all nodes, or give another master_port: it is the next one"
+        raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None

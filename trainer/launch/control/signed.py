@@ -2,7 +2,8 @@
 
 Each side begins with a nonce, from which and the secret both derive the key of the connection. A message is a line with
 the HMAC-SHA256 (RFC 2104) of its direction, its number in that direction and its content: it can be neither forged,
-changed, repeated nor moved to another connection. Contents are not secret and not encrypted.
+changed, repeated nor moved to another connection. Contents are not secret and not encrypted. The authenticated
+connections of `multiprocessing` sign nothing after their handshake, and wait for the rest of half a message.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import socket
 from collections import Counter
 from dataclasses import dataclass
 
-from trainer.launch.control.messages import Hello, Message, parse
+from trainer.launch.control.messages import Message, parse
 from trainer.launch.wire import Lines, ListeningSocket, scaled
 
-_FIRST_LINE = re.compile(rb"run_trainer-1 ([0-9a-f]{32})")
+_FIRST_LINE = re.compile(rb"run_trainer-2 ([0-9a-f]{32})")
 _MAC_BYTES = 64  # in hexadecimal
 _MAX_LINE_BYTES = 1 << 20  # of a node: a report of 100 lines of 2000 characters, each at most 6 bytes in JSON
 _MAX_STRANGER_BYTES = 1 << 10
@@ -39,43 +40,39 @@ class SignedChannel(Lines):
 
     def __init__(self, connection: socket.socket, secret: bytes, called: bool) -> None:
         super().__init__(connection, _MAX_STRANGER_BYTES if called else _MAX_LINE_BYTES)
-        self._secret, self._called = secret, called
+        self._secret = secret
+        self._called = called
         self._nonce = secrets.token_hex(16).encode("ascii")
-        self._key: bytes | None = None
-        self._sent = self._received = 0
-        self._unsent: list[Message] = []  # before the other's nonce is there
-        self.send_line(b"run_trainer-1 " + self._nonce)
+        self._key = b""  # until the other's nonce is there
+        self._sent = 0
+        self._received = 0
+        self._unsent: list[Message] = []
+        self.send_line(b"run_trainer-2 " + self._nonce)
 
     @property
     def greeted(self) -> bool:
         """Whether the other end has sent its nonce, which needs no secret."""
-        return self._key is not None
-
-    @property
-    def known(self) -> bool:
-        """Whether the other end has shown that it knows the secret."""
-        return self._received > 0
+        return bool(self._key)
 
     def send(self, message: Message) -> None:
-        if self._key is None:
+        """Sends a message, as soon as the other's nonce is there."""
+        if not self._key:
             self._unsent.append(message)
             return
-        data = message.model_dump_json().encode("utf-8")
+        data = message.model_dump_json(exclude_defaults=True).encode("utf-8")
         self.send_line(self._mac(not self._called, self._sent, data) + b" " + data)
         self._sent += 1
 
     def receive(self) -> list[Message]:
-        """What has arrived since the last call. The first line that is not what it should be closes the channel."""
+        """Returns what has arrived since the last call. The first line that is not what it should be closes the
+        channel."""
         messages = []
         for line in self.receive_lines():
-            message = None
-            if self._key is None:
-                if self._take_nonce(line):
-                    continue
-            else:
-                data = line[_MAC_BYTES + 1 :]
-                if hmac.compare_digest(line[:_MAC_BYTES], self._mac(self._called, self._received, data)):
-                    message = parse(data)
+            if not self._key and self._take_nonce(line):
+                continue
+            data = line[_MAC_BYTES + 1 :]
+            is_signed = hmac.compare_digest(line[:_MAC_BYTES], self._mac(self._called, self._received, data))
+            message = parse(data) if self._key and is_signed else None
             if message is None:
                 self.close()
                 break
@@ -85,13 +82,12 @@ class SignedChannel(Lines):
         return messages
 
     def _take_nonce(self, line: bytes) -> bool:
-        found = _FIRST_LINE.fullmatch(line)
-        if found is None:
+        match = _FIRST_LINE.fullmatch(line)
+        if match is None:
             return False
-        both = (found[1], self._nonce) if self._called else (self._nonce, found[1])
-        self._key = hmac.digest(self._secret, b"run_trainer launchers " + b" ".join(both), hashlib.sha256)
-        unsent, self._unsent = self._unsent, []
-        for message in unsent:
+        nonces = (match[1], self._nonce) if self._called else (self._nonce, match[1])
+        self._key = hmac.digest(self._secret, b"run_trainer launchers " + b" ".join(nonces), hashlib.sha256)
+        for message in self._unsent:
             self.send(message)
         return True
 
@@ -113,24 +109,12 @@ class _Caller:
         return str(ipaddress.ip_network(f"{address}/64", strict=False)) if ":" in address else address
 
 
-def _whom_to_drop(callers: list[_Caller], most: int) -> list[_Caller]:
-    """Those that are too many: always one of the network with the most callers, one that has sent no nonce before one
-    that has, and of these the one that has called first. So a flood from a few networks keeps no other one out."""
-    left, dropped = list(callers), []
-    counts = Counter(caller.network for caller in callers)
-    while len(left) > most:
-        worst = min(left, key=lambda caller: (-counts[caller.network], caller.channel.greeted))
-        counts[worst.network] -= 1
-        left.remove(worst)
-        dropped.append(worst)
-    return dropped
-
-
 class ControlListener:
     """Where other nodes call, and the callers that have not yet shown that they know the secret."""
 
     def __init__(self, listening: socket.socket, secret: bytes) -> None:
-        self._listening, self._secret = ListeningSocket(listening), secret
+        self._listening = ListeningSocket(listening)
+        self._secret = secret
         self._callers: list[_Caller] = []
         self._named: set[str] = set()
 
@@ -138,27 +122,37 @@ class ControlListener:
     def sources(self) -> list[SignedChannel | socket.socket]:
         return [*self._listening.sources, *(caller.channel for caller in self._callers)]
 
-    def accept(self, now: float) -> tuple[list[tuple[SignedChannel, Hello]], list[str]]:
-        """Nodes that have called, each with its first message; and addresses of strangers, each of them once."""
+    def accept(self, now: float) -> tuple[list[tuple[SignedChannel, Message]], list[str]]:
+        """Returns nodes that have called, each with its hello; and addresses of strangers, each of them once."""
         for connection, address in self._listening.accept(_MOST_UNIDENTIFIED):
             self._callers.append(_Caller(SignedChannel(connection, self._secret, True), str(address[0]), now))
-        nodes, waiting, dropped = [], [], []
+        nodes: list[tuple[SignedChannel, Message]] = []
+        waiting: list[_Caller] = []
+        strangers: list[str] = []
         for caller in self._callers:
             messages = caller.channel.receive()
-            if messages and isinstance(messages[0], Hello):
+            if messages and messages[0].kind == "hello":
                 nodes.append((caller.channel, messages[0]))
-                continue
-            late = now - caller.since > scaled(_HANDSHAKE_SECONDS)
-            (dropped if caller.channel.closed or late or messages else waiting).append(caller)
-        dropped += _whom_to_drop(waiting, _MOST_WHEN_STARVED if self._listening.starved else _MOST_UNIDENTIFIED)
-        self._callers = [caller for caller in waiting if caller not in dropped]
-        strangers = []
-        for caller in dropped:
-            caller.channel.close()
-            if caller.address not in self._named and len(self._named) < _MOST_NAMED:
-                self._named.add(caller.address)
-                strangers.append(caller.address)
+            elif messages or caller.channel.closed or now - caller.since > scaled(_HANDSHAKE_SECONDS):
+                strangers += self._drop(caller)
+            else:
+                waiting.append(caller)
+        counts = Counter(caller.network for caller in waiting)
+        # One of the network with most callers, and one without a nonce first: a flood keeps no other network out.
+        while len(waiting) > (_MOST_WHEN_STARVED if self._listening.starved else _MOST_UNIDENTIFIED):
+            worst = min(waiting, key=lambda caller: (-counts[caller.network], caller.channel.greeted))
+            counts[worst.network] -= 1
+            waiting.remove(worst)
+            strangers += self._drop(worst)
+        self._callers = waiting
         return nodes, strangers
+
+    def _drop(self, caller: _Caller) -> list[str]:
+        caller.channel.close()
+        if caller.address in self._named or len(self._named) == _MOST_NAMED:
+            return []
+        self._named.add(caller.address)
+        return [caller.address]
 
     def close(self) -> None:
         self._listening.close()
