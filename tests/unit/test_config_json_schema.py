@@ -13,7 +13,6 @@ from test_config_dump import FULL
 from test_config_places import SNIPPETS
 
 from trainer.config import json_schema
-from trainer.config.pynative import schema as newer_schema
 from trainer.config.read.json_schema import _all_sections
 from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document
@@ -160,8 +159,7 @@ def test_it_is_json_with_a_description_for_every_key_and_no_free_objects():
 def test_the_table_of_unsupported_keys_names_sections_once_and_known_types():
     path = Path(unsupported.__file__).with_suffix(".yaml")
     table, _ = parse_document(path.name, path.read_text(encoding="utf-8"))  # refuses a key that stands twice
-    newer = {name for name in vars(newer_schema) if name.startswith("Pynative")}
-    assert {*plain(table)} <= {kind.__name__ for kind in _all_sections()} | newer
+    assert {*plain(table)} <= {kind.__name__ for kind in _all_sections()}
     for section, kinds in plain(table).items():
         assert {*kinds} <= {"whole"} or {*kinds} <= {"ignored", "not_yet"}, section
         for name, annotation, default, support, reason in unsupported.unsupported_keys(section):

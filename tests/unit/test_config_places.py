@@ -318,6 +318,7 @@ def test_unknown_keys_name_the_nearest(text, key, fix):
         ("callbacks: [{per_print_times: 3}]\n", ["callbacks.0: the key type is missing", "CheckpointMonitor"]),
         ("train_dataset: {data_loader: {type: TextDatset}}\n", ["TextDatset", "you probably mean TextDataset"]),
         ("callbacks: [{type: 3}]\n", ["callbacks.0.type = 3"]),
+        ("grouped_lr_schedule: {default: {learning_rate: 1}}\n", ["a.yaml:1: ", "must be ConstantWarmUpLR, Linear"]),
         ("optimizer: {type: AdamWeightDecay}\n", ["optimizer.type = 'AdamWeightDecay': must be AdamW, SGD or Muon"]),
         ("model: {arch: {type: GPT}}\n", ["model.arch.type = 'GPT': must be LlamaForCausalLM, Qwen2ForCausalLM, "]),
     ],
@@ -327,7 +328,7 @@ def test_unknown_types_list_the_known_ones(text, parts):
     assert all(part in message for part in parts), message
 
 
-def test_an_unknown_type_that_resembles_one_names_that_one_only():
+def test_an_unknown_type_that_resembles_one_is_corrected_to_it():
     message = error_of("lr_schedule: {type: CosinWithWarmUpLR}\n")
     assert message.endswith("Fix: you probably mean CosineWithWarmUpLR.")
 

@@ -27,7 +27,7 @@ def findings(section: Section, path: str = "") -> Iterator[Finding]:
     for name, field in type(section).model_fields.items():
         value, key = getattr(section, name), f"{path}{field.alias or name}"
         support, reason = support_of(field)
-        if support != "supported" and not _neutral(value, field.get_default(call_default_factory=True)):
+        if support != "supported" and not is_neutral(value, field.get_default(call_default_factory=True)):
             yield Finding(key, value, support, reason)
         elif isinstance(value, Section):
             yield from _of_section(value, key)
@@ -37,8 +37,8 @@ def findings(section: Section, path: str = "") -> Iterator[Finding]:
                     yield from _of_section(item, f"{key}.{number}")
 
 
-def _neutral(value: Any, default: Any) -> bool:
-    """The default, or an empty value where the default says "off": files from elsewhere write '' or 'None' for null."""
+def is_neutral(value: Any, default: Any) -> bool:
+    """Whether a value is the default, or empty where the default says "off": others write '' or 'None' for null."""
     return value == default or (not default and value in (None, False, "", "None", [], {}))
 
 

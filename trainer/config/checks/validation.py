@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -10,10 +10,8 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
 from trainer.config.location import NOWHERE, SourceLocation
 from trainer.config.other_models import of_other_class
-from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of
+from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of, types_of
 from trainer.config.schema.root import Config
-
-Kind = TypeVar("Kind", bound=Section)
 
 _KINDS = {
     "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "True or False",
@@ -38,8 +36,7 @@ def validate(
     written: dict[str, str],
     *,
     told: bool = False,
-    kind: type[Kind] = Config,
-) -> tuple[Kind | None, list[Problem]]:
+) -> tuple[Config | None, list[Problem]]:
     """Validates plain values against the schema. `written` has the keys that the file writes under another name.
 
     Where problems have been `told` before, a section that they left nothing of is not reported again.
@@ -48,7 +45,7 @@ def validate(
         The configuration, without the wrong values where there are some (None where that is none), and the problems.
     """
     try:
-        return kind.model_validate(data), []
+        return Config.model_validate(data), []
     except ValidationError as error:
         findings: dict[tuple[str, ...], list[Any]] = {}
         for item in error.errors(include_url=False):
@@ -59,11 +56,11 @@ def validate(
         # Of a union's members only the problems of the nearest one are told: those that lie deepest.
         around = {path[:length] for path in findings for length in range(len(path))}
         deepest = [path for path in findings if path not in around]
-        problems = [_problem(path, findings[path], positions, written, kind) for path in deepest]
+        problems = [_problem(path, findings[path], positions, written) for path in deepest]
     for path in deepest:
         _remove(data, path)
     try:
-        return kind.model_validate(data), problems
+        return Config.model_validate(data), problems
     except ValidationError:
         return None, problems
 
@@ -105,7 +102,6 @@ def _problem(
     items: list[Any],
     positions: dict[str, SourceLocation],
     written: dict[str, str],
-    kind: type[Section],
 ) -> Problem:
     key = ".".join(path)
     around = (".".join(path[:length]) for length in range(len(path), 0, -1))
@@ -114,11 +110,11 @@ def _problem(
     if items[0]["type"] == "missing":
         return problem_at(place, key, "this key is required", f"add {path[-1]}: to it")
     value = items[0]["input"]
-    return problem_at(place, key, _rule(items, path, kind), _fix(path, items, value, kind), value)
+    return problem_at(place, key, _rule(items, path), _fix(path, items, value), value)
 
 
-def _rule(items: list[Any], path: tuple[str, ...], kind: type[Section]) -> str:
-    field = _declaration(path, kind)
+def _rule(items: list[Any], path: tuple[str, ...]) -> str:
+    field = _declaration(path)
     meanings = meanings_of(field) if field is not None else {}
     if meanings:
         return f"must be {one_of([f'{value} ({word})' for value, word in meanings.items()])}"
@@ -132,7 +128,10 @@ def _rule(items: list[Any], path: tuple[str, ...], kind: type[Section]) -> str:
         return f"must be {' and '.join(bounds)}"
     if kinds:
         return f"must be {one_of(list(dict.fromkeys(kinds)))}"
-    return items[0]["msg"][0].lower() + items[0]["msg"][1:]
+    if items[0]["type"] == "path":
+        return items[0]["msg"]
+    types = [name for each in shape_of(field).kinds for name in types_of(each)] if field is not None else []
+    return f"needs a type, which must be {one_of(types)}" if types else "has a value that is not possible here"
 
 
 def _literals(items: list[Any]) -> list[str]:
@@ -141,7 +140,7 @@ def _literals(items: list[Any]) -> list[str]:
     return [part.strip().strip("'") for text in expected for part in text.split(",")]
 
 
-def _fix(path: tuple[str, ...], items: list[Any], value: Any, kind: type[Section]) -> str:
+def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     types, names = {item["type"] for item in items}, _literals(items)
     if names and isinstance(value, str):
         if path[-2:] == ("arch", "type") and (unlike := of_other_class(value)):
@@ -154,7 +153,7 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, kind: type[Section
             return f"write {bare} without quotes"
         if "bool_type" in types and bare.lower() in ("yes", "no", "on", "off", "y", "n"):
             return f"write {bare.lower() in ('yes', 'on', 'y')}"
-    text, field = describe(path, kind) or "correct the value", _declaration(path, kind)
+    text, field = describe(path) or "correct the value", _declaration(path)
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
     kinds = [_KINDS.get(item["type"], "") for item in items]
@@ -165,18 +164,18 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any, kind: type[Section
     return f"write {one_of(list(dict.fromkeys(kinds)))}{shown}; {text}"
 
 
-def describe(path: tuple[str, ...], kind: type[Section] = Config) -> str:
+def describe(path: tuple[str, ...]) -> str:
     """The documentation of a key, for the fix of a message."""
-    field = _declaration(path, kind)
+    field = _declaration(path)
     if field is None:
-        return describe(path[:-1], kind) if path else ""
+        return describe(path[:-1]) if path else ""
     name = next(part for part in reversed(path) if not part.isdecimal())
     return f"{name}: {field.description}".rstrip(".")
 
 
-def _declaration(path: tuple[str, ...], schema: type[Section]) -> FieldInfo | None:
+def _declaration(path: tuple[str, ...]) -> FieldInfo | None:
     """The declaration of a key; None when there is none of this name."""
-    kinds: tuple[type[Section], ...] = (schema,)
+    kinds: tuple[type[Section], ...] = (Config,)
     field = None
     for part in path:
         if not part.isdecimal():

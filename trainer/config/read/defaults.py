@@ -207,6 +207,7 @@ def _from_grouped_schedule(found: Resolved) -> None:
         return  # which is an error: not yet supported
     del found.data[key]
     found.data.pop("lr_schedule", None)
+    found.positions["lr_schedule"] = found.positions[key]
     for name, value in default.items():
         _set(found, f"lr_schedule.{name}", value, key)
     text = f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule"

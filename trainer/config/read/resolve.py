@@ -51,8 +51,6 @@ _ABSENT = object()
 class Resolved:
     """Plain values under their main names, and what was met on the way."""
 
-    kind: type[Section] = Config
-    """The schema of the file."""
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, SourceLocation] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
@@ -61,10 +59,10 @@ class Resolved:
     notices: list[str] = field(default_factory=list)
 
 
-def resolve(root: Table, kind: type[Section] = Config) -> Resolved:
-    """Turns a tree into the values that the schema, a section of this kind, is then validated with."""
-    found = Resolved(kind)
-    found.data = _section(root, kind, "", found)
+def resolve(root: Table) -> Resolved:
+    """Turns a tree into the values that the schema is then validated with."""
+    found = Resolved()
+    found.data = _section(root, Config, "", found)
     return found
 
 
@@ -104,31 +102,30 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
 
 
 def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> Problem:
-    schema, is_one_of_many = found.kind, len(found.problems) > _GUESSED
+    is_one_of_many = len(found.problems) > _GUESSED
     guess = "" if is_one_of_many else nearest(name, list(yaml_names(kind)))
     if (same := _ELSEWHERE.get(name)) in yaml_names(kind):
         guess = same
-    homes = [home for home in sections_with(name, schema) if f"{home}." != re.sub(r"\.\d+\.", ".N.", path)]
+    homes = [home for home in sections_with(name) if f"{home}." != re.sub(r"\.\d+\.", ".N.", path)]
     if homes and guess.lower() != name.lower():
-        fix = f"write it in its section: {in_sections(name, homes, schema)}"
-    elif path and name in yaml_names(schema):
+        fix = f"write it in its section: {in_sections(name, homes)}"
+    elif path and name in yaml_names(Config):
         fix = f"write {name} at the top level"
     elif guess:
         fix = f"you probably mean {path}{guess}"
     else:
         known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "supported"]
         listed = f"the keys here are {', '.join(known)}"
-        is_short = len(known) <= _LISTED or schema is not Config
-        fix = f"remove it; {listed if is_short else '`run_trainer.py schema` lists all'}"
+        fix = f"remove it; {listed if len(known) <= _LISTED else '`run_trainer.py schema` lists all'}"
     rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
     return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess or is_one_of_many))
 
 
-def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
+def sections_with(name: str) -> list[str]:
     """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first. An
     item of a list is ``callbacks.N``."""
     homes: dict[str, bool] = {}
-    for path, info, _ in _keys_by_name(schema).get(name, ()):
+    for path, info, _ in _keys_by_name().get(name, ()):
         homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
     acting = [path for path, acts in homes.items() if acts]
     # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
@@ -136,16 +133,16 @@ def sections_with(name: str, schema: type[Section] = Config) -> list[str]:
     return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
 
 
-def in_sections(name: str, homes: Sequence[str], schema: type[Section] = Config, prefix: str = "") -> str:
+def in_sections(name: str, homes: Sequence[str], prefix: str = "") -> str:
     """A key in each of these sections, in words: ``callbacks.N.keep_best``, and which item of the list N is."""
     text = one_of([f"{prefix}{home}.{name}" for home in homes])
-    sections = [kind for path, _, kind in _keys_by_name(schema)[name] if path in homes and ".N" in path]
+    sections = [kind for path, _, kind in _keys_by_name()[name] if path in homes and ".N" in path]
     kinds = [types_of(kind)[0] for kind in sections if "type" in kind.model_fields and kind.support == "supported"]
     return f"{text}, where N is the place of {one_of(kinds)} in the list, from 0" if kinds else text
 
 
 @cache
-def _keys_by_name(schema: type[Section]) -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
+def _keys_by_name() -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
     """For each name of a key below the top level: where the sections with such a key are, its declaration there, and
     the section."""
     found: dict[str, list[tuple[str, FieldInfo, type[Section]]]] = {}
@@ -158,7 +155,7 @@ def _keys_by_name(schema: type[Section]) -> dict[str, list[tuple[str, FieldInfo,
             for each in shape.kinds:
                 walk(each, (*path, main, *(["N"] if shape.is_list else [])))
 
-    walk(schema, ())
+    walk(Config, ())
     found.pop("type", None)
     return found
 
@@ -213,9 +210,11 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
     if isinstance(name, str) and name in by_type:
         return {"type": name, **_section(table, by_type[name], f"{path}.", found)}
     guess = nearest(str(name or ""), list(by_type))
-    fix = f"you probably mean {guess}" if guess else f"write one of {one_of(list(by_type))}"
+    fix = f"you probably mean {guess}" if guess else "write one of these"
     if name:
-        found.problems.append(problem_at(place, f"{path}.type", "unknown type", fix, name))
+        rule = f"unknown type, which must be {one_of(list(by_type))}"
+        found.problems.append(problem_at(place, f"{path}.type", rule, fix, name))
     else:
-        found.problems.append(problem_at(entry.place, path, "the key type is missing", fix))
+        rule = f"the key type is missing, which must be {one_of(list(by_type))}"
+        found.problems.append(problem_at(entry.place, path, rule, fix))
     return _ABSENT

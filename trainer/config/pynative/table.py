@@ -1,0 +1,367 @@
+"""The newer schema of MindSpore Transformers' files as a table: key there, key here, default there, transform.
+
+Sections that are dictionaries there, such as ``model``, are taken as a whole: their keys are those of our section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+from trainer.config.notice import Notice
+from trainer.config.patterns import PatternError, read_pattern
+from trainer.config.pynative.work import Work
+from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
+
+Transform: TypeAlias = Callable[[Work, str], None]
+"""Sets keys here from the key there; it is called with that key, whether a file has it or not."""
+
+_MODEL = "model.model_config"
+_LEFT_TO_ADAMW = {"*word_embeddings*", "*output_layer*"}
+"""What Muon leaves to AdamW here, beside norms and biases."""
+_LATENT = {
+    "q_a_proj": ("self_attention.linear_q_down_proj", "self_attention.linear_qkv"),
+    "q_b_proj": ("self_attention.linear_q_up_proj", "self_attention.linear_qb"),
+    "kv_a_proj_with_mqa": ("self_attention.linear_kv_down_proj", "self_attention.linear_qkv"),
+    "kv_b_proj": ("self_attention.linear_kv_up_proj", "self_attention.linear_kvb"),
+}
+_ADAPTED = {
+    "q_proj": ("self_attention.linear_q", "self_attention.linear_qkv"),
+    "k_proj": ("self_attention.linear_k", "self_attention.linear_qkv"),
+    "v_proj": ("self_attention.linear_v", "self_attention.linear_qkv"),
+    "o_proj": ("self_attention.linear_proj",),
+    "gate_proj": ("mlp.gating", "mlp.linear_fc1"),
+    "up_proj": ("mlp.hidden", "mlp.linear_fc1"),
+    "down_proj": ("mlp.linear_fc2",),
+}
+"""Our matrices -> the modules there that hold them."""
+
+
+class Row(NamedTuple):
+    """A key of the newer schema that acts."""
+
+    key: str
+    kind: str  # the types of its value: int, float, bool, str, list, dict; null too where the default is None
+    new: str | Transform = ""  # the key here that has the same values
+    default: Any = None  # what MindSpore Transformers takes where a file leaves it out; None: nothing
+    when: str = ""  # the key there without whose value this one does nothing
+
+
+def _clipping(work: Work, key: str) -> None:
+    norm = work.values[key]
+    work.put("runner_wrapper.use_clip_grad", norm > 0, key)
+    if norm > 0:
+        work.put("runner_wrapper.max_grad_norm", norm, key)
+
+
+def _deterministic(work: Work, key: str) -> None:
+    if work.values[key]:
+        work.put("context.deterministic", "ON", key)
+
+
+def _save_path(work: Work, key: str) -> None:
+    path = work.values[key]
+    if path:
+        work.put("output_dir", path, key)
+        text = f"{key}: the run's folder; its checkpoints are in {path}/checkpoints"
+        work.made.notices.append(Notice(text, "parallel"))
+
+
+def _saving(work: Work, key: str) -> None:
+    """Saving is a callback here; without one a run saves at its end."""
+    callbacks = work.node("callbacks")
+    entries = list(callbacks.entries) if isinstance(callbacks, Items) else []
+    entries.append(Entry(tree({"type": "MFLossMonitor"}, work.place("callbacks")), work.place("callbacks")))
+    steps = work.values[key]
+    if not work.values["checkpoint.enable_save"]:
+        steps = 0
+        key = "checkpoint.enable_save"
+        work.made.notices.append(Notice(f"{key} False: the end of a run is saved all the same", "ignored"))
+    saver = Table({"type": Entry(tree("CheckpointMonitor"), work.place(key))})
+    settings = {"save_checkpoint_steps": (steps, key)}
+    settings["keep_checkpoint_max"] = (work.values["checkpoint.save_max"], "checkpoint.save_max")
+    if work.values["checkpoint.async_save"]:
+        settings["async_save"] = (True, "checkpoint.async_save")
+    for name, (value, source) in settings.items():
+        saver.own[name] = Entry(tree(value), work.place(source))
+        work.made.there[f"callbacks.{len(entries)}.{name}"] = source
+    entries.append(Entry(saver, work.place(key)))
+    work.put("callbacks", Items(entries), "callbacks")
+
+
+def _loading(work: Work, key: str) -> None:
+    if work.values[key]:
+        work.put("load_checkpoint", work.values[key], key)
+        if not work.values["checkpoint.no_load_optim"]:
+            work.put("resume_training", True, "checkpoint.no_load_optim")
+
+
+def _degree(new: str) -> Transform:
+    def transform(work: Work, key: str) -> None:
+        degree = work.values[key]
+        if degree is None:
+            return
+        work.put(new, degree, key)
+        if degree > 1:
+            for name, value in (("use_parallel", True), ("parallel.parallel_mode", 1)):
+                if name not in work.made.there:
+                    work.put(name, value, key)
+
+    return transform
+
+
+def _sharding(work: Work, key: str) -> None:
+    ranks = work.values[key]
+    if ranks < -1:
+        work.problem(key, "must be at least -1", "write -1 for all data-parallel ranks")
+    if ranks != 1:
+        work.put("parallel.enable_parallel_optimizer", True, key)
+    if ranks > 1:
+        text = f"{key} {ranks}: the optimizer state is shared by all data-parallel ranks"
+        work.made.notices.append(Notice(f"{text}; weights and gradients are whole on each", "parallel"))
+
+
+def _optimizer(work: Work, key: str) -> None:
+    table = work.table(key)
+    settings = work.values[key]
+    work.put_default(table, "type", "AdamW", f"{key}.type")
+    work.put_default(table, "weight_decay", 0.01, f"{key}.weight_decay")
+    if settings.get("type", "AdamW") == "AdamW":
+        work.put_default(table, "betas", [0.9, 0.95], f"{key}.betas")
+    if sorted(map(str, settings.get("adamw_include") or ())) == sorted(_LEFT_TO_ADAMW):
+        del table.own["adamw_include"]
+    work.put(key, table, key)
+
+
+def _schedule(work: Work, key: str) -> None:
+    """The schedule's length is that of the run, whatever the file says of it."""
+    table = work.table(key)
+    if work.values[key].get("type") is None:
+        fix = "add type: to it, for example CosineWithWarmUpLR"
+        work.problem(f"{key}.type", "this key is required", fix, place=work.place(key))
+        return
+    table.own.pop("total_steps", None)
+    work.put_default(table, "learning_rate", 1e-5, f"{key}.learning_rate")
+    work.put("lr_schedule", table, key)
+
+
+def _dataset(work: Work, key: str) -> None:
+    table = work.table(key)
+    if not table.own:
+        place = work.place("train_dataset")
+        work.problem(key, "there is no data to train on", "write dataloader: and its type below", place=place)
+        return
+    if work.values[key].get("type") == "MindDataset":
+        columns = table.own.pop("column_names", None)
+        columns = columns or Entry(tree(["input_ids", "labels"], work.place(key)), work.place(key))
+        work.put("train_dataset.input_columns", columns.node, f"{key}.column_names", place=columns.place)
+    for name in ("num_parallel_workers", "python_multiprocessing"):
+        table.own.pop(name, None)
+    work.put_default(table, "shuffle", False, f"{key}.shuffle")
+    work.put("train_dataset.data_loader", table, key)
+
+
+def _model(work: Work, key: str) -> None:
+    for name, entry in work.table(key).own.items():
+        work.put(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
+
+
+def _targets(work: Work, key: str) -> None:
+    wanted = work.values[key]
+    work.put(f"{_MODEL}.pet_config.target_modules", wanted, key)
+    adapted = _ADAPTED | (_LATENT if work.values["model"].get("multi_latent_attention") else {})
+    try:
+        pattern = read_pattern(wanted)
+    except PatternError as error:
+        work.problem(key, str(error), "write for example linear_qkv")
+        return
+    names = [
+        name
+        for name, modules in adapted.items()
+        if any(pattern.search(f"decoder.layers.0.{module}") for module in modules)
+    ]
+    if names:
+        work.put(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
+        work.made.notices.append(f"{key} {wanted}: {', '.join(names)} of every layer, each with an adapter of its own")
+
+
+def _recompute_mode(work: Work, key: str) -> None:
+    mode = work.values[key]
+    layers = {"full": "recompute.full_recompute_layer", "select": "recompute.select_module"}
+    if mode not in (None, "None", *layers):
+        work.problem(key, "must be None, full or select", "write full, and the layers in full_recompute_layer")
+    elif mode in layers and not work.values[layers[mode]]:
+        place = work.place(key)
+        work.problem(layers[mode], f"{key} {mode} needs it", "write layers, as [0-3]", place=place, has_value=False)
+
+
+def _recompute_layers(work: Work, key: str) -> None:
+    if work.values["recompute.mode"] == "full" and work.values[key]:
+        work.put("recompute_config.recompute", [str(layer) for layer in work.values[key]], key)
+
+
+def _recompute_modules(work: Work, key: str) -> None:
+    modules = work.values[key]
+    if work.values["recompute.mode"] != "select" or not modules:
+        return
+    if not all(isinstance(layers, list) for layers in modules.values()):
+        work.problem(key, "must have a list of layers for each module", "write layers, as [0-3]")
+        return
+    texts = {name: [str(layer) for layer in layers] for name, layers in modules.items()}
+    work.put("recompute_config.select_recompute", texts, key)
+
+
+def _context(work: Work, key: str) -> None:
+    """Execution mode 1 is what this trainer does anyway."""
+    table = work.table(key)
+    written = dict(table.own)
+    work.put_default(table, "device_target", "Ascend", f"{key}.device_target")
+    if plain(table.own["device_target"].node) == "Ascend":
+        work.put_default(table, "max_device_memory", "59GB", f"{key}.max_device_memory")
+    for name, entry in table.own.items():
+        if name != "mode":
+            is_written = name in written and not is_null(written[name].node)
+            work.put(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)
+
+
+def _local_norm(work: Work, key: str) -> None:
+    if work.values[key]:
+        work.put("runner_wrapper.local_norm", True, key)
+
+
+def _tensorboard(work: Work, key: str) -> None:
+    """Everything that this trainer has a tag for is written."""
+    if work.values[key]:
+        work.put("tensorboard.tensorboard_dir", work.values[key], key)
+        for name in ("loss_scale", "timers"):
+            work.put(f"tensorboard.log_{name}_to_tensorboard", True, key)
+
+
+ROWS = (
+    Row("training.seed", "int", "seed", 42),
+    Row("training.steps", "int", "runner_config.max_steps", 1000),
+    Row("training.local_batch_size", "int", "runner_config.batch_size", 1),
+    Row("training.global_batch_size", "int", "runner_config.global_batch_size", 1),
+    Row("training.max_norm", "float", _clipping, 1.0),
+    Row("training.deterministic", "bool", _deterministic, False),
+    Row("checkpoint.enable_save", "bool", "", True),
+    Row("checkpoint.save_path", "str", _save_path, ""),
+    Row("checkpoint.save_max", "int", "", 5),
+    Row("checkpoint.async_save", "bool", "", False),
+    Row("checkpoint.save_interleaved_steps", "int", _saving, 1000),
+    Row("checkpoint.no_load_optim", "bool", "", False),
+    Row("checkpoint.load_path", "str", _loading, ""),
+    Row("parallelism.tensor_parallel", "int", _degree("parallel_config.model_parallel")),
+    Row("parallelism.context_parallel", "int", _degree("parallel_config.context_parallel")),
+    Row("parallelism.pipeline_parallel", "int", _degree("parallel_config.pipeline_stage")),
+    Row("parallelism.expert_parallel", "int", _degree("parallel_config.expert_parallel")),
+    Row("parallelism.pipeline_parallel_interleave_num", "int", f"{_MODEL}.pp_interleave_num"),
+    Row("parallelism.data_parallel_shard", "int", _sharding, -1),
+    Row("optimizer", "dict", _optimizer, {}),
+    Row("lr_scheduler", "dict", _schedule, {}),
+    Row("train_dataset.dataloader", "dict", _dataset, {}),
+    Row("train_dataset.drop_remainder", "bool", "train_dataset.drop_remainder", True),
+    Row("model", "dict", _model, {}),
+    Row("lora_config.target_modules", "str", _targets, "", "lora_config"),
+    Row("lora_config.lora_rank", "int", f"{_MODEL}.pet_config.lora_rank", 8, "lora_config"),
+    Row("lora_config.lora_alpha", "float", f"{_MODEL}.pet_config.lora_alpha", 16.0, "lora_config"),
+    Row("lora_config.lora_dropout", "float", f"{_MODEL}.pet_config.lora_dropout", 0.0, "lora_config"),
+    Row("recompute.mode", "str", _recompute_mode),
+    Row("recompute.full_recompute_layer", "list", _recompute_layers),
+    Row("recompute.select_module", "dict", _recompute_modules),
+    Row("context", "dict", _context, {}),
+    Row("callbacks", "list", "", []),  # which saving adds to
+    Row("monitor.train_state.local_norm", "bool|str|list", _local_norm, ""),
+    Row("monitor.tensorboard.output_dir", "str", _tensorboard, ""),
+    Row("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, "monitor.tensorboard.output_dir"),
+    Row("monitor.tensorboard.queue_size", "int", "tensorboard.tensorboard_queue_size", 1000,
+        "monitor.tensorboard.output_dir"),
+    Row("profiler.enable_profiling", "bool", "profile", False, "profiler.enable_profiling"),
+    Row("profiler.start_step", "int", "profile_start_step", 1, "profiler.enable_profiling"),
+    Row("profiler.end_step", "int", "profile_stop_step", 1, "profiler.enable_profiling"),
+    Row("profiler.output_path", "str", "profile_output", None, "profiler.enable_profiling"),
+    Row("profiler.profiler_rank", "list", "profile_rank_ids", None, "profiler.enable_profiling"),
+    Row("profiler.profiler_level", "int", "profiler_level", 0, "profiler.enable_profiling"),
+    Row("profiler.mstx", "bool", "mstx", False, "profiler.enable_profiling"),
+    Row("profiler.profile_memory", "bool", "profile_memory", False, "profiler.enable_profiling"),
+    Row("profiler.with_stack", "bool", "with_stack", True, "profiler.enable_profiling"),
+)  # fmt: skip
+
+IGNORED = {
+    "a checkpoint is the folder step-NNNNNNNN": {"checkpoint.prefix": "checkpoint"},
+    "every checkpoint can be resumed from": {"checkpoint.no_save_optim": False},
+    "rank 0 writes the weights, once": {
+        "checkpoint.remove_redundancy": False, "checkpoint.save_global_layout_cache": True,
+    },
+    "a checkpoint loads on any number of ranks": {
+        "checkpoint.load_balanced": False, "checkpoint.load_worker_number": 1, "checkpoint.reshard_worker_num": 1,
+    },
+    "every rank has whole weights and gradients; optimizer state alone is shared": {
+        "parallelism.data_parallel_shard_strategy": "optim_grads_params",
+        "parallelism.reshard_after_forward_policy": "default",
+        "parallelism.cpu_offload": False,
+        "parallelism.dense_fsdp_shard_size": None,
+    },
+    "the loss is always divided by the valid tokens of all ranks": {"parallelism.disable_gradient_division": True},
+    "it changes how a sequence is exchanged, not what is computed": {
+        "parallelism.context_parallel_method": "colossal",
+        "parallelism.context_parallel_async": False,
+        "parallelism.ulysses_degree_in_cp": None,
+        "parallelism.context_parallel_mask_type": "causal",
+    },
+    "a pipeline is cut by pipeline_stage and micro_batch_num alone": {
+        "parallelism.pipeline_parallel_layers_per_stage": "auto",
+        "parallelism.pipeline_parallel_schedule": "1f1b",
+        "parallelism.pipeline_parallel_microbatch_size": 1,
+        "parallelism.pipeline_parallel_overlap_p2p": False,
+        "parallelism.pipeline_parallel_overlap_b_f": False,
+        "parallelism.pipeline_parallel_enable_dxdw_split": False,
+        "parallelism.pipeline_parallel_p2p_transport": "plain",
+    },
+    "tensor parallelism cuts products alone": {
+        "parallelism.sequence_parallel": False, "parallelism.enable_mc2": False,
+        "parallelism.enable_loss_parallel": False,
+    },
+    "semi-automatic mode sends tokens to the ranks of their experts, by alltoall": {
+        "parallelism.npu_nums_per_device": 8, "parallelism.moe_token_dispatcher_type": "alltoall",
+        "parallelism.expert_parallel_async_d2h": False,
+    },
+    "an expert without tokens needs none": {"parallelism.expert_parallel_use_safe_tokens": True},
+    "micro-batches are prepared by one background thread of this process": {
+        "train_dataset.num_parallel_workers": 8, "train_dataset.prefetch_size": 1, "train_dataset.numa_enable": False,
+    },
+    "every rank reads sequences of its own": {
+        "train_dataset.use_distribute_dataset": False, "use_remove_redundant_dataset": False,
+    },
+    "the loss and the norms are those of the whole batch, over all ranks": {
+        "monitor.train_state.local_loss": False, "monitor.train_state.device_norm": False,
+        "monitor.train_state.device_loss": False,
+    },
+    "MindSpore Transformers does not read it either": {
+        "monitor.health_checkpoint.embedding_local_norm_threshold": 100.0,
+        "monitor.health_checkpoint.global_norm_skip_threshold": 100.0,
+        "monitor.health_checkpoint.global_norm_skip_time": 10,
+    },
+    "callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl": {
+        "monitor.moe_monitor.save_tokens_per_expert_interval": None, "monitor.moe_monitor.target_layers": None,
+    },
+    "what the host does is always in the profile": {"profiler.profile_cpu": True},
+    "a part of a block is computed again as a whole": {"recompute.exclude_op": None},
+    "a part of a block is computed again with its communication": {
+        "recompute_comm.enable": False, "recompute_comm.select_module": None,
+    },
+    "only Ascend devices have it": {
+        "swap.enable": False, "swap.default_prefetch": 1, "swap.layer_swap": None, "swap.op_swap": None,
+    },
+    "A is drawn by the seed and B is zero, so that training starts from the base model": {
+        "lora_config.lora_a_std": 0.01, "lora_config.lora_b_std": 0.0,
+    },
+    "its trainer evaluates nothing": {"eval_dataset": None},
+}  # fmt: skip
+"""Reason -> keys that change nothing, with their defaults; another value gives a notice."""
+
+REFUSED = {
+    "every step has global_batch_size sequences; leave it out": {"training.rampup_batch_size": None},
+    "leave them out of target_modules": {"lora_config.exclude_layers": None},
+}
+"""Reason -> keys that would change the results, with the default that they may have."""
