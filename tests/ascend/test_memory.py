@@ -7,7 +7,10 @@ from collections.abc import Callable
 import pytest
 from ascend_cases import DENSE, EXPERTS, on_ascend
 
+from trainer.config import parse_config
 from trainer.dryrun.process import Measurement
+from trainer.dryrun.report import planned_bytes
+from trainer.parallel.world import SINGLE_PROCESS
 
 Bench = Callable[[str], Measurement]
 
@@ -20,6 +23,7 @@ LATENT = {
     "multi_latent_attention": True, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16, "v_head_dim": 32,
 }  # fmt: skip
+PLAIN = {"float32": {"compute_dtype": "float32"}, "heads of 24": {"head_dim": 24}}
 CASES = {
     "32k tokens": on_ascend(DENSE, EAGER, model=LONG),
     "32k tokens in documents": on_ascend(DENSE, EAGER, model=LONG, documents=40),
@@ -34,6 +38,8 @@ CASES = {
         model={"tie_word_embeddings": True},
     ),
 }  # fmt: skip
+ONE_BATCH = {"runner_config": {"gradient_accumulation_steps": 1}}
+CASES |= {name: on_ascend(DENSE, ONE_BATCH, model=changes | {"seq_length": 1024}) for name, changes in PLAIN.items()}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,3 +54,10 @@ def test_long_sequences_need_no_square_of_memory(bench: Bench, name: str) -> Non
     """A mask of tokens x tokens alone would take 1 GiB, and logits in float32 4 GiB. A layer of 128 numbers keeps about
     8 kB a token, 256 MiB; a piece of the loss computes with some tensors of 64 MiB; the rest is small."""
     assert bench(name).peak_bytes < 1 << 30
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_attention_saves_no_scores_of_later_keys(bench: Bench, name: str) -> None:
+    """The plan counts ten sixteenths of the probabilities: each quarter of the tokens has the keys up to its end."""
+    planned = planned_bytes(parse_config(name, CASES[name].case.config), SINGLE_PROCESS)
+    assert bench(name).peak_bytes == pytest.approx(planned, rel=0.05)

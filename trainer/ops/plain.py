@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from trainer.config import ModelConfig
 
 
+_QUARTERS = 4
+"""Parts of a sequence whose scores `Attention` computes by themselves."""
+
+
 def shard_operators(cell: nn.Cell, axes: Mapping[str, str], **degrees: int) -> None:
     """Gives operators of a cell their strategies.
 
@@ -248,9 +252,11 @@ class SwiGLU(Sharded):
 
 
 class Attention(Sharded):
-    """softmax(scale q k^T + bias) v for grouped query heads, without repeating keys and values.
+    """softmax(scale q k^T + bias) v for grouped query heads, causal, without repeating keys and values.
 
     The rows of the scores [B, K, T*G, T] of a key head are those of the G query heads that share it, token by token.
+    No query sees a later key, so the scores of a quarter of the tokens have the keys up to its end alone. That saves
+    three eighths of the work and of the memory.
 
     Args:
         heads, kv_heads, head_size: H, K, d.
@@ -262,8 +268,9 @@ class Attention(Sharded):
     """
 
     axes: ClassVar = {
-        "scale": "dt,", "to_heads": "d.t.", "from_heads": "dt..", "score mix": "dt..,dt..",
-        "add_bias": "dt...,d....", "softmax": "dt..", "drop": "dt..,dt..",
+        "scale": "dt,", "to_heads": "d.t.", "from_heads": "dt..", "score mix": "dt..,dt..", "cut": "dt..",
+        "join": "dt..,dt..,dt..,dt..", "cut_bias": "d....", "add_bias": "dt...,d....", "softmax": "dt..",
+        "drop": "dt..,dt..",
     }  # fmt: skip
 
     def __init__(
@@ -276,26 +283,54 @@ class Attention(Sharded):
         self.reshape, self.cast, self.to_heads, self.from_heads = P.Reshape(), P.Cast(), P.Transpose(), P.Transpose()
         self.scale, self.score, self.add_bias = P.Mul(), P.BatchMatMul(transpose_b=True), P.Add()
         self.softmax, self.drop, self.mix, self.draw = P.Softmax(), P.Mul(), P.BatchMatMul(), draw
+        self.cut, self.cut_bias, self.join = SplitWithSize(), SplitWithSize(), P.Concat(2)
 
     def construct(self, q_NC, k_NK, v_NK, bias_B1TT, more_mask, dropout):
         rows, length = bias_B1TT.shape[0], bias_B1TT.shape[2]
         group = self.heads // self.kv_heads
-        of_scores = (rows, self.kv_heads, length * group, length)
         bias = ops.stop_gradient(self.reshape(bias_B1TT, (rows, 1, length, 1, length)))
         q, k, v = self.split(self.scale(q_NC, self.factor), rows), self.split(k_NK, rows), self.split(v_NK, rows)
-        q = self.reshape(q, (rows, self.kv_heads, -1, k.shape[3]))
-        scores = self.reshape(self.rounded(self.score(q, k)), (rows, self.kv_heads, length, group, length))
-        probabilities = self.rounded(self.softmax(self.reshape(self.add_bias(scores, bias), of_scores)))
+        q = self.reshape(q, (rows, self.kv_heads, length * group, k.shape[3]))
+        mask = None
         if dropout is not None:
+            of_scores = (rows, self.kv_heads, length * group, length)
             mask = self.reshape(dropout, of_scores) if self.draw is None else self.draw(dropout)
-            probabilities = self.drop(probabilities, ops.stop_gradient(mask))
-        out = self.reshape(self.mix(self.cast(probabilities, self.dtype), v), (rows, self.kv_heads, length, -1))
+            mask = ops.stop_gradient(mask)
+        out = self.attend(q, k, v, bias, mask) if length < _QUARTERS else self.in_quarters(q, k, v, bias, mask)
+        out = self.reshape(out, (rows, self.kv_heads, length, group * self.value_size))
         return self.reshape(self.from_heads(out, (0, 2, 1, 3)), (rows * length, self.heads * self.value_size))
 
     def split(self, x_NC, rows):
         """[B*T, K*w] -> [B, K, T, w], w being the columns of all query heads that share a key head."""
         width = x_NC.shape[1] // self.kv_heads
         return self.to_heads(self.reshape(x_NC, (rows, -1, self.kv_heads, width)), (0, 2, 1, 3))
+
+    def in_quarters(self, q, k, v, bias, mask):
+        """Each quarter of the tokens with the keys up to its end; the last one has what is left of a division."""
+        length, group = k.shape[2], self.heads // self.kv_heads
+        quarter = length // _QUARTERS
+        sizes = (quarter, quarter, quarter, length - 3 * quarter)
+        of_rows = (quarter * group, quarter * group, quarter * group, sizes[3] * group)
+        q_parts, bias_parts = self.cut(q, of_rows, 2), self.cut_bias(bias, sizes, 2)
+        mask_parts = (None,) * _QUARTERS if mask is None else self.cut(mask, of_rows, 2)
+        out = ()
+        for part in range(_QUARTERS - 1):
+            keys = ((part + 1) * quarter, length - (part + 1) * quarter)
+            k_part, v_part = self.cut(k, keys, 2)[0], self.cut(v, keys, 2)[0]
+            bias_part = self.cut_bias(bias_parts[part], keys, 4)[0]
+            mask_part = None if mask is None else self.cut(mask_parts[part], keys, 3)[0]
+            out += (self.attend(q_parts[part], k_part, v_part, bias_part, mask_part),)
+        return self.join((*out, self.attend(q_parts[3], k, v, bias_parts[3], mask_parts[3])))
+
+    def attend(self, q, k, v, bias, mask):
+        """[B, K, q*G, width of values] of q tokens and s keys, whose bias is [B, 1, q, 1, s]."""
+        scores = self.rounded(self.score(q, k))
+        by_token = (q.shape[0], self.kv_heads, bias.shape[2], self.heads // self.kv_heads, bias.shape[4])
+        biased = self.add_bias(self.reshape(scores, by_token), bias)
+        probabilities = self.rounded(self.softmax(self.reshape(biased, scores.shape)))
+        if mask is not None:
+            probabilities = self.drop(probabilities, mask)
+        return self.mix(self.cast(probabilities, self.dtype), v)
 
     def rounded(self, x):
         return self.cast(self.cast(x, self.softmax_dtype), mstype.float32)

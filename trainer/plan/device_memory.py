@@ -33,7 +33,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import local_settings
 from trainer.plan.division import Held, held_parts, micro_batch_tokens
-from trainer.plan.graph_memory import graph_memory
+from trainer.plan.graph_memory import graph_memory, is_flash, kept_scores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -244,9 +244,9 @@ def _constants(settings: ModelConfig, tokens: int, half: bool) -> int:
     """Bytes of the position tables and masks that a block is given."""
     columns = (settings.num_heads + settings.kv_heads) * settings.head_size
     tables = 8 * (2 * settings.head_size if settings.use_fused_rope else columns)
-    if settings.use_flash_attention and half and settings.head_size % 16 == 0:
+    if is_flash(settings, half):
         return tokens * tables + _FLASH_MASK_BYTES
-    return tokens * (tables + 3 * settings.num_heads * settings.seq_length)
+    return tokens * (tables + 4 * settings.seq_length)
 
 
 def _kept_of_layer(
@@ -271,10 +271,10 @@ def _kept_of_layer(
         heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)
     else:
         heads = (width + 2 * width * spec.head_norm) * (queries + keys) + width * keys
-    if settings.use_flash_attention and half:
+    if is_flash(settings, half):
         scores = spec.heads * 64  # largest score and sum of the softmax, eight times each
     else:
-        scores = spec.heads * settings.seq_length * 4
+        scores = kept_scores(spec.heads, settings.seq_length, width)
     if sequence_ranks > 1:  # in the order of the sequence, up to the last token of either half of the rank's tokens
         scores += (2 * sequence_ranks + 1) * keys * width
     # What dropout leaves of the input of an adapter. Those of the feed-forward layer are not counted.

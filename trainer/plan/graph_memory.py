@@ -90,7 +90,7 @@ def graph_memory(
     again = recomputed_parts(config)
     again += again[-1:] * modules
     chunks, is_last = chunks_of(config, degrees, stage), stage == degrees.pipeline_stage - 1
-    mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if _is_flash(settings, half) else 4)
+    mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if is_flash(settings, half) else 4)
     keeps_gathered = shares and sharing_level(config) != "level3"
     copies = kept = working = 0
     for chunk in chunks:
@@ -184,8 +184,9 @@ def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, in
     return found
 
 
-def _is_flash(settings: ModelConfig, half: bool) -> bool:
-    return settings.use_flash_attention and half
+def is_flash(settings: ModelConfig, half: bool) -> bool:
+    """Whether the fused operator computes attention, which saves no probabilities."""
+    return settings.use_flash_attention and half and settings.head_size % 16 == 0
 
 
 def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str, Sublayer]:
@@ -221,8 +222,18 @@ def _heads(settings: ModelConfig, half: bool) -> int:
     else:  # what enters the norm of a head is float32
         heads = (width + _FLOAT32_BYTES * spec.head_norm) * (queries + keys) + width * keys
     # Of the softmax the largest score and the sum, eight times each.
-    scores = spec.heads * (64 if _is_flash(settings, half) else 2 * _FLOAT32_BYTES * settings.seq_length)
+    scores = spec.heads * 64
+    if not is_flash(settings, half):
+        scores = kept_scores(spec.heads, settings.seq_length, width)
     return heads + width * values + scores
+
+
+def kept_scores(heads: int, length: int, width: int) -> int:
+    """Returns the bytes that plain attention saves of a token's probabilities, in float32 and in a product's dtype.
+
+    Each quarter of the tokens has the keys up to its end: ten sixteenths of all.
+    """
+    return heads * length * (4 + width * (width < 4)) * 10 // 16
 
 
 def _experts(settings: ModelConfig, width: int, share: int) -> int:
