@@ -6,7 +6,11 @@ Sections that are dictionaries there, such as ``model``, are taken as a whole: t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
+
+import yaml
 
 from trainer.config.notice import Notice
 from trainer.config.patterns import PatternError, read_pattern
@@ -287,81 +291,15 @@ ROWS = (
     Row("profiler.with_stack", "bool", "with_stack", True, "profiler.enable_profiling"),
 )  # fmt: skip
 
-IGNORED = {
-    "a checkpoint is the folder step-NNNNNNNN": {"checkpoint.prefix": "checkpoint"},
-    "every checkpoint can be resumed from": {"checkpoint.no_save_optim": False},
-    "rank 0 writes the weights, once": {
-        "checkpoint.remove_redundancy": False, "checkpoint.save_global_layout_cache": True,
-    },
-    "a checkpoint loads on any number of ranks": {
-        "checkpoint.load_balanced": False, "checkpoint.load_worker_number": 1, "checkpoint.reshard_worker_num": 1,
-    },
-    "every rank has whole weights and gradients; optimizer state alone is shared": {
-        "parallelism.data_parallel_shard_strategy": "optim_grads_params",
-        "parallelism.reshard_after_forward_policy": "default",
-        "parallelism.cpu_offload": False,
-        "parallelism.dense_fsdp_shard_size": None,
-    },
-    "the loss is always divided by the valid tokens of all ranks": {"parallelism.disable_gradient_division": True},
-    "it changes how a sequence is exchanged, not what is computed": {
-        "parallelism.context_parallel_method": "colossal",
-        "parallelism.context_parallel_async": False,
-        "parallelism.ulysses_degree_in_cp": None,
-        "parallelism.context_parallel_mask_type": "causal",
-    },
-    "a pipeline is cut by pipeline_stage and micro_batch_num alone": {
-        "parallelism.pipeline_parallel_layers_per_stage": "auto",
-        "parallelism.pipeline_parallel_schedule": "1f1b",
-        "parallelism.pipeline_parallel_microbatch_size": 1,
-        "parallelism.pipeline_parallel_overlap_p2p": False,
-        "parallelism.pipeline_parallel_overlap_b_f": False,
-        "parallelism.pipeline_parallel_enable_dxdw_split": False,
-        "parallelism.pipeline_parallel_p2p_transport": "plain",
-    },
-    "tensor parallelism cuts products alone": {
-        "parallelism.sequence_parallel": False, "parallelism.enable_mc2": False,
-        "parallelism.enable_loss_parallel": False,
-    },
-    "semi-automatic mode sends tokens to the ranks of their experts, by alltoall": {
-        "parallelism.npu_nums_per_device": 8, "parallelism.moe_token_dispatcher_type": "alltoall",
-        "parallelism.expert_parallel_async_d2h": False,
-    },
-    "an expert without tokens needs none": {"parallelism.expert_parallel_use_safe_tokens": True},
-    "micro-batches are prepared by one background thread of this process": {
-        "train_dataset.num_parallel_workers": 8, "train_dataset.prefetch_size": 1, "train_dataset.numa_enable": False,
-    },
-    "every rank reads sequences of its own": {
-        "train_dataset.use_distribute_dataset": False, "use_remove_redundant_dataset": False,
-    },
-    "the loss and the norms are those of the whole batch, over all ranks": {
-        "monitor.train_state.local_loss": False, "monitor.train_state.device_norm": False,
-        "monitor.train_state.device_loss": False,
-    },
-    "MindSpore Transformers does not read it either": {
-        "monitor.health_checkpoint.embedding_local_norm_threshold": 100.0,
-        "monitor.health_checkpoint.global_norm_skip_threshold": 100.0,
-        "monitor.health_checkpoint.global_norm_skip_time": 10,
-    },
-    "callback_moe_droprate writes load_imbalance of every layer into metrics.jsonl": {
-        "monitor.moe_monitor.save_tokens_per_expert_interval": None, "monitor.moe_monitor.target_layers": None,
-    },
-    "what the host does is always in the profile": {"profiler.profile_cpu": True},
-    "a part of a block is computed again as a whole": {"recompute.exclude_op": None},
-    "a part of a block is computed again with its communication": {
-        "recompute_comm.enable": False, "recompute_comm.select_module": None,
-    },
-    "only Ascend devices have it": {
-        "swap.enable": False, "swap.default_prefetch": 1, "swap.layer_swap": None, "swap.op_swap": None,
-    },
-    "A is drawn by the seed and B is zero, so that training starts from the base model": {
-        "lora_config.lora_a_std": 0.01, "lora_config.lora_b_std": 0.0,
-    },
-    "its trainer evaluates nothing": {"eval_dataset": None},
-}  # fmt: skip
-"""Reason -> keys that change nothing, with their defaults; another value gives a notice."""
 
-REFUSED = {
-    "every step has global_batch_size sequences; leave it out": {"training.rampup_batch_size": None},
-    "leave them out of target_modules": {"lora_config.exclude_layers": None},
-}
-"""Reason -> keys that would change the results, with the default that they may have."""
+@cache
+def unused_keys() -> dict[str, tuple[str, Any, bool]]:
+    """Returns key -> reason, default, and whether another value is refused, for the keys that change nothing."""
+    with (Path(__file__).parent / "unused.yaml").open(encoding="utf-8") as file:
+        table = yaml.safe_load(file)
+    return {
+        key: (reason, default, kind == "refused")
+        for kind, reasons in table.items()
+        for reason, keys in reasons.items()
+        for key, default in keys.items()
+    }

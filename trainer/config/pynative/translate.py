@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from trainer.config.checks.problem import Problem, nearest, problem_at
 from trainer.config.checks.unsupported import Finding, ignored_texts, is_neutral
 from trainer.config.location import SourceLocation
 from trainer.config.notice import Notice
-from trainer.config.pynative.table import IGNORED, REFUSED, ROWS, Row
+from trainer.config.pynative.table import ROWS, Row, unused_keys
 from trainer.config.pynative.work import Translation, Work
 from trainer.config.read.nodes import Table, is_null, plain
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
 
-_UNUSED = {key: (reason, default) for table in (IGNORED, REFUSED) for reason, keys in table.items()
-           for key, default in keys.items()}  # fmt: skip
-_KEYS = (*(row.key for row in ROWS), *_UNUSED)
-_SECTIONS = {key[:at] for key in _KEYS for at, letter in enumerate(key) if letter == "."}
 _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "int": ((int,), "an integer"), "float": ((int, float), "a number"), "bool": ((bool,), "True or False"),
     "str": ((str,), "a string"), "list": ((list,), "a list"), "dict": ((dict,), "a section"),
@@ -29,8 +26,16 @@ def is_key_there(key: str) -> bool:
     first, _, rest = key.partition(".")
     if first in ("model", "recompute"):
         return bool(rest) and rest.split(".")[0] not in ("arch", "model_config", "classifier")
-    is_section = any(known.split(".")[0] == first for known in _KEYS)
-    return key.startswith("train_dataset.dataloader") or (is_section and first not in yaml_names(Config))
+    keys, sections = _keys()
+    return key.startswith("train_dataset.dataloader") or (first in keys | sections and first not in yaml_names(Config))
+
+
+@cache
+def _keys() -> tuple[frozenset[str], frozenset[str]]:
+    """Returns the keys of the schema, and its sections."""
+    keys = [*(row.key for row in ROWS), *unused_keys()]
+    sections = [key[:at] for key in keys for at, letter in enumerate(key) if letter == "."]
+    return frozenset(keys), frozenset(sections)
 
 
 def translate(name: str, root: Table) -> Translation:
@@ -73,13 +78,13 @@ def _checked(work: Work, row: Row) -> Any:
 def _note_unused(work: Work) -> None:
     """Notes the keys that change nothing, and refuses those that would change the results."""
     found = []
-    for key, (reason, default) in _UNUSED.items():
+    for key, (reason, default, is_refused) in unused_keys().items():
         if key not in work.entries:
             continue
         value = plain(work.entries[key].node)
         if is_neutral(value, default):
             continue
-        if reason in REFUSED:
+        if is_refused:
             work.problem(key, "cannot be translated", reason)
         else:
             found.append((Finding(key, value, "ignored", reason), work.place(key).text, key))
@@ -88,24 +93,26 @@ def _note_unused(work: Work) -> None:
 
 def _read(work: Work, table: Table, path: str) -> None:
     """Finds the keys of the table in a section of the file; others are problems."""
+    keys, sections = _keys()
     for name, entry in table.entries().items():
         key = f"{path}{name}"
-        if key in _SECTIONS and isinstance(entry.node, Table):
+        if key in sections and isinstance(entry.node, Table):
             work.entries[key] = entry
             _read(work, entry.node, f"{key}.")
-        elif key in _SECTIONS and not is_null(entry.node):
+        elif key in sections and not is_null(entry.node):
             fix = f"write {name}: and its keys indented below"
             work.made.problems.append(problem_at(entry.place, key, "must be a section", fix, plain(entry.node)))
-        elif key in _KEYS:
+        elif key in keys:
             work.entries[key] = entry
-        elif key not in _SECTIONS:
+        elif key not in sections:
             work.made.problems.append(_unknown(path, name, entry.place))
 
 
 def _unknown(path: str, name: str, place: SourceLocation) -> Problem:
-    known = dict.fromkeys(key[len(path) :].split(".")[0] for key in _KEYS if key.startswith(path))
+    keys = sorted(_keys()[0])
+    known = dict.fromkeys(key[len(path) :].split(".")[0] for key in keys if key.startswith(path))
     acting = dict.fromkeys(row.key[len(path) :].split(".")[0] for row in ROWS if row.key.startswith(path))
-    homes = [key for key in _KEYS if key.endswith(f".{name}")]
+    homes = [key for key in keys if key.endswith(f".{name}")]
     guess = nearest(name, list(known))
     fix = f"remove it; the keys here are {', '.join(acting)}" if acting else "remove it"
     if guess:
