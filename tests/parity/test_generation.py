@@ -11,8 +11,10 @@ from tolerances import decoder_limits
 
 from trainer.arrays import tiles
 from trainer.arrays.attention import cache as kv_cache
-from trainer.models import generate
-from trainer.models.generate import ArrayPredictor, DeviceParts, Generator
+from trainer.models import array_parts, generate
+from trainer.models.array_parts import ArrayParts
+from trainer.models.cell_parts import CellParts
+from trainer.models.generate import Generator
 
 pytestmark = pytest.mark.slow
 
@@ -75,14 +77,14 @@ def logits_of(made: TinyTrainer, kind: type) -> np.ndarray:
 def test_a_pass_on_arrays_gives_the_numbers_of_tensors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts as a whole; and in pieces, which end within and after a prompt, with threads that share every product."""
     made = with_large_weights(TinyTrainer(**MODELS[name]))
-    whole = logits_of(made, ArrayPredictor)
+    whole = logits_of(made, ArrayParts)
     with monkeypatch.context() as patch:
         patch.setattr(generate, "_MOST_PROMPT_TOKENS", 4)
-        for module in (tiles, kv_cache, generate):
+        for module in (tiles, kv_cache, array_parts):
             patch.setattr(module, "_SHARED_WORK", 0)
         patch.setattr(tiles, "_SHARED_COLUMNS", 1)
-        pieces = logits_of(made, ArrayPredictor)
-    right = logits_of(with_large_weights(TinyTrainer(compiled=False, **MODELS[name])), DeviceParts)
+        pieces = logits_of(made, ArrayParts)
+    right = logits_of(with_large_weights(TinyTrainer(compiled=False, **MODELS[name])), CellParts)
     assert right.std() > 0.1
     limit = 12 * HALF if "float16" in name else decoder_limits(made.model.settings, rows=3).loss
     assert distance(whole, right) < limit and distance(pieces, right) < limit

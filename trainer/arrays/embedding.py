@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 _FEW_TIMES = 8  # that a token of a batch comes
 
 
-def embedding_rows(weight_VE: np.ndarray, ids_N: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """Returns the rows of the tokens, [N, E], and the same as an array."""
-    result, out_NE = empty(len(ids_N), weight_VE.shape[1])
+def embedding_rows(weight_VE: np.ndarray, ids_N: np.ndarray, out_NE: np.ndarray) -> None:
+    """Writes the rows of the tokens, which the matrix has."""
     np.take(weight_VE, ids_N, axis=0, out=out_NE, mode="clip")  # other modes copy `out`
-    return result, out_NE
 
 
 def embedding_gradient(shape: tuple[int, int], ids_N: np.ndarray, grad_NE: np.ndarray) -> Tensor:
@@ -68,16 +66,23 @@ class CpuEmbedding:
 
     def forward(self, weights: Arrays, ids_N: np.ndarray) -> Tensor:
         """Returns the embeddings, [N, E]; with sequence parallelism those of the rows that this rank has."""
+        result, out_NE = empty(len(ids_N), weights[EMBEDDING].shape[1])
+        rows_NE = self.look_up(weights, ids_N, out_NE)
+        if rows_NE is not out_NE:
+            result, out_NE = empty(*rows_NE.shape)
+            out_NE[...] = rows_NE
+        return result
+
+    def look_up(self, weights: Arrays, ids_N: np.ndarray, out_NE: np.ndarray) -> np.ndarray:
+        """Returns the embeddings, as `forward`: in `out_NE`, or with sequence parallelism in memory of their own."""
         weight_VE = weights[EMBEDDING]
         if self.tensor is None:
-            return embedding_rows(weight_VE, ids_N)[0]
+            embedding_rows(weight_VE, ids_N, out_NE)
+            return out_NE
         place_N, inside_N = self._local(ids_N, len(weight_VE))
-        local_NE = embedding_rows(weight_VE, place_N)[1]
-        local_NE *= inside_N[:, None]
-        sums_NE = self.tensor.collect(local_NE)
-        result, out_NE = empty(*sums_NE.shape)
-        out_NE[...] = sums_NE
-        return result
+        embedding_rows(weight_VE, place_N, out_NE)
+        out_NE *= inside_N[:, None]
+        return self.tensor.collect(out_NE)
 
     def backward(self, weights: Arrays, ids_N: np.ndarray, grad_NE: np.ndarray) -> Gradients:
         """Returns the gradient of the matrix."""
@@ -103,15 +108,17 @@ class CpuMapping:
 
     def forward(self, weights: Arrays, x_NE: np.ndarray) -> Tensor:
         """Returns the residual stream, [N, D]."""
-        mapping_DE = weights[MAPPING_IN]
-        result, out_ND = empty(len(x_NE), len(mapping_DE))
-
-        def compute(tile: Tile) -> None:
-            x_nE = tile.narrowed(x_NE[tile.rows], mapping_DE.dtype)
-            operators().matmul(x_nE, mapping_DE.T, out_ND[tile.rows])
-
-        self.scratch.run(len(x_NE), compute)
+        result, out_ND = empty(len(x_NE), len(weights[MAPPING_IN]))
+        self.map_rows(weights, x_NE, out_ND)
         return result
+
+    def map_rows(self, weights: Arrays, x_NE: np.ndarray, out_ND: np.ndarray) -> None:
+        """Writes the residual stream to `out_ND`."""
+        mapping_DE = weights[MAPPING_IN]
+        self.scratch.run(
+            len(x_NE),
+            lambda tile: tile.project(tile.narrowed(x_NE[tile.rows], mapping_DE.dtype), mapping_DE, out_ND[tile.rows]),
+        )
 
     def backward(
         self, weights: Arrays, x_NE: np.ndarray, grad_ND: np.ndarray, trained: Iterable[str]

@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.arrays.memory import as_narrow, empty, host_threads, parts
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import RmsNorm, WeightGradients
+from trainer.arrays.tiles import RmsNorm, WeightGradients, shared_product
 from trainer.models.spec.saved import logit_rows
 from trainer.parallel.sharding import range_of_rank
 
@@ -70,9 +70,8 @@ class FusedLinearCrossEntropy:
             self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
             self.largest_shard = -(-vocabulary // tensor.group.size)
 
-    def normed(self, weights: Arrays, x_nD: np.ndarray) -> np.ndarray:
-        """Returns what the output projection multiplies, float32 [n, E]."""
-        y_nE = empty(len(x_nD), self.width)[1]
+    def normed(self, weights: Arrays, x_nD: np.ndarray, y_nE: np.ndarray) -> np.ndarray:
+        """Writes what the output projection multiplies to `y_nE`, float32 [n, E], and returns it."""
 
         def compute(tile: Tile) -> None:
             z_nE = self._mapped(weights, x_nD[tile.rows], tile)
@@ -83,16 +82,12 @@ class FusedLinearCrossEntropy:
 
     def logits(self, weights: Arrays, x_nD: np.ndarray) -> np.ndarray:
         """Returns the logits of this rank's vocabulary, [n, V]."""
-        y_nE = self.normed(weights, x_nD)
+        y_nE = self.normed(weights, x_nD, np.empty((len(x_nD), self.width), np.float32))
         weight_VE = weights["weight"]
         if weight_VE.dtype != np.float32:
             y_nE = as_narrow(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
         logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
-
-        def multiply(columns: slice, thread: int) -> None:
-            operators().matmul(y_nE, weight_VE[columns].T, logits_nV[:, columns])
-
-        host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), multiply)
+        shared_product(y_nE, weight_VE, logits_nV)
         return logits_nV
 
     def _mapped(self, weights: Arrays, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
@@ -100,7 +95,7 @@ class FusedLinearCrossEntropy:
         if "mapping" not in weights:
             return x_nD
         z_nE = tile.take(self.width)
-        operators().matmul(tile.narrowed(x_nD, weights["mapping"].dtype), weights["mapping"].T, z_nE)
+        tile.project(tile.narrowed(x_nD, weights["mapping"].dtype), weights["mapping"], z_nE)
         return z_nE
 
     @np.errstate(all="ignore")
@@ -111,7 +106,7 @@ class FusedLinearCrossEntropy:
         """Returns the loss, and with `trained`, names of weights, the gradients of x and of these."""
         weight_VE = weights["weight"]
         gradients = WeightGradients(trained or ())
-        y_NE = self.normed(weights, x_nD)
+        y_NE = self.normed(weights, x_nD, empty(len(x_nD), self.width)[1])
         if self.tensor is not None:
             y_NE = self.tensor.gather(y_NE)
         grad_NE = None if trained is None else empty(*y_NE.shape)[1]

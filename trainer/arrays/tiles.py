@@ -111,7 +111,7 @@ class Tile:
     ) -> None:
         """Writes x W^T to `out_nO`, or with `accumulate` adds it."""
         if self.shares_products:
-            _shared_product(x_nI, weight_OI, out_nO, accumulate)
+            shared_product(x_nI, weight_OI, out_nO, accumulate)
         else:
             operators().matmul(x_nI, weight_OI.T, out_nO, accumulate)
 
@@ -124,12 +124,16 @@ class Tile:
         return x_nI if x_nI.dtype == np.float32 else as_wide(x_nI, self.take(x_nI.shape[1]))
 
 
-def _shared_product(x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool) -> None:
-    """Computes x W^T of few rows of float32. For one row NumPy's library takes half of oneDNN's time, for eight rows
-    twice as long."""
+def shared_product(
+    x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool = False
+) -> None:
+    """Computes x W^T; threads share the columns of the result.
+
+    For one row NumPy's library takes half of oneDNN's time, for eight rows twice as long.
+    """
 
     def multiply(columns: slice, thread: int) -> None:
-        if len(x_nI) > 1:
+        if len(x_nI) > 1 or x_nI.dtype != np.float32:
             operators().matmul(x_nI, weight_OI[columns].T, out_nO[:, columns], accumulate)
         elif accumulate:
             out_nO[:, columns] += np.matmul(x_nI, weight_OI[columns].T)

@@ -32,7 +32,7 @@ from trainer.checkpoint.weights import (
     stored_weights,
 )
 from trainer.errors import UserError
-from trainer.models.spec.adapters import adapter_spec, layer_targets
+from trainer.models.spec.adapters import adapter_spec, layer_targets, merged_matrix
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
@@ -248,6 +248,6 @@ def merged(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
         for projection in layer_targets(settings, layer):
             name = f"model.layers.{layer}.{projection}"
             a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
-            total = found[f"{name}.weight"] + adapter_spec(settings).scale * (b @ a)
+            total = merged_matrix(found[f"{name}.weight"], a, b, adapter_spec(settings).scale)
             found[f"{name}.weight"] = total.astype(np.float32)
     return found

@@ -94,7 +94,8 @@ class HostThreads:
                 function(item, number)
             return
         # A step of a list's iterator cannot be interrupted, so that no item is taken twice.
-        left = iter(list(items))
+        items = list(items)
+        left = iter(items)
 
         def take(thread: int) -> None:
             self.at_work.number = thread
@@ -105,7 +106,8 @@ class HostThreads:
             finally:
                 self.at_work.number = None
 
-        others = [self.pool.submit(take, thread) for thread in range(1, self.threads)] if self.pool else []
+        used = min(self.threads, len(items)) if self.pool else 1
+        others = [self.pool.submit(take, thread) for thread in range(1, used)]
         take(0)
         for other in others:
             other.result()

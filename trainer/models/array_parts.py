@@ -7,11 +7,15 @@ Legend: B sequences of T tokens, N tokens of a rank, D hidden, E width of the em
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 from mindspore import Tensor
 
+from trainer.arrays.attention.cache import KVCache, cached_mask
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import (
@@ -26,13 +30,16 @@ from trainer.arrays.cells import (
 )
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
-from trainer.arrays.memory import on_host
+from trainer.arrays.memory import host_threads, on_host, parts
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenRanks
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
+from trainer.arrays.sublayer import SublayerCall
 from trainer.arrays.tiles import Scratch
 from trainer.config.recompute import SUBLAYERS
+from trainer.models.inputs import PredictionCall
+from trainer.models.spec.adapters import merged_matrix
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
 from trainer.models.spec.names import (
@@ -43,20 +50,27 @@ from trainer.models.spec.names import (
     MAPPING_OUT,
     MTP_NORM,
     MTP_WEIGHTS,
+    adapter_names,
     layer_prefix,
     sublayer_of,
 )
 from trainer.ops.routing import RoutingRule
+from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from mindspore import Parameter
 
+    from trainer.arrays.cells import Results
+    from trainer.arrays.tiles import Arrays
     from trainer.config import ModelConfig
     from trainer.models.compute_weights import ComputeWeights
     from trainer.models.dropout import DropoutShards
     from trainer.models.inputs import DecoderCall
     from trainer.models.spec.model import LayerSpec
     from trainer.parallel.tensor import ModelShard
+
+
+_SHARED_WORK = 1 << 23  # multiplications of a layer from which threads share the sequences of a pass
 
 
 class ArrayParts:
@@ -66,32 +80,39 @@ class ArrayParts:
         settings: Those that this rank computes with.
         dtype: Of the products, "float32", "bfloat16" or "float16".
         parameters: By their full names; a stage of a pipeline lacks those of the others.
+        weights: None in a prediction.
         recomputed: For each layer, those of MTP modules included, what the backward pass computes again: "block",
             "attention", "mlp" or "".
         trained: Full names of the trained weights, of all stages of a pipeline.
+        dropout: None in a prediction.
         vocabulary: Tokens of all ranks.
     """
 
     def __init__(
-        self, settings: ModelConfig, dtype: str, parameters: Mapping[str, Parameter], weights: ComputeWeights,
-        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards, shard: ModelShard | None,
+        self, settings: ModelConfig, dtype: str, parameters: Mapping[str, Parameter], weights: ComputeWeights | None,
+        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards | None, shard: ModelShard | None,
         vocabulary: int,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.spec = model_spec(settings)
         self.dtype = dtype
         self.parameters = parameters
-        self.around = weights.around
+        self.compute_weights = weights
         self.dropout = dropout
-        self.scratch = Scratch()
+        self.predicts = weights is None
+        self.scratch = Scratch(shares_products=self.predicts)
+        self.vocabulary = vocabulary
+        self.is_sharded = shard is not None
         tensor = None if shard is None else shard.tensor
-        self.tensor = tensor
         self.context = None
-        if shard is not None and shard.tokens.ranks > 1:
+        if tensor is not None and self.predicts:
+            tensor = tensor._replace(shares_rows=False)
+        elif shard is not None and shard.tokens.ranks > 1:
             self.context = ContextParallel(shard.tokens, shard.ring, shard.ulysses)
+        self.tensor = tensor
         self.attentions: dict[AttentionSpec, CpuAttention] = {}
         self.mlps: dict[MlpSpec, CpuMlp] = {}
-        self.experts = _Experts(settings, self.spec.layers, self.scratch, shard)
+        self.experts = _Experts(settings, self.spec.layers, self.scratch, shard, self.predicts)
         self.embedding = CpuEmbedding(tensor, vocabulary)
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
@@ -147,37 +168,46 @@ class ArrayParts:
         first = self.spec.first_reached(trained)
         redone = {"experts": ("block", "mlp")}
         found = []
-        for number, (parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
+        for number, (layer_parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
+            reached = number >= first
             found.append({
-                name: number >= first and again != "block" and again not in redone.get(name, (name,)) for name in parts
+                name: reached and again != "block" and again not in redone.get(name, (name,)) for name in layer_parts
             })  # fmt: skip
         return found
 
     def attention_of(self, spec: AttentionSpec) -> CpuAttention:
         """Returns the functions of the layers with this attention."""
         if spec not in self.attentions:
-            self.attentions[spec] = CpuAttention(spec, self.scratch, self.tensor, self.context)
+            merged = replace(spec, adapters={}) if self.predicts else spec
+            self.attentions[spec] = CpuAttention(merged, self.scratch, self.tensor, self.context, not self.predicts)
         return self.attentions[spec]
 
-    def mlp_of(self, spec: MlpSpec) -> CpuMlp:
+    def mlp_of(self, spec: MlpSpec | MoeSpec) -> CpuMlp | CpuMoe:
         """Returns the functions of the layers with this feed-forward sublayer."""
+        if isinstance(spec, MoeSpec):
+            return self.experts.moe
         if spec not in self.mlps:
-            self.mlps[spec] = CpuMlp(spec, self.scratch, self.tensor)
+            merged = replace(spec, adapters={}) if self.predicts else spec
+            self.mlps[spec] = CpuMlp(merged, self.scratch, self.tensor)
         return self.mlps[spec]
+
+    def around(self, weights: PartWeights, x: Tensor, run: Callable[[Tensor], Results]) -> Results:
+        """Runs a part whose weights are there for it."""
+        return self.compute_weights.around(list(weights.named.values()), x, run)
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         weights, mapping = self.embedding_weights, self.mapping_weights
         look_up = EmbeddingPass(self.embedding, ids_N.asnumpy())
-        x_NE = self.around(list(weights.named.values()), ids_N, lambda _: run_part(look_up, weights, (), save=True))
+        x_NE = self.around(weights, ids_N, lambda _: run_part(look_up, weights, (), save=True))
         if not mapping.named:
             return x_NE
         # A part of its own: ranks that share weights complete those of a look-up for its forward pass alone.
         part = MappingPass(self.mapping)
-        return self.around(list(mapping.named.values()), x_NE, lambda x_NE: run_part(part, mapping, (x_NE,), save=True))
+        return self.around(mapping, x_NE, lambda x_NE: run_part(part, mapping, (x_NE,), save=True))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         parameters = [one for weights in self.layers[number].values() for one in weights.named.values()]
-        return self.around(parameters, x_ND, lambda x_ND: self._run_layer(number, x_ND, call))
+        return self.compute_weights.around(parameters, x_ND, lambda x_ND: self._run_layer(number, x_ND, call))
 
     def _run_layer(
         self, number: int, x_ND: Tensor, call: DecoderCall
@@ -206,7 +236,7 @@ class ArrayParts:
         def merge(x_ND: Tensor) -> Tensor:
             return run_part(MergePass(self.merge), weights, (embedded_ND, x_ND), save=True)
 
-        return self.around(list(weights.named.values()), x_ND, merge)
+        return self.around(weights, x_ND, merge)
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         weights = self.heads[number]
@@ -214,13 +244,129 @@ class ArrayParts:
         arrays = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
         part = HeadPass(self.head, *arrays, weights.trained)
         save = call.statistics is not None
-        return self.around(
-            list(weights.named.values()), x_ND, lambda x_ND: run_part(part, weights, (x_ND,), save)
-        )
+        return self.around(weights, x_ND, lambda x_ND: run_part(part, weights, (x_ND,), save))
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Returns the logits of a residual stream after the last layer, [N, V of this rank]."""
-        return Tensor.from_numpy(self.head.logits(self.heads[0].arrays(), on_host(x_ND)))
+        """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
+        return Tensor.from_numpy(self._logits(self.heads[0].arrays(), on_host(x_ND)))
+
+    def _logits(self, weights: Arrays, x_ND: np.ndarray) -> np.ndarray:
+        local_NV = self.head.logits(weights, x_ND)
+        if self.tensor is None:
+            return local_NV
+        group = self.tensor.group
+        logits_NV = np.empty((len(local_NV), self.vocabulary), np.float32)
+        logits_NV[:, range_of_rank(self.vocabulary, group.rank, group.size)] = local_NV
+        group.complete_ranges(list(logits_NV))
+        return logits_NV
+
+    # Prediction: of parts that `prediction_parts` makes.
+
+    @functools.cached_property
+    def merged_calls(self) -> list[SublayerCall]:
+        """For each layer a call with its weights, read where the model has them; a matrix with an adapter has a merged
+        copy."""
+        return [SublayerCall(self._merged_weights(number), save=False) for number in range(self.spec.num_layers)]
+
+    @functools.cached_property
+    def outer_weights(self) -> Arrays:
+        """Those of the embedding, its mapping and the head."""
+        return {**self.embedding_weights.arrays(), **self.mapping_weights.arrays(), **self.heads[0].arrays()}
+
+    def _merged_weights(self, number: int) -> dict[str, np.ndarray]:
+        arrays: dict[str, np.ndarray] = {}
+        for weights in self.layers[number].values():
+            arrays |= weights.arrays()
+        for name, adapter in self.spec.layers[number].adapters.items():
+            matrix = f"{name}.weight"
+            if matrix in arrays:
+                a, b = adapter_names(name)
+                arrays[matrix] = merged_matrix(arrays[matrix], arrays[a], arrays[b], adapter.scale)
+        return arrays
+
+    @functools.cached_property
+    def multiplications(self) -> int:
+        """Those of a token in the largest layer."""
+        layers = self.spec.layers[: self.spec.num_layers]
+        sizes = [sum(layer.active_size(one) for one in layer.parameters if len(one.shape) > 1) for layer in layers]
+        return max(sizes, default=0)
+
+    def new_cache(self, rows: int, tokens: int) -> KVCache:
+        """Returns an empty cache for so many sequences of so many tokens."""
+        attention = self.spec.layers[0].attention
+        return KVCache(self.spec.num_layers, attention.cache_widths, attention.cache_heads, rows, tokens)
+
+    def cached_length(self, positions: int) -> int:
+        """Returns how many cached positions attention reads where a query sees so many."""
+        return positions
+
+    def cached_mask(self, visible_BQS: np.ndarray) -> np.ndarray | None:
+        """Returns what attention adds to its scores."""
+        attention = self.spec.layers[0].attention
+        return cached_mask(visible_BQS, attention.heads // attention.cache_heads)
+
+    def embed_tokens(self, ids_N: np.ndarray) -> np.ndarray:
+        """Returns the residual stream of tokens of the vocabulary, [N, D]."""
+        x_NE = np.empty((len(ids_N), self.spec.embedding), np.float32)
+        x_NE = self.embedding.look_up(self.outer_weights, ids_N, x_NE)
+        if not self.mapping_weights.named:
+            return x_NE
+        x_ND = np.empty((len(ids_N), self.spec.hidden), np.float32)
+        self.mapping.map_rows(self.outer_weights, x_NE, x_ND)
+        return x_ND
+
+    def predict_layers(self, layers: Sequence[int], x_ND: np.ndarray, call: PredictionCall) -> np.ndarray:
+        """Returns the residual stream after layers that follow each other, for new tokens of a prediction.
+
+        Threads share the sequences, and go through all layers without waiting.
+        """
+        rows, threads = len(call.cache.positions_BQ), host_threads()
+        # With less to compute, threads would wait for each other: only one at a time is in Python.
+        if self.is_sharded or rows == 1 or len(x_ND) * self.multiplications < _SHARED_WORK:
+            return self._predict_layers(layers, x_ND, call, 0)
+        out_ND = np.empty_like(x_ND)
+        width = len(x_ND) // rows
+
+        def run(part: slice, thread: int) -> None:
+            tokens = slice(part.start * width, part.stop * width)
+            masks = [mask if mask is None else mask[part] for mask in call.masks]
+            of_part = PredictionCall(call.tables[tokens], masks, call.cache.part(part))
+            out_ND[tokens] = self._predict_layers(layers, x_ND[tokens], of_part, thread)
+
+        threads.run(parts(slice(0, rows), -(-rows // threads.threads)), run)
+        return out_ND
+
+    def _predict_layers(
+        self, layers: Sequence[int], x_ND: np.ndarray, call: PredictionCall, thread: int
+    ) -> np.ndarray:
+        rows = slice(0, len(x_ND))
+        for layer in layers:
+            spec, weights = self.spec.layers[layer], self.merged_calls[layer]
+            mask = call.masks[spec.attention.window is not None]
+            tile = self.scratch.tile(rows, thread)
+            x_ND = self.attention_of(spec.attention).predict(weights, x_ND, call.tables, layer, call.cache, mask, tile)
+            x_ND = self.mlp_of(spec.mlp).predict(weights, x_ND, thread)
+        return x_ND
+
+    def predict_logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
+        """Returns the logits after the tokens `ends`, [B, V]."""
+        return self._logits(self.outer_weights, x_ND[ends_B])
+
+
+def prediction_parts(
+    settings: ModelConfig, parameters: Mapping[str, Parameter], shard: ModelShard | None
+) -> ArrayParts:
+    """Returns the parts of a decoder for a prediction in float32, whatever trains it.
+
+    Ranks that share the model all have the same tokens. A tensor-parallel rank caches its own heads, and what its
+    columns of a matrix give is summed; each rank has the logits of the whole vocabulary.
+    """
+    host_threads()  # they limit the threads of NumPy's own library, which would poll between two products
+    vocabulary = settings.vocab_size
+    if shard is not None and shard.tensor is not None:
+        vocabulary = shard.layout.parameters[EMBEDDING].shape[0]
+    layers = len(model_spec(settings).layers)
+    return ArrayParts(settings, "float32", parameters, None, [""] * layers, (), None, shard, vocabulary)
 
 
 _MODULE_NAMES = frozenset((*MTP_WEIGHTS, MTP_NORM))
@@ -230,8 +376,9 @@ class _Experts:
     """The sublayer of all layers with experts, and what its calls need."""
 
     def __init__(
-        self, settings: ModelConfig, layers: Sequence[LayerSpec], scratch: Scratch, shard: ModelShard | None
-    ) -> None:
+        self, settings: ModelConfig, layers: Sequence[LayerSpec], scratch: Scratch, shard: ModelShard | None,
+        predicts: bool,
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.token_ranks: TokenRanks | None = None
         self.sharing = 1  # ranks that have other rows of the residual stream
@@ -242,12 +389,15 @@ class _Experts:
         tensor = experts = None
         if shard is not None:
             tensor, experts = shard.tensor, shard.experts
+            if tensor is not None and predicts:
+                tensor = tensor._replace(shares_rows=False)
             if shard.sharing is not None:
                 self.token_ranks = TokenRanks(shard.sharing, shard.tokens)
                 self.sharing = shard.sharing.size
             if tensor is not None and not tensor.shares_rows:
                 self.sharing //= tensor.group.size
-        self.moe = CpuMoe(spec, settings.experts, RoutingRule.of(settings.experts), scratch, tensor, experts)
+        rule = RoutingRule.of(settings.experts)
+        self.moe = CpuMoe(spec, settings.experts, rule, scratch, tensor, experts, predicts)
 
     def inputs(self, layer: int, x_ND: Tensor, call: DecoderCall) -> MoeInputs:
         """Returns what a layer needs for a call: in an evaluation nothing is dropped, and there are no losses."""

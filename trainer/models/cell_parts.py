@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from mindspore import Parameter, Tensor
 
 from trainer.config.recompute import SUBLAYERS
@@ -37,15 +38,20 @@ from trainer.models.spec.shapes import (
     moe_shapes,
     parameter_name,
 )
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.vocabulary import VocabShard
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
+    from trainer.models.inputs import PredictionCall
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import ModelShard, TensorParallel
+
+
+_CACHED_MULTIPLE = 32  # of the length that a prediction's attention sees: few shapes occur
 
 
 class DropoutMasks(NamedTuple):
@@ -232,9 +238,84 @@ class CellParts:
         )
 
     def logits(self, x_ND: Tensor) -> Tensor:
-        """Logits of a residual stream after the last layer, [N, V of this rank]."""
+        """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
         normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
-        return self.kernels.logits(normed_NE, self.head_weight)
+        logits_NV = self.kernels.logits(normed_NE, self.head_weight)
+        if self.tensor is None:
+            return logits_NV
+        return AllGather(self.tensor.group)(logits_NV.T).T
+
+    # Prediction.
+
+    def new_cache(self, rows: int, tokens: int) -> CellCache:
+        """Returns an empty cache for so many sequences of so many tokens."""
+        return CellCache(self.settings, self.kernels, rows, self.cached_length(tokens))
+
+    def cached_length(self, positions: int) -> int:
+        """Returns how many cached positions attention reads where a query sees so many."""
+        return -(-positions // _CACHED_MULTIPLE) * _CACHED_MULTIPLE
+
+    def cached_mask(self, visible_BQS: np.ndarray) -> Tensor:
+        """Returns what attention adds to its scores."""
+        return self.kernels.cached_mask(visible_BQS)
+
+    def embed_tokens(self, ids_N: np.ndarray) -> Tensor:
+        """Returns the residual stream of tokens, [N, D]."""
+        return self.run_embedding(Tensor(ids_N))
+
+    def predict_layers(self, layers: Sequence[int], x_ND: Tensor, call: PredictionCall) -> Tensor:
+        """Returns the residual stream after layers that follow each other, for new tokens of a prediction."""
+        attention = self.block.attention
+        for layer in layers:
+            weights = [*self.layer_weights[layer], *self.adapter_masks(None, layer, 0)]
+            q_NC, *new = attention.project(x_ND, call.tables[0:2], call.tables[2:4], weights)
+            cached = call.cache.update(layer, new)
+            mask = call.masks[self.settings.has_window(layer)]
+            x_ND = x_ND + attention.over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
+            experts = self.layers[layer].get("experts")
+            x_ND = x_ND + self.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
+        return x_ND
+
+    def predict_logits(self, x_ND: Tensor, ends_B: np.ndarray) -> np.ndarray:
+        """Returns the logits after the tokens `ends`, [B, V]."""
+        return self.logits(self.kernels.gather_rows(x_ND, Tensor(ends_B))).asnumpy()
+
+
+class CellCache:
+    """What each layer keeps of every token, keys and values or what they are made from, written in place.
+
+    Two tensors of a layer, [B * S, width] with the widths of `AttentionSpec.cache_widths`.
+    """
+
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, rows: int, capacity: int) -> None:
+        self.rows = rows
+        self.capacity = capacity
+        self.write = kernels.write_rows
+        widths = attention_spec(settings).cache_widths
+
+        def empty(name: str, width: int) -> Parameter:
+            zeros = Tensor(np.zeros((rows * capacity, width), np.float32), kernels.compute_dtype)
+            return Parameter(zeros, name=name, requires_grad=False)
+
+        self.layers = [
+            tuple(empty(f"cache.{layer}.{number}", width) for number, width in enumerate(widths))
+            for layer in range(settings.num_layers)
+        ]
+        self.index = Tensor(np.zeros(1, np.int32))
+        self.cached = 0
+
+    def place(self, positions_BQ: np.ndarray, cached: int) -> None:
+        """Sets where the next calls of `update` write, and how many positions they return."""
+        offsets = np.arange(self.rows)[:, None] * self.capacity
+        self.index = Tensor((offsets + positions_BQ).reshape(-1).astype(np.int32))
+        self.cached = cached
+
+    def update(self, layer: int, new: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Writes what a layer keeps of new tokens; returns the cached tensors, [B, S, width]."""
+        for store, rows in zip(self.layers[layer], new, strict=True):
+            self.write(store, self.index, rows)
+        first, second = (store.reshape(self.rows, self.capacity, -1) for store in self.layers[layer])
+        return first[:, : self.cached], second[:, : self.cached]
 
 
 def _vocab_shard(vocabulary: int, tensor: TensorParallel | None) -> VocabShard | None:

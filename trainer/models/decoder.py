@@ -31,7 +31,6 @@ from trainer.models.spec.shapes import (
     parameter_specs,
 )
 from trainer.ops.measures import device_measures
-from trainer.parallel.collectives import AllGather
 from trainer.parallel.layout import local_settings
 
 if TYPE_CHECKING:
@@ -45,8 +44,9 @@ if TYPE_CHECKING:
 class DecoderWiring(nn.Cell):
     """The order of a decoder's parts: embedding, layers, head, multi-token prediction modules, total loss.
 
-    It is the same for a run in explicit mode (`Decoder`), for the exported graphs of the audit and for semi-automatic
-    mode. Each of them supplies the parts and says why they must differ. `call` is what its parts need of one call:
+    It is the same for a run in explicit mode (`Decoder`) and the stages of its pipeline, for the exported graphs of the
+    audit and for semi-automatic mode. Each supplies the parts and says why they must differ. `call` is what its parts
+    need of one call:
 
     run_embedding(ids_N, call) -> x_ND
     run_layer(number, x_ND, call) -> x_ND, auxiliary loss and z loss of its router (None in a dense layer)
@@ -65,40 +65,41 @@ class DecoderWiring(nn.Cell):
         self.aux_factor, self.z_factor = settings.balance_factor, moe.z_loss_factor if moe else 0.0
 
     def losses(self, ids_N, mtp_modules, call):
-        """The fields of `LossSums` but the last, with as many of the modules as are wanted."""
-        x_ND, losses = self.run_main(ids_N, call)
-        return self.end(x_ND, losses, mtp_modules, call)
+        """Returns the fields of `LossSums` but the last, with so many of the modules."""
+        return self.run_layers(ids_N, range(self.num_layers), True, True, mtp_modules, call)[1]
 
-    def end(self, x_ND, losses, mtp_modules, call):
-        """`losses` from the results of `run_main` on."""
-        tokens, mtp = self.run_head(0, x_ND, call), None
-        for module in range(mtp_modules):
-            x_ND = self.run_merge(module, x_ND, call)
-            x_ND, losses = self.add_layer(self.num_layers + module, x_ND, losses, call)
-            mtp = _sum(mtp, self.run_head(module + 1, x_ND, call))
+    def run_layers(self, x, layers, is_first, is_last, mtp_modules, call):
+        """Runs layers that follow each other: with `is_first` from the tokens ids_N on, otherwise from x_ND, with
+        `is_last` up to the losses.
+
+        Returns:
+            The residual stream after the layers, before the final norm, and what these layers contribute to the fields
+            of `LossSums` but the last.
+        """
+        x_ND = self.run_embedding(x, call) if is_first else x
+        losses = (None, None)
+        for layer in layers:
+            x_ND, losses = self.add_layer(layer, x_ND, losses, call)
+        tokens = None
+        mtp = None
+        if is_last:
+            tokens = self.run_head(0, x_ND, call)
+            for module in range(mtp_modules):
+                x_ND = self.run_merge(module, x_ND, call)
+                x_ND, losses = self.add_layer(self.num_layers + module, x_ND, losses, call)
+                mtp = _sum(mtp, self.run_head(module + 1, x_ND, call))
         total = tokens
         if mtp is not None:
             total = total + mtp * self.mtp_factor
-        return self.with_routers(total, losses), tokens, losses[0], losses[1], mtp
-
-    def with_routers(self, total, losses):
-        """A loss, or None, and what is minimised of the sums of both router losses."""
         aux_loss, z_loss = losses
         if aux_loss is not None and self.aux_factor:
             total = _sum(total, aux_loss * self.aux_factor)
         if z_loss is not None and self.z_factor:
             total = _sum(total, z_loss * self.z_factor)
-        return total
-
-    def run_main(self, ids_N, call):
-        """The residual stream after the last block, before the final norm, and the sums of both router losses."""
-        x_ND, losses = self.run_embedding(ids_N, call), (None, None)
-        for layer in range(self.num_layers):
-            x_ND, losses = self.add_layer(layer, x_ND, losses, call)
-        return x_ND, losses
+        return x_ND, (total, tokens, aux_loss, z_loss, mtp)
 
     def add_layer(self, number, x_ND, losses, call):
-        """`run_layer`, and the sums of both router losses with those of this layer."""
+        """Runs a layer; adds its router losses to the sums of both."""
         x_ND, aux_loss, z_loss = self.run_layer(number, x_ND, call)
         return x_ND, (_sum(losses[0], aux_loss), _sum(losses[1], z_loss))
 
@@ -195,8 +196,8 @@ class Decoder(DecoderWiring):
         return LossSums(*self.losses(inputs.ids_N, modules, DecoderCall(inputs, dropout, statistics)))
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """The residual stream after the last block, before the final norm, without dropout: [N, D]."""
-        return self.run_main(inputs.ids_N, DecoderCall(inputs))[0]
+        """Returns the residual stream after the last block, before the final norm, without dropout: [N, D]."""
+        return self.run_layers(inputs.ids_N, range(self.num_layers), True, False, 0, DecoderCall(inputs))[0]
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """Moves each router's expert bias against the load of its experts, after an optimizer step.
@@ -210,12 +211,5 @@ class Decoder(DecoderWiring):
                 device_measures().move_bias(bias_E, requested_E, self.settings.experts.topk_bias_update_rate)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
-        """Logits of every token, [N, V]; for evaluation and tests, not for training."""
-        return self.logits_of(self.hidden_states(inputs))
-
-    def logits_of(self, x_ND: Tensor) -> Tensor:
-        """Logits of a residual stream after the last block."""
-        logits_NV = self.parts.logits(x_ND)
-        if self.tensor is None:
-            return logits_NV
-        return AllGather(self.tensor.group)(logits_NV.T).T
+        """Returns the logits of every token, [N, V]; for evaluation and tests, not for training."""
+        return self.parts.logits(self.hidden_states(inputs))

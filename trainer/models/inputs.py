@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -128,6 +129,20 @@ class DecoderCall(NamedTuple):
     statistics: RouterStatistics | None = None
 
 
+class PredictionCall(NamedTuple):
+    """What the layers need of one pass of a prediction, as the parts of the decoder make it.
+
+    Attributes:
+        tables: Position tables of the new tokens, or their rotation.
+        masks: What attention adds to its scores, without and with a window.
+        cache: What the layers keep of all tokens, placed at the new ones.
+    """
+
+    tables: Any
+    masks: Sequence[Any]
+    cache: Any
+
+
 class InputBuilder:
     """Builds `ModelInputs`; keeps tables and mask of the common case, sequences that hold a single document
     with positions from 0 on.
@@ -143,7 +158,8 @@ class InputBuilder:
         self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
         self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
-        self.rotary = Rotary(model_spec(settings).layers[0].attention) if kernels.host_layers else None
+        self.on_arrays = kernels.host_layers
+        self.rotary = Rotary(model_spec(settings).layers[0].attention)
         self._plain: tuple[tuple[int, int], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
@@ -183,8 +199,12 @@ class InputBuilder:
             tokens_B1[:] = tokens_B1.mean()
         return SequenceWeights(*self._means[1:], Tensor(tokens_B1), valid_N1)
 
+    def rotation(self, positions_N: np.ndarray) -> np.ndarray:
+        """Returns what layers on arrays rotate tokens at these positions by, see `Rotary.table`."""
+        return self.rotary.table(self.cos[positions_N], self.sin[positions_N])
+
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
-        """Position tables of tokens at these positions."""
+        """Returns the position tables of tokens at these positions, as the kernels take them."""
         cos, sin = self.cos[positions_N], self.sin[positions_N]
         heads, key_heads = self.settings.rotary_heads
         queries = self.kernels.rotary_tables(cos, sin, heads)
@@ -196,14 +216,13 @@ class InputBuilder:
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1]
         positions_N, window = self.part.of(batch.positions).reshape(-1), self.settings.sliding_window
-        make = self.masks if self.rotary is None else partial(query_blocks, shard=self.part.ring)
+        make = partial(query_blocks, shard=self.part.ring) if self.on_arrays else self.masks
         mask = make(batch.segment_ids)
         window_mask = make(batch.segment_ids, window=window) if self.settings.window_layers else None
-        if self.rotary is None:
-            found = self.tables(positions_N), mask, window_mask, None
+        if self.on_arrays:
+            found = (), (None, None), None, TokenPositions(self.rotation(positions_N), mask, window_mask)
         else:
-            table = self.rotary.table(self.cos[positions_N], self.sin[positions_N])
-            found = (), (None, None), None, TokenPositions(table, mask, window_mask)
+            found = self.tables(positions_N), mask, window_mask, None
         if single:
             self._plain = batch.input_ids.shape, found
         return found

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from mindspore import Layout, nn, ops
 from mindspore.ops import operations as P
 
-from trainer.models.spec.adapters import adapter_spec
+from trainer.models.spec.adapters import adapter_spec, merged_matrix
 from trainer.models.spec.names import adapter_names, mask_name
 from trainer.models.spec.shapes import adapted_projections, block_names, dropped_projections
 from trainer.parallel.tensor import LeaveAfter
@@ -50,14 +50,14 @@ class Projection(nn.Cell):
             self.a, self.b = (argnums[part] for part in adapter_names(name))
             self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
             self.down, self.up, self.scale = kernels.linear(), kernels.linear(), adapter.scale
-            self.product, self.drop = P.MatMul(), kernels.dropout(adapter.dropout)
+            self.drop = kernels.dropout(adapter.dropout)
             self.scale_up, self.add = P.Mul(), P.Add()
 
     def matrix(self, weights):
         """The matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
         if not self.has_adapter or weights[self.a] is None:
             return weights[self.weight]
-        return weights[self.weight] + self.product(weights[self.b] * self.scale, weights[self.a])
+        return merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale)
 
     def construct(self, x_NI, weights):
         if not self.leaves:

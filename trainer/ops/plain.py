@@ -23,6 +23,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import MeanExt, SiLU, SiLUGrad, SplitWithSize, SumExt
 
+from trainer.models.spec.visibility import attention_bias, visible_keys
 from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, dropout_mask, scores_mask
 
 if TYPE_CHECKING:
@@ -429,20 +430,12 @@ class AttentionMasks:
 
         With `window` each token sees so many tokens, itself included.
         """
-        length = segment_ids_BT.shape[1]
-        allowed_BTT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & np.tri(length, dtype=bool)
-        if window is not None:
-            allowed_BTT &= ~np.tri(length, k=-window, dtype=bool)
-        return Tensor(attention_bias(allowed_BTT)[:, None]), None
+        tokens = np.arange(segment_ids_BT.shape[1])
+        return Tensor(attention_bias(visible_keys(tokens, tokens, window, segment_ids_BT))[:, None]), None
 
     def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
         """Shape of the attention's probabilities, [B*K, T*G, T]."""
         return rows * self.kv_heads, length * (self.heads // self.kv_heads), length
-
-
-def attention_bias(allowed: np.ndarray) -> np.ndarray:
-    """What is added to scores: 0 where they are allowed, else the least float32."""
-    return np.where(allowed, np.float32(0), np.finfo(np.float32).min)
 
 
 def attention_options(settings: ModelConfig, window: int | None) -> dict[str, Any]:
@@ -497,10 +490,8 @@ class AttentionMask(Sharded):
     def __init__(self, fused: bool, length: int, window: int | None = None) -> None:
         super().__init__(auto_prefix=False)
         self.fused, self.length = fused, length
-        hidden_TT = ~np.tri(length, dtype=bool)
-        if window is not None:
-            hidden_TT |= np.tri(length, k=-window, dtype=bool)
-        self.hidden_11TT = Tensor(hidden_TT[None, None])
+        tokens = np.arange(length)
+        self.hidden_11TT = Tensor(~visible_keys(tokens, tokens, window)[None, None])
         self.reshape, self.differs, self.either, self.cast, self.bias = (
             P.Reshape(), P.NotEqual(), P.LogicalOr(), P.Cast(), P.Mul()
         )  # fmt: skip
@@ -518,9 +509,9 @@ class AttentionMask(Sharded):
 # ---- prediction, on a device -----------------------------------------------------------------------------------------
 
 
-def cached_mask(allowed_BQS: np.ndarray) -> Tensor:
-    """The bias that `cached_attention` adds to the scores, [B, 1, Q, 1, S]."""
-    return Tensor(attention_bias(allowed_BQS)[:, None, :, None])
+def cached_mask(visible_BQS: np.ndarray) -> Tensor:
+    """Returns the bias that `cached_attention` adds to the scores, [B, 1, Q, 1, S]."""
+    return Tensor(attention_bias(visible_BQS)[:, None, :, None])
 
 
 def cached_attention(

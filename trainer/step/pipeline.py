@@ -101,17 +101,14 @@ class PartCell(nn.Cell):
         self.set_grad(trains)
 
     def construct(self, x):
-        model, part, call, losses = self.model, self.part, self.call, (None, None)
-        x_ND = model.run_embedding(x, call) if part.is_first else x
-        for layer in part.layers:
-            x_ND, losses = model.add_layer(layer, x_ND, losses, call)
+        part = self.part
+        modules = 0 if self.call.statistics is None else self.model.mtp_modules
+        x_ND, (total, *others) = self.model.run_layers(
+            x, part.layers, part.is_first, part.is_last, modules, self.call
+        )
+        self.sums = LossSums(None, *others)
         if part.is_last:
-            modules = 0 if call.statistics is None else model.mtp_modules
-            total, *others = model.end(x_ND, losses, modules, call)
-            self.sums = LossSums(None, *others)
             return total
-        total = model.with_routers(None, losses)
-        self.sums = LossSums(None, None, *losses)
         return x_ND if total is None else (x_ND, total)
 
     def pass_of(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.arrays.memory import host_threads
+from trainer.models.spec.visibility import attention_bias
 
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the attention of a layer
 
@@ -56,13 +57,11 @@ class KVCache:
         return first[:, :, : self.cached], second[:, :, : self.cached]
 
 
-def cached_mask(allowed_BQS: np.ndarray, groups: int) -> np.ndarray | None:
-    """Returns what is added to the scores, [B, 1, Q * groups, S], 0 where a query sees a position; None where all are
-    seen."""
-    if allowed_BQS.all():
+def cached_mask(visible_BQS: np.ndarray, groups: int) -> np.ndarray | None:
+    """Returns what is added to the scores, [B, 1, Q * groups, S]; None where all positions are visible."""
+    if visible_BQS.all():
         return None
-    bias_BQS = np.where(allowed_BQS, np.float32(0), np.finfo(np.float32).min)
-    return np.repeat(bias_BQS, groups, axis=1)[:, None]
+    return np.repeat(attention_bias(visible_BQS), groups, axis=1)[:, None]
 
 
 def attend_cached(

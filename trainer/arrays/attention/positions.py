@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.arrays.memory import parts
 from trainer.data.batches.context import SequencePart
+from trainer.models.spec.visibility import attention_bias, visible_keys
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -93,7 +94,7 @@ def _blocks_of(
 ) -> Iterator[QueryBlock]:
     for run in shard.ranges(len(segments_T)):
         for queries in parts(slice(run.start, run.stop), _QUERIES):
-            keys, masked, bias_QM = _visible_keys(segments_T, queries, window)
+            keys, masked, bias_QM = _keys_of_block(segments_T, queries, window)
             size = queries.stop - queries.start
             rows = slice(first_row, first_row + size)
             first_row += size
@@ -102,19 +103,15 @@ def _blocks_of(
             )
 
 
-def _visible_keys(segments_T: np.ndarray, queries: slice, window: int | None) -> tuple[slice, int, np.ndarray]:
+def _keys_of_block(segments_T: np.ndarray, queries: slice, window: int | None) -> tuple[slice, int, np.ndarray]:
     """Returns the keys of a block in its sequence, then `masked` and `bias_QM` of `QueryBlock`."""
-    query_Q1 = np.arange(queries.start, queries.stop)[:, None]
-    key_1S = np.arange(queries.stop)[None]
-    sees_QS = (segments_T[queries, None] == segments_T[None, : queries.stop]) & (key_1S <= query_Q1)
-    if window is not None:
-        sees_QS &= key_1S > query_Q1 - window
+    keys_S = np.arange(queries.stop)
+    sees_QS = visible_keys(keys_S[queries], keys_S, window, segments_T)
     first = int(sees_QS.any(0).argmax()) // _KEYS * _KEYS
     sees_QS = sees_QS[:, first:]
     masked = _first_masked_key(sees_QS.all(0))
     masked -= masked % _CACHE_LINE  # an addition that begins there takes a third of the time
-    bias_QM = np.where(sees_QS[:, masked:], np.float32(0), np.finfo(np.float32).min)
-    return slice(first, queries.stop), masked, bias_QM
+    return slice(first, queries.stop), masked, attention_bias(sees_QS[:, masked:])
 
 
 def _first_masked_key(seen_by_all_S: np.ndarray) -> int:

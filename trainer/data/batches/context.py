@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trainer.data.batches.batch import Batch
+from trainer.models.spec.visibility import visible_keys
 
 
 class SequencePart(NamedTuple):
@@ -76,18 +77,9 @@ class SequencePart(NamedTuple):
 
     def allowed(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Which keys the first h and the last h tokens of a rank of a ring see, of those that come no later than the
-        chunk's last token: bool [B, h, (r + 1) h] and [B, h, (2 R - r) h].
-
-        Those before a token and itself, of the same document; with `window` so many at most, itself included.
-        """
+        chunk's last token: bool [B, h, (r + 1) h] and [B, h, (2 R - r) h]."""
         early, late = (
-            _allowed(segment_ids_BT, tokens, window) for tokens in np.split(self.positions(segment_ids_BT.shape[1]), 2)
+            visible_keys(tokens, np.arange(tokens[-1] + 1), window, segment_ids_BT)
+            for tokens in np.split(self.positions(segment_ids_BT.shape[1]), 2)
         )
         return early, late
-
-
-def _allowed(segment_ids_BT: np.ndarray, tokens: np.ndarray, window: int | None) -> np.ndarray:
-    keys = np.arange(tokens[-1] + 1)
-    before = tokens[:, None] - keys
-    seen = before >= 0 if window is None else (before >= 0) & (before < window)
-    return (segment_ids_BT[:, tokens, None] == segment_ids_BT[:, None, keys]) & seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
 from trainer.models.spec.names import adapter_names, sublayer_of
@@ -25,6 +25,8 @@ _MINDFORMERS_NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
+Matrix = TypeVar("Matrix")
+
 _LATENT_QUERY = "self_attention.linear_q_proj"
 """Its name of q_proj in multi-head latent attention."""
 
@@ -54,6 +56,11 @@ def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
         return ()
     targets = settings.pet_config.targets(layer, projections(settings))
     return tuple(name for name in targets if sublayer_of(name) == "attention" or not settings.is_moe_layer(layer))
+
+
+def merged_matrix(weight_OI: Matrix, a_RI: Matrix, b_OR: Matrix, scale: float) -> Matrix:
+    """Returns a matrix with its adapter, W + scale B A: an array of arrays, a tensor of tensors."""
+    return weight_OI + (b_OR * scale) @ a_RI
 
 
 def adapter_parameters(matrix: ParameterSpec, name: str, rank: int) -> Iterator[ParameterSpec]:

@@ -1,0 +1,34 @@
+"""Which keys a query of attention sees. numpy only.
+
+Legend: B sequences of T tokens, Q queries and S keys of each.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def visible_keys(
+    queries: np.ndarray, keys_S: np.ndarray, window: int | None = None, documents_BT: np.ndarray | None = None
+) -> np.ndarray:
+    """Returns whether each query sees each key: itself and the keys before it, bool [..., Q, S].
+
+    Args:
+        queries: Positions of the queries in their sequence, [Q], or [B, Q] where those of sequences differ.
+        keys_S: Positions of the keys.
+        window: How many keys a query sees at most, itself included. Default None: all before it.
+        documents_BT: The document of each token of a sequence, [B, T] or [T]; a query, here [Q], sees its own
+            document alone. Default None: each sequence is one document.
+    """
+    distance = queries[..., None] - keys_S
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    if documents_BT is not None:
+        visible = visible & (documents_BT[..., queries, None] == documents_BT[..., None, keys_S])
+    return visible
+
+
+def attention_bias(visible: np.ndarray) -> np.ndarray:
+    """Returns what is added to the scores of keys, float32: 0 where a key is visible, else the least number."""
+    return np.where(visible, np.float32(0), np.finfo(np.float32).min)
