@@ -205,6 +205,7 @@ def test_what_belongs_to_the_caller_stays_in_order():
         (["--warmup_steps", "3"], ["unknown flag", "name its section: --lr_schedule.warmup_steps."]),
         (["--save_checkpoint_steps", "3"], ["callbacks.N.save_checkpoint_steps", "the place of CheckpointMonitor in"]),
         (["--use_gating_sigmoid"], ["unknown flag", "--model.model_config.moe_config.use_gating_sigmoid"]),
+        (["--attention_dropuot", "0.1"], ["unknown flag", "mean --model.model_config.attention_dropout."]),
         (["--zzzz"], ["unknown flag", "run_trainer.py --help"]),
         (["--no-zzzz"], ["unknown flag"]),
         (["--max_grad_norm"], ["flag --max_grad_norm: needs a value"]),

@@ -257,19 +257,23 @@ def _negated(flag: Flag, given: str | None) -> list[Override]:
 
 def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
     """A key of the configuration as a flag; reading the file reports unknown keys that have a dot."""
-    from trainer.config import Override, in_sections, is_boolean, is_top_level, sections_with
+    from trainer.config import Override, in_sections, is_boolean, is_top_level, key_names, sections_with
     from trainer.config.checks.problem import nearest
 
     shown = f"--{name}"
     key = name[3:] if name.startswith("no-") else name
     removes = given in _NULLS or (given is None and reader.tokens[:1] and reader.tokens[0] in _NULLS)
     if "." not in key and not is_top_level(key) and not removes:
-        known = [flag.name for flag in FLAGS] + ["config", "options"]
-        guess = nearest(name.replace("-", "_"), known)
-        fix = f"you probably mean --{guess}" if guess else "run_trainer.py --help lists the flags"
+        flags = [flag.name for flag in FLAGS] + ["config", "options"]
+        guess = nearest(name.replace("-", "_"), [*flags, *key_names()])
+        fix = "run_trainer.py --help lists the flags"
         homes = sections_with(key)
-        if homes and guess.lower() != name.lower():
+        if homes and not (guess in flags and guess.lower() == name.lower()):
             fix = f"name its section: {in_sections(key, homes, prefix='--')}"
+        elif guess in flags:
+            fix = f"you probably mean --{guess}"
+        elif guess:
+            fix = f"you probably mean {in_sections(guess, sections_with(guess), prefix='--')}"
         raise UserError("unknown flag", where=f"flag {shown}", fix=fix)
     if name.startswith("no-"):
         if not is_boolean(key):

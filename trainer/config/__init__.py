@@ -6,7 +6,7 @@ from trainer.config.read.json_schema import json_schema
 from trainer.config.read.loader import config_notices, converted, load_config, parse_config
 from trainer.config.read.overrides import Override, is_boolean
 from trainer.config.read.relocate import is_top_level
-from trainer.config.read.resolve import in_sections, sections_with
+from trainer.config.read.resolve import in_sections, key_names, sections_with
 from trainer.config.schema.root import Config
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "is_boolean",
     "is_top_level",
     "json_schema",
+    "key_names",
     "load_config",
     "parse_config",
     "sections_with",

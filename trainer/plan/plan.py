@@ -116,6 +116,7 @@ class Plan:
     labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
     resumed: str = ""
     attention: str = ""  # multi-head latent attention in words; empty for another
+    dropout: str = ""  # of a training; empty without
     division: Division | None = None  # of the model among the ranks
     traffic: TrafficPlan | None = None  # of a step
     pipeline: PipelinePlan | None = None
@@ -198,6 +199,7 @@ def plan_run(
         notices=tuple(notices),
         labels=settings.labels_text,
         attention=_attention(config.decoder),
+        dropout=_dropout(config.decoder) if trains and config.classifier is None else "",
         division=division(config, world),
         traffic=traffic_plan(config, world, device) if trains else None,
         pipeline=pipeline_plan(config, degrees.pipeline_stage) if trains else None,
@@ -287,6 +289,12 @@ def _attention(settings: ModelConfig) -> str:
     queries = f"queries from {latent.query_rank:,} numbers, " if latent.query_rank else ""
     cached = f"prediction caches {sum(attention.cache_widths):,} numbers a token and layer"
     return f"multi-head latent: {queries}keys and values from {latent.key_value_rank:,}; {cached}"
+
+
+def _dropout(settings: ModelConfig) -> str:
+    attention = attention_spec(settings)
+    rates = {"attention weights": attention.dropout, "outputs of sublayers": attention.output_dropout}
+    return ", ".join(f"{rate:g} of {name}" for name, rate in rates.items() if rate)
 
 
 def _adapters(settings: ModelConfig) -> str:

@@ -102,14 +102,15 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     rows: Rows = [("", ""), ("weights", _weights(plan))]
     rows += [("attention", plan.attention)] if plan.attention else []
     rows += [("adapters", plan.adapters)] if plan.adapters else []
+    rows += [("dropout", plan.dropout)] if plan.dropout else []
     rows += [("recompute", plan.recompute)] if plan.recompute else []
     if verbose:
         return rows
     fused = [choice.kernel for choice in plan.kernels if choice.fused]
     others = [choice.kernel for choice in plan.kernels if not choice.fused]
-    if plan.kernels:
+    if plan.kernels and plan.device != "CPU":  # where there are no fused ones, and `execution` says it all
         parts = [f"{kind}: {' '.join(names)}" for kind, names in (("fused", fused), ("reference", others)) if names]
-        rows.append(("kernels", "; ".join(parts) if fused else f"reference for all, device is {plan.device}"))
+        rows.append(("kernels", "; ".join(parts) if fused else "reference for all"))
     parts_of: dict[str, list[str]] = {}
     for part, dtype in plan.dtypes.items():
         parts_of.setdefault(dtype.dtype, []).append(part)

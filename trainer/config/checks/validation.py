@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
 from trainer.config.location import NOWHERE, SourceLocation
 from trainer.config.other_models import of_other_class
-from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, meanings_of, shape_of, types_of
+from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, shape_of, types_of
 from trainer.config.schema.root import Config
 
 _KINDS = {
@@ -115,9 +116,8 @@ def _problem(
 
 def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     field = _declaration(path)
-    meanings = meanings_of(field) if field is not None else {}
-    if meanings:
-        return f"must be {one_of([f'{value} ({word})' for value, word in meanings.items()])}"
+    if field is not None and field.annotation is int and field.metadata == [Ge(0), Le(1)]:
+        return "must be 0 or 1"
     kinds = [_KINDS[item["type"]] for item in items if item["type"] in _KINDS]
     literals = _literals(items)
     if literals:
@@ -157,7 +157,7 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
     kinds = [_KINDS.get(item["type"], "") for item in items]
-    if field is None or meanings_of(field) or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
+    if field is None or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
         return text
     example = field.default if isinstance(field.default, int | float) and not isinstance(field.default, bool) else None
     shown = "" if example is None else f", for example {example}"

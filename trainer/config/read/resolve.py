@@ -133,6 +133,12 @@ def sections_with(name: str) -> list[str]:
     return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
 
 
+def key_names() -> list[str]:
+    """Returns every name of a key below the top level that acts."""
+    keys = _keys_by_name().items()
+    return [name for name, places in keys if any(support_of(info)[0] == "supported" for _, info, _ in places)]
+
+
 def in_sections(name: str, homes: Sequence[str], prefix: str = "") -> str:
     """A key in each of these sections, in words: ``callbacks.N.keep_best``, and which item of the list N is."""
     text = one_of([f"{prefix}{home}.{name}" for home in homes])

@@ -47,8 +47,7 @@ FilePath: TypeAlias = Annotated[str, AfterValidator(_is_path)]
 
 _WORDS = {"ignored": "Ignored", "not_yet": "Not yet"}
 
-_ALIASES, _SUPPORT, _REASON, _MEANINGS, _FIX = "x-aliases", "x-support", "x-reason", "x-meanings", "x-fix"
-_BESIDE = "x-beside"
+_ALIASES, _SUPPORT, _REASON, _FIX, _BESIDE = "x-aliases", "x-support", "x-reason", "x-fix", "x-beside"
 
 
 class Beside(NamedTuple):
@@ -114,7 +113,6 @@ def setting(
     description: str,
     *,
     aliases: str = "",
-    meanings: dict[int, str] | None = None,
     fix: str = "",
     beside: Beside | None = None,
     **constraints: Any,
@@ -125,7 +123,6 @@ def setting(
         default: Value when the file leaves the key out; ``REQUIRED`` when it may not.
         description: What it does, with its unit. The default is added, where the description does not explain it.
         aliases: Other names of the same key, with spaces between; two that disagree are an error.
-        meanings: A word for each of the few values there are, for messages.
         fix: What to do about a value out of bounds, where the description does not say it.
         beside: Another key that leaves it one value, which is its value then where the file leaves it out.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
@@ -133,7 +130,7 @@ def setting(
     if default is not REQUIRED and "Default" not in description:
         shown = f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else default
         description += f" Default {'null' if default is None else shown}."
-    extra = {_ALIASES: aliases.split(), _MEANINGS: meanings, _FIX: fix, _BESIDE: beside}
+    extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside}
     return _declare(default, description, extra, constraints)
 
 
@@ -149,11 +146,6 @@ def _extra(field: FieldInfo, key: str, default: Any) -> Any:
 def aliases_of(field: FieldInfo) -> list[str]:
     """Other names under which a file may write this field."""
     return _extra(field, _ALIASES, [])
-
-
-def meanings_of(field: FieldInfo) -> dict[int, str]:
-    """The values it may have with a word for each; empty where they speak for themselves."""
-    return _extra(field, _MEANINGS, {})
 
 
 def fix_of(field: FieldInfo) -> str:

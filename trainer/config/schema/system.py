@@ -14,8 +14,7 @@ class ContextConfig(Section):
 
     mode: int = setting(
         0, "0: layers on arrays (CPU) or compiled blocks (Ascend); 1: operator by operator, to debug; memory grows on a"
-        " CPU.",
-        meanings={0: "graph", 1: "pynative"}, ge=0, le=1)
+        " CPU.", ge=0, le=1)
     device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
     device_fallback: bool = setting(
         False, "Take the best device there is where device_target is not there, and say so.")
