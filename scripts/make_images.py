@@ -33,7 +33,7 @@ IMAGES = ROOT / "docs" / "images"
 COLUMNS, LINES = 100, 40
 PAGE = 1200, 1050  # pixels
 _COMMAND = "python run_trainer.py --config configs/quickstart.yaml"
-_CONTROL = re.compile(r"\x1b\[J|\r(?!\n)|\r?\n")
+_CONTROL = re.compile(r"\x1b\[2K|\x1b\[\?25[lh]|\r(?!\n)|\r?\n")
 
 
 def run_in_terminal(command: list[str]) -> str:
@@ -71,7 +71,7 @@ def screen(written: str) -> list[str]:
             lines.append("")
         elif control.group() == "\r" and start < len(written):
             following = _CONTROL.search(written, start)
-            if following is None or following.start() > start or following.group() == "\x1b[J":
+            if following is None or following.start() > start or following.group() == "\x1b[2K":
                 lines[-1] = ""  # what is drawn next takes its place
     lines[-1] += written[start:]
     return lines

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from trainer.device.stop_signals import StopSignals  # noqa: E402
 from trainer.launch import heartbeat  # noqa: E402
-from trainer.run.stop_signals import StopSignals  # noqa: E402
 
 RANK = int(os.environ["RANK_ID"])
 

@@ -49,7 +49,7 @@ ROOMS = (
     ("trainer.plan.pipeline",),
     ("trainer.plan.traffic",),
     ("trainer.plan",),
-    ("trainer.launch.restart", "trainer.run.stop_signals"),
+    ("trainer.launch.restart",),
     ("trainer.launch.checks",),
     ("trainer.device.threads",),
     ("trainer.parallel",),

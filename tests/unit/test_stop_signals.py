@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM
-from trainer.run.stop_signals import StopSignals
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_a_second_one_acts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with StopSignals() as stop:
         signal.raise_signal(signal.SIGINT)
         assert stop
-        monkeypatch.setattr("trainer.run.stop_signals.time.monotonic", lambda: now + 5)
+        monkeypatch.setattr("trainer.device.stop_signals.time.monotonic", lambda: now + 5)
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
 

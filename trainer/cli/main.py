@@ -24,10 +24,10 @@ from trainer.cli.loading import without_collections
 from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending
 from trainer.cli.tools import tools
+from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_BAD_INPUT, EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, TrainerError, UserError
 from trainer.input_files import user_path
 from trainer.launch import heartbeat
-from trainer.run.stop_signals import receive_signals_in_a_thread
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM around the steps of a run, which has handlers of its own (`trainer.run.stop_signals`).
+"""SIGINT and SIGTERM around the steps of a run, which has handlers of its own (`trainer.device.stop_signals`).
 
 The first signal is an exception in the main thread, so that everything is cleaned up, and a second one ends the process
 at once. Within MindSpore the first one does: MindSpore catches what is raised in it, prints it with its traceback or

@@ -21,6 +21,7 @@ from trainer.checkpoint import adapters
 from trainer.checkpoint.store import behind_link, find_checkpoint
 from trainer.config import Override, load_config, parse_config
 from trainer.data import load_chat_template, load_tokenizer
+from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, EXIT_SIGTERM, UserError
 from trainer.input_files import user_path
 from trainer.run.generation import (
@@ -32,7 +33,6 @@ from trainer.run.generation import (
     print_text,
     sampling_of,
 )
-from trainer.run.stop_signals import StopSignals
 from trainer.storage.marker import MARKER
 
 if TYPE_CHECKING:

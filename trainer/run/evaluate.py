@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.adapters import starting_weights
 from trainer.data.batches.loader import EvalBatches
+from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, EXIT_SIGTERM
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.metrics import EvalMetrics, Monitor
 from trainer.run.prepare import held_parts
-from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config

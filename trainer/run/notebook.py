@@ -45,8 +45,8 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | Config, **flags: 
         UserError: Bad input.
         RunError: The run failed.
     """
+    from trainer.device.stop_signals import signals_in_a_thread
     from trainer.run.loop import run
-    from trainer.run.stop_signals import signals_in_a_thread
 
     if not isinstance(config, (str, os.PathLike, Mapping, Config)):
         rule = "must be a YAML file, its content as a mapping, or what load_config gave"

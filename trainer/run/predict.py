@@ -17,6 +17,7 @@ from trainer.config.checks.parallel import in_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
 from trainer.data.source.records import Record
 from trainer.data.source.samples import prompt_messages
+from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_SIGTERM, UserError
 from trainer.launch import heartbeat
 from trainer.monitors.files import make_folder, write_failure
@@ -32,7 +33,6 @@ from trainer.run.generation import (
     sampling_of,
 )
 from trainer.run.prepare import held_parts, prepare
-from trainer.run.stop_signals import StopSignals
 
 if TYPE_CHECKING:
     from trainer.config import Config
