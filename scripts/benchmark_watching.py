@@ -54,7 +54,7 @@ def watching_costs(folder: Path) -> dict[str, float]:
         monitor.close(None)  # waits for what other threads still write
     now = time.thread_time(), time.process_time()
     others = (now[1] - began[1]) - (now[0] - began[0])
-    report_html(report_data(reader.read(), 30.0, False))
+    report_html(report_data(reader.read(), 30.0))
     return {"own": own / _STEPS, "others": others / total, "report": time.thread_time() - now[0]}
 
 

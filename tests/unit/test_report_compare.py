@@ -192,14 +192,14 @@ def test_a_browser_draws_the_curves_of_all_runs(browser: Browser, tmp_path: Path
     assert titles == ["runs", *charts, "configuration", "first difference"]
     text = browser.run("return document.body.textContent")
     assert browser.run("return document.getElementById('evil')") is None and name in text and "seed17" in text
-    lines = "return [...document.querySelectorAll('svg')].map(svg => svg.querySelectorAll('path[stroke]').length)"
+    lines = "return [...plots].map(plot => plot.series.length - 1)"
     assert browser.run(lines) == [6, 2, 2, 2], "each loss smoothed too, and an evaluation for each run"
-    box = browser.run("const box = document.querySelector('svg').getBoundingClientRect();"
+    box = browser.run("const box = document.querySelector('.u-over').getBoundingClientRect();"
                       "return [box.left, box.top, box.width, box.height]")  # fmt: skip
-    browser.move_to(box[0] + box[2] - 12, box[1] + box[3] / 2)
-    tip = "return [...document.querySelectorAll('.tip')].find(tip => tip.style.visibility == 'visible')?.textContent"
-    told = browser.wait(tip)
-    assert told.startswith("step 5") and "longer" in told and name not in told, "the other run has no step 5"
+    browser.move_to(box[0] + box[2] - 1, box[1] + box[3] / 2)
+    told = browser.wait("return document.querySelector('.u-legend').textContent.includes('step5') && "
+                        "document.querySelector('.u-legend').textContent")  # fmt: skip
+    assert "longer" in told
     browser.run("document.querySelector('.legend input').click()")
     assert browser.run(lines) == [3, 1, 1, 1], "a run can be hidden"
     assert browser.messages() == []

@@ -82,7 +82,7 @@ def draw(comparison: Comparison, path: Path) -> None:
 def write_page(comparison: Comparison, path: Path, loss: float | None = None) -> None:
     """Writes the page. Raises RunError where it cannot be written."""
     data = page_data(comparison, loss)
-    write_text(path, assemble(data["title"], data, ("charts.js", "compare.js")))
+    write_text(path, assemble(data["title"], data, "compare.js"))
 
 
 def page_data(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:

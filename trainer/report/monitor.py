@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import Monitor, RunInfo, RunSummary
 from trainer.report.page import report_data, report_html
 from trainer.report.picture import draw_report
 from trainer.report.record import RunReader
-from trainer.report.server import ReportServer
 
 HTML, PICTURE = "report.html", "report.png"
 
@@ -25,22 +23,17 @@ class ReportMonitor(Monitor):
 
     Args:
         interval: Seconds between two writings; 0: only at the end.
-        live: Whether the report is also served on loopback.
     """
 
-    def __init__(self, folder: Path, notice: Callable[[str], None], interval: float = 0.0, live: bool = False) -> None:
-        self._folder, self._notice, self._interval, self._live = folder, notice, interval, live
-        self._reader, self._reading = RunReader(folder), threading.Lock()
-        self._ended, self._thread = threading.Event(), None
-        self._server: ReportServer | None = None
+    def __init__(self, folder: Path, notice: Callable[[str], None], interval: float = 0.0) -> None:
+        self._folder = folder
+        self._notice = notice
+        self._interval = interval
+        self._reader = RunReader(folder)
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def on_start(self, info: RunInfo) -> None:
-        if self._live:
-            try:
-                self._server = ReportServer(lambda: self._data(live=True))
-                self._notice(f"the report is served at {self._server.address}")
-            except OSError as error:
-                self._notice(f"the report is not served: {error}")
         if self._interval > 0:
             self._thread = threading.Thread(target=self._write_now_and_then, name="report", daemon=True)
             self._thread.start()
@@ -50,9 +43,7 @@ class ReportMonitor(Monitor):
         if self._thread is not None:
             self._thread.join()
         self._attempt(HTML, self._write_html)
-        if self._server is not None:
-            self._server.close()
-        self._attempt(PICTURE, lambda: draw_report(self._read(), self._folder / PICTURE))
+        self._attempt(PICTURE, lambda: draw_report(self._reader.read(), self._folder / PICTURE))
 
     def _write_now_and_then(self) -> None:
         while not self._ended.wait(self._interval):
@@ -68,14 +59,6 @@ class ReportMonitor(Monitor):
             self._notice(f"report {self._folder / name} was not written: {type(error).__name__}: {error}")
 
     def _write_html(self) -> None:
-        data = self._data(live=False)
+        data = report_data(self._reader.read(), self._interval)
         if data["curves"]["steps"] or data["evaluations"]:
             write_text(self._folder / HTML, report_html(data))
-
-    def _data(self, live: bool) -> dict[str, Any]:
-        with self._reading:  # curves grow while they are read
-            return report_data(self._reader.read(), self._interval, live)
-
-    def _read(self) -> Any:
-        with self._reading:
-            return self._reader.read()

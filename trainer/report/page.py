@@ -40,24 +40,27 @@ _HEAT_MAPS = {DROP_RATE: "drop rate of each layer", LOAD_IMBALANCE: "load of the
 
 def report_html(data: dict[str, Any]) -> str:
     """The page of a run, for what `report_data` gives."""
-    return assemble(data["title"], data, ("charts.js", "report.js"), live=data["live"])
+    reloads = data["state"] == "running" and data["interval"] > 0
+    return assemble(data["title"], data, "report.js", max(data["interval"], 2) if reloads else None)
 
 
-def assemble(title: str, data: dict[str, Any], scripts: Sequence[str], live: bool = False) -> str:
-    """A page that holds everything it needs.
+def assemble(title: str, data: dict[str, Any], script_name: str, reload_seconds: float | None = None) -> str:
+    """Returns a page that holds everything it needs.
 
     Args:
-        data: Given to the scripts as JSON, in the element with the id ``data``.
-        scripts: Names of files of the folder ``page``; together they are the page's only script.
-        live: Whether it may ask the server that it came from for more.
+        data: Given to the script as JSON, in the element with the id ``data``.
+        script_name: A file of the folder ``page``; with the charts it is the page's only script.
+        reload_seconds: After so many the browser reads the file again.
     """
-    script = "".join(map(_asset, scripts))
-    style = _asset("style.css")
+    script = "".join(map(_asset, ("uplot/uPlot.iife.min.js", "charts.js", script_name)))
+    style = _asset("uplot/uPlot.min.css") + _asset("style.css")
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
-        f"connect-src {chr(39)}{'self' if live else 'none'}{chr(39)}; base-uri 'none'; form-action 'none'"
+        "connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
+    refresh = f'<meta http-equiv="refresh" content="{reload_seconds:g}">\n' if reload_seconds else ""
     parts = {
+        "refresh": refresh,
         "title": html.escape(valid(title)),
         "policy": policy,
         "style": style,
@@ -89,7 +92,7 @@ def valid(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) -> dict[str, Any]:
+def report_data(record: RunRecord, interval: float = 0.0) -> dict[str, Any]:
     """What the page of a run shows, as plain values; `interval` is the number of seconds after which it is written
     again."""
     curves, metrics = record.curves, record.metrics
@@ -141,7 +144,6 @@ def report_data(record: RunRecord, interval: float = 0.0, live: bool = False) ->
         "written": now.strftime("%Y-%m-%d %H:%M:%S %z"),
         "written_at": now.timestamp(),
         "interval": interval,
-        "live": live,
     }  # fmt: skip
 
 

@@ -100,11 +100,10 @@ class Config(Section):
     sample_prompt: str | list[str] | None = setting(
         None, "train, finetune: a prompt, or a few, that the model continues after each evaluation and at the end of"
         " the run, for samples.jsonl; model_config has the sampling keys. Default null: none.")
-    report: bool | Literal["live"] = setting(
-        True, "Leave report.html and report.png: the curves of the run and what was run. live: serve it on this machine"
-        " too, at an address that the run prints.")
+    report: bool = setting(True, "Leave report.html and report.png: the curves of the run and what was run.")
     report_interval: float = setting(
-        30.0, "Seconds between two writings of report.html while the run trains; 0: only at the end. Default 30.", ge=0,
+        30.0, "Seconds between two writings of report.html while the run trains, which a browser that shows it reads"
+        " again; 0: only at the end. Default 30.", ge=0,
         le=COUNT)
     profile: bool = setting(
         False, "Profile the steps from profile_start_step to profile_stop_step: MindSpore's profiler, and on a CPU a"

@@ -59,10 +59,10 @@ function chartSpec(data, chart, controls) {
     if (choices.hidden.has(run)) continue;
     const line = { label: data.names[run] + (isEval ? ", eval" : ""), color: runColor(run), x: steps, y: values };
     if (isEval) {
-      lines.push({ ...line, dots: true, dash: "6 4", width: 1.8, keeps: 0.98 });
+      lines.push({ ...line, dots: true, dash: [6, 4], width: 1.8, keeps: 0.98 });
     } else if (chart.is_loss && width > 0) {
       lines.push({ ...line, width: 1, opacity: 0.3 });
-      lines.push({ ...line, y: smoothed(steps, values, width), width: 2, inTip: false, keeps: 1 });
+      lines.push({ ...line, y: smoothed(steps, values, width), width: 2, inLegend: false, keeps: 1 });
     } else {
       lines.push({ ...line, width: chart.is_loss ? 1.6 : 1.4 });
     }

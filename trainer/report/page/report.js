@@ -4,7 +4,6 @@
 const choices = { smooth: 15, log: false };
 
 function render(data) {
-  for (const chart of [...charts]) chart.forget();
   const main = document.getElementById("report");
   main.replaceChildren(
     ...heading(data),
@@ -29,28 +28,21 @@ function render(data) {
 
 // ---- above the charts ----
 
-function silentAfter(data) {
-  // Seconds: the file is written every `interval` seconds, but a step or a compilation may hold that up.
-  return 3 * data.interval + 30;
-}
-
-function age(data) {
-  return Date.now() / 1000 - data.written_at;
-}
-
 function stateOf(data) {
-  // A process that was killed has left a page that says it runs.
-  return !data.live && data.state === "running" && age(data) > silentAfter(data) ? "no news" : data.state;
+  // A process that was killed has left a page that says it runs. The file is written every `interval` seconds, but a
+  // step or a compilation may hold that up.
+  const isOld = Date.now() / 1000 - data.written_at > 3 * data.interval + 30;
+  return data.state === "running" && isOld ? "ended without a word" : data.state;
 }
 
 function heading(data) {
   const state = stateOf(data);
   const done = data.last_step ? Math.min(data.step / data.last_step, 1) : 0;
   const header = element("header", {}, element("h1", {}, data.title),
-    element("span", { class: "state " + state.replace(" ", "-") }, state), element("span", { class: "soft", id: "connection" }));
+    element("span", { class: "state " + state.replaceAll(" ", "-") }, state));
   const steps = data.last_step > data.step ? `step ${count(data.step)} of ${count(data.last_step)}` : `${count(data.step)} steps`;
   const parts = [data.model, steps];
-  if (state === "no news") parts.push(`no news since ${data.written}: the run was killed, its machine is gone, or this is a copy of its report`);
+  if (state === "ended without a word") parts.push(`no news since ${data.written}: the run was killed, its machine is gone, or this is a copy of its report`);
   else if (state === "running" && data.left_seconds !== null) parts.push("about " + duration(data.left_seconds) + " left");
   else if (data.outcome && data.outcome !== data.state) parts.push(data.outcome);
   const bar = element("div", { class: "progress", title: percent(done) }, element("div", { style: { width: 100 * done + "%" } }));
@@ -76,23 +68,7 @@ function tiles(data) {
 }
 
 function footer(data) {
-  const made = element("footer", {}, element("span", {}, `run_trainer ${data.version}`), element("span", {}, `written ${data.written}`));
-  if (!data.live && data.state === "running") {
-    const box = element("input", { type: "checkbox", id: "reload" });
-    box.checked = location.hash === "#reload";
-    box.addEventListener("change", () => { location.hash = box.checked ? "reload" : ""; reloadLater(data); });
-    made.append(element("label", {}, box, ` reload every ${data.interval} s`));
-  }
-  return made;
-}
-
-let waiting = null;
-
-function reloadLater(data) {
-  clearTimeout(waiting);
-  if (!data.live && data.state === "running" && location.hash === "#reload") {
-    waiting = setTimeout(() => location.reload(), 1000 * Math.max(data.interval, 2));
-  }
+  return element("footer", {}, element("span", {}, `run_trainer ${data.version}`), element("span", {}, `written ${data.written}`));
 }
 
 // ---- charts ----
@@ -137,11 +113,11 @@ function lossSpec(data, controls) {
   if (fields.loss) {
     const raw = series(data, "loss", { label: "train loss" }), width = smoothWidth(data);
     if (raw.band || width > 0) {
-      lines.push({ ...raw, width: 1, opacity: 0.5, inTip: true, band: raw.band });
+      lines.push({ ...raw, width: 1, opacity: 0.5, band: raw.band });
       keys.push(raw.band ? { kind: "band", color: color("train"), label: `lowest to highest of ${count(stride)} steps` }
         : { kind: "band", color: color("train"), label: "each step" });
     }
-    lines.push({ label: "smoothed", color: color("train"), x: steps, y: smoothed(steps, raw.y, width), width: 2, inTip: width > 0, keeps: 1 });
+    lines.push({ label: "smoothed", color: color("train"), x: steps, y: smoothed(steps, raw.y, width), width: 2, inLegend: width > 0, keeps: 1 });
     keys.push({ kind: "", color: color("train"), label: width > 0 ? "train, smoothed" : "train" });
   }
   if (data.evaluations.length) {
@@ -246,39 +222,4 @@ function settingsCard(card, data) {
   card.append(element("div", { class: "head" }, element("h2", {}, data.settings_title)), element("div", { class: "settings" }, ...rows));
 }
 
-// ---- a page that is served while the run goes on ----
-
-function note(text) {
-  const place = document.getElementById("connection");
-  if (place) place.textContent = text;
-}
-
-function noteAge(data) {
-  // The file is written anew, and the browser still shows what it has read.
-  const left = silentAfter(data) - age(data);
-  const old = `this is the state of ${data.written}: reload the page`;
-  if (!data.live && data.state === "running" && left > 0) setTimeout(() => note(old), 1000 * left);
-}
-
-async function follow(data) {
-  let stamp = data.stamp;
-  for (;;) {
-    await new Promise((resolve) => setTimeout(resolve, 2000));
-    try {
-      const answer = await fetch("data.json?since=" + encodeURIComponent(stamp), { cache: "no-store" });
-      if (answer.status === 204) continue;
-      const found = await answer.json();
-      stamp = found.stamp;
-      render(found);
-      if (found.state !== "running") return;
-    } catch (error) {
-      note("no connection: the run has ended, or the way to it is gone; report.html holds the last state");
-    }
-  }
-}
-
-const data = JSON.parse(document.getElementById("data").textContent);
-render(data);
-reloadLater(data);
-noteAge(data);
-if (data.live && data.state === "running") follow(data);
+render(JSON.parse(document.getElementById("data").textContent));
