@@ -9,7 +9,7 @@ from trainer.config.checks.parallel import degrees_of
 from trainer.dryrun.tasks import batch_of, open_step, train, windows
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel import collectives
-from trainer.parallel.gradients import SumDuringBackward
+from trainer.parallel.gradients import GradientReducer
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
@@ -29,14 +29,14 @@ def overlapped(run: Run) -> dict[str, Any]:
         dtypes: Of the gradients that the update gets.
     """
     events: list[list[Any]] = []
-    backward, last, update = TrainStep.backward, SumDuringBackward.last, Optimizer.scaled
+    backward, last, update = TrainStep.backward, GradientReducer.last, Optimizer.scaled
 
     def one_backward(step: TrainStep, *arguments: Any) -> Any:
         result = backward(step, *arguments)
         events.append(["backward", "ends"])
         return result
 
-    def last_backward(reducer: SumDuringBackward, *arguments: Any) -> Any:
+    def last_backward(reducer: GradientReducer, *arguments: Any) -> Any:
         hooks = [
             parameter.register_hook(lambda gradient, name=parameter.name: events.append(["gradient", name]) or gradient)
             for parameter in reducer.parameters
@@ -66,7 +66,7 @@ def overlapped(run: Run) -> dict[str, Any]:
     with (
         mock.patch.object(collectives, "BUCKET_BYTES", run.options["bucket_bytes"]),
         mock.patch.object(TrainStep, "backward", one_backward),
-        mock.patch.object(SumDuringBackward, "last", last_backward),
+        mock.patch.object(GradientReducer, "last", last_backward),
         mock.patch.object(Optimizer, "scaled", updated),
         noted(STARTS[0]), noted(STARTS[1]), noted(STARTS[2]),
     ):  # fmt: skip

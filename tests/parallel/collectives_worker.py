@@ -40,8 +40,8 @@ from trainer.optim.groups import parameter_groups, parameter_of  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
-from trainer.parallel.communicator import ProcessGroup  # noqa: E402
-from trainer.parallel.gradients import SumDuringBackward  # noqa: E402
+from trainer.parallel.communicator import Communicator  # noqa: E402
+from trainer.parallel.gradients import GradientReducer  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, PartOfArray, range_of_rank, whole_array  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 from trainer.step.accumulate import MicroBatch  # noqa: E402
@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
-    communicator = ProcessGroup(collectives.start(world))
+    communicator = Communicator(collectives.start(world))
     group = communicator.group
     if world.size == 2:
         np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))
@@ -74,7 +74,6 @@ def main(folder: Path) -> None:
     found |= shared(group) | pairs(group) | exchanged_experts(group)
     found |= shared_optimizer(communicator, folder)
     found |= {f"native {name}": np.array(names) for name, names in native_operators(world, folder).items()}
-    communicator.barrier()
     np.savez(folder / f"rank-{world.rank}.npz", **found)
 
 
@@ -94,8 +93,9 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
         return MicroBatch(None, {}, None, mindspore.value_and_grad(loss, None, parameters)()[1])
 
     is_sharded = [number in SHARDED for number in range(len(gradients))]
-    reducer = SumDuringBackward(
-        parameters, is_sharded, [(group,)] * len(parameters), in_float32, bucket_bytes=4000
+    groups = [{"dp_cp": group}] * len(parameters)
+    reducer = GradientReducer(
+        parameters, is_sharded, groups, overlaps=True, in_float32=in_float32, bucket_bytes=4000
     )
     total = [each.astype(mindspore.float32) if in_float32 else each * 1 for each in gradients]
     _, reduced = reducer.last(total, backward)
@@ -123,7 +123,7 @@ def shared(group: Group) -> dict[str, np.ndarray]:
     return found
 
 
-def shared_optimizer(communicator: ProcessGroup, folder: Path) -> dict[str, np.ndarray]:
+def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.ndarray]:
     """Weights after updates with the whole state and with a shard of it, and the bytes of both; saves the shard."""
     settings = parse_config("worker", '{"optimizer": {"type": "AdamW"}}').optimizer
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}

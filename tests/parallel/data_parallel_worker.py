@@ -10,12 +10,12 @@ from step_cases import LONG, MODELS, SCALE, TinyTrainer, tiny_trainer, trained, 
 
 from trainer.errors import RunError
 from trainer.models.spec.names import EMBEDDING
-from trainer.parallel.communicator import ProcessGroup
+from trainer.parallel.communicator import Communicator
 from trainer.run.session import check_same_weights
 from trainer.step.evaluate import evaluate
 
 
-def steps_together(communicator: ProcessGroup) -> dict[str, np.ndarray]:
+def steps_together(communicator: Communicator) -> dict[str, np.ndarray]:
     """Results of this rank, by name."""
     trainers = {name: tiny_trainer(name) for name in MODELS}
     found = {}
@@ -28,13 +28,13 @@ def steps_together(communicator: ProcessGroup) -> dict[str, np.ndarray]:
     return found | {"differing weights": message_about_weights(dense, communicator), "vote": votes(communicator)}
 
 
-def long_training(trainer: TinyTrainer, communicator: ProcessGroup) -> dict[str, np.ndarray]:
+def long_training(trainer: TinyTrainer, communicator: Communicator) -> dict[str, np.ndarray]:
     step = trainer.step(schedule=lambda update: 0.003, communicator=communicator, optimizer={"type": "AdamW"})
     losses = [step(window(number % 5, communicator.rank, communicator.size, 1)).loss for number in range(LONG)]
     return {"long": np.array(losses)}
 
 
-def overflow_of_one_rank(trainer: TinyTrainer, communicator: ProcessGroup) -> dict[str, np.ndarray]:
+def overflow_of_one_rank(trainer: TinyTrainer, communicator: Communicator) -> dict[str, np.ndarray]:
     """A gradient that is infinite on the last rank only."""
     step = trainer.step(communicator=communicator, runner_wrapper=SCALE)
     before, backward = trainer.weights(), step.backward
@@ -52,7 +52,7 @@ def overflow_of_one_rank(trainer: TinyTrainer, communicator: ProcessGroup) -> di
     return {"overflow": np.array([result.overflow, result.updated, step.guards.loss_scale.value, same])}
 
 
-def evaluated(trainer: TinyTrainer, communicator: ProcessGroup) -> dict[str, np.ndarray]:
+def evaluated(trainer: TinyTrainer, communicator: Communicator) -> dict[str, np.ndarray]:
     trainer.step()
     batches = [batch for number in range(2) for batch in window(number, communicator.rank, communicator.size)]
     result = evaluate(trainer.model, trainer.build_inputs, batches, lambda: False, communicator)
@@ -60,7 +60,7 @@ def evaluated(trainer: TinyTrainer, communicator: ProcessGroup) -> dict[str, np.
     return {"eval": np.array([result.loss, result.tokens]), "interrupted": np.array(interrupted is None)}
 
 
-def message_about_weights(trainer: TinyTrainer, communicator: ProcessGroup) -> np.ndarray:
+def message_about_weights(trainer: TinyTrainer, communicator: Communicator) -> np.ndarray:
     trainer.step()
     check_same_weights(trainer.model, communicator)
     if communicator.rank == 1:
@@ -72,5 +72,5 @@ def message_about_weights(trainer: TinyTrainer, communicator: ProcessGroup) -> n
     return np.array("nothing")
 
 
-def votes(communicator: ProcessGroup) -> np.ndarray:
+def votes(communicator: Communicator) -> np.ndarray:
     return np.array([communicator.any(False), communicator.any(communicator.rank == 1), communicator.any(True)])

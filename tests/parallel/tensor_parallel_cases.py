@@ -25,7 +25,7 @@ from trainer.models.spec import saved as saved_arrays  # noqa: E402
 from trainer.models.spec.shapes import all_shapes  # noqa: E402
 from trainer.ops.routing import SharedTokens  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
-from trainer.parallel.communicator import ModelParallel  # noqa: E402
+from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.layout import ModelLayout  # noqa: E402
 from trainer.parallel.mesh import Mesh  # noqa: E402
 from trainer.parallel.tensor import ModelShard  # noqa: E402
@@ -176,15 +176,15 @@ def mistaken(mistake: str) -> contextlib.AbstractContextManager:
     """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them, or leaves out the
     tokens of other ranks from the load of experts."""
     if mistake == COUNTED_TWICE:
-        return mock.patch.object(ModelParallel, "counted", lambda self, names, scattered=(): np.ones(len(names)))
+        return mock.patch.object(Communicator, "counted", lambda self, names, scattered=(): np.ones(len(names)))
     if mistake == NOT_COUNTED:
         return mock.patch.object(SharedTokens, "sum", lambda self, own: own)
-    groups_of = ModelParallel.groups_of
+    groups_of = Communicator.groups_of
 
-    def without(self: ModelParallel, name: str) -> dict[str, Group]:
+    def without(self: Communicator, name: str) -> dict[str, Group]:
         return {kind: group for kind, group in groups_of(self, name).items() if name != mistake or kind == "dp_cp"}
 
-    return mock.patch.object(ModelParallel, "groups_of", without)
+    return mock.patch.object(Communicator, "groups_of", without)
 
 
 def whole(world: Group, wanted: list[tuple[str, int, list[int]]]) -> list[dict[int, Trained]]:

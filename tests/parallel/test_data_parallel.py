@@ -16,7 +16,7 @@ from tiny_trainer import config_of
 from tolerances import decoder_limits
 
 from trainer.device.threads import set_up_cpu_threads
-from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.step.accumulate import valid_tokens
 from trainer.step.evaluate import evaluate
 
@@ -45,7 +45,7 @@ def right(alone: dict[str, TinyTrainer]) -> dict[str, np.ndarray]:
     """What one process finds that has the rows of all."""
     found = {}
     for name, trainer in alone.items():
-        found |= trained(trainer, SingleProcess(), 0, 1, name)
+        found |= trained(trainer, Communicator(), 0, 1, name)
     return found
 
 

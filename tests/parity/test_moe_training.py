@@ -7,9 +7,6 @@ numbers are added in the same order, bits are compared.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 from mindspore import Tensor
@@ -33,8 +30,7 @@ from trainer.data import IGNORE_INDEX, Batch
 from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.names import EXPERT_BIAS, HEAD
 from trainer.ops.routing import WindowLoad
-from trainer.parallel.communicator import SingleProcess
-from trainer.parallel.gradients import SumAfterBackward
+from trainer.parallel.communicator import Communicator
 from trainer.step.accumulate import MicroBatch, accumulate
 from trainer.step.evaluate import evaluate
 from trainer.step.train_step import StepResult
@@ -188,16 +184,18 @@ def test_the_auxiliary_loss_is_the_formula_of_the_paper(
 GLOBAL = EXPERTS | {"aux_loss_factor": 1.0, "moe_router_load_balancing_type": "gbs_aux_loss"}
 
 
-class OfTwoRanks(SingleProcess):
-    """One of two ranks which have the same data."""
+class TwoAlike:
+    """A group of two ranks which have the same data."""
 
+    on_host = True
+    rank = 0
     size = 2
 
-    def sums(self, values: Sequence[Any]) -> list[Any]:
-        return [2 * value for value in values]
+    def all_gather(self, array: np.ndarray) -> np.ndarray:
+        return np.stack([array, array])
 
-    def gradient_reducer(self, *parameters: Any) -> SumAfterBackward:
-        return SumAfterBackward(lambda gradients: [gradient * 2 for gradient in gradients])
+    def all_reduce(self, array: np.ndarray) -> np.ndarray:
+        return array * 2
 
 
 @NATIVE
@@ -262,7 +260,7 @@ def test_the_load_of_a_step_is_that_of_all_ranks_and_counts_a_recomputed_layer_o
     for recompute in (False, True):
         sections = {"recompute_config": {"recompute": recompute}}
         trainer = TinyTrainer(native, sections=sections, moe_config=GLOBAL)
-        results = [trainer.step(communicator=one)(window) for one in (None, OfTwoRanks())]
+        results = [trainer.step(communicator=one)(window) for one in (None, Communicator(TwoAlike()))]
         assert results[0].losses == pytest.approx(results[1].losses, rel=LIMITS.loss)
         step = trainer.step()
         results += [step(window), step(window)]

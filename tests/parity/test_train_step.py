@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,8 +33,8 @@ from trainer.data import Batch
 from trainer.errors import RunError
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.optim.schedules import build_schedule
-from trainer.parallel.communicator import SingleProcess
-from trainer.parallel.gradients import SumAfterBackward
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.gradients import GradientReducer
 from trainer.step.accumulate import WindowGradients, accumulate
 from trainer.step.evaluate import evaluate, perplexity
 
@@ -96,7 +97,7 @@ def test_a_mutation_of_one_gradient_or_of_the_loss_by_1e_5_is_found(tiny: TinyTr
             assert_same_window(mutant, whole)
 
 
-class KeepsTensors(SingleProcess):
+class KeepsTensors(Communicator):
     """Keeps sums as tensors, as a device with several ranks does."""
 
     def sums(self, values: Sequence[object]) -> list[Tensor]:
@@ -294,7 +295,7 @@ def test_gradients_of_earlier_micro_batches_are_let_go(tiny: TinyTrainer, window
 def test_gradients_are_added_up_in_place(tiny: TinyTrainer, window: list[Batch]) -> None:
     """A sum in memory of its own: a third set of gradients, or one between the activations of the next micro-batch."""
     step = tiny.step()
-    reducer = SumAfterBackward()
+    reducer = GradientReducer()
     places = []
     total = None
     for number in range(3):
@@ -312,12 +313,14 @@ def test_ranks_sum_their_gradients_beside_one_set_of_them(tiny: TinyTrainer, win
         last[:] = [weakref.ref(gradient) for gradient in part.gradients]
         return part
 
-    def sum_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
+    def all_reduce(array: np.ndarray) -> np.ndarray:
         alive.append(sum(reference() is not None for reference in last))
-        return list(gradients)
+        return array
 
-    accumulate(window[:2], backward, reducer=SumAfterBackward(sum_gradients))
-    assert alive == [0]
+    group = SimpleNamespace(on_host=True, rank=0, size=2, all_reduce=all_reduce)
+    groups = [{"dp_cp": group}] * len(tiny.initial)
+    accumulate(window[:2], backward, reducer=GradientReducer([None] * len(groups), [False] * len(groups), groups))
+    assert alive and not any(alive)
 
 
 def test_evaluation_is_the_mean_over_all_valid_tokens(tiny: TinyTrainer, window: list[Batch]) -> None:

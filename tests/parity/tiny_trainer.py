@@ -22,7 +22,7 @@ from trainer.ops.select import precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import Optimizer, build_optimizer
-from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.step.train_step import TrainStep
 
 TOKENS, VOCABULARY = 12, 19
@@ -88,8 +88,8 @@ class TinyTrainer:
         trained = {name: self.model.parameters_by_name[name] for name in shapes}
         optimizer = build_optimizer(trained, groups, config.optimizer, compiled=False)
         if communicator is None:
-            communicator = SingleProcess()
-            communicator.rank = rank
+            communicator = Communicator()
+            communicator.data_rank = rank
         return TrainStep(
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed,
             communicator=communicator, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,

@@ -22,7 +22,7 @@ from mindspore import Tensor, nn  # noqa: E402
 from trainer.config import parse_config  # noqa: E402
 from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
-from trainer.parallel.communicator import ProcessGroup  # noqa: E402
+from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.world import world_from_environment  # noqa: E402
 from trainer.semi_auto.shards import ShardedParameters  # noqa: E402
 from trainer.semi_auto.training import window_of  # noqa: E402
@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     graphs = {} if scheduler else {name: sharded_graph(config, world) for name, config in configs.items()}
     mindspore.set_device("CPU")
     set_up_cpu_threads()
-    communicator = ProcessGroup(collectives.start(world))
+    communicator = Communicator(collectives.start(world))
     known: set[str] = set()
     for name, config in configs.items():
         graph = graphs[name]

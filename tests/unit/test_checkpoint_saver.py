@@ -23,7 +23,7 @@ from trainer.checkpoint.writing import FileParts, checkpoint_stages
 from trainer.config import Config
 from trainer.errors import RunError
 from trainer.models.spec.shapes import all_shapes
-from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import PartOfArray, whole_array
 from trainer.storage.tensor_file import float32_entries
 
@@ -46,7 +46,7 @@ def stages(folder: Path, step: int, on_stage=None, **more):
 
 def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     told, gate = [], Gate("wrote model")
-    saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: told.append((path.name, step)))
+    saver = Saver(tmp_path, Communicator(), True, lambda path, step: told.append((path.name, step)))
     assert saver.is_ready
     saver.save(stages(tmp_path, 1, gate), 1)
     assert gate.reached.wait(20) and not saver.is_ready and told == []
@@ -78,7 +78,7 @@ def test_a_checkpoint_has_the_weights_of_its_step_though_the_training_changes_th
     monkeypatch.setattr(state, "checkpoint_stages", lambda *given, **named: with_gate(*given, on_stage=gate, **named))
     saved = saved_of(config, shares_memory=True)
     base = None if config.decoder.pet_config is None else {"load_checkpoint": "", "seed": 1, "digest": "0" * 64}
-    saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: None)
+    saver = Saver(tmp_path, Communicator(), True, lambda path, step: None)
     saver.save(lambda: state.save_stages(
         tmp_path, state.Position(step=1), saved, step_state={}, config=config, layout={}, base=base, keep_max=1,
         evaluations=EvalHistory(), beside_training=True,
@@ -139,7 +139,7 @@ def test_while_it_waits_the_training_tells_that_the_writer_gets_on_and_long_for_
             time.sleep(0.2)
             stuck.append(len(told) - before)
 
-    saver = Saver(tmp_path, SingleProcess(), in_background, lambda path, step: None, lambda: told.append(1))
+    saver = Saver(tmp_path, Communicator(), in_background, lambda path, step: None, lambda: told.append(1))
     saver.save(stages(tmp_path, 1, slow), 1)
     saver.finish()
     assert len(told) >= 3 and stuck == [False, 0]
@@ -147,7 +147,7 @@ def test_while_it_waits_the_training_tells_that_the_writer_gets_on_and_long_for_
 
 def test_at_most_one_is_in_flight_and_the_wait_is_counted(tmp_path: Path) -> None:
     told, gate = [], Gate("made temporary folder")
-    saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: told.append(step))
+    saver = Saver(tmp_path, Communicator(), True, lambda path, step: told.append(step))
     saver.save(stages(tmp_path, 1, gate), 1)
     assert gate.reached.wait(20)
     opener = threading.Timer(0.3, gate.opened.set)
@@ -159,7 +159,7 @@ def test_at_most_one_is_in_flight_and_the_wait_is_counted(tmp_path: Path) -> Non
 
 
 def test_old_checkpoints_stay_until_the_new_one_is_complete(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: None)
+    saver = Saver(tmp_path, Communicator(), True, lambda path, step: None)
     for step in (1, 2):
         saver.save(stages(tmp_path, step), step)
     gate = Gate("wrote marker's content")
@@ -172,7 +172,7 @@ def test_old_checkpoints_stay_until_the_new_one_is_complete(tmp_path: Path) -> N
 
 
 def test_a_failure_reaches_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saver = Saver(tmp_path, SingleProcess(), True, lambda path, step: None)
+    saver = Saver(tmp_path, Communicator(), True, lambda path, step: None)
     saver.save(stages(tmp_path, 1), 1)
     saver.finish()
     monkeypatch.setattr(writing, "_check_space", lambda folder, size: (_ for _ in ()).throw(OSError(28, "No space")))

@@ -397,12 +397,12 @@ sys.path[:0] = [sys.argv[2], sys.argv[2] + "/tests/unit"]
 from test_checkpoint_store import save, tensors_of
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.writing import checkpoint_stages
-from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.communicator import Communicator
 
 def write(folder, die):
     if sys.argv[4] == "alone":
         return save(folder, step, 2, die)
-    saver = Saver(folder, SingleProcess(), True, lambda path, step: None)
+    saver = Saver(folder, Communicator(), True, lambda path, step: None)
     state = {"step": step, "epoch": 1}
     saver.save(lambda: checkpoint_stages(folder, step, tensors_of(step), state, 2, die), step)
     saver.finish()

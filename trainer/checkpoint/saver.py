@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from trainer.checkpoint.writing import Done, Stages, Work, attempt, do_stages, exchange
-from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.parallel.communicator import Communicator
 
 _LOOK_SECONDS = 1.0
 _FLUSH_SECONDS = 3600.0
@@ -60,7 +60,7 @@ class Saver:
         self._step, self._stages = step, make_stages()
         if self.communicator.size == 1:
             stages = self._stages
-            self._thread = _Thread(lambda: do_stages(stages, self.folder, SingleProcess()))
+            self._thread = _Thread(lambda: do_stages(stages, self.folder, self.communicator))
         else:
             work = next(self._stages)
             while not work.takes_long:

@@ -37,7 +37,7 @@ from trainer.errors import UserError
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
-from trainer.parallel.communicator import SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ArrayPart, PartOfArray, as_part, whole_array
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.tensor_file import StoredArray, float32_entries
@@ -198,7 +198,7 @@ def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def save(folder: Path, *values: Any, **named: Any) -> Path:
     """Saves a checkpoint of a single process: does all stages of `save_stages`, and returns the checkpoint's folder."""
-    return do_stages(save_stages(folder, *values, **named), folder, SingleProcess())
+    return do_stages(save_stages(folder, *values, **named), folder, Communicator())
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:

@@ -29,7 +29,7 @@ import numpy as np
 from trainer.checkpoint import store
 from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, folder_name
 from trainer.errors import RunError
-from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import PartOfArray, whole_array
 from trainer.storage.checksums import FileChecksum, RunningChecksum, checksum_of_bytes, read_blocks
 from trainer.storage.marker import MARKER, marker_content
@@ -86,7 +86,7 @@ def write_checkpoint(
 ) -> Path:
     """Does the stages of `checkpoint_stages`, whose other arguments these are, one after the other. All ranks must call
     it; errors are the same."""
-    communicator = communicator or SingleProcess()
+    communicator = communicator or Communicator()
     stages = checkpoint_stages(folder, *arguments, rank=communicator.rank, ranks=communicator.size, **options)
     return do_stages(stages, folder, communicator)
 

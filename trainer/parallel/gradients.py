@@ -14,12 +14,13 @@ it, and the micro-batches add up ranges.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
+from trainer.parallel.layout import SUM_GROUPS, SumGroup
 from trainer.parallel.sharding import FLOAT32_BYTES
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.parallel.collectives import Group, Started
 
 
+_SCATTERING: tuple[SumGroup, ...] = ("dp_cp", "expert_dp")  # those whose ranks share the optimizer state
 _MOST_UNDER_WAY = 2  # buckets: while one travels the next one waits, so that the link is never idle
 
 
@@ -45,7 +47,8 @@ class Reduced(NamedTuple):
         gradients: In the order of the parameters; flat, this rank's range of those that are reduced and scattered.
         counted: What this rank adds to the sum over ranks of each gradient's squares: 1 for its own range, and for
             whole gradients 1 on rank 0 and 0 elsewhere. None where each rank has all gradients whole.
-        seconds: How long the sum took, with the wait for the last rank. None on a device, where the host does not wait.
+        seconds: How long the sum took, with the wait for the last rank. None on a device, where the host does not wait,
+            and in a single process.
     """
 
     gradients: Sequence[Tensor]
@@ -53,14 +56,65 @@ class Reduced(NamedTuple):
     seconds: float | None = None
 
 
-class GradientReducer(Protocol):
-    """Sums the gradients of a step over micro-batches and ranks."""
+@dataclass(frozen=True)
+class _Gradients:
+    gradients: Sequence[Tensor]
+
+
+class GradientReducer:
+    """Sums the gradients of a step over micro-batches and ranks.
+
+    Args:
+        parameters: Those whose gradients the backward pass computes, in its order of results.
+        is_sharded: Whether the optimizer state of each is sharded among ranks.
+        groups: The groups over which the gradient of each is summed, in the order of `SUM_GROUPS`; empty for a single
+            process.
+        scatters: Reduce the gradients of each micro-batch while they come, and keep this rank's ranges of the sharded
+            ones.
+        overlaps: Reduce in buckets while the backward pass goes on, that of the last micro-batch unless `scatters`;
+            for devices. False: reduce at the end what is not scattered.
+        in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
+        bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Parameter] = (),
+        is_sharded: Sequence[bool] = (),
+        groups: Sequence[Mapping[SumGroup, Group]] = (),
+        *,
+        scatters: bool = False,
+        overlaps: bool = False,
+        in_float32: bool = True,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        self.parameters = parameters
+        self.is_sharded = is_sharded
+        self.groups = groups
+        self.scatters = scatters and bool(groups)
+        self.overlaps = overlaps and bool(groups)
+        self.in_float32 = in_float32
+        self.seconds = 0.0  # of this step, in collectives that the host waits for
+        self.counted: np.ndarray | None = None
+        if self.overlaps:
+            from trainer.parallel.collectives import BUCKET_BYTES
+
+            kinds = [(sharded, *its.items()) for sharded, its in zip(is_sharded, groups, strict=True)]
+            sizes = [parameter.size for parameter in parameters]
+            self.buckets = plan_buckets(sizes, kinds, BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
+        else:  # all ranks reduce in one order: that in which gradients come as a rule
+            self.buckets = [[place] for place in reversed(range(len(is_sharded))) if is_sharded[place]]
+        if (self.scatters or self.overlaps) and any(is_sharded):
+            whole = [not its or [*its.values()][-1].rank == 0 for its in groups]
+            self.counted = np.logical_or(is_sharded, whole).astype(np.float32)
 
     def add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
         """Runs the backward pass of a micro-batch that is not the last one; returns what `backward` did, without its
         gradients, and the sum of these and `total`."""
+        part, gradients = self._add(total, backward)
+        return part, _compact(gradients) if total is None and not self.scatters else gradients
 
     def last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -70,48 +124,150 @@ class GradientReducer(Protocol):
         The returned result of `backward`, a dataclass, keeps none of its gradients: while ranks add up theirs, there
         are two sets of them and no third.
         """
+        if self.overlaps and not self.scatters:
+            part, gradients = self._reduce_as_they_come(total, backward)
+        else:
+            part, gradients = self._add(total, backward)
+        return part, self._reduced(gradients if self.overlaps else self._sum_rest(gradients))
 
     def kept(self, place: int, gradient: Tensor) -> Tensor:
         """For what computes the micro-batches in an order of its own, as a pipeline does: what is added up of the
         gradient of a micro-batch."""
+        if self.overlaps or not (self.scatters and self.is_sharded[place]):
+            return gradient
+        own = self._scatter(place, gradient)
+        return own if self.in_float32 else own.astype(gradient.dtype)
 
     def summed(self, total: list[Tensor]) -> Reduced:
         """For the same: the sum over the ranks of what was added up."""
+        if self.overlaps:
+            return self._reduced(self._reduce_as_they_come(None, lambda: _Gradients(total))[1])
+        return self._reduced(self._sum_rest(total))
 
-
-@dataclass(frozen=True)
-class _Gradients:
-    gradients: Sequence[Tensor]
-
-
-class SumAfterBackward:
-    """Sums whole gradients over the ranks when all of them are there. `sum_gradients` None: a single process."""
-
-    def __init__(self, sum_gradients: Callable[[Sequence[Tensor]], list[Tensor]] | None = None) -> None:
-        self.sum_gradients = sum_gradients
-
-    def add(
+    def _add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
-        part, gradients = _added(total, backward)
-        return part, _compact(gradients) if total is None else gradients
+        if self.scatters:
+            part, gradients = self._reduce_as_they_come(None, backward)
+            return part, add_gradients(total, gradients)
+        part = backward()
+        return replace(part, gradients=()), add_gradients(total, part.gradients)
 
-    def last(
-        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, Reduced]:
-        part, gradients = _added(total, backward)
-        return part, self.summed(gradients)
+    def _reduced(self, gradients: list[Tensor]) -> Reduced:
+        seconds = self.seconds if self.groups and not self.overlaps else None
+        self.seconds = 0.0
+        return Reduced(gradients, self.counted, seconds)
 
-    def kept(self, place: int, gradient: Tensor) -> Tensor:
-        return gradient
+    def _sum_rest(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The gradients summed over their groups, one kind after the other; those that are scattered already over what
+        follows the scattering."""
+        if not self.groups:
+            return gradients
+        from trainer.parallel.collectives import all_reduce
 
-    def summed(self, total: list[Tensor]) -> Reduced:
-        if self.sum_gradients is None:
-            return Reduced(total)
-        for gradient in total:
+        for gradient in gradients:
             gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
         began = time.perf_counter()
-        return Reduced(self.sum_gradients(total), seconds=time.perf_counter() - began)
+        summed = list(gradients)
+        for kind in SUM_GROUPS:
+            places = [
+                place for place, groups in enumerate(self.groups)
+                if kind in groups and (kind == "embedding" or not (self.scatters and self.is_sharded[place]))
+            ]  # fmt: skip
+            if places:
+                group = self.groups[places[0]][kind]
+                for place, total in zip(places, all_reduce([summed[place] for place in places], group), strict=True):
+                    summed[place] = total
+        self.seconds += time.perf_counter() - began
+        return summed
+
+    def _reduce_as_they_come(
+        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
+    ) -> tuple[MicroBatch, list[Tensor]]:
+        """Reduces the sum of `total` and the gradients of a micro-batch, bucket by bucket; what is in no bucket stays.
+        """
+        from mindspore import dtype as mstype
+
+        places = {place for bucket in self.buckets for place in bucket}
+        reduced: list[Any] = [None] * len(self.parameters)
+        ready: dict[int, Tensor] = {}
+        dtypes: dict[int, Any] = {}
+        under_way: list[Started] = []
+
+        def arrived(place: int, gradient: Tensor) -> None:
+            if place not in places:
+                reduced[place] = gradient
+                return
+            dtypes[place] = mstype.float32 if self.in_float32 else gradient.dtype
+            ready[place] = gradient if total is None else total[place] + gradient
+            if total is not None:
+                total[place] = None
+            while len(under_way) < len(self.buckets) and ready.keys() >= set(self.buckets[len(under_way)]):
+                bucket = self.buckets[len(under_way)]
+                under_way.append(self._start(bucket, [ready.pop(each) for each in bucket]))
+                if len(under_way) > _MOST_UNDER_WAY:  # lets the memory of its inputs be used again
+                    under_way[-1 - _MOST_UNDER_WAY].wait()
+
+        part = with_gradients_as_they_come(self.parameters, arrived, backward)
+        for bucket, started in zip(self.buckets, under_way, strict=True):
+            for place, gradient in zip(bucket, self._parts(bucket, started.wait()), strict=True):
+                reduced[place] = gradient if gradient.dtype == dtypes[place] else gradient.astype(dtypes[place])
+        return part, reduced
+
+    def _start(self, bucket: list[int], gradients: list[Tensor]) -> Started:
+        """Begins to reduce the gradients of a bucket, in float32, over its groups."""
+        from mindspore import dtype as mstype
+        from mindspore import ops
+
+        from trainer.parallel import collectives
+
+        if not self.overlaps:
+            return collectives.Started(self._scatter(bucket[0], gradients[0]))
+        gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
+        groups = self.groups[bucket[0]]
+        if self.is_sharded[bucket[0]]:
+            ranks = self._scattering_group(bucket[0]).size
+            rows = [collectives.rows_of_whole(gradient, ranks) for gradient in gradients]
+        else:
+            rows = [gradient.reshape(-1) for gradient in gradients]
+        started = collectives.Started(rows[0] if len(rows) == 1 else ops.concat(rows, -1))
+        for kind, group in groups.items():
+            scatters = self.is_sharded[bucket[0]] and kind in _SCATTERING
+            start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
+            started = start(started.wait(), group)
+        return started
+
+    def _parts(self, bucket: list[int], flat: Tensor) -> list[Tensor]:
+        """The gradients of a bucket, or this rank's ranges of them."""
+        if not self.overlaps:
+            return [flat]
+        from mindspore import ops
+
+        from trainer.parallel.collectives import own_range
+
+        parameters = [self.parameters[place] for place in bucket]
+        if not self.is_sharded[bucket[0]]:
+            parts = ops.split(flat, [parameter.size for parameter in parameters])
+            return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
+        group = self._scattering_group(bucket[0])
+        parts = ops.split(flat, [-(-parameter.size // group.size) for parameter in parameters])
+        return [own_range(part, parameter.size, group) for part, parameter in zip(parts, parameters, strict=True)]
+
+    def _scatter(self, place: int, gradient: Tensor) -> Tensor:
+        """This rank's range of a gradient, summed over the ranks of a CPU up to the scattering: flat, in float32."""
+        from trainer.parallel.collectives import all_reduce, reduce_scatter_range
+
+        gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
+        began = time.perf_counter()
+        for kind, group in self.groups[place].items():
+            if kind in ("tp", "kv"):
+                [gradient] = all_reduce([gradient], group)
+        own = reduce_scatter_range(gradient, self._scattering_group(place))
+        self.seconds += time.perf_counter() - began
+        return own
+
+    def _scattering_group(self, place: int) -> Group:
+        return next(group for kind, group in self.groups[place].items() if kind in _SCATTERING)
 
 
 def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -146,13 +302,6 @@ def _is_on_host() -> bool:
     return mindspore.get_context("device_target") == "CPU"
 
 
-def _added(
-    total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-) -> tuple[MicroBatch, list[Tensor]]:
-    part = backward()
-    return replace(part, gradients=()), add_gradients(total, part.gradients)
-
-
 def with_gradients_as_they_come(
     parameters: Sequence[Parameter], arrived: Callable[[int, Tensor], None], backward: Callable[[], MicroBatch]
 ) -> MicroBatch:
@@ -182,189 +331,6 @@ def with_gradients_as_they_come(
         if place not in came:  # nothing depends on the parameter in this micro-batch
             arrived(place, gradient)
     return replace(part, gradients=())
-
-
-class ScatterDuringBackward:
-    """Sums each gradient over the ranks of a CPU during the backward pass of each micro-batch; a rank keeps its range.
-
-    Args:
-        parameters: Those whose gradients the backward pass computes, in its order of results.
-        is_sharded: Of which of them a rank keeps a range. The others are small: they are summed at the end.
-        scatter: Number of a parameter, its gradient -> this rank's range of the sum, flat and in float32.
-        sum_rest: Sums at the end what is not summed yet of these ranges and of the others; may change the list.
-        counted: See `Reduced`.
-        in_float32: See `SumDuringBackward`.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        is_sharded: Sequence[bool],
-        scatter: Callable[[int, Tensor], Tensor],
-        sum_rest: Callable[[list[Tensor]], list[Tensor]],
-        counted: np.ndarray | None = None,
-        in_float32: bool = True,
-    ) -> None:
-        self.parameters, self.is_sharded, self.scatter = parameters, is_sharded, scatter
-        self.sum_rest, self.counted, self.in_float32 = sum_rest, counted, in_float32
-        self.seconds = 0.0  # of this step, in collectives
-
-    def add(
-        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, list[Tensor]]:
-        found: list[Any] = [None] * len(self.parameters)
-        # All ranks reduce in one order: that in which gradients come as a rule.
-        order = [place for place in range(len(found)) if self.is_sharded[place]]
-        waiting: dict[int, Tensor] = {}
-
-        def arrived(place: int, gradient: Tensor) -> None:
-            if not self.is_sharded[place]:
-                found[place] = gradient
-                return
-            waiting[place] = gradient
-            while order and order[-1] in waiting:
-                found[order[-1]] = self.own_range(order[-1], waiting.pop(order[-1]))
-                order.pop()
-
-        part = with_gradients_as_they_come(self.parameters, arrived, backward)
-        return part, add_gradients(total, found)
-
-    def last(
-        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, Reduced]:
-        part, gradients = self.add(total, backward)
-        return part, self.summed(gradients)
-
-    def kept(self, place: int, gradient: Tensor) -> Tensor:
-        return self.own_range(place, gradient) if self.is_sharded[place] else gradient
-
-    def summed(self, total: list[Tensor]) -> Reduced:
-        began = time.perf_counter()
-        gradients = self.sum_rest(total)
-        seconds, self.seconds = self.seconds + time.perf_counter() - began, 0.0
-        return Reduced(gradients, self.counted, seconds)
-
-    def own_range(self, place: int, gradient: Tensor) -> Tensor:
-        gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
-        began = time.perf_counter()
-        own = self.scatter(place, gradient)
-        self.seconds += time.perf_counter() - began
-        return own if self.in_float32 or own.dtype == gradient.dtype else own.astype(gradient.dtype)
-
-
-class SumDuringBackward:
-    """Reduces buckets of gradients during the backward pass of the last micro-batch, or of each one.
-
-    Args:
-        parameters: Those whose gradients the backward pass computes, in its order of results.
-        is_sharded: Whether the optimizer state of each is divided among the ranks of its last group.
-        groups: Those over which the gradient of each is summed, one after the other.
-        in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
-        scatters_each: Reduce those of each micro-batch, of which a rank then keeps its ranges.
-        bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        is_sharded: Sequence[bool],
-        groups: Sequence[Sequence[Group]],
-        in_float32: bool = True,
-        bucket_bytes: int | None = None,
-        scatters_each: bool = False,
-    ) -> None:
-        from trainer.parallel import collectives
-
-        self.collectives, self.parameters, self.is_sharded, self.groups = collectives, parameters, is_sharded, groups
-        self.in_float32, self.scatters_each = in_float32, scatters_each
-        kinds = list(zip(is_sharded, map(tuple, groups), strict=True))
-        counts = [sharded or not own or own[-1].rank == 0 for sharded, own in kinds]
-        self.counted = np.array(counts, np.float32)
-        limit = collectives.BUCKET_BYTES if bucket_bytes is None else bucket_bytes
-        self.buckets = plan_buckets([parameter.size for parameter in parameters], kinds, limit)
-
-    def add(
-        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, list[Tensor]]:
-        if not self.scatters_each:
-            return _added(total, backward)
-        part, reduced = self.reduced(None, backward)
-        return part, add_gradients(total, reduced.gradients)
-
-    def last(
-        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, Reduced]:
-        if not self.scatters_each:
-            return self.reduced(total, backward)
-        part, reduced = self.reduced(None, backward)
-        return part, reduced._replace(gradients=add_gradients(total, reduced.gradients))
-
-    def kept(self, place: int, gradient: Tensor) -> Tensor:
-        return gradient
-
-    def summed(self, total: list[Tensor]) -> Reduced:
-        return self.reduced(None, lambda: _Gradients(total))[1]
-
-    def reduced(
-        self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, Reduced]:
-        """The sum over the ranks of `total` and the gradients of a micro-batch."""
-        from mindspore import dtype as mstype
-
-        ready: dict[int, Tensor] = {}
-        dtypes: dict[int, Any] = {}
-        under_way: list[Started] = []
-
-        def arrived(place: int, gradient: Tensor) -> None:
-            dtypes[place] = mstype.float32 if self.in_float32 else gradient.dtype
-            ready[place] = gradient if total is None else total[place] + gradient
-            if total is not None:
-                total[place] = None
-            while len(under_way) < len(self.buckets) and ready.keys() >= set(self.buckets[len(under_way)]):
-                gradients = [ready.pop(each) for each in self.buckets[len(under_way)]]
-                under_way.append(self.start(self.buckets[len(under_way)], gradients))
-                if len(under_way) > _MOST_UNDER_WAY:  # lets the memory of its inputs be used again
-                    under_way[-1 - _MOST_UNDER_WAY].wait()
-
-        part = with_gradients_as_they_come(self.parameters, arrived, backward)
-        gradients: list[Any] = [None] * len(self.parameters)
-        for bucket, started in zip(self.buckets, under_way, strict=True):
-            for place, gradient in zip(bucket, self.parts(bucket, started.wait()), strict=True):
-                gradients[place] = gradient if gradient.dtype == dtypes[place] else gradient.astype(dtypes[place])
-        return part, Reduced(gradients, self.counted if any(self.is_sharded) else None)
-
-    def start(self, bucket: list[int], gradients: Sequence[Tensor]) -> Started:
-        """Begins to reduce the gradients of a bucket, in float32: over the last of its groups, after all others."""
-        from mindspore import dtype as mstype
-        from mindspore import ops
-
-        gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
-        groups = self.groups[bucket[0]]
-        if self.is_sharded[bucket[0]]:
-            own = [self.collectives.rows_of_whole(gradient, groups[-1].size) for gradient in gradients]
-        else:
-            own = [gradient.reshape(-1) for gradient in gradients]
-        started = self.collectives.Started(own[0] if len(own) == 1 else ops.concat(own, -1))
-        for group in groups:
-            scatters = self.is_sharded[bucket[0]] and group is groups[-1]
-            start = self.collectives.start_reduce_scatter if scatters else self.collectives.start_all_reduce
-            started = start(started.wait(), group)
-        return started
-
-    def parts(self, bucket: list[int], flat: Tensor) -> list[Tensor]:
-        """The gradients of a bucket, or this rank's ranges of them."""
-        from mindspore import ops
-
-        parameters = [self.parameters[place] for place in bucket]
-        if not self.is_sharded[bucket[0]]:
-            parts = ops.split(flat, [parameter.size for parameter in parameters])
-            return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-        group = self.groups[bucket[0]][-1]
-        parts = ops.split(flat, [-(-parameter.size // group.size) for parameter in parameters])
-        return [
-            self.collectives.own_range(part, parameter.size, group)
-            for part, parameter in zip(parts, parameters, strict=True)
-        ]
 
 
 def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:

@@ -54,9 +54,7 @@ class SharedCopy(NamedTuple):
 
 def copy_of(communicator: Communicator) -> SharedCopy:
     """The copy of the model that a rank of these computes."""
-    from trainer.parallel.communicator import ModelParallel
-
-    if not isinstance(communicator, ModelParallel):
+    if not communicator.divides_model:
         return SharedCopy(communicator.rank, communicator.size)
     number, copies, ranks = model_copy(Mesh(communicator.layout.degrees), communicator.rank)
     return SharedCopy(number, copies, communicator.group.part(ranks) if len(ranks) > 1 else None)

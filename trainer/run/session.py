@@ -34,14 +34,7 @@ from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import all_gather_ranges, array_gatherer, gather_range, start, write_own_ranges
-from trainer.parallel.communicator import (
-    Communicator,
-    ModelParallel,
-    ProcessGroup,
-    SingleProcess,
-    check_same_values,
-    model_parallel,
-)
+from trainer.parallel.communicator import Communicator, check_same_values, model_parallel
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import MatrixParts, ModelShard, TensorParallel
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -97,7 +90,7 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = SingleProcess() if world.size == 1 else _communicator(config, world, group or start(world))
+    communicator = Communicator() if world.size == 1 else _communicator(config, world, group or start(world))
     config = with_device_defaults(config, device)
     precision = precision_of(config, device, world)
     shard, pipeline = _shard(config, communicator), None
@@ -109,7 +102,7 @@ def open_session(
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
-    if isinstance(communicator, ModelParallel) and communicator.groups.pp is not None:
+    if communicator.divides_model and communicator.groups.pp is not None:
         pipeline = build_pipeline(config, model, communicator.groups.pp, on_one_host=world.local_size == world.size)
     return Session(model, build_inputs, communicator, pipeline=pipeline, device=device)
 
@@ -122,13 +115,13 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
 def _communicator(config: Config, world: World, group: Group) -> Communicator:
     """The ranks of a job, by what they share."""
     if not degrees_of(config, world).divide_model:
-        return ProcessGroup(group)
+        return Communicator(group)
     return model_parallel(group, config.decoder, layout_of(config, world), ulysses_degree(config))
 
 
 def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     """What this rank has of the model; None: all of it."""
-    if not isinstance(communicator, ModelParallel):
+    if not communicator.divides_model:
         return None
     groups, section, where = communicator.groups, config.parallel_config, communicator.where
     tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)

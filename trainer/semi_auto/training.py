@@ -14,7 +14,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import make_group, start
-from trainer.parallel.communicator import ProcessGroup, SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.run.session import set_up_device
 from trainer.semi_auto.evaluation import GraphEvaluator
 from trainer.semi_auto.experts import GraphRouters, expert_group
@@ -48,7 +48,7 @@ def open_semi_auto_training(
     """
     set_up_device(config, device, world)
     config = with_device_defaults(config, device)
-    communicator = ProcessGroup(start(world)) if world.size > 1 else SingleProcess()
+    communicator = Communicator(start(world) if world.size > 1 else None)
     degrees = degrees_of(config, world)
     if degrees.expert_parallel > 1:
         make_group(*expert_group(degrees, world.rank))

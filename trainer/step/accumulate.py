@@ -17,8 +17,8 @@ from mindspore import Tensor, ops
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates, RoutingCounts
-from trainer.parallel.communicator import Communicator, SingleProcess
-from trainer.parallel.gradients import GradientReducer, Reduced, SumAfterBackward
+from trainer.parallel.communicator import Communicator
+from trainer.parallel.gradients import GradientReducer, Reduced
 from trainer.step.clip import GradientNorms, NormGroups
 
 Votes: TypeAlias = Callable[[], Sequence[float]]
@@ -132,8 +132,8 @@ def accumulate(
         share: None where each rank has the whole model, and batches of its own.
         pipelined: Computes the whole window in place of `backward`.
     """
-    communicator = SingleProcess() if communicator is None else communicator
-    reducer = SumAfterBackward() if reducer is None else reducer
+    communicator = Communicator() if communicator is None else communicator
+    reducer = GradientReducer() if reducer is None else reducer
     counts = [valid_tokens(batch) for batch in micro_batches]
     given = (sum(counts), counts.count(0)) if share is None or share.gives_losses and share.counts_tokens else (0, 0)
     [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])

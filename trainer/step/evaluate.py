@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
 from trainer.ops.measures import device_measures, read_together
-from trainer.parallel.communicator import Communicator, SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.step.accumulate import valid_tokens
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def evaluate(
     Raises:
         RunError: The data has no valid token.
     """
-    communicator = SingleProcess() if communicator is None else communicator
+    communicator = Communicator() if communicator is None else communicator
     began = time.perf_counter()
     measures, losses, hits, tokens, stopped = device_measures(), [], [], 0, False
     for batch in batches:

@@ -28,7 +28,7 @@ from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
 from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
 from trainer.optim.groups import parameter_of
-from trainer.parallel.communicator import Communicator, ModelParallel, SingleProcess
+from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ArrayPart, PartOfArray, whole_array
 from trainer.step.accumulate import (
     MicroBatch,
@@ -142,11 +142,11 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
-        self.communicator = SingleProcess() if communicator is None else communicator
+        self.communicator = Communicator() if communicator is None else communicator
         self.pipeline, self.share, own = pipeline, None, self.communicator
         names = every = list(optimizer.parameters)
         scattered = optimizer.own_ranges if scatters else ()
-        if isinstance(own, ModelParallel):
+        if own.divides_model:
             every = [name for name in own.layout.parameters if name in optimizer.group_of]
             places = [names.index(name) if name in optimizer.parameters else len(names) for name in every]
             self.share = RankShare(own.counts_losses, own.counted(names, scattered), places, own.counts_tokens)
@@ -158,7 +158,7 @@ class TrainStep:
         by_name = dict(zip(names, leaves, strict=True))
         self.reducer = own.gradient_reducer(by_name, sharded, in_fp32, scatters)
         experts = model.settings.experts
-        self.load = WindowLoad(own.stage.sums) if experts and experts.balances_step else None
+        self.load = WindowLoad(own.stage_sums) if experts and experts.balances_step else None
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
         self.skips_empty = self.load is None and own.skips_empty and not scatters
 
