@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +146,9 @@ def steps_of(name: str) -> int:
     return CASES[name].get("steps", STEPS)
 
 
-def _forgets_tied_sum(step: TrainStep) -> None:
-    step.communicator.groups = step.communicator.groups._replace(embedding=None)
-
-
-def _forgets_tensor_sum(step: TrainStep) -> None:
-    step.communicator.groups = step.communicator.groups._replace(tp=None)
+def _forgets_sum(step: TrainStep, kind: str) -> None:
+    for groups in step.reducer.groups:
+        groups.pop(kind, None)
 
 
 def _counts_norm_twice(step: TrainStep) -> None:
@@ -166,7 +164,7 @@ def _forgets_routers(step: TrainStep) -> None:
 
 
 MUTATIONS: dict[str, dict[str, Callable[[TrainStep], None]]] = {
-    "tensor, tied": {"no tied sum": _forgets_tied_sum, "norm counted twice": _counts_norm_twice},
-    "tensor with rows, latent attention": {"no tensor sum": _forgets_tensor_sum},
+    "tensor, tied": {"no tied sum": partial(_forgets_sum, kind="embedding"), "norm counted twice": _counts_norm_twice},
+    "tensor with rows, latent attention": {"no tensor sum": partial(_forgets_sum, kind="tp")},
     "experts of context ranks": {"no losses of routers": _forgets_routers},
 }

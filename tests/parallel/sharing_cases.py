@@ -85,8 +85,8 @@ def open_step(config: Config, group: Group, weights: Mapping[str, np.ndarray] | 
     """As a run opens it, with these ranks in the place of MindSpore's."""
     world = SINGLE_PROCESS if group.size == 1 else World(group.rank, group.size, group.rank, group.size)
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
-    ahead = mock.patch.object(session, "gathers_ahead", lambda _: True)  # although a rank has one core here
-    with mock.patch.object(session, "start", lambda _: group), ready, ahead:
+    prefetch = mock.patch.object(session, "can_prefetch", lambda _: True)  # although a rank has one core here
+    with mock.patch.object(session, "start", lambda _: group), ready, prefetch:
         return session.open_training(config, lambda update: 0.004, weights, world, "CPU")
 
 
@@ -105,7 +105,7 @@ def trained(group: Group, case: str, levels: Sequence[str], steps: Sequence[int]
     """A training for each level, of so many steps: "" shares nothing; "level3 level1" goes on with level1 after
     `RESUMED_AT` steps. A rank that is alone has the sequences of all."""
     # Who uses memory that was given back, gets what is no number.
-    with mock.patch.object(compute_weights, "_give_back", lambda flat: flat.fill(np.nan)):
+    with mock.patch.object(compute_weights, "_free_pages", lambda flat: flat.fill(np.nan)):
         return [_trained(group, case, level.split(), count) for level, count in zip(levels, steps, strict=True)]
 
 
@@ -126,7 +126,7 @@ def _trained(group: Group, case: str, levels: Sequence[str], steps: int) -> Trai
             results.append(step([batch for rank in own for batch in window(number, rank)]))
     gradients = sum(gradient.size for gradient in update.call_args.args[0]) if update.called else 0
     batches = [make_batch(99 + rank, 9, rows=2) for rank in own]
-    with step.model.compute_weights.whole():
+    with step.model.compute_weights.unsharded():
         model = step.model if step.pipeline is None else step.pipeline.evaluate
         found = evaluate(model, step.build_inputs, batches, lambda: False, step.communicator)
     fields = ([getattr(result, field) for result in results] for field in ("loss", "global_norm", "overflow"))
@@ -161,16 +161,15 @@ def resumed(step: TrainStep, config: Config, group: Group) -> TrainStep:
 def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
     """Trainings with a mistake each; the message of an error is the result, too."""
     calls: list[str] = []
-    gather = ShardedWeights.gather
+    unshard = ShardedWeights.unshard
 
     def own_part(group: HostGroup, array: np.ndarray) -> np.ndarray:
         return group._ranges(array.reshape(-1))[group.rank].copy()
 
-    def forward_alone(weights: ShardedWeights, parameters: Any) -> None:
-        first = parameters[0].name
-        calls.append(first)
-        if calls.count(first) % 2 or len(parameters) == len(weights.parameters):
-            gather(weights, parameters)
+    def forward_alone(weights: ShardedWeights, names: Sequence[str]) -> None:
+        calls.append(names[0])
+        if calls.count(names[0]) % 2:
+            unshard(weights, names)
 
     def counted_by_all(step: TrainStep, *arguments: Any) -> Any:
         step.reducer.counted = np.full_like(step.reducer.counted, 2)
@@ -180,7 +179,7 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
     mistakes = {
         "a range is not summed": ("level2", mock.patch.object(HostGroup, "reduce_scatter_range", own_part)),
         "a norm is counted twice": ("level2", mock.patch.object(TrainStep, "__call__", counted_by_all)),
-        "a weight is not gathered": ("level3", mock.patch.object(ShardedWeights, "gather", forward_alone)),
+        "a weight is not gathered": ("level3", mock.patch.object(ShardedWeights, "unshard", forward_alone)),
     }
     found: dict[str, Trained | str] = {}
     for name, (level, mistake) in mistakes.items():

@@ -84,7 +84,7 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
         return loss * scale, loss
 
     weights = model.decoder.compute_weights
-    backward = mindspore.value_and_grad(scaled, None, weights.leaves(parameters), has_aux=True)
+    backward = mindspore.value_and_grad(scaled, None, weights.grad_targets(parameters), has_aux=True)
     (_, loss), found = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
     gradients = in_float32(found)
     assert loss.dtype == FULL
@@ -116,7 +116,7 @@ def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result
 def test_a_head_that_several_modules_use_has_no_copy() -> None:
     """So its gradient is summed over them in float32."""
     for depth, dtype in ((0, HALF), (1, FULL)):
-        [leaf] = build("O1", mtp_depth=depth).decoder.compute_weights.leaves([HEAD])
+        [leaf] = build("O1", mtp_depth=depth).decoder.compute_weights.grad_targets([HEAD])
         assert leaf.dtype == dtype
 
 

@@ -9,7 +9,8 @@ Legend: N tokens, D hidden, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
@@ -55,11 +56,25 @@ class ArrayPart(Protocol):
         """Returns the gradients of the inputs and of the trained weights. `saved` is used up."""
 
 
-class PartWeights:
-    """The weights of a part: parameters by their names in it, and which of them products take in a narrow dtype."""
+Unsharded: TypeAlias = "Callable[[Sequence[Parameter]], contextlib.AbstractContextManager[None]]"
 
-    def __init__(self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = ()) -> None:
+
+class PartWeights:
+    """The weights of a part.
+
+    Args:
+        named: The parameters by their names in the part.
+        dtype: Of the products.
+        narrow: Names of the weights that products take in this dtype.
+        unsharded: Within its result parameters of which ranks keep ranges are complete.
+    """
+
+    def __init__(
+        self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = (),
+        unsharded: Unsharded = contextlib.nullcontext,
+    ) -> None:  # fmt: skip
         self.named = dict(named)
+        self.unsharded = unsharded
         self.dtype = DTYPES[dtype]
         self.narrow = frozenset(narrow) if dtype != "float32" else frozenset()
 
@@ -93,19 +108,26 @@ class _PartCell(nn.Cell):
 
     def construct(self, *inputs_and_trained):
         inputs = [on_host(x) for x in inputs_and_trained[: self.inputs]]
-        results, self.saved = self.part.forward(inputs, self.weights.arrays(), self.save, True)
+        with self._complete_weights():
+            results, self.saved = self.part.forward(inputs, self.weights.arrays(), self.save, True)
         return results
 
     def bprop(self, *arguments):
         *inputs_and_trained, _, grads = arguments
         inputs = [on_host(x) for x in inputs_and_trained[: self.inputs]]
-        weights = self.weights.arrays()
-        saved, self.saved = self.saved, None
-        if saved is None:
-            saved = self.part.forward(inputs, weights, True, False)[1]
         grads = [on_host(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
-        of_inputs, found = self.part.backward(inputs, weights, saved, grads, self.trained)
+        saved, self.saved = self.saved, None
+        # The gradient of a look-up needs no values of the matrix.
+        complete = contextlib.nullcontext() if isinstance(self.part, EmbeddingPass) else self._complete_weights()
+        with complete:
+            weights = self.weights.arrays()
+            if saved is None:
+                saved = self.part.forward(inputs, weights, True, False)[1]
+            of_inputs, found = self.part.backward(inputs, weights, saved, grads, self.trained)
         return *of_inputs, *(found[name] for name in self.trained)
+
+    def _complete_weights(self) -> contextlib.AbstractContextManager[None]:
+        return self.weights.unsharded(list(self.weights.named.values()))
 
 
 @dataclass(frozen=True)

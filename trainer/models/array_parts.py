@@ -7,8 +7,9 @@ Legend: B sequences of T tokens, N tokens of a rank, D hidden, E width of the em
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,6 @@ from trainer.parallel.sharding import range_of_rank
 if TYPE_CHECKING:
     from mindspore import Parameter
 
-    from trainer.arrays.cells import Results
     from trainer.arrays.tiles import Arrays
     from trainer.config import ModelConfig
     from trainer.models.compute_weights import ComputeWeights
@@ -97,9 +97,9 @@ class ArrayParts:
         self.spec = model_spec(settings)
         self.dtype = dtype
         self.parameters = parameters
-        self.compute_weights = weights
         self.dropout = dropout
         self.predicts = weights is None
+        self.unsharded = contextlib.nullcontext if weights is None else weights.unsharded
         self.scratch = Scratch(shares_products=self.predicts)
         self.vocabulary = vocabulary
         self.is_sharded = shard is not None
@@ -141,7 +141,7 @@ class ArrayParts:
     def _part(self, names: Mapping[str, str], narrow: Collection[str]) -> PartWeights:
         """Returns the weights of a part that this rank has; `names` maps their names in the part to their full ones."""
         named = {name: self.parameters[full] for name, full in names.items() if full in self.parameters}
-        return PartWeights(named, self.dtype, narrow)
+        return PartWeights(named, self.dtype, narrow, self.unsharded)
 
     def _layer_parts(self, number: int, again: str) -> dict[str, PartWeights]:
         """Returns the weights of the parts of a layer, in order: "block", or its sublayers where one of them is
@@ -191,27 +191,13 @@ class ArrayParts:
             self.mlps[spec] = CpuMlp(merged, self.scratch, self.tensor)
         return self.mlps[spec]
 
-    def around(self, weights: PartWeights, x: Tensor, run: Callable[[Tensor], Results]) -> Results:
-        """Runs a part whose weights are there for it."""
-        return self.compute_weights.around(list(weights.named.values()), x, run)
-
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         weights, mapping = self.embedding_weights, self.mapping_weights
         look_up = EmbeddingPass(self.embedding, ids_N.asnumpy())
-        x_NE = self.around(weights, ids_N, lambda _: run_part(look_up, weights, (), save=True))
-        if not mapping.named:
-            return x_NE
-        # A part of its own: ranks that share weights complete those of a look-up for its forward pass alone.
-        part = MappingPass(self.mapping)
-        return self.around(mapping, x_NE, lambda x_NE: run_part(part, mapping, (x_NE,), save=True))
+        x_NE = run_part(look_up, weights, (), save=True)
+        return run_part(MappingPass(self.mapping), mapping, (x_NE,), save=True) if mapping.named else x_NE
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        parameters = [one for weights in self.layers[number].values() for one in weights.named.values()]
-        return self.compute_weights.around(parameters, x_ND, lambda x_ND: self._run_layer(number, x_ND, call))
-
-    def _run_layer(
-        self, number: int, x_ND: Tensor, call: DecoderCall
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         spec, trains = self.spec.layers[number], call.statistics is not None
         dropout = self.dropout.layer_dropout(spec, number, call.dropout, call.inputs)
         aux_loss = z_loss = None
@@ -231,20 +217,14 @@ class ArrayParts:
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
-        weights = self.merges[module]
-
-        def merge(x_ND: Tensor) -> Tensor:
-            return run_part(MergePass(self.merge), weights, (embedded_ND, x_ND), save=True)
-
-        return self.around(weights, x_ND, merge)
+        return run_part(MergePass(self.merge), self.merges[module], (embedded_ND, x_ND), save=True)
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         weights = self.heads[number]
         labels = call.inputs.mtp[number - 1] if number else call.inputs
         arrays = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
         part = HeadPass(self.head, *arrays, weights.trained)
-        save = call.statistics is not None
-        return self.around(weights, x_ND, lambda x_ND: run_part(part, weights, (x_ND,), save))
+        return run_part(part, weights, (x_ND,), save=call.statistics is not None)
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""

@@ -91,7 +91,7 @@ class CellParts:
         depth = settings.num_layers + settings.mtp_depth
         self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
         self.adapter_masks = AdapterMasks(settings, kernels, dropout)
-        self.embedding, self.final_norm = map(weights.masters.get, (EMBEDDING, FINAL_NORM))
+        self.embedding, self.final_norm = map(weights.main_params.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor)
@@ -171,26 +171,15 @@ class CellParts:
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
         whole = call is None and self.tensor is None
         look_up = self.kernels.gather_rows if whole else self.embedding_rows
-        around, embedding, mapping = self.compute_weights.around, self.embedding, self.mapping_in
-        x_NE = around((embedding,), ids_N, lambda ids_N: look_up(_view(embedding), ids_N))
-        return x_NE if mapping is None else around((mapping,), x_NE, lambda x: self.map_embedding(x, _view(mapping)))
-
-    def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        weights = [weight for part in self.layers[number].values() for weight in part.weights]
-        return self.compute_weights.around(weights, x_ND, lambda x_ND: self._layer(number, x_ND, call))
+        x_NE = look_up(_view(self.embedding), ids_N)
+        return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
         weights = self.norms[module], *self.merge_weights[module]
-        return self.compute_weights.around(
-            weights, x_ND, lambda x_ND: self.merge(embedded_ND, x_ND, *map(_view, weights))
-        )
+        return self.merge(embedded_ND, x_ND, *map(_view, weights))
 
-    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        weights = self.norms[number], self.head_weight, self.mapping_out
-        return self.compute_weights.around(weights, x_ND, lambda x_ND: self._head(number, x_ND, call))
-
-    def _layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         inputs, dropout, statistics = call
         aux_loss = z_loss = None
         for name, part in self.layers[number].items():
@@ -205,7 +194,7 @@ class CellParts:
                 x_ND = part(x_ND, partial(self._constants, name, number, inputs, dropout))
         return x_ND, aux_loss, z_loss
 
-    def _head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+    def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         labels = call.inputs.mtp[number - 1] if number else call.inputs
         weights = _view(self.norms[number]), _view(self.head_weight)
         mapping = () if self.mapping_out is None else (_view(self.mapping_out),)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.checks.parallel import degrees_of, runs_semi_auto, shards_optimizer, sharing_level
 from trainer.config.notice import Notice
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
@@ -114,13 +114,14 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
     """Whether native CPU layers compute the model: every decoder on a CPU in explicit mode.
 
     context.mode 1 trains and evaluates with MindSpore's operators, one by one, where each rank computes whole layers.
-    It predicts with native layers, too.
+    It predicts with native layers, too. Ranks share weights (level3) in native layers alone.
     """
     if device != "CPU" or config.classifier is not None or runs_semi_auto(config, world):
         return False
     if config.context.mode == 0 or config.run_mode in ("predict", "chat"):
         return True
-    return degrees_of(config, world).divide_layers
+    shares_weights = shards_optimizer(config, world) and sharing_level(config) == "level3"
+    return degrees_of(config, world).divide_layers or shares_weights
 
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:

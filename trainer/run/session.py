@@ -67,7 +67,7 @@ class Session:
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within it ranks that share weights (level 3 of `enable_parallel_optimizer`) have all of them; all enter it
         together. A graph of semi-automatic mode gathers its own."""
-        return contextlib.nullcontext() if self.computes_together else self.model.compute_weights.whole()
+        return contextlib.nullcontext() if self.computes_together else self.model.compute_weights.unsharded()
 
 
 def open_session(
@@ -190,8 +190,8 @@ def open_training(
         make_shards = partial(optimizer_shards, session.communicator, shard_threshold_bytes(config))
         if sharing_level(config) == "level3":
             gatherer = partial(array_gatherer, on_one_host=world.local_size == world.size)
-            ahead = gathers_ahead(session.communicator)
-            session.model.compute_weights.shard(make_shards(parameters, gatherer), ahead)
+            prefetch = can_prefetch(session.communicator)
+            session.model.compute_weights.shard(make_shards(parameters, gatherer), prefetch)
             shards = make_shards(trained, lambda group: partial(write_own_ranges, group), shards_weights=True)
         else:
             shards = make_shards(trained)
@@ -211,7 +211,7 @@ def open_training(
     )
 
 
-def gathers_ahead(communicator: Communicator) -> bool:
+def can_prefetch(communicator: Communicator) -> bool:
     """Whether all ranks have a core to gather weights with while another one computes."""
     return not communicator.any(len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else True)
 

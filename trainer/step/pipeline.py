@@ -131,7 +131,7 @@ class Stage:
         self.gradients_of = [self._gradients_of(cell) if cell.part.trains else None for cell in self.cells]
 
     def _gradients_of(self, cell: PartCell) -> Callable:
-        leaves = self.model.compute_weights.leaves(cell.part.trained)
+        leaves = self.model.compute_weights.grad_targets(cell.part.trained)
         by_list = bool(leaves)
         operation = ops.GradOperation(get_all=cell.part.reached, get_by_list=by_list, sens_param=True)
         return operation(cell, ParameterTuple(leaves)) if by_list else operation(cell)

@@ -153,7 +153,7 @@ class TrainStep:
         self.norm_groups = norm_groups(every, wrapper, optimizer.group_of)
         sharded = [name in optimizer.own_ranges for name in names]
         model.compute_weights.refresh()
-        leaves = model.compute_weights.leaves(names)
+        leaves = model.compute_weights.grad_targets(names)
         in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
         by_name = dict(zip(names, leaves, strict=True))
         self.reducer = own.gradient_reducer(by_name, sharded, in_fp32, scatters)
@@ -192,7 +192,7 @@ class TrainStep:
             skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
         )  # fmt: skip
-        self.model.compute_weights.release()  # those of layers whose input has no gradient
+        self.model.compute_weights.end_step()
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
@@ -260,7 +260,7 @@ class TrainStep:
 
     def to_save(self) -> Saved:
         """What this rank writes of a checkpoint."""
-        communicator, ranges = self.communicator, self.model.compute_weights.own_ranges
+        communicator, ranges = self.communicator, self.model.compute_weights.local_ranges
         parameters = ((name, each.asnumpy()) for name, each in self.model.parameters_by_name.items()
                       if communicator.writes(name, name in ranges))  # fmt: skip
         weights = {name: PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)),
