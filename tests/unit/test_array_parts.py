@@ -78,11 +78,10 @@ def test_parts_are_read_from_a_file_and_written_to_their_places(
         np.testing.assert_array_equal(found, right(array, part))
         np.testing.assert_array_equal(read_part(array, part), found)
         make_file(path, entries)
-        total = write_pieces(path, entries, {"b": [PartOfArray(part, found)]})
+        write_pieces(path, entries, {"b": [PartOfArray(part, found)]})
         again = safetensors.numpy.load_file(path)["b"]
         np.testing.assert_array_equal(right(again, part), found)
         assert np.count_nonzero(again) == np.count_nonzero(found)
-        assert total == int(np.ascontiguousarray(found).view("<u4").sum(dtype=np.uint64))
         write_tensors(path, entries, [before, array])
         assert path.read_bytes() == whole
 

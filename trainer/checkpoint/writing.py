@@ -9,8 +9,7 @@ stage the ranks exchange whether it succeeded, so that a disk that fails on one 
 same error, and no rank waits forever.
 
 The files are those that a single rank writes. One that a rank has all of is written in order, with its checksum on the
-way. Of any other each rank writes its numbers to their places; then one rank reads the file for the checksum, and
-compares the sum of its words with what the ranks have written, which may have reached another disk or been overwritten.
+way. Of any other each rank writes its numbers to their places; then one rank reads the file for the checksum.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -31,23 +32,20 @@ from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, 
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import PartOfArray, whole_array
-from trainer.storage.checksums import FileChecksum, RunningChecksum, checksum_of_bytes, read_blocks
+from trainer.storage.checksums import checksum_of_bytes, checksum_of_file
 from trainer.storage.marker import MARKER, marker_content
 from trainer.storage.tensor_file import (
     CODES,
-    WORD_SUMS,
     Entries,
     Pieces,
     entries_of,
     in_order,
     make_file,
-    sum_of_words,
     write_pieces,
     write_tensors,
 )
 
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
-_ONE_FOLDER = "all hosts must see one output_dir"
 
 OnStage = Callable[[str], None]
 
@@ -169,36 +167,46 @@ def checkpoint_stages(
             and nothing incomplete is left.
         TypeError: safetensors does not support an array's dtype.
     """
-    stage, first = on_stage or (lambda name: None), rank == 0
-    path, unfinished = folder / folder_name(step), folder / f"{UNFINISHED}{folder_name(step)}"
+    stage = on_stage or (lambda name: None)
+    first = rank == 0
+    path = folder / folder_name(step)
     own = {part: given if isinstance(given, FileParts) else whole_file(given) for part, given in tensors.items()}
     files = {name: _as_bytes(content) for name, content in {**(documents or {}), STATE: state}.items()}
     other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
     results = [result for result, _ in (yield Work(lambda: (_own_bytes(own), other_bytes)))]
-    every = _file_shares([own_bytes for own_bytes, _ in results])
-    needed_bytes = sum(share.nbytes for share in every.values()) + sum(others for _, others in results)
-    shared = [part for part, share in every.items() if len(share.writers) > 1]
+    writers = _writers([own_bytes for own_bytes, _ in results])
+    needed_bytes = sum(others + sum(nbytes for nbytes, _ in sizes.values()) for sizes, others in results)
+    shared = [part for part, ranks_of_part in writers.items() if len(ranks_of_part) > 1]
 
-    def prepare() -> None:
-        if first:
-            _begin(unfinished, {part: own[part] for part in shared}, needed_bytes, stage)
+    agreed = partial(_agreed, rank=rank, ranks=ranks, folder=folder, needed_bytes=needed_bytes)
 
-    def write() -> tuple[dict[str, _Written], dict[str, int]]:
+    def prepare() -> str:
+        return _begin(path, {part: own[part] for part in shared}, needed_bytes, stage) if first else ""
+
+    unfinished = folder / agreed((yield Work(prepare)))[0]
+
+    def write() -> dict[str, _Written]:
         if not unfinished.is_dir():
-            raise OSError(errno.ENOENT, f"the folder that rank 0 made is not there; {_ONE_FOLDER}")
-        sums = {part: _write_shared(unfinished, part, own[part], stage) for part in shared if part in own}
-        alone = {part: found for part, found in own.items() if every[part].writers == [rank]}
-        return _write_files(unfinished, alone, files if first else {}, stage), sums
+            raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
+        for part in shared:
+            if part in own:
+                _write_shared(unfinished, part, own[part], stage)
+        alone = {part: found for part, found in own.items() if writers[part] == [rank]}
+        return _write_files(unfinished, alone, files if first else {}, stage)
 
-    def check() -> dict[str, _Written]:
-        """Reads the files that several ranks have written, of which each rank has others."""
-        return {f"{part}{ENDING}": _read_back(unfinished, part, every[part], sums[part])
-                for number, part in enumerate(shared) if number % ranks == rank}  # fmt: skip
+    def read_back() -> dict[str, _Written]:
+        names = [f"{part}{ENDING}" for number, part in enumerate(shared) if number % ranks == rank]
+        return {name: _read_back(unfinished / name) for name in names}
+
+    of_ranks = agreed((yield Work(write, takes_long=True)))
+    of_ranks += agreed((yield Work(read_back, takes_long=True))) if shared else []
+    found = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
+    written = dict(sorted(found))
 
     def complete() -> None:
         if first:
             _flush_to_disk(unfinished)
-            _move_in_place(folder, unfinished, step, written, stage)
+            _move_in_place(unfinished, path, step, written, stage)
             # Before older checkpoints are removed: whatever happens, it points to one that is there.
             _point_to_best(folder, folder_name(best_steps[0]) if best_steps else "", stage)
         stage("complete")
@@ -207,31 +215,24 @@ def checkpoint_stages(
             _remove_older(folder, keep_max, best_steps, stage)
         stage("done")
 
-    def agreed(results: list[Done]) -> list[Any]:
-        return _agreed(results, rank, ranks, folder, needed_bytes)
-
-    agreed((yield Work(prepare)))
-    of_ranks = agreed((yield Work(write, takes_long=True)))
-    sums = {part: sum(of_rank.get(part, 0) for _, of_rank in of_ranks) % WORD_SUMS for part in shared}
-    of_ranks = [files_of_rank for files_of_rank, _ in of_ranks]
-    of_ranks += agreed((yield Work(check, takes_long=True))) if shared else []
-    found = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
-    written = dict(sorted(found))
     agreed((yield Work(complete, takes_long=True)))
     return path
 
 
-def _begin(unfinished: Path, shared: Mapping[str, FileParts], needed_bytes: int, stage: OnStage) -> None:
-    """Makes the folder of a save, with the files that several ranks will write."""
-    folder = unfinished.parent
+def _begin(path: Path, shared: Mapping[str, FileParts], needed_bytes: int, stage: OnStage) -> str:
+    """Makes the folder of a save, with the files that several ranks will write, and returns its name. No folder that
+    was left on another host has this name."""
+    folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(folder)
     stage("cleared")
     _check_space(folder, needed_bytes)
+    unfinished = folder / f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}"
     unfinished.mkdir()
     for part, whole in shared.items():
         make_file(unfinished / f"{part}{ENDING}", whole.entries)
     stage("made temporary folder")
+    return unfinished.name
 
 
 def _as_bytes(content: Mapping[str, object] | bytes) -> bytes:
@@ -247,18 +248,10 @@ def _remove_older(folder: Path, keep_max: int, best_steps: Sequence[int], stage:
 
 
 class _Written(NamedTuple):
-    """A file of the checkpoint, with its checksums."""
+    """A file of the checkpoint."""
 
     nbytes: int
     checksum: str
-    parts: Sequence[str] = ()
-
-
-class _FileShare(NamedTuple):
-    """Who writes a part, and how many bytes of arrays it has."""
-
-    writers: list[int]
-    nbytes: int
 
 
 def _own_bytes(own: Mapping[str, FileParts]) -> dict[str, tuple[int, int]]:
@@ -270,14 +263,15 @@ def _own_bytes(own: Mapping[str, FileParts]) -> dict[str, tuple[int, int]]:
     }  # fmt: skip
 
 
-def _file_shares(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, _FileShare]:
-    """By part, from `_own_bytes` of all ranks."""
+def _writers(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
+    """The ranks that write each part, from `_own_bytes` of all ranks."""
     found = {}
     for part in dict.fromkeys(part for of_rank in of_ranks for part in of_rank):
         named = {rank: of_rank[part] for rank, of_rank in enumerate(of_ranks) if part in of_rank}
-        whole, nbytes = next(iter(named.values()))[1], sum(nbytes for nbytes, _ in named.values())
+        whole = next(iter(named.values()))[1]
+        nbytes = sum(nbytes for nbytes, _ in named.values())
         assert nbytes == whole, f"the ranks have {nbytes:,} of {whole:,} bytes of '{part}'"
-        found[part] = _FileShare([rank for rank, (nbytes, _) in named.items() if nbytes] or [min(named)], nbytes)
+        found[part] = [rank for rank, (nbytes, _) in named.items() if nbytes] or [min(named)]
     return found
 
 
@@ -318,50 +312,35 @@ def _write_files(
         stage(f"wrote {part}")
     for name, content in files.items():
         (unfinished / name).write_bytes(content)
-        checksums[name] = FileChecksum(checksum_of_bytes(content))
+        checksums[name] = checksum_of_bytes(content)
     stage("wrote state")
     written = {}
     for name in sorted(checksums):
         _flush_to_disk(unfinished / name)
-        written[name] = _Written((unfinished / name).stat().st_size, *checksums[name])
+        written[name] = _Written((unfinished / name).stat().st_size, checksums[name])
         stage(f"flushed {name}")
     return written
 
 
-def _write_shared(unfinished: Path, part: str, own: FileParts, stage: OnStage) -> int:
-    """Writes this rank's pieces of a file of several ranks and flushes them to disk; returns the sum of their words."""
-    if not any(own.pieces.values()):
-        return 0
-    path = unfinished / f"{part}{ENDING}"
-    total = write_pieces(path, *own)
-    stage(f"wrote pieces of {part}")
-    _flush_to_disk(path)
-    return total
+def _write_shared(unfinished: Path, part: str, own: FileParts, stage: OnStage) -> None:
+    """Writes this rank's pieces of a file of several ranks and flushes them to disk."""
+    if any(own.pieces.values()):
+        path = unfinished / f"{part}{ENDING}"
+        write_pieces(path, *own)
+        stage(f"wrote pieces of {part}")
+        _flush_to_disk(path)
 
 
-def _read_back(unfinished: Path, part: str, share: _FileShare, written: int) -> _Written:
-    """Reads a file of several ranks, whose arrays must have this sum of words."""
-    path, total, checksum = unfinished / f"{part}{ENDING}", 0, RunningChecksum()
-
-    def add(block: memoryview) -> None:
-        nonlocal total
-        total += sum_of_words(block)
-        checksum.update(block)
-
-    read_blocks(path, add)
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        header = sum_of_words(file.read(size - share.nbytes))
-    if (total - header) % WORD_SUMS != written:
-        raise OSError(errno.EIO, f"{path.name} does not hold what the ranks have written; {_ONE_FOLDER}")
-    return _Written(size, *checksum.result())
+def _read_back(path: Path) -> _Written:
+    """Reads a file that several ranks have written."""
+    return _Written(path.stat().st_size, checksum_of_file(path))
 
 
 def _move_in_place(
-    folder: Path, unfinished: Path, step: int, written: Mapping[str, _Written], stage: OnStage
+    unfinished: Path, path: Path, step: int, written: Mapping[str, _Written], stage: OnStage
 ) -> None:
     """Renames the temporary folder and marks it complete."""
-    path = folder / folder_name(step)
+    folder = path.parent
     newest = store.newest_complete(folder)
     newest_marker = store.read_marker(newest) if newest else None
     if path.exists():  # saved before: the older save stays complete under another name until the end
@@ -376,8 +355,6 @@ def _move_in_place(
         "file_bytes": {name: found.nbytes for name, found in written.items()},
         "checksums": {name: found.checksum for name, found in written.items()},
     }
-    if parts := {name: list(found.parts) for name, found in written.items() if found.parts}:
-        marker["part_checksums"] = parts
     unmarked = path / f"{UNFINISHED}{MARKER}"
     unmarked.write_bytes(marker_content(marker))
     stage("wrote marker's content")

@@ -6,12 +6,8 @@ also write the checksum.
 
 from __future__ import annotations
 
-import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -19,43 +15,6 @@ import xxhash
 DIGEST_BYTES = 16
 DIGEST_PATTERN = r"^[0-9a-f]{32}$"
 _BLOCK_BYTES = 1 << 20
-_THREADS = 4  # a disk of a server answers several requests at once
-
-PART_BYTES = 64 << 20
-"""A larger file has a checksum for each of its parts of this size, too: ranks check some of them each."""
-
-
-class FileChecksum(NamedTuple):
-    """Of a whole file, and of its parts where it is larger than one."""
-
-    whole: str
-    parts: Sequence[str] = ()
-
-
-class RunningChecksum:
-    """The checksum of a file whose bytes are given one after the other."""
-
-    def __init__(self) -> None:
-        self._whole, self._part, self._left = xxhash.xxh3_128(), xxhash.xxh3_128(), PART_BYTES
-        self._parts: list[str] = []
-
-    def update(self, data: bytes | memoryview) -> None:
-        self._whole.update(data)
-        view = memoryview(data)
-        while len(view):
-            if not self._left:
-                self._end_part()
-            own = view[: self._left]
-            self._part.update(own)
-            self._left -= len(own)
-            view = view[len(own) :]
-
-    def result(self) -> FileChecksum:
-        return FileChecksum(self._whole.hexdigest(), (*self._parts, self._part.hexdigest()) if self._parts else ())
-
-    def _end_part(self) -> None:
-        self._parts.append(self._part.hexdigest())
-        self._part, self._left = xxhash.xxh3_128(), PART_BYTES
 
 
 def checksum_of_bytes(content: bytes) -> str:
@@ -63,60 +22,18 @@ def checksum_of_bytes(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def parts_of_size(size: int) -> int:
-    """How many parts a file of `size` bytes has."""
-    return max(1, -(-size // PART_BYTES))
-
-
-def checksum_of_file(path: Path, part: int | None = None) -> str:
-    """The checksum of a file, or of one of its parts.
+def checksum_of_file(path: Path) -> str:
+    """Reads a file for its checksum.
 
     Raises:
         OSError: It cannot be read.
     """
-    found = xxhash.xxh3_128()
-    if part is None:
-        read_blocks(path, found.update)
-    else:
-        read_blocks(path, found.update, part * PART_BYTES, (part + 1) * PART_BYTES)
-    return found.hexdigest()
-
-
-def read_blocks(path: Path, take: Callable[[memoryview], None], start: int = 0, stop: int | None = None) -> None:
-    """Gives a file's bytes from `start` to `stop`, or to its end, block by block; threads read a few blocks ahead.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        size = os.fstat(descriptor).st_size
-        end = size if stop is None else min(size, stop)
-        if end - start <= _BLOCK_BYTES:
-            take(_read_block(descriptor, start, bytearray(max(0, end - start))))
-            return
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checksum") as pool:
-            free = [bytearray(_BLOCK_BYTES) for _ in range(2 * _THREADS)]
-            reading: deque = deque()
-            for at in range(start, end, _BLOCK_BYTES):
-                if not free:
-                    future, buffer = reading.popleft()
-                    take(future.result())
-                    free.append(buffer)
-                buffer = free.pop()
-                reading.append((pool.submit(_read_block, descriptor, at, memoryview(buffer)[: end - at]), buffer))
-            for future, _ in reading:
-                take(future.result())
-    finally:
-        os.close(descriptor)
-
-
-def _read_block(descriptor: int, start: int, buffer: bytearray | memoryview) -> memoryview:
-    """Fills the buffer with the bytes at `start`; returns those that the file has."""
-    view, filled = memoryview(buffer), 0
-    while filled < len(view) and (count := os.preadv(descriptor, [view[filled:]], start + filled)):
-        filled += count
-    return view[:filled]
+    checksum = xxhash.xxh3_128()
+    buffer = bytearray(_BLOCK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            checksum.update(memoryview(buffer)[:count])
+    return checksum.hexdigest()
 
 
 class PageChecks:

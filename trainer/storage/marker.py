@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from trainer.input_files import open_file, read_bytes
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file, parts_of_size
+from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
 from trainer.storage.json_files import Count, Document, JsonError, parse_json
 
 MARKER = "COMPLETE"
@@ -30,7 +30,7 @@ class Marker(Document):
         save_number: Grows with every save of a run.
         file_bytes: Length of each file.
         checksums: Of each file, see `trainer.storage.checksums`; None in a checkpoint from before there were any.
-        part_checksums: Of the parts of large files; earlier versions have none.
+        part_checksums: Of the parts of large files, in checkpoints of earlier versions; they are not compared.
         checksum: Of the marker itself without this field.
     """
 
@@ -49,9 +49,6 @@ class Marker(Document):
             return self
         if self.checksums.keys() != self.file_bytes.keys():
             raise ValueError("checksums and file_bytes name other files")
-        for name, parts in (self.part_checksums or {}).items():
-            if len(parts) != parts_of_size(self.file_bytes.get(name, 0)):
-                raise ValueError(f"part_checksums has {len(parts)} parts of {name}, which has another size")
         if self.checksum != _checksum_of(self.model_dump(exclude={"checksum"}, exclude_unset=True)):
             raise ValueError("it has changed since it was written: its own checksum is another")
         return self
@@ -68,21 +65,17 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
 
 
 def is_as_saved(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> bool:
-    """Whether the checksums of a file that was saved with this marker are those of the marker.
+    """Whether the checksum of a file that was saved with this marker is that of the marker.
 
-    The ranks of a host read the parts of a large file in turns: each compares the first one, which says what the file
-    holds, and its share of the others. A rank that finds another checksum ends before the ranks of the job meet, and
+    The first rank of each host compares it. Where it finds another one it ends before the ranks of the job meet, and
     then no rank begins to train.
 
     Raises:
         OSError: It cannot be read.
     """
-    parts = (marker.part_checksums or {}).get(path.name, ())
-    if world.local_size == 1 or not parts:
-        return marker.checksums is None or checksum_of_file(path) == marker.checksums[path.name]
-    own = world.rank % world.local_size  # ranks of a host follow each other
-    numbers = [number for number in range(len(parts)) if not number or number % world.local_size == own]
-    return all(checksum_of_file(path, number) == parts[number] for number in numbers)
+    if marker.checksums is None or world.local_rank > 0:
+        return True
+    return checksum_of_file(path) == marker.checksums[path.name]
 
 
 def read_saved(path: Path, limit: int | None = None) -> bytes:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
+import xxhash
 
 from trainer.input_files import open_file
 from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
 from trainer.storage.bfloat16 import as_float32
-from trainer.storage.checksums import FileChecksum, RunningChecksum
 
 CODES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "int64": "I64", "uint64": "U64", "int32": "I32",
@@ -35,8 +35,6 @@ _BUFFER_BYTES, _BLOCK_BYTES = 256 << 10, 1 << 20
 _SPAN_BYTES = 4 << 20
 """How many bytes of a file are read at once for what lies scattered among them."""
 _LENGTH_BYTES = 8  # of the length of the header, with which a file begins
-WORD_SUMS = 1 << 64
-"""Sums of words are modulo this."""
 
 
 class Entry(NamedTuple):
@@ -80,7 +78,7 @@ def header_of(entries: Entries) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {name: start + at for name, at in offsets.items()}
 
 
-def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) -> FileChecksum:
+def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) -> str:
     """Writes the numbers of each entry, in order, each array when it is its turn; returns the file's checksum.
 
     Args:
@@ -89,14 +87,14 @@ def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) ->
     Raises:
         OSError: The disk is full or cannot be written.
     """
-    checksum = RunningChecksum()
+    checksum = xxhash.xxh3_128()
     with path.open("wb", buffering=_BUFFER_BYTES) as file:
         for data in itertools.chain([memoryview(header_of(entries)[0])], map(_bytes_of, arrays)):
             for start in range(0, len(data), _BLOCK_BYTES):  # a block that was just written is in the processor's cache
                 block = data[start : start + _BLOCK_BYTES]
                 file.write(block)
                 checksum.update(block)
-    return checksum.result()
+    return checksum.hexdigest()
 
 
 def in_order(entries: Entries, pieces: Pieces) -> Iterator[np.ndarray]:
@@ -116,30 +114,24 @@ def make_file(path: Path, entries: Entries) -> None:
         file.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
 
-def write_pieces(path: Path, entries: Entries, pieces: Pieces) -> int:
-    """Writes pieces to their places in a file that `make_file` has made; returns the sum of their words.
+def write_pieces(path: Path, entries: Entries, pieces: Pieces) -> None:
+    """Writes pieces to their places in a file that `make_file` has made.
 
     Raises:
         OSError: The file is not there, or the disk is full or cannot be written.
     """
     # For writing alone: of a file that is open for reading too, NFS writes whole pages, with what others write there.
-    descriptor, total = os.open(path, os.O_WRONLY), 0
+    descriptor = os.open(path, os.O_WRONLY)
     _, offsets = header_of(entries)
     try:
         for name, of_tensor in pieces.items():
             for part, array in of_tensor:
-                data, size = _bytes_of(array), array.itemsize
-                total += sum_of_words(data)
+                data = _bytes_of(array)
+                size = array.itemsize
                 for position, at, count in part.runs():
                     _write_at(descriptor, data[at * size : (at + count) * size], offsets[name] + position * size)
     finally:
         os.close(descriptor)
-    return total % WORD_SUMS
-
-
-def sum_of_words(data: bytes | memoryview) -> int:
-    """Sum of the 32-bit words, modulo `WORD_SUMS`; that of a file is the sum of its parts' sums."""
-    return int(np.frombuffer(data, "<u4").sum(dtype=np.uint64))
 
 
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
