@@ -72,7 +72,7 @@ def test_a_rank_that_is_killed_leaves_no_checkpoint_and_the_next_save_clears_up(
     with pytest.raises(AssertionError, match="rank 0 has lost rank 1"):
         on_rank_processes(2, "checkpoint_cases:killed", TWO_TENSOR, str(tmp_path))
     (left,) = tmp_path.iterdir()
-    assert left.name == ".tmp-step-00000003" and (left / "optimizer.safetensors").exists()
+    assert left.name.startswith(".tmp-step-00000003-") and (left / "optimizer.safetensors").exists()
     (found,) = verify(left)
     assert "COMPLETE" in found.problem
     on_rank_processes(2, "checkpoint_cases:resaved", [("dense", TWO_TENSOR, "", str(tmp_path))])
