@@ -61,9 +61,11 @@ def beat(step: int | None) -> None:
         os.pwrite(descriptor, f"{'-' if step is None else step:<20}\n".encode("ascii"), 0)
 
 
-def has_step(path: Path) -> bool:
-    """Whether the worker of this `beat_file` has finished a step. Raises OSError where the file cannot be read."""
-    return path.read_bytes()[:1] not in (b"", b"-")
+def read_step(path: Path) -> int | None:
+    """Returns the last step of the worker of this `beat_file`; None before the first one."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(path.read_text(encoding="ascii"))
+    return None
 
 
 def failed(exit_code: int) -> None:

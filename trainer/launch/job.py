@@ -24,7 +24,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.heartbeat import beat_file
+from trainer.launch.heartbeat import beat_file, read_step
 from trainer.launch.processes import Identity, identity, is_alive
 from trainer.launch.terminal import last_lines
 
@@ -156,9 +156,7 @@ def read_state(folder: Path) -> JobState | None:
 
 def _read_steps(folder: Path, state: JobState) -> None:
     for worker in state.workers:
-        worker.step = None
-        with contextlib.suppress(OSError, ValueError):
-            worker.step = int(beat_file(folder, worker.rank).read_text(encoding="ascii"))
+        worker.step = read_step(beat_file(folder, worker.rank))
 
 
 def new_state(options: LaunchOptions, files: JobFiles, restart: int = 0) -> JobState:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.launch.heartbeat import beat_file, failure_file, has_step, signal_file
+from trainer.launch.heartbeat import beat_file, failure_file, read_step, signal_file
 from trainer.launch.job import End, shell_code
 from trainer.launch.processes import Identity, identity, is_alive, is_stopped, kill_group, send_signal
 from trainer.launch.wire import Channel, Listener, Message, scaled
@@ -93,6 +93,11 @@ class WorkerPool:
         return all(worker.channel is not None for worker in self.workers.values())
 
     @property
+    def ending(self) -> bool:
+        """Whether the workers were told to end because of a failure."""
+        return self.ending_since is not None
+
+    @property
     def ended(self) -> bool:
         """Whether no worker runs, and none will."""
         return not any(worker.pending or (worker.end is None and not self.closing) for worker in self.workers.values())
@@ -153,7 +158,9 @@ class WorkerPool:
                 path = beat_file(self.folder, rank)
                 beat = path.stat().st_mtime_ns
                 if beat != worker.beat:
-                    moved, worker.beat, self.stepped = True, beat, self.stepped or has_step(path)
+                    moved = True
+                    worker.beat = beat
+                    self.stepped = self.stepped or read_step(path) is not None
             self._read_announcements(worker)
             worker.check_agent(now)
         return moved
@@ -180,6 +187,26 @@ class WorkerPool:
         """The lowest rank that received a signal to end, and the signal."""
         found = ((rank, worker.signalled) for rank, worker in self.workers.items() if worker.signalled is not None)
         return next(found, None)
+
+    def ranks_behind(self, quiet_seconds: float) -> dict[int, str]:
+        """Returns the ranks that hold the others up, and why.
+
+        Args:
+            quiet_seconds: For how long no rank has given a sign.
+        """
+        if quiet_seconds <= scaled(_QUIET_SECONDS):
+            return {}
+        running = {rank: worker for rank, worker in self.workers.items() if worker.pending and worker.process}
+        steps = {rank: read_step(beat_file(self.folder, rank)) or 0 for rank in running}
+        most = max(steps.values(), default=0)
+        behind = {}
+        for rank, worker in running.items():
+            if is_stopped(worker.process):
+                signal_words = f"a signal (SIGSTOP or the like, process {worker.process.pid})"
+                behind[rank] = f"was stopped by {signal_words}; the others wait."
+            elif steps[rank] < most:
+                behind[rank] = f"has done step {steps[rank]}, others {most}; nothing moves any more."
+        return behind
 
     def send_to_workers(self, message: Message) -> None:
         """Sends to all workers but those that are failing: they are busy with that."""
@@ -209,40 +236,3 @@ class WorkerPool:
     def release_all(self) -> None:
         for worker in self.all:
             worker.send({"release": True})
-
-
-class Trouble:
-    """Ranks that hold a running job up: one line for each, when it is noticed, and another when it gets on."""
-
-    def __init__(self) -> None:
-        self._named: dict[int, str] = {}
-
-    def lines(self, pool: WorkerPool, quiet_seconds: float) -> list[str]:
-        """What is new: `quiet_seconds` is for how long no rank has given a sign."""
-        found = self._find(pool) if quiet_seconds > scaled(_QUIET_SECONDS) else {}
-        over = [f"rank {rank} gets on." for rank in self._named if rank not in found]
-        new = [f"rank {rank} {what}" for rank, what in found.items() if self._named.get(rank) != what]
-        self._named = found
-        return [*over, *new]
-
-    def _find(self, pool: WorkerPool) -> dict[int, str]:
-        """Which ranks hold the others up, and why."""
-        running = {rank: worker for rank, worker in pool.workers.items() if worker.pending and worker.process}
-        found = {
-            rank: f"was stopped by a signal (SIGSTOP or the like, process {worker.process.pid}); the others wait."
-            for rank, worker in running.items()
-            if is_stopped(worker.process)
-        }
-        steps = {rank: _step(pool, worker) for rank, worker in running.items()}
-        most = max(steps.values(), default=0)
-        for rank, step in steps.items():
-            if rank not in found and step < most:
-                found[rank] = f"has done step {step}, others {most}; nothing moves any more."
-        return found
-
-
-def _step(pool: WorkerPool, worker: WorkerHandle) -> int:
-    """The last step that a worker has finished; 0 before the first one."""
-    with contextlib.suppress(OSError, ValueError):
-        return int(beat_file(pool.folder, worker.rank).read_text(encoding="ascii"))
-    return 0

@@ -27,7 +27,7 @@ from trainer.launch.job import (
     stopped,
     write_state,
 )
-from trainer.launch.pool import Trouble, WorkerPool
+from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
 from trainer.launch.wire import scaled, wakeup_pipe
@@ -85,8 +85,48 @@ class Limits(NamedTuple):
 
 
 @dataclass
+class _Timers:
+    """Moments of the monotonic clock, in seconds."""
+
+    started_at: float = field(default_factory=time.monotonic)  # the workers; before that, this launcher
+    polled_at: float = field(default_factory=time.monotonic)
+    woke_at: float = 0.0  # the end of the last standstill
+    moved_at: float | None = None  # the last sign that a rank of any node gets on
+    blocked_since: float | None = None  # since when a process of a job that is to end has been stopped
+    dumped_at: float | None = None
+    kill_at: float | None = None
+    killed_at: float | None = None  # for the first time
+    files_at: float = 0.0  # the next look at the workers' files
+    state_at: float = 0.0  # the next time that the state is written
+
+    @property
+    def last_sign_at(self) -> float:
+        return max(self.started_at, self.moved_at or 0.0, self.woke_at)
+
+
+@dataclass
+class _StopState:
+    """Signals to end the job that have arrived."""
+
+    signal: int | None = None
+    source: str = ""  # the rank or node that received the first one; empty: this launcher
+    requests: int = 0
+    at_seconds: float = 0.0
+
+
+@dataclass
+class _Failures:
+    """What ends the job, apart from the ends of its workers."""
+
+    hang: str = ""  # what took too long, once that counts as a hang
+    msrun: End | None = None
+    elsewhere: Message | None = None  # of another node
+    stopped_lines: list[str] = field(default_factory=list)  # about processes that a signal had stopped by then
+
+
+@dataclass
 class Supervisor:
-    """Supervises one job on one host. Names with `_at` are moments of the monotonic clock.
+    """Supervises one job on one host.
 
     Attributes:
         signals: Those that have arrived and are not handled yet, see `collect_signals`.
@@ -101,26 +141,10 @@ class Supervisor:
     screen: Screen
     signals: deque[int]
     msrun: subprocess.Popen | None = None  # once the launchers of all nodes are connected
-    stopped_by: int | None = None
-    stop_requests: int = 0
-    stop_source: str = ""  # the rank or node that received the first one; empty: this launcher
-    stopped_at: float = 0.0
-    hang: str = ""  # what took too long, once that counts as a hang
-    stopped_lines: list[str] = field(default_factory=list)  # about processes that a signal had stopped by then
-    msrun_failure: End | None = None
-    failure_elsewhere: Message | None = None  # of another node, which ends this one
-    reported_done: bool = False
-    trouble: Trouble = field(default_factory=Trouble)
-    began: float = field(default_factory=time.monotonic)  # when the workers were started, once they are
-    standing_since: float | None = None  # since when a process of a job that is to end has been stopped
-    kill_at: float | None = None
-    killed_at: float | None = None  # for the first time
-    dumped_at: float | None = None
-    moved_at: float | None = None  # the last sign that a rank of any node gets on
-    polled_at: float | None = None
-    woke_at: float = 0.0  # the end of the last standstill
-    files_at: float = 0.0
-    state_at: float = 0.0
+    timers: _Timers = field(default_factory=_Timers)
+    stop: _StopState = field(default_factory=_StopState)
+    failures: _Failures = field(default_factory=_Failures)
+    named: dict[int, str] = field(default_factory=dict)  # the ranks that hold the others up, and why
 
     def run(self) -> Outcome:
         """Starts the job, waits for its end and leaves no process behind."""
@@ -128,9 +152,9 @@ class Supervisor:
         old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
             self._start(time.monotonic())
-            while not self.over():
+            while not self._is_over():
                 self._wait(awake)
-                self._poll()
+                self._poll(time.monotonic())
             return self._finish()
         finally:
             self.pool.kill_all()
@@ -145,15 +169,14 @@ class Supervisor:
         """Starts the workers once the launchers of all nodes are connected: MindSpore would let those of a node in
         whose launcher does not know the secret, or is not there."""
         if self.msrun is None and self.nodes.connected and not self.pool.closing:
-            self.began, self.msrun = now, self.start_msrun()
+            self.timers.started_at = now
+            self.msrun = self.start_msrun()
 
-    def over(self) -> bool:
+    def _is_over(self) -> bool:
         """Whether the workers of this node have ended, and the other nodes need not be waited for."""
-        if not self.pool.ended or self.pool.ending_since is not None:
+        if not self.pool.ended or self.pool.ending:
             return self.pool.ended
-        if not self.reported_done:
-            self.reported_done = True
-            self.nodes.done()
+        self.nodes.done()
         return self.nodes.finished
 
     def _wait(self, awake: int) -> None:
@@ -164,38 +187,74 @@ class Supervisor:
         with contextlib.suppress(BlockingIOError):
             os.read(awake, 1 << 12)
 
-    def _poll(self) -> None:
-        now = time.monotonic()
+    def _poll(self, now: float) -> None:
+        timers = self.timers
         self._check_standstill(now)
+        self._handle_signals(now)
+        for event in self.nodes.poll(now):
+            self._handle_event(event, now)
+        self._start(now)
+        changed = self.pool.poll()
+        if now >= timers.files_at:
+            timers.files_at = now + _FILES_EVERY_SECONDS
+            if self.pool.read_files():
+                timers.moved_at = now
+                self.nodes.moved()
+            if not self.pool.ending:
+                self._check_blocked_stop(now)
+                self._name_ranks_behind(now)
+        self._end_msrun()
+        if not self.pool.ending:
+            self._check_received_signal(now)
+            self._check_failures(now)
+            self._check_hang(now)
+        if timers.kill_at is not None and now > timers.kill_at:
+            self._kill(now)
+        self._show(now)
+        if changed or now >= timers.state_at:
+            timers.state_at = now + _STATE_EVERY_SECONDS
+            self._write_state()
+
+    def _check_standstill(self, now: float) -> None:
+        """The ranks had no time either: what they did not do meanwhile is no hang."""
+        seconds = now - self.timers.polled_at
+        self.timers.polled_at = now
+        if seconds > _STANDSTILL_SECONDS:
+            self.timers.woke_at = now
+            self.screen.print([f"the launcher could not run for {seconds:.0f} s: this machine was suspended, or is"
+                               " overloaded. The job goes on; that time does not count as a hang."])  # fmt: skip
+
+    def _handle_signals(self, now: float) -> None:
         while self.signals:
             number = self.signals.popleft()
             if number == signal.SIGWINCH:
                 self.pool.send_to_workers({"size": terminal_size()})
             else:
-                number = signal.SIGTERM if number == signal.SIGHUP else number
+                number = int(signal.SIGTERM if number == signal.SIGHUP else number)
                 if self._stop(number, now, ""):
-                    self.nodes.stop(int(number))
-        for event in self.nodes.poll(now):
-            self._handle(event, now)
-        self._start(now)
-        changed = self.pool.poll()
-        if now >= self.files_at:
-            self.files_at = now + _FILES_EVERY_SECONDS
-            if self.pool.read_files():
-                self.moved_at = now
-                self.nodes.moved()
-            self._check_stopped(now)
-            self._check_trouble(now)
-        self._check_signals(now)
-        self._check_msrun()
-        self._check_failures(now)
-        self._check_hang(now)
-        if self.kill_at is not None and now > self.kill_at:
-            self._kill(now)
-        self._show()
-        if changed or now >= self.state_at:
-            self.state_at = now + _STATE_EVERY_SECONDS
-            self._write_state()
+                    self.nodes.stop(number)
+
+    def _handle_event(self, event: Message, now: float) -> None:
+        if event.kind == "note":
+            self.screen.print(event.lines)
+        elif event.kind == "stop":
+            self._stop(event.number, now, f"node {event.node}")
+        elif event.kind == "moved":
+            self.timers.moved_at = now
+        elif not self.pool.ending and self.failures.elsewhere is None:
+            self.failures.elsewhere = event
+            if event.number == EXIT_HANG:
+                self._dump(now)
+            else:
+                self._end_workers(now, GRACE_SECONDS)
+
+    def _check_received_signal(self, now: float) -> None:
+        """A signal to end that came to one rank alone is one to the job: all ranks of a training act on it together."""
+        received = self.pool.received_signal() if self.stop.signal is None else None
+        if received is not None:
+            rank, number = received
+            self._stop(number, now, f"rank {rank}")
+            self.nodes.stop(number)
 
     def _stop(self, number: int, now: float, source: str) -> bool:
         """Hands a signal to every worker. They save and end; the second time they have little time, then none.
@@ -205,85 +264,54 @@ class Supervisor:
 
         Returns whether it is a new one: batch systems signal all launchers and all ranks at once.
         """
-        if self.stop_requests and source != self.stop_source and now - self.stopped_at < _ECHO_SECONDS:
+        stop = self.stop
+        if stop.requests and source != stop.source and now - stop.at_seconds < _ECHO_SECONDS:
             return False
-        if not self.stop_requests:
-            self.stop_source, self.stopped_at = source, now
-        self.stop_requests += 1
-        self.stopped_by = self.stopped_by or number
+        stop.requests += 1
         self.pool.closing = True
-        name = signal.Signals(number).name
-        if self.stop_requests == 1:
-            again = "send it again to end them without saving"
+        if stop.requests == 1:
+            stop.signal = number
+            stop.source = source
+            stop.at_seconds = now
+            name = signal.Signals(number).name
             who = f"{name}, which {source} received" if source else name
+            again = "send it again to end them without saving"
             self.screen.print([f"{who}: the workers finish their step and save; {again}."])
             self.pool.forward_signal(number)
         else:
             self.pool.send_to_workers({"signal": number})
-        if self.stop_requests > 2:
+        if stop.requests > 2:
             self._kill(now)
-        elif self.stop_requests == 2 or not self.pool.stepped:
-            self.kill_at = self.kill_at or now + scaled(GRACE_SECONDS)
+        elif stop.requests == 2 or not self.pool.stepped:
+            self.timers.kill_at = self.timers.kill_at or now + scaled(GRACE_SECONDS)
         return True
 
-    def _handle(self, event: Message, now: float) -> None:
-        if event.kind == "note":
-            self.screen.print(event.lines)
-        elif event.kind == "stop":
-            self._stop(event.number, now, f"node {event.node}")
-        elif event.kind == "moved":
-            self.moved_at = now
-        elif self.pool.ending_since is None and self.failure_elsewhere is None:
-            self.failure_elsewhere = event
-            if event.number == EXIT_HANG:
-                self._dump(now)
-            else:
-                self._end_workers(now, GRACE_SECONDS)
-
-    def _check_standstill(self, now: float) -> None:
-        """The ranks had no time either: what they did not do meanwhile is no hang."""
-        seconds = now - (now if self.polled_at is None else self.polled_at)
-        self.polled_at = now
-        if seconds > _STANDSTILL_SECONDS:
-            self.woke_at = now
-            self.screen.print([f"the launcher could not run for {seconds:.0f} s: this machine was suspended, or is"
-                               " overloaded. The job goes on; that time does not count as a hang."])  # fmt: skip
-
-    @property
-    def _last_sign_at(self) -> float:
-        return max(self.began, self.moved_at or 0.0, self.woke_at)
-
-    def _check_signals(self, now: float) -> None:
-        """A signal to end that came to one rank alone is one to the job: all ranks of a training act on it together."""
-        received = self.pool.received_signal() if self.stopped_by is None and self.pool.ending_since is None else None
-        if received is not None:
-            rank, number = received
-            self._stop(number, now, f"rank {rank}")
-            self.nodes.stop(number)
-
-    def _check_stopped(self, now: float) -> None:
+    def _check_blocked_stop(self, now: float) -> None:
         """Kills the workers after a signal to end if one of them is stopped (SIGSTOP): it can neither finish its step
         nor save, and the others wait for it."""
-        if self.stopped_by is None or self.pool.ending_since is not None:
+        if self.stop.signal is None:
             return
-        self.stopped_lines = self._stopped_lines()
-        if not self.stopped_lines:
-            self.standing_since = None
+        lines = self._stopped_lines()
+        self.failures.stopped_lines = lines
+        if not lines:
+            self.timers.blocked_since = None
             return
-        self.standing_since = max(self.standing_since or now, self.moved_at or 0.0)
-        if now - self.standing_since > scaled(GRACE_SECONDS):
-            words = f"{stopped(self.stopped_by).words}; not all ranks could save."
-            self.nodes.failed(128 + self.stopped_by, [words, *self.stopped_lines])
+        self.timers.blocked_since = max(self.timers.blocked_since or now, self.timers.moved_at or 0.0)
+        if now - self.timers.blocked_since > scaled(GRACE_SECONDS):
+            words = f"{stopped(self.stop.signal).words}; not all ranks could save."
+            self.nodes.failed(128 + self.stop.signal, [words, *lines])
             self._kill(now)
 
-    def _check_trouble(self, now: float) -> None:
-        """Names the ranks of this host for which the others wait."""
-        if self.msrun is not None and self.stopped_by is None and self.pool.ending_since is None and not self.hang:
-            lines = self.trouble.lines(self.pool, now - self._last_sign_at)
-            if lines:
-                self.screen.print(lines)
+    def _name_ranks_behind(self, now: float) -> None:
+        """Names the ranks of this host for which the others wait: once, and again when they get on."""
+        if self.msrun is None or self.stop.signal is not None or self.failures.hang:
+            return
+        behind = self.pool.ranks_behind(now - self.timers.last_sign_at)
+        self.screen.print([f"rank {rank} gets on." for rank in self.named if rank not in behind])
+        self.screen.print([f"rank {rank} {why}" for rank, why in behind.items() if self.named.get(rank) != why])
+        self.named = behind
 
-    def _check_msrun(self) -> None:
+    def _end_msrun(self) -> None:
         """Ends msrun once it has started all agents: when one of them dies, it would kill the others without grace, and
         nobody could tell any more which one died first."""
         if self.msrun is None:
@@ -291,45 +319,38 @@ class Supervisor:
         if self.msrun.poll() is None:
             if self.limits.msrun_only_starts and self.pool.complete:
                 self.msrun.kill()
-        elif not self.pool.closing and not self.pool.complete and self.msrun_failure is None:
+        elif not self.pool.closing and not self.pool.complete and self.failures.msrun is None:
             code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED  # it will not start the others any more
-            self.msrun_failure = End(None, code, time.monotonic(), process="msrun")
+            self.failures.msrun = End(None, code, time.monotonic(), process="msrun")
 
     def _check_failures(self, now: float) -> None:
         workers = self.pool.workers.values()
-        if self.pool.ending_since is not None:
-            return
         announced = [worker.failed for worker in workers if worker.failed is not None and not worker.end]
-        outcome = decide_outcome([*self._ends(), *announced], self.stopped_by)
+        outcome = decide_outcome([*self._ends(), *announced], self.stop.signal)
         if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
             self.nodes.failed(outcome.exit_code, self._failure_lines(outcome))
 
-    def _end_workers(self, now: float, grace_seconds: float) -> None:
-        self.pool.closing = True
-        self.pool.ending_since = now
-        if self.msrun is not None:
-            self.msrun.kill()  # it may not have started all yet
-        self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
-        self.kill_at = now + scaled(grace_seconds)
-
     def _check_hang(self, now: float) -> None:
-        if self.pool.ending_since is not None or (self.msrun is None and self.dumped_at is None):
+        timers = self.timers
+        if self.pool.ending:  # by now
             return
-        if self.dumped_at is not None:
-            if now - self.dumped_at > scaled(_DUMP_SECONDS):
+        if timers.dumped_at is not None:
+            if now - timers.dumped_at > scaled(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
             return
         limit = self.limits.hang_timeout if self.pool.stepped else self.limits.start_timeout
-        if limit and now - self._last_sign_at > limit:
-            if self.pool.stepped:
-                self.hang = f"no step was finished for {limit:g} s (--hang_timeout)"
-            else:
-                since = "the start" if self.moved_at is None else "the last text that was tokenized"
-                self.hang = f"the first step was not finished within {limit:g} s of {since} (--start_timeout)"
-            self.stopped_lines = self._stopped_lines()
-            self._dump(now)
-            self.nodes.failed(EXIT_HANG, [f"error: {self.hang}.", *self.stopped_lines])
+        if self.msrun is None or not limit or now - timers.last_sign_at <= limit:
+            return
+        if self.pool.stepped:
+            hang = f"no step was finished for {limit:g} s (--hang_timeout)"
+        else:
+            since = "the start" if timers.moved_at is None else "the last text that was tokenized"
+            hang = f"the first step was not finished within {limit:g} s of {since} (--start_timeout)"
+        self.failures.hang = hang
+        self.failures.stopped_lines = self._stopped_lines()
+        self._dump(now)
+        self.nodes.failed(EXIT_HANG, [f"error: {hang}.", *self.failures.stopped_lines])
 
     def _stopped_lines(self) -> list[str]:
         """Names ranks that stand still because of a signal."""
@@ -343,50 +364,64 @@ class Supervisor:
 
     def _dump(self, now: float) -> None:
         """Asks the workers for their Python stacks; `_check_hang` ends them soon after."""
-        self.dumped_at = now
+        self.timers.dumped_at = now
         self.pool.send_to_workers({"dump": True})
 
+    def _end_workers(self, now: float, grace_seconds: float) -> None:
+        self.pool.closing = True
+        self.pool.ending_since = now
+        if self.msrun is not None:
+            self.msrun.kill()  # it may not have started all yet
+        self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
+        self.timers.kill_at = now + scaled(grace_seconds)
+
     def _kill(self, now: float) -> None:
+        timers = self.timers
         self.pool.ending_since = self.pool.ending_since or now
-        self.killed_at = self.killed_at or now
+        timers.killed_at = timers.killed_at or now
         self.pool.kill_all()
-        self.kill_at = now + scaled(1.0)  # and again those that appear meanwhile, and stopped agents
-        if now - self.killed_at > scaled(_UNKILLABLE_SECONDS):
+        timers.kill_at = now + scaled(1.0)  # and again those that appear meanwhile, and stopped agents
+        if now - timers.killed_at > scaled(_UNKILLABLE_SECONDS):
             self.pool.give_up()
 
     def _ends(self) -> list[End]:
         ends = [worker.end for worker in self.pool.all if worker.end is not None]
-        return ends if self.msrun_failure is None else [*ends, self.msrun_failure]
+        return ends if self.failures.msrun is None else [*ends, self.failures.msrun]
 
-    def _show(self) -> None:
+    def _show(self, now: float) -> None:
         started = sum(worker.process is not None for worker in self.pool.workers.values())
-        seconds = time.monotonic() - self.began
-        self.screen.update(started, len(self.pool.workers), seconds, quiet=self.pool.closing or self.msrun is None)
+        quiet = self.pool.closing or self.msrun is None
+        self.screen.update(started, len(self.pool.workers), now - self.timers.started_at, quiet)
 
     def _write_state(self, outcome: Outcome | None = None) -> None:
         for state in self.state.workers:
             worker = self.pool.workers[state.rank]
-            state.pid = worker.process.pid if worker.process else None
-            state.exit_code = worker.end.exit_code if worker.end else None
-            state.state = "ended" if worker.end else "running" if worker.process else "waiting"
-            if outcome is not None and outcome.first is not None and state.rank == outcome.first.rank:
-                state.role = "failed first"
-            elif outcome is not None and any(state.rank == end.rank for end in outcome.others):
-                state.role = "ended because of that"
-            if worker.end is not None and worker.kills and worker.end.exit_code == 128 + signal.SIGKILL:
-                state.role = _KILLED if worker.end.by_launcher else state.role
+            if worker.process is not None:
+                state.pid = worker.process.pid
+                state.state = "running"
+            if worker.end is not None:
+                state.state = "ended"
+                state.exit_code = worker.end.exit_code
+                if worker.kills and worker.end.by_launcher and state.exit_code == 128 + signal.SIGKILL:
+                    state.role = _KILLED
+                elif outcome is not None and worker.end is outcome.first:
+                    state.role = "failed first"
+                elif outcome is not None and worker.end in outcome.others:
+                    state.role = "ended because of that"
         if outcome is not None:
-            self.state.outcome, self.state.exit_code, self.state.ended = outcome.words, outcome.exit_code, time.time()
+            self.state.outcome = outcome.words
+            self.state.exit_code = outcome.exit_code
+            self.state.ended = time.time()
         write_state(self.files, self.state)
 
     def _finish(self) -> Outcome:
         """All workers have ended: releases everything else, and tells how it went."""
         self.pool.closing = True
-        outcome = decide_outcome(self._ends(), self.stopped_by, self.hang)
-        if self.failure_elsewhere is not None:
-            outcome = Outcome(
-                self.failure_elsewhere.number, "ended because of another node", stopped_by=self.stopped_by
-            )
+        failures = self.failures
+        outcome = decide_outcome(self._ends(), self.stop.signal, failures.hang)
+        if failures.elsewhere is not None:
+            words = "ended because of another node"
+            outcome = Outcome(failures.elsewhere.number, words, stopped_by=self.stop.signal)
         outcome.progressed = self.pool.stepped
         self.pool.scheduler.kill()
         self.pool.release_all()
@@ -394,27 +429,27 @@ class Supervisor:
             if not outcome.exit_code and self.msrun is not None:
                 self.msrun.wait(_MSRUN_SECONDS)
         end_children()
-        self._show()
+        self._show(time.monotonic())
         self.screen.close()
         self._write_state(outcome)
-        if not outcome.exit_code:
-            return outcome
-        if self.failure_elsewhere is not None:
-            self.screen.print([*self.failure_elsewhere.lines, "  The workers of this node ended because of that."])
-        elif self.stopped_by is not None and outcome.first is None and not self.hang:
-            self.screen.print([f"{outcome.words}.", *self.stopped_lines])
-        else:
+        if failures.elsewhere is not None:
+            self.screen.print([*failures.elsewhere.lines, "  The workers of this node ended because of that."])
+        elif self.stop.signal is not None and outcome.first is None and not failures.hang and outcome.exit_code:
+            self.screen.print([f"{outcome.words}.", *failures.stopped_lines])
+        elif outcome.exit_code:
             self.screen.print(self._failure_lines(outcome))
         return outcome
 
     def _failure_lines(self, outcome: Outcome) -> list[str]:
-        first, log = outcome.first, None
-        if first is not None:
-            log = self.files.msrun_log if first is self.msrun_failure else self.files.log(first.rank)
-        lines = report(outcome, log, first.at_seconds - self.began if first else 0.0)
-        if self.hang:
+        first = outcome.first
+        if first is None:
+            lines = report(outcome, None, 0.0)
+        else:
+            log = self.files.msrun_log if first is self.failures.msrun else self.files.log(first.rank)
+            lines = report(outcome, log, first.at_seconds - self.timers.started_at)
+        if self.failures.hang:
+            lines += self.failures.stopped_lines
             where = self.files.log_dir
-            lines += self.stopped_lines
             lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")
             option = "hang_timeout" if self.pool.stepped else "start_timeout"
             lines.append(f"  Fix: if a step may take that long, give a larger --{option}; 0 is no limit.")

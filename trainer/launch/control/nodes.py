@@ -68,7 +68,7 @@ class Nodes:
         """Tells the others of a signal for all workers."""
 
     def done(self) -> None:
-        """Tells the others that the workers of this node have ended well."""
+        """Tells the others that the workers of this node have ended well; once, however often it is called."""
         self.finished = True
 
     def close(self) -> None:
@@ -335,7 +335,8 @@ class Spoke(_Linked):
         return self._call_later(now, "is not the launcher of a job")  # or node 0 has just gone again
 
     def done(self) -> None:
-        self._broadcast(Message(kind="done"))
+        if not self._done:
+            self._broadcast(Message(kind="done"))
         super().done()
 
     def close(self) -> None:
