@@ -32,6 +32,10 @@ def test_everything_else_is_the_workers_unchanged() -> None:
 def test_defaults() -> None:
     options = read_options([])
     assert options == LaunchOptions()
+    assert options.log_dir == Path("output/msrun_log")
+    for words in (["--output_dir", "x", "--config", "a.yaml"], ["--output_dir=y", "--output-dir", "x"]):
+        assert read_options(words).log_dir == Path("x/msrun_log")
+    assert read_options(["--output_dir", "x", "--log_dir", "l"]).log_dir == Path("l")
     assert (options.worker_num, options.join, options.cluster_time_out, options.hang_timeout) == (8, True, 7200, 600)
     assert list(options.ranks) == list(range(8)) and options.nodes == 1
 

@@ -16,7 +16,7 @@ _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 
 tools = typer.Typer()
 
-_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of logs of the job.")]
+_Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the run, or of its logs.")]
 _Json = Annotated[bool, typer.Option("--json", help="For machines.")]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
@@ -18,6 +19,9 @@ PROGRAM = REPOSITORY / "run_trainer.py"
 
 SHARED_PORT = 8118
 """The scheduler's port where several nodes must agree on one and none is given: msrun's own default."""
+
+LOG_FOLDER = "msrun_log"
+"""The folder of logs in the folder of a run."""
 
 START_SECONDS = 7200.0
 """Loading a large model, compiling its first step, and waiting for the other nodes take less."""
@@ -41,7 +45,7 @@ class LaunchOptions:
     master_addr: str = "127.0.0.1"
     master_port: int | None = None
     node_rank: int = 0
-    log_dir: Path = Path("output/msrun_log")
+    log_dir: Path = Path("output") / LOG_FOLDER
     join: bool = True
     cluster_time_out: int = 7200
     start_timeout: float | None = None
@@ -169,7 +173,7 @@ _OPTIONS: Mapping[str, _Option] = {
     "master_port": _Option("PORT", "Its port; default: a free one on one node, 8118 on several.", _integer),
     "node_rank": _Option("INT", "Which node this is, from 0.", _integer),
     "log_dir": _Option(
-        "DIR", "Folder of the workers' logs; default output/msrun_log.", lambda where, path: user_path(path, where)
+        "DIR", "Folder of the logs; default msrun_log in --output_dir.", lambda where, path: user_path(path, where)
     ),
     "join": _Option("BOOL", "True: stay until the job ends. False: return at once, and leave it running.", _boolean),
     "cluster_time_out": _Option(
@@ -200,7 +204,13 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
         UserError: An option without a value, or with one that cannot be one.
     """
     own, arguments = split_own(argv)
-    return _with_values(LaunchOptions(arguments=tuple(arguments)), own, shown="flag --")
+    options = _with_values(LaunchOptions(arguments=tuple(arguments)), own, shown="flag --")
+    if "log_dir" in own or options.script is not None:
+        return options
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--output_dir", "--output-dir", nargs="?")
+    output_dir = parser.parse_known_args(arguments)[0].output_dir
+    return replace(options, log_dir=Path(output_dir) / LOG_FOLDER) if output_dir else options
 
 
 def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:

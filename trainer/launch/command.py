@@ -19,7 +19,14 @@ from typing import NamedTuple
 
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.launch.agent import SOCKET_VARIABLE
-from trainer.launch.arguments import DEVICES_VARIABLE, SHARED_PORT, LaunchOptions, to_arguments, visible_devices
+from trainer.launch.arguments import (
+    DEVICES_VARIABLE,
+    LOG_FOLDER,
+    SHARED_PORT,
+    LaunchOptions,
+    to_arguments,
+    visible_devices,
+)
 from trainer.launch.control.nodes import Nodes, connect_nodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
@@ -291,19 +298,19 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
 
 
 def find_job(folder: Path) -> tuple[Path, JobState]:
-    """The job of a folder of logs, or a job's folder itself.
+    """Returns the job of a folder of logs, of the run that has this folder, or of a job's folder itself.
 
     Raises:
         UserError: There is none.
     """
     where = folder.expanduser().absolute()
-    for path in (where, where / "job", *sorted(where.glob("job-node-*[0-9]"))):
-        state = read_state(path)
-        if state is not None:
-            return path, state
-    raise UserError(
-        "there is no job in this folder", key="DIR", value=str(folder), fix="give the --log_dir of a launch"
-    )
+    for logs in (where, where / LOG_FOLDER):
+        for path in (logs, logs / "job", *sorted(logs.glob("job-node-*[0-9]"))):
+            state = read_state(path)
+            if state is not None:
+                return path, state
+    fix = "give the --output_dir or --log_dir of a launch"
+    raise UserError("there is no job in this folder", key="DIR", value=str(folder), fix=fix)
 
 
 def status(folder: Path, as_json: bool = False) -> int:
