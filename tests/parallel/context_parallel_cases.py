@@ -12,8 +12,7 @@ from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.positions import TokenPositions, query_blocks
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.dropout import LayerDropout
-from trainer.arrays.sublayer import SublayerCall
-from trainer.arrays.tiles import Scratch
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.schema.model import ModelConfig
 from trainer.data.batches.context import SequencePart
 from trainer.models.dropout import DropoutShards

@@ -16,8 +16,7 @@ from tiny_trainer import config_of  # noqa: E402
 
 from trainer.arrays.moe.router import RouterLabels  # noqa: E402
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs  # noqa: E402
-from trainer.arrays.sublayer import SublayerCall  # noqa: E402
-from trainer.arrays.tiles import Scratch  # noqa: E402
+from trainer.arrays.tiles import Scratch, SublayerCall  # noqa: E402
 from trainer.config.schema.model import ModelConfig  # noqa: E402
 from trainer.models.inputs import SequenceWeights  # noqa: E402
 from trainer.models.moe import MoeLayer  # noqa: E402
@@ -72,7 +71,7 @@ def computed(name: str, rank: int, group: HostGroup | None = None) -> list[np.nd
     labels = RouterLabels(np.full((1, 1), TOKENS, np.float32), np.ones((TOKENS, 1), np.float32))
     out, passed = layer.forward(SublayerCall(weights), x_ND, MoeInputs(labels, moe.capacity(TOKENS)))
     losses = np.float32(AUX_GRADIENT), np.float32(0)
-    grad, found = layer.backward(SublayerCall(weights), passed, dout_ND, *losses, weights)
+    grad, found = layer.backward(SublayerCall(weights, trained=weights), passed, dout_ND, *losses)
     return [each.asnumpy().copy() for each in (out, grad, *(found[weight] for weight in weights))]
 
 

@@ -24,7 +24,7 @@ from tolerances import rounding_limit
 
 from trainer.arrays.attention import positions
 from trainer.arrays.dropout import DropoutSite, LayerDropout
-from trainer.arrays.sublayer import SublayerCall
+from trainer.arrays.tiles import SublayerCall
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.build import dropout_sites, model_spec

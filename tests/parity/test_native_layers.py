@@ -44,8 +44,7 @@ from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe import dispatch, experts
-from trainer.arrays.sublayer import SublayerCall
-from trainer.arrays.tiles import Scratch
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.device.threads import HostThreads
 from trainer.models.inputs import RouterStatistics
 from trainer.models.spec.model import MlpSpec
@@ -162,6 +161,26 @@ def check_trained(case: Case, gradients: Any) -> None:
             np.testing.assert_array_equal(found[name].asnumpy(), whole[name].asnumpy(), err_msg=name)
 
 
+class HeadResult(NamedTuple):
+    """The loss, and its gradients where they were asked for."""
+
+    loss: np.ndarray
+    grad: Tensor | None
+    weights: dict[str, Tensor]
+
+
+def run_head(
+    run: FusedLinearCrossEntropy, weights: dict[str, np.ndarray], x_ND: np.ndarray, labels_N: np.ndarray,
+    valid_N1: np.ndarray, trained: tuple[str, ...] | None,
+) -> HeadResult:  # fmt: skip
+    call = SublayerCall(weights, save=trained is not None, trained=trained or ())
+    loss = run.forward(call, x_ND, labels_N, valid_N1).asnumpy()
+    if trained is None:
+        assert not call.saved
+        return HeadResult(loss, None, {})
+    return HeadResult(loss, *run.backward(call, x_ND, labels_N, valid_N1, np.float32(1)))
+
+
 class HeadCase(NamedTuple):
     x_ND: np.ndarray
     weights: dict[str, np.ndarray]
@@ -178,11 +197,9 @@ class HeadCase(NamedTuple):
         terms = 2 * HIDDEN + 4 + VOCABULARY + 4 + len(self.x_ND)
         return Case(self.x_ND, np.ones(()), self.weights, self.formula, terms + HIDDEN * ("mapping" in self.weights))
 
-    def run(self, trained: tuple[str, ...] | None = None) -> head.HeadResult:
-        width = len(self.weights["norm"])
-        return FusedLinearCrossEntropy(width, 1e-3, Scratch())(
-            self.weights, self.x_ND, self.labels_N, self.valid_N1, trained
-        )
+    def run(self, trained: tuple[str, ...] | None = None) -> HeadResult:
+        run = FusedLinearCrossEntropy(len(self.weights["norm"]), 1e-3, Scratch())
+        return run_head(run, self.weights, self.x_ND, self.labels_N, self.valid_N1, trained)
 
 
 EMBEDDED = 4  # width of an embedding that is mapped to the residual stream
@@ -214,7 +231,7 @@ def test_head(rows: int, valid: int, maps: bool, implementation: str) -> None:
     run = FusedLinearCrossEntropy(len(own.weights["norm"]), 1e-3, Scratch())
     z = own.x_ND if not maps else numpy_kernels.linear(own.x_ND, own.weights["mapping"])
     logits_NV = numpy_kernels.linear(numpy_kernels.rms_norm(z, own.weights["norm"], 1e-3), own.weights["weight"])
-    assert distance(run.logits(own.weights, own.x_ND), logits_NV) <= rounding_limit(case.terms)
+    assert distance(run.logits(SublayerCall(own.weights), own.x_ND), logits_NV) <= rounding_limit(case.terms)
 
 
 @pytest.mark.parametrize("trained", [(), ("norm",), ("weight",), ("mapping",), ("norm", "mapping")], ids=" ".join)
@@ -252,10 +269,11 @@ def test_embedding() -> None:
     random = np.random.default_rng(2)
     weights, grad_ND = {EMBEDDING: normal(random, VOCABULARY, HIDDEN)}, normal(random, len(IDS), HIDDEN)
     run = CpuEmbedding()
-    np.testing.assert_array_equal(run.forward(weights, IDS).asnumpy(), weights[EMBEDDING][IDS])
+    call = SublayerCall(weights)
+    np.testing.assert_array_equal(run.forward(call, IDS).asnumpy(), weights[EMBEDDING][IDS])
     right_VD = np.zeros((VOCABULARY, HIDDEN))
     np.add.at(right_VD, IDS, grad_ND.astype(np.float64))
-    found = run.backward(weights, IDS, grad_ND)
+    [found] = run.backward(call, IDS, grad_ND)
     assert distance(found[EMBEDDING].asnumpy(), right_VD) <= rounding_limit(11)
 
 
@@ -275,9 +293,10 @@ def mapped_embedding() -> Case:
 def run_mapped_embedding(case: Case, scratch: Scratch) -> tuple[Tensor, dict[str, Tensor]]:
     """The result and the gradients of both matrices."""
     look_up, mapping = CpuEmbedding(), CpuMapping(scratch)
-    x_NE = look_up.forward(case.weights, IDS).asnumpy()
-    grad, found = mapping.backward(case.weights, x_NE, case.upstream_ND, [MAPPING_IN])
-    return mapping.forward(case.weights, x_NE), found | look_up.backward(case.weights, IDS, grad.asnumpy())
+    call = case.call([MAPPING_IN])
+    x_NE = look_up.forward(call, IDS).asnumpy()
+    grad, found = mapping.backward(call, x_NE, case.upstream_ND)
+    return mapping.forward(call, x_NE), found | look_up.backward(call, IDS, grad.asnumpy())[0]
 
 
 def test_an_embedding_of_another_width(implementation: str) -> None:
@@ -286,7 +305,7 @@ def test_an_embedding_of_another_width(implementation: str) -> None:
     case.check_result(result.asnumpy())
     case.check_gradients(found)
     x_NE = case.weights[EMBEDDING][IDS]
-    assert CpuMapping(Scratch()).backward(case.weights, x_NE, case.upstream_ND, [])[1] == {}
+    assert CpuMapping(Scratch()).backward(case.call([]), x_NE, case.upstream_ND)[1] == {}
 
 
 def merge_case() -> Case:
@@ -314,10 +333,11 @@ def test_the_merge_of_a_further_prediction(implementation: str) -> None:
     case, run = merge_case(), CpuMerge(HIDDEN, 1e-3, Scratch())
     weights = dict(case.weights)
     stream_ND = weights.pop("stream")
-    case.check_result(run.forward(weights, case.x_ND, stream_ND).asnumpy())
+    case.check_result(run.forward(SublayerCall(weights), case.x_ND, stream_ND).asnumpy())
 
     def gradients(trained: list[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        of_x, of_stream, found = run.backward(weights, case.x_ND, stream_ND, case.upstream_ND, trained)
+        call = SublayerCall(weights, trained=trained)
+        of_x, of_stream, found = run.backward(call, case.x_ND, stream_ND, case.upstream_ND)
         return {"x": of_x, "stream": of_stream}, found
 
     of_inputs, found = gradients(list(weights))
@@ -372,7 +392,7 @@ def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[
     yield from found.items()
     case = merge_case()
     of_x, of_stream, found = CpuMerge(HIDDEN, 1e-3, scratch).backward(
-        case.weights, case.x_ND, case.weights["stream"], case.upstream_ND, case.weights
+        case.call(), case.x_ND, case.weights["stream"], case.upstream_ND
     )
     yield from ({"merge of x": of_x, "merge of the stream": of_stream} | found).items()
 

@@ -26,8 +26,7 @@ from tolerances import rounding_limit
 from trainer.arrays.moe import experts
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs, MoePass
-from trainer.arrays.sublayer import SublayerCall
-from trainer.arrays.tiles import Scratch
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.schema.moe import MoEConfig
 from trainer.device.threads import HostThreads
 from trainer.models.spec.build import model_spec
@@ -99,7 +98,7 @@ class MoeCase:
 
     def backward(self, passed: MoePass, trained: Iterable[str]) -> tuple[Tensor, dict[str, Tensor]]:
         upstream_ND = self.case.upstream_ND[:-2].reshape(TOKENS, HIDDEN)
-        return self.sublayer().backward(self.call(), passed, upstream_ND, GRAD_AUX, GRAD_Z, trained)
+        return self.sublayer().backward(self.call(trained=trained), passed, upstream_ND, GRAD_AUX, GRAD_Z)
 
 
 def scores_formula(moe: MoEConfig, logits: np.ndarray) -> np.ndarray:
@@ -293,10 +292,10 @@ def test_two_ranks_with_a_sequence_and_half_of_the_experts_each(name: str, dispa
         weights = {key: array[own] if ".experts." in key else array for key, array in made.weights.items()}
         inputs = MoeInputs(RouterLabels(labels.tokens_B1[group.rank : group.rank + 1], labels.valid_N1[rows]))
         sublayer = CpuMoe(made.spec, moe, RoutingRule.of(moe), Scratch(), experts=group)
-        call = SublayerCall(weights)
+        call = SublayerCall(weights, trained=made.case.weights)
         result, passed = sublayer.forward(call, made.case.x_ND[rows], inputs)
         losses = [passed.routed.aux_loss, passed.routed.z_loss]
-        grad, found = sublayer.backward(call, passed, upstream_ND[rows], GRAD_AUX, GRAD_Z, made.case.weights)
+        grad, found = sublayer.backward(call, passed, upstream_ND[rows], GRAD_AUX, GRAD_Z)
         arrays = {key: one.asnumpy().copy() for key, one in found.items()}
         return result.asnumpy().copy(), losses, grad.asnumpy().copy(), arrays, passed
 

@@ -25,8 +25,7 @@ from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import narrow_weight
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.onednn import BFLOAT16
-from trainer.arrays.sublayer import SublayerCall
-from trainer.arrays.tiles import Scratch
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.models.dropout import DropoutShards
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING
@@ -259,17 +258,19 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, lar
         weights = case.weights | {"weight": case.weights["weight"] * np.float32(large)}
         case = Case(case.x_ND, case.upstream_ND, weights, case.formula, case.terms)
 
-    def work(group: HostGroup) -> tuple[np.float32, np.ndarray, dict[str, np.ndarray]]:
+    def work(group: HostGroup) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         tensor = TensorParallel(group, shares_rows)
         run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), tensor, VOCABULARY)
         own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.rows(len(case.x_ND))]
-        alone = run(own, x_nD, given.labels_N, given.valid_N1)
-        found = run(own, x_nD, given.labels_N, given.valid_N1, tuple(own))
-        assert alone.loss == found.loss
-        return found.loss, found.grad.asnumpy().copy(), arrays_of(found.weights)
+        alone = run.forward(SublayerCall(own, save=False), x_nD, given.labels_N, given.valid_N1)
+        call = SublayerCall(own, trained=own)
+        loss = run.forward(call, x_nD, given.labels_N, given.valid_N1).asnumpy().copy()
+        assert alone.asnumpy() == loss
+        grad, found = run.backward(call, x_nD, given.labels_N, given.valid_N1, np.float32(1))
+        return loss, grad.asnumpy().copy(), arrays_of(found)
 
     losses, grads, gradients = zip(*on_groups(ranks, work), strict=True)
-    assert len(set(losses)) == 1
+    assert len(set(map(float, losses))) == 1
     case.check_result(losses[0])
     if large != 1:  # where all probabilities are 0 or 1, gradients are nothing but rounding
         assert all(np.isfinite(one).all() for of_rank in gradients for one in of_rank.values())
@@ -293,9 +294,10 @@ def test_an_embedding_over_shards_of_the_vocabulary(shares_rows: bool) -> None:
     def work(group: HostGroup) -> tuple[np.ndarray, np.ndarray]:
         tensor = TensorParallel(group, shares_rows)
         run, own = CpuEmbedding(tensor, VOCABULARY), shard_of(case.weights, EMBEDDING, group)
-        result = run.forward(own, given.ids_N).asnumpy().copy()
+        call = SublayerCall(own)
+        result = run.forward(call, given.ids_N).asnumpy().copy()
         grad_ND = case.upstream_ND[tensor.rows(len(given.ids_N))]
-        return result, run.backward(own, given.ids_N, grad_ND)[EMBEDDING].asnumpy().copy()
+        return result, run.backward(call, given.ids_N, grad_ND)[0][EMBEDDING].asnumpy().copy()
 
     results, gradients = zip(*on_groups(RANKS, work), strict=True)
     if not shares_rows:

@@ -18,19 +18,18 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
+from trainer.arrays.embedding import CpuEmbedding
 from trainer.arrays.memory import narrow_weight, on_host
 from trainer.arrays.onednn import BFLOAT16
-from trainer.arrays.sublayer import SublayerCall
+from trainer.arrays.tiles import SublayerCall
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.positions import TokenPositions
     from trainer.arrays.attention.sublayer import CpuAttention
     from trainer.arrays.dropout import LayerDropout
-    from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
-    from trainer.arrays.head import FusedLinearCrossEntropy, HeadResult
     from trainer.arrays.mlp import CpuMlp
     from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
-    from trainer.arrays.tiles import Arrays, Gradients
+    from trainer.arrays.tiles import Gradients
     from trainer.ops.routing import Routing
 
 DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
@@ -39,21 +38,13 @@ Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
 class ArrayPart(Protocol):
-    """A part of a decoder: functions of arrays for one call."""
+    """A part of a decoder. Its inputs are arrays of the tensors that have gradients, then constants of the call."""
 
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Results, Any]:
-        """Returns the results, and what `backward` takes; without `save` None.
+    def forward(self, call: SublayerCall, *inputs: Any) -> Results:
+        """Returns the results, and fills `call.saved` if the call saves."""
 
-        Without `compute_output` nobody needs the results.
-        """
-
-    def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        """Returns the gradients of the inputs and of the trained weights. `saved` is used up."""
+    def backward(self, call: SublayerCall, *inputs_and_grads: Any) -> tuple:
+        """Returns the gradients of the inputs, and last those of the trained weights. What is saved is used up."""
 
 
 Unsharded: TypeAlias = "Callable[[Sequence[Parameter]], contextlib.AbstractContextManager[None]]"
@@ -88,206 +79,123 @@ class PartWeights:
         return [name for name, weight in self.named.items() if weight.requires_grad]
 
 
-def run_part(part: ArrayPart, weights: PartWeights, inputs: Sequence[Tensor], save: bool) -> Results:
+def run_part(
+    part: ArrayPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
+    dropout: LayerDropout | None = None,
+) -> Results:  # fmt: skip
     """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass computes it again."""
-    cell = _PartCell(part, weights, len(inputs), save)
+    cell = _PartCell(part, weights, len(inputs), constants, save, dropout)
     return cell(*inputs, *(weights.named[name] for name in cell.trained))
 
 
 class _PartCell(nn.Cell):
     """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
 
-    def __init__(self, part: ArrayPart, weights: PartWeights, inputs: int, save: bool) -> None:
+    def __init__(
+        self, part: ArrayPart, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
+        dropout: LayerDropout | None,
+    ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
         self.part = part
         self.weights = weights
         self.trained = weights.trained
         self.inputs = inputs
+        self.constants = constants
         self.save = save
-        self.saved: Any = None
+        self.dropout = dropout
+        self.saved: dict[str, Any] | None = None
 
     def construct(self, *inputs_and_trained):
-        inputs = [on_host(x) for x in inputs_and_trained[: self.inputs]]
-        with self._complete_weights():
-            results, self.saved = self.part.forward(inputs, self.weights.arrays(), self.save, True)
+        inputs = self.arguments(inputs_and_trained)
+        with self.complete_weights():
+            call = SublayerCall(self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained)
+            results = self.part.forward(call, *inputs)
+        if self.save:
+            self.saved = call.saved
         return results
 
     def bprop(self, *arguments):
         *inputs_and_trained, _, grads = arguments
-        inputs = [on_host(x) for x in inputs_and_trained[: self.inputs]]
+        inputs = self.arguments(inputs_and_trained)
         grads = [on_host(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
-        saved, self.saved = self.saved, None
+        saved = self.saved
+        self.saved = None
         # The gradient of a look-up needs no values of the matrix.
-        complete = contextlib.nullcontext() if isinstance(self.part, EmbeddingPass) else self._complete_weights()
+        complete = contextlib.nullcontext() if isinstance(self.part, CpuEmbedding) else self.complete_weights()
         with complete:
             weights = self.weights.arrays()
             if saved is None:
-                saved = self.part.forward(inputs, weights, True, False)[1]
-            of_inputs, found = self.part.backward(inputs, weights, saved, grads, self.trained)
+                again = SublayerCall(weights, dropout=self.dropout, compute_output=False)
+                self.part.forward(again, *inputs)
+                saved = again.saved
+            call = SublayerCall(weights, dropout=self.dropout, saved=saved, trained=self.trained)
+            *of_inputs, found = self.part.backward(call, *inputs, *grads)
         return *of_inputs, *(found[name] for name in self.trained)
 
-    def _complete_weights(self) -> contextlib.AbstractContextManager[None]:
+    def complete_weights(self) -> contextlib.AbstractContextManager[None]:
         return self.weights.unsharded(list(self.weights.named.values()))
+
+    def arguments(self, inputs_and_trained: Sequence[Tensor]) -> list[Any]:
+        return [*(on_host(x) for x in inputs_and_trained[: self.inputs]), *self.constants]
 
 
 @dataclass(frozen=True)
-class LayerPass:
-    """Attention and feed-forward sublayer, or one of them, for one call: x_ND -> x_ND."""
+class BlockPart:
+    """Both sublayers of a layer: x_ND -> x_ND."""
 
-    attention: CpuAttention | None
-    mlp: CpuMlp | None
-    positions: TokenPositions
-    dropout: LayerDropout | None = None
+    attention: CpuAttention
+    mlp: CpuMlp
 
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Tensor, Any]:
-        [x_ND] = inputs
-        middle_ND = x_ND
-        saved: list[Any] = [None, None, None]
-        if self.attention is not None:
-            needs_output = compute_output or self.mlp is not None
-            call = SublayerCall(weights, dropout=self.dropout, save=save, compute_output=needs_output)
-            result = self.attention.forward(call, x_ND, self.positions)
-            middle_ND = result.asnumpy()
-            saved[1] = call.saved
-        if self.mlp is not None:
-            call = SublayerCall(weights, dropout=self.dropout, save=save, compute_output=compute_output)
-            result = self.mlp.forward(call, middle_ND)
-            saved[2] = call.saved
-        saved[0] = middle_ND
-        return result, saved if save else None
+    def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
+        """Returns the residual stream after the layer."""
+        first = SublayerCall(call.weights, dropout=call.dropout, save=call.save)
+        middle_ND = self.attention.forward(first, x_ND, positions).asnumpy()
+        second = SublayerCall(
+            call.weights, dropout=call.dropout, save=call.save, compute_output=call.compute_output
+        )
+        result = self.mlp.forward(second, middle_ND)
+        if call.save:
+            call.saved |= {"attention": first.saved, "middle": middle_ND, "mlp": second.saved}
+        return result
 
     def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        [x_ND], [grad_ND] = inputs, grads
-        middle_ND, of_attention, of_mlp = saved
-        found: Gradients = {}
-        if self.mlp is not None:
-            call = SublayerCall(weights, dropout=self.dropout, saved=of_mlp, trained=trained)
-            result, found = self.mlp.backward(call, middle_ND, grad_ND)
-            grad_ND = result.asnumpy()
-        if self.attention is not None:
-            call = SublayerCall(weights, dropout=self.dropout, saved=of_attention, trained=trained)
-            result, more = self.attention.backward(call, x_ND, self.positions, grad_ND)
-            found |= more
-        return [result], found
+        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
+    ) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of x and of the trained weights."""
+        trained = call.gradients.trained
+        part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("mlp"), trained=trained)
+        result, of_mlp = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
+        # What the feed-forward sublayer has saved is free from here on.
+        part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("attention"), trained=trained)
+        result, of_attention = self.attention.backward(part, x_ND, positions, result.asnumpy())
+        return result, of_mlp | of_attention
 
 
-class ExpertsPass:
+class ExpertsPart:
     """The sublayer with experts for one call: x_ND -> x_ND, auxiliary and z loss.
 
     Attributes:
         routing, scores_NE: What the router decided; a pass that is computed again repeats it.
     """
 
-    def __init__(self, moe: CpuMoe, inputs: MoeInputs, dropout: LayerDropout | None) -> None:
+    def __init__(self, moe: CpuMoe, inputs: MoeInputs) -> None:
         self.moe = moe
         self.inputs = inputs
-        self.dropout = dropout
         self.routing: Routing | None = None
         self.scores_NE: np.ndarray | None = None
 
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Results, Any]:
-        call = SublayerCall(weights, dropout=self.dropout, save=save)
-        result, passed = self.moe.forward(call, inputs[0], replace(self.inputs, routing=self.routing))
+    def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Results:
+        """Returns the residual stream, and in a training both losses."""
+        result, passed = self.moe.forward(call, x_ND, replace(self.inputs, routing=self.routing))
         self.routing = passed.routing
         if passed.routed is None:
-            return result, None
+            return result
         self.scores_NE = passed.routed.scores_NE
-        losses = [Tensor(loss, mstype.float32) for loss in (passed.routed.aux_loss, passed.routed.z_loss)]
-        return (result, *losses), passed if save else None
+        if call.save:
+            call.saved["pass"] = passed
+        losses = (Tensor(loss, mstype.float32) for loss in (passed.routed.aux_loss, passed.routed.z_loss))
+        return result, *losses
 
-    def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        call = SublayerCall(weights, dropout=self.dropout)
-        result, found = self.moe.backward(call, saved, *grads, trained)
-        return [result], found
-
-
-@dataclass(frozen=True)
-class EmbeddingPass:
-    """The look-up of tokens for one call: nothing -> x_NE."""
-
-    embedding: CpuEmbedding
-    ids_N: np.ndarray
-
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Tensor, Any]:
-        return self.embedding.forward(weights, self.ids_N), True
-
-    def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        return [], self.embedding.backward(weights, self.ids_N, grads[0])
-
-
-@dataclass(frozen=True)
-class MappingPass:
-    """The mapping of embeddings of another width: x_NE -> x_ND."""
-
-    mapping: CpuMapping
-
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Tensor, Any]:
-        return self.mapping.forward(weights, inputs[0]), True
-
-    def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        result, found = self.mapping.backward(weights, inputs[0], grads[0], trained)
-        return [result], found
-
-
-@dataclass(frozen=True)
-class MergePass:
-    """The merge of an MTP module for one call: embedded_ND, x_ND -> x_ND."""
-
-    merge: CpuMerge
-
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Tensor, Any]:
-        return self.merge.forward(weights, *inputs), True
-
-    def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: Any, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        *of_inputs, found = self.merge.backward(weights, *inputs, grads[0], trained)
-        return of_inputs, found
-
-
-@dataclass(frozen=True)
-class HeadPass:
-    """The head for one call: x_ND -> sum of token losses. The gradients are those of the forward pass."""
-
-    head: FusedLinearCrossEntropy
-    labels_N: np.ndarray
-    valid_N1: np.ndarray
-    trained: Collection[str]
-
-    def forward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, save: bool, compute_output: bool
-    ) -> tuple[Tensor, Any]:
-        wanted = self.trained if save else None
-        result = self.head(weights, inputs[0], self.labels_N, self.valid_N1, wanted)
-        return Tensor(result.loss), result if save else None
-
-    def backward(
-        self, inputs: Sequence[np.ndarray], weights: Arrays, saved: HeadResult, grads: Sequence[np.ndarray],
-        trained: Collection[str],
-    ) -> tuple[list[Tensor], Gradients]:  # fmt: skip
-        for gradient in (saved.grad, *saved.weights.values()):
-            gradient.asnumpy()[...] *= grads[0]
-        return [saved.grad], saved.weights
+    def backward(self, call: SublayerCall, x_ND: np.ndarray, *grads: np.ndarray) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of x and of the trained weights."""
+        return self.moe.backward(call, call.saved.pop("pass"), *grads)

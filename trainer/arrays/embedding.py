@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import empty
-from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import RmsNorm, WeightGradients
+from trainer.arrays.memory import empty, store
+from trainer.arrays.sublayer import Linear
+from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from mindspore import Tensor
 
-    from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
+    from trainer.arrays.tiles import Arrays, Gradients, Scratch, SublayerCall, Tile
     from trainer.parallel.tensor import TensorParallel
 
 _FEW_TIMES = 8  # that a token of a batch comes
@@ -64,10 +62,10 @@ class CpuEmbedding:
         if tensor is not None:
             self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
 
-    def forward(self, weights: Arrays, ids_N: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, ids_N: np.ndarray) -> Tensor:
         """Returns the embeddings, [N, E]; with sequence parallelism those of the rows that this rank has."""
-        result, out_NE = empty(len(ids_N), weights[EMBEDDING].shape[1])
-        rows_NE = self.look_up(weights, ids_N, out_NE)
+        result, out_NE = empty(len(ids_N), call.weights[EMBEDDING].shape[1])
+        rows_NE = self.look_up(call.weights, ids_N, out_NE)
         if rows_NE is not out_NE:
             result, out_NE = empty(*rows_NE.shape)
             out_NE[...] = rows_NE
@@ -84,14 +82,14 @@ class CpuEmbedding:
         out_NE *= inside_N[:, None]
         return self.tensor.collect(out_NE)
 
-    def backward(self, weights: Arrays, ids_N: np.ndarray, grad_NE: np.ndarray) -> Gradients:
-        """Returns the gradient of the matrix."""
-        shape = weights[EMBEDDING].shape
-        if self.tensor is None:
-            return {EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)}
-        grad_NE = self.tensor.gather(grad_NE)
-        place_N, inside_N = self._local(ids_N, shape[0])
-        return {EMBEDDING: embedding_gradient(shape, place_N[inside_N], grad_NE[inside_N])}
+    def backward(self, call: SublayerCall, ids_N: np.ndarray, grad_NE: np.ndarray) -> tuple[Gradients]:
+        """Returns the gradient of the matrix, alone: tokens have none."""
+        shape = call.weights[EMBEDDING].shape
+        if self.tensor is not None:
+            grad_NE = self.tensor.gather(grad_NE)
+            place_N, inside_N = self._local(ids_N, shape[0])
+            ids_N, grad_NE = place_N[inside_N], grad_NE[inside_N]
+        return ({EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)},)
 
     def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns places in this rank's vocabulary, 0 for tokens of other ranks, and which tokens it has."""
@@ -105,40 +103,28 @@ class CpuMapping:
 
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
+        self.linear = Linear("mapping", weight=MAPPING_IN)
 
-    def forward(self, weights: Arrays, x_NE: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, x_NE: np.ndarray) -> Tensor:
         """Returns the residual stream, [N, D]."""
-        result, out_ND = empty(len(x_NE), len(weights[MAPPING_IN]))
-        self.map_rows(weights, x_NE, out_ND)
+        result, out_ND = empty(len(x_NE), len(call.weights[MAPPING_IN]))
+        self.map_rows(call, x_NE, out_ND)
         return result
 
-    def map_rows(self, weights: Arrays, x_NE: np.ndarray, out_ND: np.ndarray) -> None:
+    def map_rows(self, call: SublayerCall, x_NE: np.ndarray, out_ND: np.ndarray) -> None:
         """Writes the residual stream to `out_ND`."""
-        mapping_DE = weights[MAPPING_IN]
-        self.scratch.run(
-            len(x_NE),
-            lambda tile: tile.project(tile.narrowed(x_NE[tile.rows], mapping_DE.dtype), mapping_DE, out_ND[tile.rows]),
-        )
-
-    def backward(
-        self, weights: Arrays, x_NE: np.ndarray, grad_ND: np.ndarray, trained: Iterable[str]
-    ) -> tuple[Tensor, Gradients]:
-        """Returns the gradients of the embeddings and of the matrix, where it is trained."""
-        gradients = WeightGradients(trained)
-        mapping_DE = weights[MAPPING_IN]
-        dtype = mapping_DE.dtype
-        result, out_NE = empty(*x_NE.shape)
-        factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
-        narrow_NE = empty(*x_NE.shape, dtype=dtype)[1]
+        dtype = call.weights[MAPPING_IN].dtype
 
         def compute(tile: Tile) -> None:
-            factor_ND[tile.rows] = tile.narrowed(grad_ND[tile.rows], dtype)
-            narrow_NE[tile.rows] = tile.narrowed(x_NE[tile.rows], dtype)
-            operators().matmul(factor_ND[tile.rows], mapping_DE, out_NE[tile.rows])
+            self.linear.forward(call, tile.narrowed(x_NE[tile.rows], dtype), out_ND[tile.rows], tile)
 
-        self.scratch.run(len(grad_ND), compute)
-        gradients.add(MAPPING_IN, factor_ND, narrow_NE)
-        return result, gradients.compute()
+        self.scratch.run(len(x_NE), compute)
+
+    def backward(self, call: SublayerCall, x_NE: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of the embeddings and of the matrix, where it is trained."""
+        result, out_NE = empty(*x_NE.shape)
+        self.linear.backward_rows(call, grad_ND, x_NE, out_NE, self.scratch)
+        return result, call.gradients.compute()
 
 
 class CpuMerge:
@@ -149,15 +135,16 @@ class CpuMerge:
         self.norm = RmsNorm(hidden, eps)
         self.hidden = hidden
         self.scratch = scratch
+        self.linear = Linear("eh_proj")
 
-    def forward(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray) -> Tensor:
+    def forward(self, call: SublayerCall, embedded_ND: np.ndarray, x_ND: np.ndarray) -> Tensor:
         """Returns the input of the layer, [N, D]."""
         result, out_ND = empty(*x_ND.shape)
-        matrix_DC = weights["eh_proj.weight"]
+        dtype = call.weights[self.linear.weight].dtype
 
         def compute(tile: Tile) -> None:
-            both_nC = self._both(weights, embedded_ND, x_ND, tile)
-            operators().matmul(tile.narrowed(both_nC, matrix_DC.dtype), matrix_DC.T, out_ND[tile.rows])
+            both_nC = tile.narrowed(self._both(call.weights, embedded_ND, x_ND, tile), dtype)
+            self.linear.forward(call, both_nC, out_ND[tile.rows], tile)
 
         self.scratch.run(len(x_ND), compute)
         return result
@@ -165,45 +152,34 @@ class CpuMerge:
     def _both(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns what the matrix multiplies, [n, 2 D]."""
         both_nC = tile.take(2 * self.hidden)
-        both_nC[:, : self.hidden] = self._normed(embedded_ND[tile.rows], weights["enorm.weight"], tile)
-        final_nD = self._normed(x_ND[tile.rows], weights["norm"], tile)
-        both_nC[:, self.hidden :] = self._normed(final_nD, weights["hnorm.weight"], tile)
+        both_nC[:, : self.hidden] = self.norm.normed(embedded_ND[tile.rows], weights["enorm.weight"], tile)
+        final_nD = self.norm.normed(x_ND[tile.rows], weights["norm"], tile)
+        both_nC[:, self.hidden :] = self.norm.normed(final_nD, weights["hnorm.weight"], tile)
         return both_nC
 
-    def _normed(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
-        out_nD = tile.take(self.hidden)
-        self.norm(x_nD, weight_D, self.norm.scales(x_nD), out_nD)
-        return out_nD
-
     def backward(
-        self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, grad_ND: np.ndarray, trained: Iterable[str]
+        self, call: SublayerCall, embedded_ND: np.ndarray, x_ND: np.ndarray, grad_ND: np.ndarray
     ) -> tuple[Tensor, Tensor, Gradients]:
         """Returns the gradients of the embeddings, of the hidden states and of the trained weights."""
-        gradients = WeightGradients(trained)
-        matrix_DC = weights["eh_proj.weight"]
-        dtype = matrix_DC.dtype
+        dtype = call.weights[self.linear.weight].dtype
         of_embedded, of_embedded_ND = empty(*x_ND.shape)
         of_x, of_x_ND = empty(*x_ND.shape)
         both_NC = empty(len(x_ND), 2 * self.hidden, dtype=dtype)[1]
         factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
 
-        def through(name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile) -> None:
-            work_nD = tile.take(self.hidden)
-            scale_n = self.norm.scales(x_nD)
-            gradients.add_tile(name, tile, self.norm.gradient(x_nD, weights[name], scale_n, grad_nD, work_nD))
-
         def compute(tile: Tile) -> None:
-            both_NC[tile.rows] = tile.narrowed(self._both(weights, embedded_ND, x_ND, tile), dtype)
-            factor_ND[tile.rows] = tile.narrowed(grad_ND[tile.rows], dtype)
+            store(self._both(call.weights, embedded_ND, x_ND, tile), both_NC[tile.rows])
+            store(grad_ND[tile.rows], factor_ND[tile.rows])
             grad_nC = tile.take(2 * self.hidden)
-            operators().matmul(factor_ND[tile.rows], matrix_DC, grad_nC)
+            self.linear.backward(call, factor_ND[tile.rows], grad_nC, tile)
             of_embedded_nD, of_x_nD = of_embedded_ND[tile.rows], of_x_ND[tile.rows]
             of_embedded_nD[...] = grad_nC[:, : self.hidden]
-            through("enorm.weight", embedded_ND[tile.rows], of_embedded_nD, tile)
+            self.norm.backward(call, "enorm.weight", embedded_ND[tile.rows], of_embedded_nD, tile)
             of_x_nD[...] = grad_nC[:, self.hidden :]
-            through("hnorm.weight", self._normed(x_ND[tile.rows], weights["norm"], tile), of_x_nD, tile)
-            through("norm", x_ND[tile.rows], of_x_nD, tile)
+            final_nD = self.norm.normed(x_ND[tile.rows], call.weights["norm"], tile)
+            self.norm.backward(call, "hnorm.weight", final_nD, of_x_nD, tile)
+            self.norm.backward(call, "norm", x_ND[tile.rows], of_x_nD, tile)
 
         self.scratch.run(len(x_ND), compute)
-        gradients.add("eh_proj.weight", factor_ND, both_NC)
-        return of_embedded, of_x, gradients.compute()
+        self.linear.add_gradients(call, factor_ND, both_NC)
+        return of_embedded, of_x, call.gradients.compute()

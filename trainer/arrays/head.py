@@ -15,35 +15,26 @@ Legend: N tokens (n of a tile or of a rank's rows), D hidden, E width of the hea
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
+from mindspore import Tensor
 
 from trainer.arrays.memory import as_narrow, empty, host_threads, parts
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import RmsNorm, WeightGradients, shared_product
+from trainer.arrays.sublayer import Linear
+from trainer.arrays.tiles import RmsNorm, shared_product
 from trainer.models.spec.saved import logit_rows
 from trainer.parallel.sharding import range_of_rank
 
 if TYPE_CHECKING:
-    from mindspore import Tensor
-
-    from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
+    from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.parallel.tensor import TensorParallel
 
 _FEWEST_ROWS = 64  # that a thread takes at once
 _COLUMNS = 1024  # of the vocabulary, that a thread takes at once
 _ROWS = 32  # of a softmax that a thread takes at once
 _SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float16 times this, so that few become 0
-
-
-class HeadResult(NamedTuple):
-    """Sum of the losses, and its gradients of x, [n, D], and of the trained weights, where they were asked for."""
-
-    loss: np.float32
-    grad: Tensor | None
-    weights: Gradients
 
 
 class FusedLinearCrossEntropy:
@@ -60,6 +51,7 @@ class FusedLinearCrossEntropy:
     def __init__(
         self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0
     ) -> None:
+        self.mapping = Linear("mapping", weight="mapping")
         self.norm = RmsNorm(width, eps)
         self.width = width
         self.scratch = scratch
@@ -70,56 +62,64 @@ class FusedLinearCrossEntropy:
             self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
             self.largest_shard = -(-vocabulary // tensor.group.size)
 
-    def normed(self, weights: Arrays, x_nD: np.ndarray, y_nE: np.ndarray) -> np.ndarray:
+    def normed(self, call: SublayerCall, x_nD: np.ndarray, y_nE: np.ndarray) -> np.ndarray:
         """Writes what the output projection multiplies to `y_nE`, float32 [n, E], and returns it."""
 
         def compute(tile: Tile) -> None:
-            z_nE = self._mapped(weights, x_nD[tile.rows], tile)
-            self.norm(z_nE, weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows])
+            z_nE = self._mapped(call, x_nD[tile.rows], tile)
+            self.norm(z_nE, call.weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows])
 
         self.scratch.run(len(x_nD), compute)
         return y_nE
 
-    def logits(self, weights: Arrays, x_nD: np.ndarray) -> np.ndarray:
+    def logits(self, call: SublayerCall, x_nD: np.ndarray) -> np.ndarray:
         """Returns the logits of this rank's vocabulary, [n, V]."""
-        y_nE = self.normed(weights, x_nD, np.empty((len(x_nD), self.width), np.float32))
-        weight_VE = weights["weight"]
+        y_nE = self.normed(call, x_nD, np.empty((len(x_nD), self.width), np.float32))
+        weight_VE = call.weights["weight"]
         if weight_VE.dtype != np.float32:
             y_nE = as_narrow(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
         logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
         shared_product(y_nE, weight_VE, logits_nV)
         return logits_nV
 
-    def _mapped(self, weights: Arrays, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
+    def _mapped(self, call: SublayerCall, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns what the norm takes of a tile."""
-        if "mapping" not in weights:
+        mapping_ED = call.weights.get("mapping")
+        if mapping_ED is None:
             return x_nD
         z_nE = tile.take(self.width)
-        tile.project(tile.narrowed(x_nD, weights["mapping"].dtype), weights["mapping"], z_nE)
+        self.mapping.forward(call, tile.narrowed(x_nD, mapping_ED.dtype), z_nE, tile)
         return z_nE
 
     @np.errstate(all="ignore")
-    def __call__(
-        self, weights: Arrays, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        trained: Iterable[str] | None = None,
-    ) -> HeadResult:  # fmt: skip
-        """Returns the loss, and with `trained`, names of weights, the gradients of x and of these."""
-        weight_VE = weights["weight"]
-        gradients = WeightGradients(trained or ())
-        y_NE = self.normed(weights, x_nD, empty(len(x_nD), self.width)[1])
+    def forward(self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray) -> Tensor:
+        """Returns the loss; where the call saves, also computes the gradients of x and of the trained weights."""
+        weight_VE = call.weights["weight"]
+        y_NE = self.normed(call, x_nD, empty(len(x_nD), self.width)[1])
         if self.tensor is not None:
             y_NE = self.tensor.gather(y_NE)
-        grad_NE = None if trained is None else empty(*y_NE.shape)[1]
-        of_weight = (None, None)
-        if "weight" in gradients.trained:
-            of_weight = empty(*weight_VE.shape)
-            gradients.found["weight"] = of_weight[0]
-        loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, of_weight[1])
-        if trained is None:
-            return HeadResult(loss, None, {})
+        if not call.save:
+            return Tensor(self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None))
+        gradients = call.gradients
+        grad_NE = empty(*y_NE.shape)[1]
+        of_weight_VE = None
+        if gradients.wants("weight"):
+            gradients.found["weight"], of_weight_VE = empty(*weight_VE.shape)
+        loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, of_weight_VE)
         if self.tensor is not None:
             grad_NE = self.tensor.collect(grad_NE)
-        return HeadResult(loss, self._input_gradient(weights, x_nD, grad_NE, gradients), gradients.compute())
+        call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
+        call.saved["weights"] = gradients.compute()
+        return Tensor(loss)
+
+    def backward(
+        self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, grad: np.ndarray
+    ) -> tuple[Tensor, Gradients]:
+        """Returns the gradients of x and of the trained weights from that of the loss; those saved are used up."""
+        of_input, of_weights = call.saved["input"], call.saved["weights"]
+        for gradient in (of_input, *of_weights.values()):
+            gradient.asnumpy()[...] *= grad
+        return of_input, of_weights
 
     def _loss(
         self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
@@ -246,32 +246,19 @@ class FusedLinearCrossEntropy:
         if out_VE is not None:
             host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), of_weight)
 
-    def _input_gradient(
-        self, weights: Arrays, x_nD: np.ndarray, grad_nE: np.ndarray, gradients: WeightGradients
-    ) -> Tensor:
+    def _input_gradient(self, call: SublayerCall, x_nD: np.ndarray, grad_nE: np.ndarray) -> Tensor:
         """Returns the gradient of x from that of the normed rows, which is used up."""
+        maps = "mapping" in call.weights
         result, out_nD = empty(*x_nD.shape)
-        mapping_ED = weights.get("mapping")
-        factors: tuple[np.ndarray, np.ndarray] | None = None
-        if mapping_ED is not None:
-            dtype = mapping_ED.dtype
-            factors = empty(*grad_nE.shape, dtype=dtype)[1], empty(*x_nD.shape, dtype=dtype)[1]
+        of_mapped_nE = grad_nE if maps else out_nD
 
         def compute(tile: Tile) -> None:
-            into = out_nD[tile.rows] if factors is None else grad_nE[tile.rows]
-            if factors is None:
-                into[...] = grad_nE[tile.rows]
-            z_nE = self._mapped(weights, x_nD[tile.rows], tile)
-            of_norm_E = self.norm.gradient(
-                z_nE, weights["norm"], self.norm.scales(z_nE), into, tile.take(self.width)
-            )
-            gradients.add_tile("norm", tile, of_norm_E)
-            if factors is not None:
-                factors[0][tile.rows] = tile.narrowed(into, mapping_ED.dtype)
-                factors[1][tile.rows] = tile.narrowed(x_nD[tile.rows], mapping_ED.dtype)
-                operators().matmul(factors[0][tile.rows], mapping_ED, out_nD[tile.rows])
+            into_nE = of_mapped_nE[tile.rows]
+            if not maps:
+                into_nE[...] = grad_nE[tile.rows]
+            self.norm.backward(call, "norm", self._mapped(call, x_nD[tile.rows], tile), into_nE, tile)
 
         self.scratch.run(len(x_nD), compute)
-        if factors is not None:
-            gradients.add("mapping", *factors)
+        if maps:
+            self.mapping.backward_rows(call, grad_nE, x_nD, out_nD, self.scratch)
         return result

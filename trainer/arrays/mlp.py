@@ -18,8 +18,8 @@ from trainer.models.spec.saved import mlp_saved
 if TYPE_CHECKING:
     from mindspore import Tensor
 
-    from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
-    from trainer.arrays.tiles import Gradients, Scratch, Tile
+    from trainer.arrays.sublayer import SequenceParallelComm
+    from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import MlpSpec
 
 

@@ -16,37 +16,11 @@ import numpy as np
 
 from trainer.arrays.memory import as_narrow, empty, store
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import Arrays, RmsNorm, Scratch, Tile, WeightGradients
+from trainer.arrays.tiles import Arrays, RmsNorm, Scratch, SublayerCall, Tile
 
 if TYPE_CHECKING:
-    from trainer.arrays.dropout import LayerDropout
     from trainer.models.spec.model import AdapterSpec
     from trainer.models.spec.saved import SavedArray
-
-
-class SublayerCall:
-    """One forward or backward pass of a sublayer.
-
-    Attributes:
-        weights: By their names in the layer; matrices in the dtype of the products.
-        saved: What the forward pass keeps for the backward pass, by name, [N, ...]; empty where nothing is kept.
-        dropout: Draws the masks of the layer; None: nothing is dropped.
-        save: Whether the forward pass fills `saved`.
-        compute_output: Whether somebody needs the result of the forward pass; otherwise its numbers are anything.
-        gradients: Takes the gradients of the trained weights in the backward pass.
-    """
-
-    def __init__(
-        self, weights: Arrays, *, dropout: LayerDropout | None = None, save: bool = True, compute_output: bool = True,
-        saved: dict[str, np.ndarray] | None = None, trained: Iterable[str] = (),
-    ) -> None:  # fmt: skip
-        self.weights = weights
-        self.dropout = dropout
-        self.save = save
-        self.compute_output = compute_output
-        self.saved: dict[str, np.ndarray] = saved or {}
-        self.gradients = WeightGradients(trained)
-        self.working: dict[str, np.ndarray] = {}
 
 
 class Linear:
@@ -56,9 +30,9 @@ class Linear:
     `add_gradients`.
     """
 
-    def __init__(self, name: str, adapter: AdapterSpec | None = None) -> None:
+    def __init__(self, name: str, adapter: AdapterSpec | None = None, weight: str | None = None) -> None:
         self.name = name
-        self.weight = f"{name}.weight"
+        self.weight = weight or f"{name}.weight"
         self.bias = f"{name}.bias"
         self.adapter = adapter
         self.lora_a = f"{name}.lora_A.weight"
@@ -127,6 +101,25 @@ class Linear:
                 operators().matmul(low_nR, weights[self.lora_a], wide_nI, True)
         if wide_nI is not into_nI:
             as_narrow(wide_nI, into_nI)
+
+    def backward_rows(
+        self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray, out_NI: np.ndarray, scratch: Scratch
+    ) -> None:
+        """Writes the gradient of all rows of x, and adds those of the weights; for a matrix without an adapter.
+        `grad_NO` and x are float32."""
+        dtype = call.weights[self.weight].dtype
+        factor_NO, input_NI = grad_NO, x_NI
+        if dtype != np.float32:
+            factor_NO = empty(*grad_NO.shape, dtype=dtype)[1]
+            input_NI = empty(*x_NI.shape, dtype=dtype)[1]
+
+        def compute(tile: Tile) -> None:
+            as_narrow(x_NI[tile.rows], input_NI[tile.rows])
+            factor_nO = as_narrow(grad_NO[tile.rows], factor_NO[tile.rows])
+            self.backward(call, factor_nO, out_NI[tile.rows], tile)
+
+        scratch.run(len(x_NI), compute)
+        self.add_gradients(call, factor_NO, input_NI)
 
     def keep_input(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> None:
         """Keeps what the gradient of A needs of the tile: dropout(x), where something is dropped."""
@@ -304,11 +297,7 @@ class NormedInput:
         self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, tile: Tile, out_ND: np.ndarray
     ) -> None:
         out_nD = out_ND[tile.rows]
-        of_weight_D = self.norm.gradient(
-            x_ND[tile.rows], call.weights[self.norm_name], call.saved["scale"][tile.rows, 0], out_nD,
-            tile.take(out_nD.shape[1]),
-        )  # fmt: skip
-        call.gradients.add_tile(self.norm_name, tile, of_weight_D)
+        self.norm.backward(call, self.norm_name, x_ND[tile.rows], out_nD, tile, call.saved["scale"][tile.rows, 0])
         out_nD += grad_ND[tile.rows]
 
 
@@ -386,9 +375,7 @@ class SublayerOutput:
         self, call: SublayerCall, x_nD: np.ndarray, added_nD: np.ndarray, out_nD: np.ndarray, tile: Tile
     ) -> None:
         if self.norm is not None:
-            normed_nD = tile.take(added_nD.shape[1])
-            self.norm(added_nD, call.weights[self.norm_name], self.norm.scales(added_nD), normed_nD)
-            added_nD = normed_nD
+            added_nD = self.norm.normed(added_nD, call.weights[self.norm_name], tile)
         if self._drops(call):
             mask_nD = call.dropout.rows(self.site, tile.rows, added_nD.shape[1])
             mask_nD *= added_nD
@@ -416,12 +403,7 @@ class SublayerOutput:
         else:
             out_nD[...] = grad_ND[tile.rows]
         if self.norm is not None:
-            added_nD = call.saved["output"][tile.rows]
-            of_weight_D = self.norm.gradient(
-                added_nD, call.weights[self.norm_name], self.norm.scales(added_nD), out_nD,
-                tile.take(added_nD.shape[1]),
-            )  # fmt: skip
-            call.gradients.add_tile(self.norm_name, tile, of_weight_D)
+            self.norm.backward(call, self.norm_name, call.saved["output"][tile.rows], out_nD, tile)
 
     def backward(self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile) -> None:
         """Writes the gradient of a tile of y."""

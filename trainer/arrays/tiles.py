@@ -10,7 +10,7 @@ Legend: N tokens, n rows of a tile, D hidden, I/O in and out features, F feed-fo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from trainer.arrays.onednn import operators
 if TYPE_CHECKING:
     from mindspore import Tensor
 
+    from trainer.arrays.dropout import LayerDropout
 
 Arrays: TypeAlias = Mapping[str, np.ndarray]
 Gradients: TypeAlias = "dict[str, Tensor]"
@@ -163,6 +164,24 @@ class RmsNorm:
         np.multiply(x_nD, scale_n[:, None], out=out_nD)
         out_nD *= weight_D
 
+    def normed(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns y for the rows of a tile, in the dtype of x."""
+        wide_nD = tile.widened(x_nD)
+        y_nD = tile.take(x_nD.shape[1])
+        self(wide_nD, weight_D, self.scales(wide_nD), y_nD)
+        return tile.narrowed(y_nD, x_nD.dtype)
+
+    def backward(
+        self, call: SublayerCall, name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile,
+        scale_n: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
+        """Replaces `grad_nD`, of the rows of a tile, by the gradient of x, and adds that of the weight `name`."""
+        wide_nD = tile.widened(x_nD)
+        scale_n = self.scales(wide_nD) if scale_n is None else scale_n
+        work_nD = tile.take(x_nD.shape[1])
+        of_weight_D = self.gradient(wide_nD, call.weights[name], scale_n, grad_nD, work_nD)
+        call.gradients.add_tile(name, tile, of_weight_D)
+
     def gradient(
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, grad_nD: np.ndarray, work_nD: np.ndarray
     ) -> np.ndarray:
@@ -176,6 +195,31 @@ class RmsNorm:
         np.multiply(x_nD, projected_n[:, None], out=work_nD)
         grad_nD -= work_nD
         return of_weight_D
+
+
+class SublayerCall:
+    """One forward or backward pass of a part of a decoder.
+
+    Attributes:
+        weights: By their names in the part; matrices in the dtype of the products.
+        saved: What the forward pass keeps for the backward pass, by name; empty where nothing is kept.
+        dropout: Draws the masks of the layer; None: nothing is dropped.
+        save: Whether the forward pass fills `saved`.
+        compute_output: Whether somebody needs the result of the forward pass; otherwise its numbers are anything.
+        gradients: Takes the gradients of the trained weights in the backward pass.
+    """
+
+    def __init__(
+        self, weights: Arrays, *, dropout: LayerDropout | None = None, save: bool = True, compute_output: bool = True,
+        saved: dict[str, Any] | None = None, trained: Iterable[str] = (),
+    ) -> None:  # fmt: skip
+        self.weights = weights
+        self.dropout = dropout
+        self.save = save
+        self.compute_output = compute_output
+        self.saved: dict[str, Any] = saved or {}
+        self.gradients = WeightGradients(trained)
+        self.working: dict[str, np.ndarray] = {}
 
 
 class WeightGradients:

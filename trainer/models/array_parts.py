@@ -19,16 +19,7 @@ from mindspore import Tensor
 from trainer.arrays.attention.cache import KVCache, cached_mask
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.cells import (
-    EmbeddingPass,
-    ExpertsPass,
-    HeadPass,
-    LayerPass,
-    MappingPass,
-    MergePass,
-    PartWeights,
-    run_part,
-)
+from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, run_part
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import host_threads, on_host, parts
@@ -36,8 +27,7 @@ from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenRanks
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
-from trainer.arrays.sublayer import SublayerCall
-from trainer.arrays.tiles import Scratch
+from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.inputs import PredictionCall
 from trainer.models.spec.adapters import merged_matrix
@@ -61,7 +51,7 @@ from trainer.parallel.sharding import range_of_rank
 if TYPE_CHECKING:
     from mindspore import Parameter
 
-    from trainer.arrays.tiles import Arrays
+    from trainer.arrays.cells import ArrayPart
     from trainer.config import ModelConfig
     from trainer.models.compute_weights import ComputeWeights
     from trainer.models.dropout import DropoutShards
@@ -191,11 +181,11 @@ class ArrayParts:
             self.mlps[spec] = CpuMlp(merged, self.scratch, self.tensor)
         return self.mlps[spec]
 
-    def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
-        weights, mapping = self.embedding_weights, self.mapping_weights
-        look_up = EmbeddingPass(self.embedding, ids_N.asnumpy())
-        x_NE = run_part(look_up, weights, (), save=True)
-        return run_part(MappingPass(self.mapping), mapping, (x_NE,), save=True) if mapping.named else x_NE
+    def run_embedding(self, ids_N: Tensor, call: DecoderCall) -> Tensor:
+        x_NE = run_part(self.embedding, self.embedding_weights, (), (ids_N.asnumpy(),))
+        if not self.mapping_weights.named:
+            return x_NE
+        return run_part(self.mapping, self.mapping_weights, (x_NE,))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
         spec, trains = self.spec.layers[number], call.statistics is not None
@@ -204,34 +194,35 @@ class ArrayParts:
         for name, weights in self.layers[number].items():
             save = trains and self.save[number][name]
             if name == "experts":
-                part = ExpertsPass(self.experts.moe, self.experts.inputs(number, x_ND, call), dropout)
-                x_ND = run_part(part, weights, (x_ND,), save)
+                experts = ExpertsPart(self.experts.moe, self.experts.inputs(number, x_ND, call))
+                x_ND = run_part(experts, weights, (x_ND,), (), save, dropout)
                 if trains:
                     x_ND, aux_loss, z_loss = x_ND
-                    call.statistics.routings.append((number, part.routing, part.scores_NE))
-                continue
-            attention = self.attention_of(spec.attention) if name != "mlp" else None
-            mlp = self.mlp_of(spec.mlp) if name != "attention" else None
-            x_ND = run_part(LayerPass(attention, mlp, call.inputs.positions, dropout), weights, (x_ND,), save)
+                    call.statistics.routings.append((number, experts.routing, experts.scores_NE))
+            elif name == "mlp":
+                x_ND = run_part(self.mlp_of(spec.mlp), weights, (x_ND,), (), save, dropout)
+            else:
+                part: ArrayPart = self.attention_of(spec.attention)
+                if name == "block":
+                    part = BlockPart(part, self.mlp_of(spec.mlp))
+                x_ND = run_part(part, weights, (x_ND,), (call.inputs.positions,), save, dropout)
         return x_ND, aux_loss, z_loss
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
-        return run_part(MergePass(self.merge), self.merges[module], (embedded_ND, x_ND), save=True)
+        return run_part(self.merge, self.merges[module], (embedded_ND, x_ND))
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        weights = self.heads[number]
         labels = call.inputs.mtp[number - 1] if number else call.inputs
         arrays = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
-        part = HeadPass(self.head, *arrays, weights.trained)
-        return run_part(part, weights, (x_ND,), save=call.statistics is not None)
+        return run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
-        return Tensor.from_numpy(self._logits(self.heads[0].arrays(), on_host(x_ND)))
+        return Tensor.from_numpy(self._logits(SublayerCall(self.heads[0].arrays()), on_host(x_ND)))
 
-    def _logits(self, weights: Arrays, x_ND: np.ndarray) -> np.ndarray:
-        local_NV = self.head.logits(weights, x_ND)
+    def _logits(self, call: SublayerCall, x_ND: np.ndarray) -> np.ndarray:
+        local_NV = self.head.logits(call, x_ND)
         if self.tensor is None:
             return local_NV
         group = self.tensor.group
@@ -249,9 +240,10 @@ class ArrayParts:
         return [SublayerCall(self._merged_weights(number), save=False) for number in range(self.spec.num_layers)]
 
     @functools.cached_property
-    def outer_weights(self) -> Arrays:
-        """Those of the embedding, its mapping and the head."""
-        return {**self.embedding_weights.arrays(), **self.mapping_weights.arrays(), **self.heads[0].arrays()}
+    def outer_call(self) -> SublayerCall:
+        """A call with the weights of the embedding, its mapping and the head."""
+        parts = self.embedding_weights, self.mapping_weights, self.heads[0]
+        return SublayerCall({name: array for one in parts for name, array in one.arrays().items()}, save=False)
 
     def _merged_weights(self, number: int) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
@@ -288,11 +280,11 @@ class ArrayParts:
     def embed_tokens(self, ids_N: np.ndarray) -> np.ndarray:
         """Returns the residual stream of tokens of the vocabulary, [N, D]."""
         x_NE = np.empty((len(ids_N), self.spec.embedding), np.float32)
-        x_NE = self.embedding.look_up(self.outer_weights, ids_N, x_NE)
+        x_NE = self.embedding.look_up(self.outer_call.weights, ids_N, x_NE)
         if not self.mapping_weights.named:
             return x_NE
         x_ND = np.empty((len(ids_N), self.spec.hidden), np.float32)
-        self.mapping.map_rows(self.outer_weights, x_NE, x_ND)
+        self.mapping.map_rows(self.outer_call, x_NE, x_ND)
         return x_ND
 
     def predict_layers(self, layers: Sequence[int], x_ND: np.ndarray, call: PredictionCall) -> np.ndarray:
@@ -330,7 +322,7 @@ class ArrayParts:
 
     def predict_logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
         """Returns the logits after the tokens `ends`, [B, V]."""
-        return self._logits(self.outer_weights, x_ND[ends_B])
+        return self._logits(self.outer_call, x_ND[ends_B])
 
 
 def prediction_parts(

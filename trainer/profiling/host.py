@@ -114,7 +114,7 @@ def patch_all(regions: Regions, step: TrainStep) -> Patches:
         (embedding.CpuEmbedding, "forward", "backward", "embedding"),
         (embedding.CpuMapping, "forward", "backward", "embedding: mapping"),
         (embedding.CpuMerge, "forward", "backward", "inputs of modules"),
-        (head.FusedLinearCrossEntropy, "__call__", "_gradients", "head: cross entropy"),
+        (head.FusedLinearCrossEntropy, "forward", "_gradients", "head: cross entropy"),
     ):
         measure(owner, forward, name, direction=FORWARD)
         measure(owner, backward, name, direction=BACKWARD)

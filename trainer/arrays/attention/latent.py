@@ -23,8 +23,8 @@ from trainer.models.spec.names import INPUT_NORM
 if TYPE_CHECKING:
     from trainer.arrays.attention.cache import KVCache
     from trainer.arrays.attention.positions import Rotary, TokenPositions
-    from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
-    from trainer.arrays.tiles import Scratch, Tile
+    from trainer.arrays.sublayer import SequenceParallelComm
+    from trainer.arrays.tiles import Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
 
 _QUERY_NORM = "self_attn.q_a_layernorm.weight"
@@ -105,22 +105,15 @@ class LatentProjections:
         if self.query_norm is not None:
             plain_nQ = call.saved["query_latent"][tile.rows] if call.save else tile.take(self.query_width, dtype)
             self.query_down.forward(call, y_nD, plain_nQ, tile)
-            queries_from = self._normed(self.query_norm, call.weights[_QUERY_NORM], plain_nQ, tile)
+            queries_from = self.query_norm.normed(plain_nQ, call.weights[_QUERY_NORM], tile)
         down = tile.take(self.rank + self.rope_size, dtype)
         self.down.forward(call, y_nD, down, tile)
         plain_nL = tile.take(self.rank, dtype)
         if call.save:
             plain_nL = call.saved["latent"][tile.rows]
         plain_nL[...] = down[:, : self.rank]
-        latent_nL = self._normed(self.latent_norm, call.weights[_LATENT_NORM], plain_nL, tile)
+        latent_nL = self.latent_norm.normed(plain_nL, call.weights[_LATENT_NORM], tile)
         return queries_from, latent_nL, down[:, self.rank :]
-
-    @staticmethod
-    def _normed(norm: RmsNorm, weight_Q: np.ndarray, x_nQ: np.ndarray, tile: Tile) -> np.ndarray:
-        wide_nQ = tile.widened(x_nQ)
-        out_nQ = tile.take(x_nQ.shape[1])
-        norm(wide_nQ, weight_Q, norm.scales(wide_nQ), out_nQ)
-        return tile.narrowed(out_nQ, x_nQ.dtype)
 
     def _gather(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> np.ndarray:
         """Returns the latents of all ranks' rows, [N, G]."""
@@ -277,8 +270,8 @@ class _LatentBackward:
         queries_from = y_nD
         if of.query_norm is not None:
             plain_nQ = call.saved["query_latent"][tile.rows]
-            queries_from = of._normed(of.query_norm, call.weights[_QUERY_NORM], plain_nQ, tile)
-        latent_nL = of._normed(of.latent_norm, call.weights[_LATENT_NORM], call.saved["latent"][tile.rows], tile)
+            queries_from = of.query_norm.normed(plain_nQ, call.weights[_QUERY_NORM], tile)
+        latent_nL = of.latent_norm.normed(call.saved["latent"][tile.rows], call.weights[_LATENT_NORM], tile)
         return queries_from, latent_nL, y_nD
 
     def through_heads(
@@ -335,24 +328,17 @@ class _LatentBackward:
         store(down, narrow_down)
         of.down.backward(call, narrow_down, out_nD, tile, accumulate=True)
         of.down.keep_input(call, y_nD, tile)
-        scale_n = call.saved["scale"][tile.rows, 0]
-        work_nD = tile.take(out_nD.shape[1])
-        of_weight_D = of.norm.gradient(self.x_ND[tile.rows], call.weights[INPUT_NORM], scale_n, out_nD, work_nD)
-        call.gradients.add_tile(INPUT_NORM, tile, of_weight_D)
+        of.norm.backward(call, INPUT_NORM, self.x_ND[tile.rows], out_nD, tile, call.saved["scale"][tile.rows, 0])
         out_nD += grad_ND[tile.rows]
 
     def _through_norm(
         self, norm: RmsNorm, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
     ) -> np.ndarray:
         """Returns the gradient of what a norm of latent vectors took."""
-        x_nQ = tile.widened(self.call.saved[saved][tile.rows])
-        found_nQ = tile.take(grad_nQ.shape[1])
-        found_nQ[...] = grad_nQ
-        of_weight_Q = norm.gradient(
-            x_nQ, self.call.weights[weight], norm.scales(x_nQ), found_nQ, tile.take(grad_nQ.shape[1])
-        )
-        self.call.gradients.add_tile(weight, tile, of_weight_Q)
-        return found_nQ
+        of_input_nQ = tile.take(grad_nQ.shape[1])
+        of_input_nQ[...] = grad_nQ
+        norm.backward(self.call, weight, self.call.saved[saved][tile.rows], of_input_nQ, tile)
+        return of_input_nQ
 
     def add_gradients(self, grad_q_NC: np.ndarray) -> None:
         of, call = self.of, self.call

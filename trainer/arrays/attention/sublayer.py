@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from trainer.arrays.attention.context import ContextParallel
     from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks, TokenPositions
-    from trainer.arrays.sublayer import SequenceParallelComm, SublayerCall
-    from trainer.arrays.tiles import Gradients, Scratch, Tile
+    from trainer.arrays.sublayer import SequenceParallelComm
+    from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
 
 _TASKS = 8  # of which the threads take one after the other, at least, where there are heads enough

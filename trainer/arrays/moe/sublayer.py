@@ -9,7 +9,6 @@ Q rows that it receives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,7 @@ from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import token_dispatcher
 from trainer.arrays.moe.experts import CpuExperts, ExpertWeights
 from trainer.arrays.moe.router import CpuRouter, sigmoid
-from trainer.arrays.sublayer import SublayerCall
-from trainer.arrays.tiles import RmsNorm, WeightGradients
+from trainer.arrays.tiles import RmsNorm, SublayerCall, WeightGradients
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
 from trainer.ops.routing import Routing, RoutingRule, route, routing_of_some
@@ -182,10 +180,10 @@ class CpuMoe:
 
     def backward(
         self, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray, grad_aux_loss: np.ndarray,
-        grad_z_loss: np.ndarray, trained: Iterable[str],
+        grad_z_loss: np.ndarray,
     ) -> tuple[Tensor, Gradients]:  # fmt: skip
         """Returns the gradients of x and of the trained weights. `passed` is used up."""
-        gradients = WeightGradients(trained)
+        gradients = call.gradients
         added_ND = grad_ND
         if _drops(call, self.spec):
             added_ND = empty(*grad_ND.shape)[1]
@@ -205,7 +203,7 @@ class CpuMoe:
         grad_y_ND = found.x_ND
         gradients.found.update({_EXPERTS[field]: tensor for field, tensor in found.weights.items()})
         if self.shared is not None:
-            grad_y_ND += self._shared_gradient(call, passed, added_ND, gradients)
+            grad_y_ND += self._shared_gradient(call, passed, added_ND)
         of_router_ED = self.router.backward(
             passed.y_ND, call.weights[ROUTER], passed.inputs.labels, passed.routed, found.gates_Nk, grad_aux_loss,
             grad_z_loss, grad_y_ND,
@@ -216,11 +214,7 @@ class CpuMoe:
 
         def through_norm(tile: Tile) -> None:
             grad_nD = grad_y_ND[tile.rows]
-            of_weight_D = self.norm.gradient(
-                passed.rows_ND[tile.rows], call.weights[MLP_NORM], passed.scale_N[tile.rows], grad_nD,
-                tile.take(grad_nD.shape[1]),
-            )  # fmt: skip
-            gradients.add_tile(MLP_NORM, tile, of_weight_D)
+            self.norm.backward(call, MLP_NORM, passed.rows_ND[tile.rows], grad_nD, tile, passed.scale_N[tile.rows])
             if self.divides is None:
                 np.add(grad_nD, grad_ND[tile.rows], out=out_ND[tile.rows])
 
@@ -229,10 +223,9 @@ class CpuMoe:
             np.add(self.divides.group.all_gather_rows(grad_y_ND), grad_ND, out=out_ND)
         return result, gradients.compute()
 
-    def _shared_gradient(
-        self, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray, gradients: WeightGradients
-    ) -> np.ndarray:
+    def _shared_gradient(self, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray) -> np.ndarray:
         """Returns what the shared experts add to the gradient of y; adds the gradients of their weights."""
+        gradients = call.gradients
         of_score_N1 = None
         if passed.share_N1 is not None:
             share_N1 = passed.share_N1
