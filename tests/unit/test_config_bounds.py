@@ -90,7 +90,7 @@ def test_what_is_within_the_bounds_is_read():
         "model: {model_config: {num_layers: 80, pet_config: {target_modules: '(.*)*x|((a|.)*)*y|q_proj'}}}",
         f"model: {{model_config: {{num_layers: 80, pet_config: {{target_modules: '(?:{'(?:.*)*|' * 19})*'}}}}}}",
         f"model: {{model_config: {{num_layers: 9, pet_config: {{target_modules: '{'(?:(?=(?:.*.*)*).)*' * 9}'}}}}}}",
-        "model: {model_config: {num_layers: 80, pet_config: {target_modules: '(.*.*.*.*)x|.*q_proj'}}}",
+        "model: {model_config: {num_layers: 40, pet_config: {target_modules: '(.*.*.*.*)x|.*q_proj'}}}",
     ],
     ids=["top level", "model", "values", "expression", "repeats", "assertions", "wildcards"],
 )

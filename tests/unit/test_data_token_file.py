@@ -339,18 +339,6 @@ def test_a_damaged_page_of_tokens_is_found_when_it_is_read(tmp_path):
         open_token_file(built.path).check(np.array([0]), np.array([100]))
 
 
-def test_a_token_file_without_checksums_is_built_again(tmp_path):
-    """One that an earlier version wrote."""
-    source = source_of(tmp_path, write_corpus(tmp_path / "corpus"))
-    built = find_token_file(source, ByteTokenizer(), cache_of(tmp_path))
-    meta = json.loads((built.path / "meta.json").read_text())
-    del meta["checksums"], meta["file_bytes"]["pages.bin"]
-    (built.path / "meta.json").write_text(json.dumps(meta))
-    (built.path / "pages.bin").unlink()
-    again = find_token_file(source, ByteTokenizer(), cache_of(tmp_path))
-    assert again.tokens.tolist() == expected_tokens() and again.meta.checksums is not None
-
-
 def test_a_file_in_the_place_of_a_token_file_is_replaced(tmp_path):
     source, cache = source_of(tmp_path, write_corpus(tmp_path / "corpus")), cache_of(tmp_path)
     path = find_token_file(source, ByteTokenizer(), cache).path

@@ -21,6 +21,8 @@ Transform: TypeAlias = Callable[[Work, str], None]
 """Sets keys here from the key there; it is called with that key, whether a file has it or not."""
 
 _MODEL = "model.model_config"
+_EVENTS = "monitor.tensorboard.output_dir"
+_PROFILES = "profiler.enable_profiling"
 _LEFT_TO_ADAMW = {"*word_embeddings*", "*output_layer*"}
 """What Muon leaves to AdamW here, beside norms and biases."""
 _LATENT = {
@@ -49,6 +51,7 @@ class Row(NamedTuple):
     new: str | Transform = ""  # the key here that has the same values
     default: Any = None  # what MindSpore Transformers takes where a file leaves it out; None: nothing
     when: str = ""  # the key there without whose value this one does nothing
+    value: Any = None  # what the key here gets; None: the same
 
 
 def _clipping(work: Work, key: str) -> None:
@@ -56,11 +59,6 @@ def _clipping(work: Work, key: str) -> None:
     work.put("runner_wrapper.use_clip_grad", norm > 0, key)
     if norm > 0:
         work.put("runner_wrapper.max_grad_norm", norm, key)
-
-
-def _deterministic(work: Work, key: str) -> None:
-    if work.values[key]:
-        work.put("context.deterministic", "ON", key)
 
 
 def _save_path(work: Work, key: str) -> None:
@@ -228,26 +226,13 @@ def _context(work: Work, key: str) -> None:
             work.put(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)
 
 
-def _local_norm(work: Work, key: str) -> None:
-    if work.values[key]:
-        work.put("runner_wrapper.local_norm", True, key)
-
-
-def _tensorboard(work: Work, key: str) -> None:
-    """Everything that this trainer has a tag for is written."""
-    if work.values[key]:
-        work.put("tensorboard.tensorboard_dir", work.values[key], key)
-        for name in ("loss_scale", "timers"):
-            work.put(f"tensorboard.log_{name}_to_tensorboard", True, key)
-
-
 ROWS = (
     Row("training.seed", "int", "seed", 42),
     Row("training.steps", "int", "runner_config.max_steps", 1000),
     Row("training.local_batch_size", "int", "runner_config.batch_size", 1),
     Row("training.global_batch_size", "int", "runner_config.global_batch_size", 1),
     Row("training.max_norm", "float", _clipping, 1.0),
-    Row("training.deterministic", "bool", _deterministic, False),
+    Row("training.deterministic", "bool", "context.deterministic", False, "training.deterministic", "ON"),
     Row("checkpoint.enable_save", "bool", "", True),
     Row("checkpoint.save_path", "str", _save_path, ""),
     Row("checkpoint.save_max", "int", "", 5),
@@ -275,20 +260,23 @@ ROWS = (
     Row("recompute.select_module", "dict", _recompute_modules),
     Row("context", "dict", _context, {}),
     Row("callbacks", "list", "", []),  # which saving adds to
-    Row("monitor.train_state.local_norm", "bool|str|list", _local_norm, ""),
-    Row("monitor.tensorboard.output_dir", "str", _tensorboard, ""),
-    Row("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, "monitor.tensorboard.output_dir"),
-    Row("monitor.tensorboard.queue_size", "int", "tensorboard.tensorboard_queue_size", 1000,
-        "monitor.tensorboard.output_dir"),
-    Row("profiler.enable_profiling", "bool", "profile", False, "profiler.enable_profiling"),
-    Row("profiler.start_step", "int", "profile_start_step", 1, "profiler.enable_profiling"),
-    Row("profiler.end_step", "int", "profile_stop_step", 1, "profiler.enable_profiling"),
-    Row("profiler.output_path", "str", "profile_output", None, "profiler.enable_profiling"),
-    Row("profiler.profiler_rank", "list", "profile_rank_ids", None, "profiler.enable_profiling"),
-    Row("profiler.profiler_level", "int", "profiler_level", 0, "profiler.enable_profiling"),
-    Row("profiler.mstx", "bool", "mstx", False, "profiler.enable_profiling"),
-    Row("profiler.profile_memory", "bool", "profile_memory", False, "profiler.enable_profiling"),
-    Row("profiler.with_stack", "bool", "with_stack", True, "profiler.enable_profiling"),
+    Row("monitor.train_state.local_norm", "bool|str|list", "runner_wrapper.local_norm", "",
+        "monitor.train_state.local_norm", True),
+    Row(_EVENTS, "str", "tensorboard.tensorboard_dir", "", _EVENTS),
+    # Everything that this trainer has a tag for is written.
+    Row(_EVENTS, "str", "tensorboard.log_loss_scale_to_tensorboard", "", _EVENTS, True),
+    Row(_EVENTS, "str", "tensorboard.log_timers_to_tensorboard", "", _EVENTS, True),
+    Row("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, _EVENTS),
+    Row("monitor.tensorboard.queue_size", "int", "tensorboard.tensorboard_queue_size", 1000, _EVENTS),
+    Row(_PROFILES, "bool", "profile", False, _PROFILES),
+    Row("profiler.start_step", "int", "profile_start_step", 1, _PROFILES),
+    Row("profiler.end_step", "int", "profile_stop_step", 1, _PROFILES),
+    Row("profiler.output_path", "str", "profile_output", None, _PROFILES),
+    Row("profiler.profiler_rank", "list", "profile_rank_ids", None, _PROFILES),
+    Row("profiler.profiler_level", "int", "profiler_level", 0, _PROFILES),
+    Row("profiler.mstx", "bool", "mstx", False, _PROFILES),
+    Row("profiler.profile_memory", "bool", "profile_memory", False, _PROFILES),
+    Row("profiler.with_stack", "bool", "with_stack", True, _PROFILES),
 )  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def translate(name: str, root: Table) -> Translation:
         if callable(row.new):
             row.new(work, row.key)
         elif row.new and value is not None:
-            work.put(row.new, value, row.key)
+            work.put(row.new, value if row.value is None else row.value, row.key)
     _note_unused(work)
     says = f"{name}: a file of MindSpore Transformers' newer schema: taken as its translation (`convert` writes it)"
     work.made.notices.insert(0, Notice(says, "parallel"))

@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config.checks.problem import NO_VALUE, Problem, problem_at
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, tree
+from trainer.config.read.relocate import parent
 from trainer.errors import UserError
 
 _MODEL = "model.model_config"
@@ -103,13 +104,9 @@ class Work:
     def put(self, key: str, value: Any, source: str, *, place: SourceLocation | None = None) -> None:
         """Sets a key of ours, to a node or a plain value, with the place of a key there."""
         place = place or self.place(source)
-        table = self.made.root
-        *sections, last = key.split(".")
-        for part in sections:
-            entry = table.own.setdefault(part, Entry(Table(), place))
-            assert isinstance(entry.node, Table), "sections are made here"
-            table = entry.node
-        table.own[last] = Entry(value if isinstance(value, Scalar | Items | Table) else tree(value, place), place)
+        table = parent(self.made.root, key, place)
+        node = value if isinstance(value, Scalar | Items | Table) else tree(value, place)
+        table.own[key.rpartition(".")[2]] = Entry(node, place)
         if not isinstance(value, Table):
             self.made.there[key] = source
 

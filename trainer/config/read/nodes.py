@@ -64,13 +64,15 @@ def children(node: Node) -> list[tuple[str, Entry]]:
 
 
 def expanded(node: Node, known: dict[int, tuple[int, int]] | None = None) -> tuple[int, int]:
-    """How many values a node has with every alias written out, itself included, and in how many levels.
+    """Returns how many values a node has, itself included, and in how many levels, with aliases and bases written out.
 
     Each node is visited once, however often it is used.
     """
     known = {} if known is None else known
     if id(node) not in known:
-        below = [expanded(entry.node, known) for _, entry in children(node)]
+        entries = node.own.values() if isinstance(node, Table) else node.entries if isinstance(node, Items) else ()
+        bases = node.bases if isinstance(node, Table) else []
+        below = [expanded(one, known) for one in (*(entry.node for entry in entries), *bases)]
         known[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
     return known[id(node)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pydantic.fields import FieldInfo
 
+from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, own_node, plain
 from trainer.config.schema.fields import Section, aliases_of, fields_by_yaml_name, shape_of, yaml_names
 from trainer.config.schema.model import ModelConfig
@@ -118,19 +119,20 @@ def find_entry(root: Table, key: str) -> Entry | None:
     return entry
 
 
-def _parent(root: Table, key: str, like: Entry) -> Table:
-    """The section that holds a dotted key, made where missing, ready to be changed."""
+def parent(root: Table, key: str, place: SourceLocation) -> Table:
+    """Returns the section that holds a dotted key, made at `place` where missing, ready to be changed."""
     table = root
     for part in key.split(".")[:-1]:
         entries = table.entries()
         if part not in entries or is_null(entries[part].node):
-            table.own[part] = Entry(Table(), like.place)
+            table.own[part] = Entry(Table(), place)
         elif part not in table.own:
             table.own[part] = entries[part]
-        table, place = own_node(table.own[part]), table.own[part].place
-        if not isinstance(table, Table):
+        below = own_node(table.own[part])
+        if not isinstance(below, Table):
             fix = f"write {part}: and its keys below"
-            raise UserError("must be a section", where=place.text, key=part, fix=fix)
+            raise UserError("must be a section", where=table.own[part].place.text, key=part, fix=fix)
+        table = below
     return table
 
 
@@ -139,10 +141,10 @@ def _move(root: Table, old: str, new: str, *, keeps_null: bool = False) -> None:
     entry = find_entry(root, old)
     if entry is None:
         return
-    _remove(_parent(root, old, entry), old.rpartition(".")[2])
+    _remove(parent(root, old, entry.place), old.rpartition(".")[2])
     if is_null(entry.node) and not keeps_null:
         return
-    target, name = _parent(root, new, entry), new.rpartition(".")[2]
+    target, name = parent(root, new, entry.place), new.rpartition(".")[2]
     present = target.entries()[name] if name in target.entries() else None
     if present is None or (is_null(present.node) and not keeps_null):
         target.own[name] = entry

@@ -10,7 +10,7 @@ import math
 import os
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from yaml import events
@@ -21,7 +21,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from trainer.config.location import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, expanded, is_null
 from trainer.errors import UserError, shown, working_directory
 from trainer.input_files import read_bytes
 
@@ -82,14 +82,6 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 }
 
 
-class _Anchor(NamedTuple):
-    """A complete node, how many values it expands to, and in how many levels below it."""
-
-    node: Node
-    values: int
-    levels: int
-
-
 def checked_text(value: Any, place: SourceLocation) -> Any:
     """The value; a string must be one that files, paths and terminals can hold.
 
@@ -113,19 +105,18 @@ def check_size(values: int, levels: int, place: SourceLocation, most: int = MAX_
     Raises:
         TooLarge: There are too many values, or they lie too deep.
     """
-    if values > most:
-        rule = f"more than {MAX_VALUES} keys and values, counting those of aliases"
-        raise TooLarge(rule, where=place.text, fix="write fewer, and no aliases of aliases")
     if levels > MAX_LEVELS:
         rule = f"more than {MAX_LEVELS} levels of lists and sections, counting those of aliases"
         raise TooLarge(rule, where=place.text, fix="check the brackets and the indentation")
+    if values > most:
+        rule = f"more than {MAX_VALUES} keys and values, counting those of aliases"
+        raise TooLarge(rule, where=place.text, fix="write fewer, and no aliases of aliases")
 
 
 class _Composer(Reader, Scanner, Parser, ScalarResolver):
     """Composes the tree from PyYAML's events; an anchor and its aliases are one node.
 
-    Values and levels are counted as they would be with every alias and merge key expanded, and bounded, so that what
-    walks the tree later takes neither long nor too deep a stack.
+    Values and levels are bounded while they are read, as written; `check_size` of `expanded` bounds them with aliases.
 
     A flag's value has one location for all that it says: ``place``.
     """
@@ -135,8 +126,9 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         for base in (Scanner, Parser, ScalarResolver):
             base.__init__(self)
         self.file, self.place, self.most = name, place, most
-        self.anchors: dict[str, _Anchor | None] = {}
-        self.values = self.level = self.deepest = 0
+        self.anchors: dict[str, Node | None] = {}
+        self.values = 0
+        self.level = 0
         self.keys: list[str] = []
         """The dotted key of what is read."""
         self.text_lines: set[int] = set()
@@ -162,21 +154,18 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         event = self.get_event()
         place = place or self._place_of(event)
         if isinstance(event, events.AliasEvent):
-            anchor = self._anchored(event, place)
-            self._count(anchor.values, self.level + anchor.levels, place)
-            return Entry(anchor.node, place, is_alias=True)
+            return Entry(self._anchored(event, place), place, is_alias=True)
         if event.anchor in self.anchors:
             raise ComposerError(None, None, f"found duplicate anchor {event.anchor!r}", event.start_mark)
         if event.anchor is not None:
             self.anchors[event.anchor] = None  # until it is complete
-        before, deepest, self.deepest = self.values, self.deepest, self.level
-        self._count(1, self.level, place)
+        self.values += 1
+        check_size(self.values, self.level, place, self.most)
         self.level += 1
         node = self._node(event, place)
         self.level -= 1
         if event.anchor is not None:
-            self.anchors[event.anchor] = _Anchor(node, self.values - before, self.deepest - self.level)
-        self.deepest = max(self.deepest, deepest)
+            self.anchors[event.anchor] = node
         return Entry(node, place)
 
     def _node(self, event: events.Event, place: SourceLocation) -> Node:
@@ -193,24 +182,14 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         self.get_event()
         return items
 
-    def _count(self, values: int, level: int, place: SourceLocation) -> None:
-        """Adds values whose deepest is at a level.
-
-        Raises:
-            UserError: There are too many, or they lie too deep.
-        """
-        self.values += values
-        self.deepest = max(self.deepest, level)
-        check_size(self.values, self.deepest, place, self.most)
-
-    def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> _Anchor:
+    def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> Node:
         if event.anchor not in self.anchors:
             raise ComposerError(None, None, f"found undefined alias {event.anchor!r}", event.start_mark)
-        anchor = self.anchors[event.anchor]
-        if anchor is None:
+        node = self.anchors[event.anchor]
+        if node is None:
             rule = "an anchor refers to itself"
             raise UserError(rule, where=place.text, fix="remove the alias inside its own anchor")
-        return anchor
+        return node
 
     def _scalar(self, event: events.ScalarEvent, place: SourceLocation) -> Scalar:
         if event.style:
@@ -363,6 +342,7 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     if not isinstance(root, Table):
         kind, where = "a list" if isinstance(root, Items) else "a single value", roots[0].place.text
         raise UserError(f"the file holds {kind}, not sections", where=where, fix="write section: and key: value")
+    check_size(*expanded(root), roots[0].place)
     numbers = ", ".join(str(number) for number in left_out)
     return root, [f"{name}: left out the lines of only '...' ({numbers})"] if left_out else []
 

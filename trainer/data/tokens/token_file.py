@@ -82,9 +82,8 @@ class TokenFileMeta(Document):
     tokenizer: str
     source: str
     file_bytes: dict[str, Count]
-    checksums: dict[str, Annotated[str, Field(pattern=DIGEST_PATTERN)]] | None = None
-    """Of offsets.bin and pages.bin, and of this file without its checksums; None while it is
-    written, and where an earlier version wrote it: such a file is built again."""
+    checksums: dict[str, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}
+    """Of offsets.bin and pages.bin, and of this file without its checksums; empty while it is written."""
 
     def own_checksum(self) -> str:
         return checksum_of_bytes(self.model_dump_json(exclude={"checksums"}).encode())
@@ -184,8 +183,6 @@ def _read_meta(path: Path) -> TokenFileMeta:
     """Reads ``meta.json`` and checks it against the sizes on disk; raises DamagedTokenFile if anything disagrees."""
     try:
         meta = parse_json(read_bytes(path / _META), TokenFileMeta, _META)
-        if meta.checksums is None:
-            raise DamagedTokenFile("it has no checksums: an earlier version wrote it")
         sizes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
     except JsonError as error:
         raise DamagedTokenFile(str(error)) from None
