@@ -35,7 +35,7 @@ from trainer.launch.msrun import Scratch, listen_error, pick_free
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
 from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
-from trainer.launch.wire import Channel, Lines, Listener
+from trainer.launch.wire import Channel, Lines, ListeningSocket
 
 CHATTER = (
     b"[WARNING] DISTRIBUTED(28967,7f2bd89ebb80,python):2026-11-21-16:00:49.022.095 "
@@ -81,18 +81,10 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monk
     young.mkdir()
     os.utime(young, (later, later))
     assert {left, living.path, young} <= set(tmp_path.iterdir()), "another launcher may just be making it"
-    older = tmp_path / "run_trainer-old"  # of a version that does not lock its folder
-    older.mkdir()
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(os.fspath(older / "launcher"))
-        listening.listen()
-        for path in (left, living.path, older):
-            os.utime(path, (0, 0))
-        Scratch().close()
-        stay = {living.path.name, young.name, "run_trainer-link"}
-        assert {path.name for path in tmp_path.iterdir()} == stay | {older.name}
+    for path in (left, living.path):
+        os.utime(path, (0, 0))
     Scratch().close()
-    assert {path.name for path in tmp_path.iterdir()} == stay
+    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, young.name, "run_trainer-link"}
     living.close()
     assert not living.path.exists()
 
@@ -175,7 +167,7 @@ def test_who_does_not_read_counts_as_gone() -> None:
 
 def pool_of(tmp_path: Path, ranks: int) -> tuple[WorkerPool, list[Channel]]:
     """A pool whose agents are the other ends of the channels; nothing runs."""
-    listener = Listener(socket.create_server(("127.0.0.1", 0)))
+    listener = ListeningSocket(socket.create_server(("127.0.0.1", 0)))
     pool = WorkerPool({rank: WorkerHandle(rank) for rank in range(ranks)}, WorkerHandle(None), listener, {}, tmp_path)
     agents = []
     for worker in pool.workers.values():

@@ -63,7 +63,9 @@ def run(
     monkeypatch.setattr(command, "_supervise", supervise)
     monkeypatch.setattr(command, "SHARED_PORT", None)
     way = Continuation(tmp_path, lambda: f"step-{len(starts)}", resumed, fewer)
-    return command._run(options, job_files(tmp_path, 0, 1), way), starts
+    signals: deque[int] = deque()
+    with command.collect_signals(signals):
+        return command._start_and_restart(options, job_files(tmp_path, 0, 1), way, signals), starts
 
 
 def test_a_job_that_fails_starts_again_from_its_newest_checkpoint(

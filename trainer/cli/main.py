@@ -131,17 +131,16 @@ def dispatch(argv: list[str]) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
+    group = typer.main.get_command(app)
     if argv[:1] == ["--help"]:
-        group = typer.main.get_command(app)
         _add_flags(group, group.commands["train"], left_out=NO_EFFECT)
         code = _run(group, ["--help"], None)
         _print_panel(NO_EFFECT)  # Typer would put it before the commands
         return code
     name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
-    commands = {one.name: one for one in app.registered_commands}
-    if name not in commands:
-        raise _no_such_command(name, [one for one, known in commands.items() if not known.hidden])
-    command = _only(commands[name])
+    command = group.commands.get(name)
+    if command is None:
+        raise _no_such_command(name, [other for other, known in group.commands.items() if not known.hidden])
     if name == "launch":
         return _dispatch_launch(command, rest)
     if not any(option.name == "config" for option in command.params):
@@ -155,13 +154,6 @@ def _dispatch(argv: list[str]) -> int:
     if "--help" in arguments.rest:
         _add_flags(command, command)
     return _run(command, arguments.rest, arguments)
-
-
-def _only(registered: typer.models.CommandInfo) -> Any:
-    """One of the commands, whose signature alone is read."""
-    alone = typer.Typer(**_STYLE)
-    alone.registered_commands.append(registered)
-    return typer.main.get_command(alone)
 
 
 def _no_such_command(name: str, commands: list[str]) -> UserError:

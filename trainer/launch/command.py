@@ -52,7 +52,7 @@ from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
 from trainer.launch.supervisor import Limits, Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe, terminal_size
-from trainer.launch.wire import Listener, Message
+from trainer.launch.wire import ListeningSocket, Message
 
 _DETACHED_START_SECONDS = 20.0
 _GATHER_SECONDS = 600
@@ -92,23 +92,21 @@ def launch(options: LaunchOptions, continuation: Continuation | None = None) -> 
         options = replace(options, master_port=SHARED_PORT)
     if not options.join:
         return _detach(options, files)
-    code = _run(options, files, continuation)
+    signals: deque[int] = deque()
+    with collect_signals(signals):  # also those that arrive between two starts
+        code = _start_and_restart(options, files, continuation, signals)
     for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
-def _run(options: LaunchOptions, files: JobFiles, continuation: Continuation | None) -> int:
-    """Runs the job until it ends well, is told to end, or fails once more than it may be started again."""
-    signals: deque[int] = deque()
-    with collect_signals(signals):  # also those that arrive between two starts
-        return _start_and_restart(options, files, continuation, signals)
-
-
 def _start_and_restart(
     options: LaunchOptions, files: JobFiles, continuation: Continuation | None, signals: deque[int]
 ) -> int:
-    before, restart, name = None, _FIRST_START, ""
+    """Runs the job until it ends well, is told to end, or fails once more than it may be started again."""
+    before: Outcome | None = None
+    restart = _FIRST_START
+    name = ""
     while True:
         nodes = _nodes(options, continuation, restart.number, name)
         try:
@@ -180,7 +178,7 @@ def _supervise(
     scratch = Scratch()
     socket_of_agents = socket.socket(socket.AF_UNIX)  # only this user's processes reach it: its folder is private
     socket_of_agents.bind(os.fspath(scratch.socket))
-    listener = Listener(socket_of_agents)
+    listener = ListeningSocket(socket_of_agents)
     specs = worker_specs(options, files, restart)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     try:

@@ -96,8 +96,7 @@ class Scratch:
 
 
 def remove_abandoned(parent: Path, least_seconds: float = 2.0) -> None:
-    """Removes the private folders of this user's launchers that were killed. A living one holds a lock on its own, and
-    one of an older version without locks still answers at its socket.
+    """Removes the private folders of this user's launchers that were killed. A living one holds a lock on its own.
 
     Args:
         least_seconds: A younger folder stays: its launcher may not have locked it yet.
@@ -110,23 +109,10 @@ def remove_abandoned(parent: Path, least_seconds: float = 2.0) -> None:
             folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - found.st_mtime > least_seconds and not _answers(path / "launcher"):
+                if time.time() - found.st_mtime > least_seconds:
                     shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(folder)
-
-
-def _answers(path: Path) -> bool:
-    """Whether a process listens at this socket."""
-    with socket.socket(socket.AF_UNIX) as caller:
-        caller.settimeout(0.2)
-        try:
-            caller.connect(os.fspath(path))
-        except (FileNotFoundError, ConnectionRefusedError):
-            return False
-        except OSError:  # it is too busy to answer
-            return True
-    return True
 
 
 def trainer_command() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any
 from trainer.launch.heartbeat import beat_file, failure_file, read_step, signal_file
 from trainer.launch.job import End, shell_code
 from trainer.launch.processes import Identity, identity, is_alive, is_stopped, kill_group, send_signal
-from trainer.launch.wire import Channel, Listener, Message, scaled
+from trainer.launch.wire import Channel, ListeningSocket, Message, scaled
 
 _SILENT_SECONDS = 5.0
 """How long an agent may take to report the end of its worker; one that a signal has stopped never does."""
@@ -75,13 +76,14 @@ class WorkerPool:
 
     workers: dict[int, WorkerHandle]
     scheduler: WorkerHandle  # msrun starts it on the host of master_addr
-    listener: Listener  # where the agents connect
+    listener: ListeningSocket  # where the agents connect
     specs: dict[int | None, Message]  # what each agent starts, by rank; that of the scheduler under None
     folder: Path  # of the job, where workers leave heartbeats and what they announce
     ending_since: float | None = None  # when the workers were first told to end because of a failure
     closing: bool = False  # whether agents that connect from now on start nothing
     stepped: bool = False  # whether any worker has finished a step
     polled_at: float = field(default_factory=time.monotonic)
+    unidentified: list[Channel] = field(default_factory=list)  # of agents that have not said yet what they are
 
     @property
     def all(self) -> list[WorkerHandle]:
@@ -103,15 +105,25 @@ class WorkerPool:
         return not any(worker.pending or (worker.end is None and not self.closing) for worker in self.workers.values())
 
     @property
-    def channels(self) -> list[Channel]:
-        return [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
+    def sources(self) -> list[Channel | socket.socket]:
+        """The sockets to wait for."""
+        channels = [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
+        return [*self.listener.sources, *self.unidentified, *channels]
 
     def poll(self) -> bool:
         """Accepts agents and handles what they report; whether anything changed."""
-        changed, before, self.polled_at = False, self.polled_at, time.monotonic()
-        for channel, message in self.listener.accept():  # an agent sends nothing more before it has its answer
-            self._register(channel, message)
-            changed = True
+        changed = False
+        before = self.polled_at
+        self.polled_at = time.monotonic()
+        callers = [*self.unidentified, *(Channel(connection) for connection, _ in self.listener.accept())]
+        self.unidentified = []
+        for channel in callers:
+            messages = channel.receive()  # an agent sends nothing more before it has its answer
+            if messages:
+                self._register(channel, messages[0])
+                changed = True
+            elif not channel.closed:
+                self.unidentified.append(channel)
         for worker in self.all:
             if worker.channel is None or worker.channel.closed:
                 continue

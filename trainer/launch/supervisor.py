@@ -181,7 +181,7 @@ class Supervisor:
 
     def _wait(self, awake: int) -> None:
         with selectors.PollSelector() as selector:  # needs no file descriptor of its own
-            for source in (awake, *self.pool.listener.sources, *self.pool.channels, *self.nodes.sources):
+            for source in (awake, *self.pool.sources, *self.nodes.sources):
                 selector.register(source, selectors.EVENT_READ)
             selector.select(_TICK_SECONDS)
         with contextlib.suppress(BlockingIOError):

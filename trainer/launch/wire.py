@@ -132,28 +132,6 @@ class ListeningSocket:
         self._socket.close()
 
 
-class Listener:
-    """A listening socket, and the connections on which no message has arrived yet."""
-
-    def __init__(self, listening: socket.socket) -> None:
-        self._listening = ListeningSocket(listening)
-        self._unidentified: list[Channel] = []
-
-    @property
-    def sources(self) -> list[Channel | socket.socket]:
-        return [*self._listening.sources, *self._unidentified]
-
-    def accept(self) -> list[tuple[Channel, Message]]:
-        """Connections whose first message has arrived since the last call, each with that message."""
-        self._unidentified += [Channel(connection) for connection, _ in self._listening.accept()]
-        received = [(channel, channel.receive()) for channel in self._unidentified]
-        self._unidentified = [channel for channel, messages in received if not messages and not channel.closed]
-        return [(channel, messages[0]) for channel, messages in received if messages]
-
-    def close(self) -> None:
-        self._listening.close()
-
-
 def scaled(seconds: float) -> float:
     """A grace period or time-out of the launcher, times the factor that a test sets."""
     return seconds * float(os.environ.get(TIME_SCALE_VARIABLE) or 1)
