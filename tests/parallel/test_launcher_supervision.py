@@ -168,11 +168,14 @@ def test_a_killed_launcher_leaves_nobody_behind(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, "1@1:deaf", "0@1:child", **SHORT)
     job.wait_for_step(2)
     assert call(tmp_path, "status", "logs")[0] == 0
+    sockets = {process.environ().get("RUN_TRAINER_LAUNCHER") for process in job.family()} - {None}
+    (scratch,) = (Path(path).parent for path in sockets)
+    assert scratch.is_dir()
     job.process.kill()
     job.process.wait()
     began = time.monotonic()
     job.wait_until(lambda: not job.family())
-    assert time.monotonic() - began < LIMIT_SECONDS
+    assert time.monotonic() - began < LIMIT_SECONDS and not scratch.exists()
     assert "saved after SIGTERM" in job.log(0)
     code, said, _ = call(tmp_path, "status", "logs")
     assert code == 1 and "lost" in said

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from trainer.launch.job import (
     shell_code,
     write_state,
 )
-from trainer.launch.msrun import Scratch, listen_error, pick_free
+from trainer.launch.msrun import listen_error, pick_free
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
 from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
@@ -64,29 +63,6 @@ def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.launch.msrun.listen_error", lambda host, port: errno.EADDRINUSE)
     with pytest.raises(RunError, match="no free port"):
         pick_free()
-
-
-# ---- the private folder ----------------------------------------------------------------------------------------------
-
-
-def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "import os; from trainer.launch.msrun import Scratch; scratch = Scratch(); scratch.write_shim(); os._exit(9)"
-    assert subprocess.run([sys.executable, "-c", code], env={**os.environ, "TMPDIR": str(tmp_path)}).returncode == 9
-    (left,) = tmp_path.iterdir()
-    later = time.time() + 600  # young, however slowly this test runs
-    os.utime(left, (later, later))
-    (tmp_path / "run_trainer-link").symlink_to("/nowhere")
-    living, young = Scratch(), tmp_path / "run_trainer-young"
-    young.mkdir()
-    os.utime(young, (later, later))
-    assert {left, living.path, young} <= set(tmp_path.iterdir()), "another launcher may just be making it"
-    for path in (left, living.path):
-        os.utime(path, (0, 0))
-    Scratch().close()
-    assert {path.name for path in tmp_path.iterdir()} == {living.path.name, young.name, "run_trainer-link"}
-    living.close()
-    assert not living.path.exists()
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -73,6 +74,7 @@ class _Agent:
             if self.terminal is not None and not self.terminal.pump():
                 self.close_terminal()
             if self.channel.closed:  # the launcher is gone
+                shutil.rmtree(os.path.dirname(os.environ[SOCKET_VARIABLE]), ignore_errors=True)
                 if not self.running:
                     return _STARTED_TOO_LATE
                 if self.kill_at is None:

@@ -47,7 +47,15 @@ from trainer.launch.job import (
     stopped,
     write_state,
 )
-from trainer.launch.msrun import ENCODING_VARIABLE, SCHEDULER, Scratch, pick_free, start_msrun, trainer_command
+from trainer.launch.msrun import (
+    ENCODING_VARIABLE,
+    SCHEDULER,
+    pick_free,
+    scratch_folder,
+    socket_path,
+    start_msrun,
+    trainer_command,
+)
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
 from trainer.launch.supervisor import Limits, Supervisor, collect_signals, stop_signal
@@ -175,14 +183,12 @@ def _supervise(
     adopt_orphans()
     state = new_state(options, files, restart.number)
     write_state(files, state)
-    scratch = Scratch()
-    socket_of_agents = socket.socket(socket.AF_UNIX)  # only this user's processes reach it: its folder is private
-    socket_of_agents.bind(os.fspath(scratch.socket))
-    listener = ListeningSocket(socket_of_agents)
     specs = worker_specs(options, files, restart)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
-    try:
-        pool = WorkerPool(workers, WorkerHandle(None), listener, specs, files.folder)
+    with scratch_folder() as folder, socket.socket(socket.AF_UNIX) as listening:
+        scratch = Path(folder)
+        listening.bind(os.fspath(socket_path(scratch)))  # only this user's processes reach it: its folder is private
+        pool = WorkerPool(workers, WorkerHandle(None), ListeningSocket(listening), specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
         start = functools.partial(start_msrun, options, files, scratch)
         limits = Limits(options.start_limit, options.hang_timeout, options.needs_msrun)
@@ -193,9 +199,6 @@ def _supervise(
         cores = len(os.sched_getaffinity(0))
         screen.print([f"launching {count} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"])
         return supervisor.run()
-    finally:
-        listener.close()
-        scratch.close()
 
 
 def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: int, resume: str) -> Nodes:
@@ -208,11 +211,11 @@ def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: i
     return connect_nodes(options, continuation.shared, attempt, resume)
 
 
-def _screen(followed: Message, scratch: Scratch) -> Screen:
+def _screen(followed: Message, scratch: Path) -> Screen:
     """Shows the worker of this spec to the user; on a terminal, as if it were alone there."""
     if not sys.stdout.isatty():
         return Screen(Follower(growth_of(Path(followed["log"])), sys.stdout.buffer))
-    pipe = scratch.path / "terminal"
+    pipe = scratch / "terminal"
     followed["terminal"] = {"pipe": str(pipe), "size": terminal_size()}
     return Screen(Follower(output_of_pipe(pipe), sys.stdout.buffer), drawn=True)
 

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import random
 import shlex
-import shutil
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 from trainer.errors import RunError
@@ -56,63 +52,35 @@ os._exit(0)
 """
 
 _LONGEST_PARENT_BYTES = 70
-_PREFIX = "run_trainer-"
 _FIRST_PORT = 20_000
 _ATTEMPTS = 200
 
 
-class Scratch:
-    """A private folder with the launcher's socket and the `python` that msrun finds; `close` removes it."""
-
-    def __init__(self) -> None:
-        # The path of a socket has about 100 bytes at most; every system has /tmp.
-        parent = tempfile.gettempdir() if len(os.fsencode(tempfile.gettempdir())) < _LONGEST_PARENT_BYTES else "/tmp"
-        remove_abandoned(Path(parent))
-        self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
-        # The system releases the lock when this process ends, however that happens.
-        self._lock = os.open(self.path, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # where nothing can be locked, nothing is removed either
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        self.socket = self.path / "launcher"
-
-    def write_shim(self) -> None:
-        """Writes the `python` that msrun starts: it becomes an agent.
-
-        Raises:
-            RunError: Programs in this folder cannot run.
-        """
-        shim = self.path / "python"
-        shim.write_text(f"#!/bin/sh\nexec {shlex.join(_AGENT)}\n", encoding="utf-8", errors="surrogateescape")
-        shim.chmod(0o700)
-        if not os.access(shim, os.X_OK):
-            raise RunError(
-                f"programs in {self.path} cannot run, and msrun needs one there",
-                fix="set TMPDIR to a folder on a file system that is not mounted with noexec",
-            )
-
-    def close(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
+def scratch_folder() -> tempfile.TemporaryDirectory:
+    """Returns a private folder for the launcher's socket and the `python` that msrun finds."""
+    # The path of a socket has about 100 bytes at most; every system has /tmp.
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) >= _LONGEST_PARENT_BYTES:
+        parent = "/tmp"
+    return tempfile.TemporaryDirectory(prefix="run_trainer-", dir=parent, ignore_cleanup_errors=True)
 
 
-def remove_abandoned(parent: Path, least_seconds: float = 2.0) -> None:
-    """Removes the private folders of this user's launchers that were killed. A living one holds a lock on its own.
+def socket_path(scratch: Path) -> Path:
+    return scratch / "launcher"
 
-    Args:
-        least_seconds: A younger folder stays: its launcher may not have locked it yet.
+
+def _write_shim(scratch: Path) -> None:
+    """Writes the `python` that msrun starts: it becomes an agent.
+
+    Raises:
+        RunError: Programs in this folder cannot run.
     """
-    for path in parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                continue
-            folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - found.st_mtime > least_seconds:
-                    shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(folder)
+    shim = scratch / "python"
+    shim.write_text(f"#!/bin/sh\nexec {shlex.join(_AGENT)}\n", encoding="utf-8", errors="surrogateescape")
+    shim.chmod(0o700)
+    if not os.access(shim, os.X_OK):
+        rule = f"programs in {scratch} cannot run, and msrun needs one there"
+        raise RunError(rule, fix="set TMPDIR to a folder on a file system that is not mounted with noexec")
 
 
 def trainer_command() -> list[str]:
@@ -120,16 +88,16 @@ def trainer_command() -> list[str]:
     return [sys.executable, "-u", *([str(PROGRAM)] if PROGRAM.is_file() else ["-c", _TRAINER])]
 
 
-def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Scratch) -> subprocess.Popen:
+def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subprocess.Popen:
     """Starts msrun, or its stand-in, in a session of its own, because a terminal's Ctrl-C is for the launcher.
 
     msrun does not learn what the workers run: the launcher tells their agents. A single worker gets an agent alone.
     """
-    search = f"{scratch.path}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(scratch.socket)}
+    search = f"{scratch}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(socket_path(scratch))}
     environment.pop(SECRET_VARIABLE, None)  # for launchers alone
     if options.needs_msrun:
-        scratch.write_shim()
+        _write_shim(scratch)
         stand_in = os.environ.get(MSRUN_VARIABLE)
         command = [
             sys.executable,
