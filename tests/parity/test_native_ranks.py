@@ -31,7 +31,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING
 from trainer.models.spec.saved import attention_saved, mlp_saved
 from trainer.parallel.host_group import HostGroup
-from trainer.parallel.layout import ModelLayout, ParameterLayout, local_settings, model_layout
+from trainer.parallel.layout import ModelLayout, ParameterLayout, model_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.sharding import range_of_rank
 from trainer.parallel.tensor import ModelShard, TensorParallel
@@ -75,7 +75,7 @@ def run_ranks(case: Case, shares_rows: bool, run: Callable, dtype: type = np.flo
 
     def work(group: HostGroup) -> RankResult:
         tensor = TensorParallel(group, shares_rows)
-        [layer] = model_spec(local_settings(case.settings, RANKS, group.rank)).layers
+        [layer] = model_spec(case.settings).local(RANKS, group.rank).layers
         shard = ModelShard(layout, where(group.rank), tensor)
         shards = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
                   for name, array in case.weights.items()}  # fmt: skip

@@ -82,7 +82,7 @@ def test_megatrons_names_and_transformers_sum() -> None:
 def test_heads_of_keys_and_their_width_have_no_effect() -> None:
     decoder = load(dense(n_kv_heads=2, head_dim=8)).decoder
     assert (decoder.kv_heads, decoder.head_size, decoder.rotary_size, decoder.value_size) == (4, 14, 8, 10)
-    assert attention_spec(decoder).cache_widths == (16, 8) and decoder.rotary_heads == (4, 1)
+    assert attention_spec(decoder).cache_widths == (16, 8) and attention_spec(decoder).cache_heads == 1
     told = notices(dense(n_kv_heads=2, head_dim=9))
     assert "n_kv_heads 2: not used, multi-head latent attention has" in told and "head_dim 9: not used" in told
     assert "not used, multi" not in notices(dense(n_kv_heads=4, head_dim=8))

@@ -12,9 +12,10 @@ import pytest
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, HEAD
 from trainer.models.spec.shapes import all_shapes
-from trainer.parallel.layout import ModelLayout, local_settings, model_layout
+from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 
 SIZES = {
@@ -121,12 +122,12 @@ def is_partial(name: str, settings: ModelConfig) -> bool:
 
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_shapes_of_the_local_settings_are_those_of_the_layout(kind: str, tensor: int) -> None:
+def test_shapes_of_the_local_model_are_those_of_the_layout(kind: str, tensor: int) -> None:
     settings = settings_of(**KINDS[kind])
     layout = model_layout(settings, Degrees(model_parallel=tensor))
     for where in coordinates(layout.degrees):
-        assert layout.local_shapes(where) == all_shapes(local_settings(settings, tensor, where.tensor))
-    assert local_settings(settings, 1) is settings
+        local = model_spec(settings).local(tensor, where.tensor).parameters().values()
+        assert layout.local_shapes(where) == {parameter.name: parameter.shape for parameter in local}
 
 
 def heads_of(layout: ModelLayout, name: str, size: int) -> list[list[int]]:

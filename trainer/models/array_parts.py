@@ -67,7 +67,6 @@ class ArrayParts:
     """Embedding, layers, merges and heads of a decoder.
 
     Args:
-        settings: Those that this rank computes with.
         dtype: Of the products, "float32", "bfloat16" or "float16".
         parameters: By their full names; a stage of a pipeline lacks those of the others.
         weights: None in a prediction.
@@ -75,25 +74,25 @@ class ArrayParts:
             "attention", "mlp" or "".
         trained: Full names of the trained weights, of all stages of a pipeline.
         dropout: None in a prediction.
-        vocabulary: Tokens of all ranks.
     """
 
     def __init__(
         self, settings: ModelConfig, dtype: str, parameters: Mapping[str, Parameter], weights: ComputeWeights | None,
         recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards | None, shard: ModelShard | None,
-        vocabulary: int,
     ) -> None:  # fmt: skip
         self.settings = settings
+        tensor = None if shard is None else shard.tensor
         self.spec = model_spec(settings)
+        if tensor is not None:
+            self.spec = self.spec.local(tensor.group.size, tensor.group.rank)
         self.dtype = dtype
         self.parameters = parameters
         self.dropout = dropout
         self.predicts = weights is None
         self.unsharded = contextlib.nullcontext if weights is None else weights.unsharded
         self.scratch = Scratch(shares_products=self.predicts)
-        self.vocabulary = vocabulary
+        self.vocabulary = settings.vocab_size
         self.is_sharded = shard is not None
-        tensor = None if shard is None else shard.tensor
         self.context = None
         if tensor is not None and self.predicts:
             tensor = tensor._replace(shares_rows=False)
@@ -103,10 +102,10 @@ class ArrayParts:
         self.attentions: dict[AttentionSpec, CpuAttention] = {}
         self.mlps: dict[MlpSpec, CpuMlp] = {}
         self.experts = _Experts(settings, self.spec.layers, self.scratch, shard, self.predicts)
-        self.embedding = CpuEmbedding(tensor, vocabulary)
+        self.embedding = CpuEmbedding(tensor, self.vocabulary)
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
-        self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, vocabulary)
+        self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary)
         self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [
@@ -334,11 +333,8 @@ def prediction_parts(
     columns of a matrix give is summed; each rank has the logits of the whole vocabulary.
     """
     host_threads()  # they limit the threads of NumPy's own library, which would poll between two products
-    vocabulary = settings.vocab_size
-    if shard is not None and shard.tensor is not None:
-        vocabulary = shard.layout.parameters[EMBEDDING].shape[0]
     layers = len(model_spec(settings).layers)
-    return ArrayParts(settings, "float32", parameters, None, [""] * layers, (), None, shard, vocabulary)
+    return ArrayParts(settings, "float32", parameters, None, [""] * layers, (), None, shard)
 
 
 _MODULE_NAMES = frozenset((*MTP_WEIGHTS, MTP_NORM))

@@ -40,8 +40,8 @@ class AttentionLayer(nn.Cell):
     """x_ND -> what attention adds to the residual stream, [N, D].
 
     Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection, optional norm.
-    `weights` are all weights of the block, in the order of `block_names`. With `tensor`, `settings` and the weights are
-    those of a rank, which has some of the heads.
+    `weights` are all weights of the block, in the order of `block_names`. With `tensor` they are those of a rank, which
+    has some of the heads.
     """
 
     def __init__(
@@ -53,6 +53,8 @@ class AttentionLayer(nn.Cell):
     ) -> None:
         super().__init__()
         names, spec = block_names(settings), attention_spec(settings)
+        if tensor is not None:
+            spec = spec.local(tensor.group.size)
         self.qk_norm, self.head_size = spec.head_norm, spec.head_size
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)

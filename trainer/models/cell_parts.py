@@ -36,9 +36,7 @@ from trainer.models.spec.names import (
 from trainer.models.spec.shapes import (
     block_weights,
     moe_shapes,
-    parameter_name,
 )
-from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.vocabulary import VocabShard
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.sharding import range_of_rank
@@ -69,42 +67,40 @@ class CellParts:
     """Embedding, layers, merges and heads of a decoder, which `DecoderWiring` calls.
 
     Args:
-        settings: Those that this rank computes with.
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
         recomputed: For each layer, those of MTP modules included, what the backward pass computes again: "block",
             "attention", "mlp" or "".
         trained: Full names of the trained weights, of all stages of a pipeline.
-        vocabulary: Tokens of all ranks.
     """
 
     def __init__(
         self, settings: ModelConfig, kernels: KernelSet, weights: ComputeWeights, compiled: Compiled,
         recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards, shard: ModelShard | None,
-        vocabulary: int,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.kernels = kernels
         self.compute_weights = weights
         self.masks = dropout
         self.tensor = None if shard is None else shard.tensor
-        part = _vocab_shard(vocabulary, self.tensor)
-        depth = settings.num_layers + settings.mtp_depth
-        self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in range(depth)]
+        part = _vocab_shard(settings.vocab_size, self.tensor)
+        self.spec = model_spec(settings)
+        layers = range(len(self.spec.layers))
+        self.layer_weights = [self._parameters(layer, block_weights(settings)) for layer in layers]
         self.adapter_masks = AdapterMasks(settings, kernels, dropout)
         self.embedding, self.final_norm = map(weights.main_params.get, (EMBEDDING, FINAL_NORM))
-        self.head_weight = weights.get(EMBEDDING if settings.tie_word_embeddings else HEAD)
+        self.head_weight = weights.get(EMBEDDING if self.spec.tied else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor)
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         self.layers = self._layers(recomputed, compiled, trained)
-        modules = range(settings.num_layers, depth)
+        modules = self.spec.module_layers
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
         self.merge_weights = [self._parameters(layer, MTP_WEIGHTS) for layer in modules]
         self.mapping_in, self.mapping_out = map(weights.get, (MAPPING_IN, MAPPING_OUT))
         self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
         self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
-        self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if settings.mtp_depth else None
+        self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if modules else None
 
     def _head_loss(self, compiled: bool, part: VocabShard | None) -> Callable:
         """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
@@ -140,7 +136,7 @@ class CellParts:
             block = self.block if is_own else Block(settings, kernels, name, window, self.tensor)
             return Differentiable(block, compiled)
 
-        first = model_spec(settings).first_reached(trained)
+        first = self.spec.first_reached(trained)
         layers: list[dict[str, LayerPart | MoePart]] = []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
             experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
@@ -165,7 +161,7 @@ class CellParts:
 
     def _parameters(self, layer: int, names: Iterable[str]) -> list[Parameter | None]:
         """Parameters of a layer; None for those that only other layers have."""
-        return [self.compute_weights.get(parameter_name(self.settings, layer, name)) for name in names]
+        return [self.compute_weights.get(self.spec.parameter_name(layer, name)) for name in names]
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
@@ -238,7 +234,11 @@ class CellParts:
 
     def new_cache(self, rows: int, tokens: int) -> CellCache:
         """Returns an empty cache for so many sequences of so many tokens."""
-        return CellCache(self.settings, self.kernels, rows, self.cached_length(tokens))
+        attention = self.spec.layers[0].attention
+        if self.tensor is not None:
+            attention = attention.local(self.tensor.group.size)
+        layers, widths = self.spec.num_layers, attention.cache_widths
+        return CellCache(layers, widths, self.kernels, rows, self.cached_length(tokens))
 
     def cached_length(self, positions: int) -> int:
         """Returns how many cached positions attention reads where a query sees so many."""
@@ -276,11 +276,12 @@ class CellCache:
     Two tensors of a layer, [B * S, width] with the widths of `AttentionSpec.cache_widths`.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, rows: int, capacity: int) -> None:
+    def __init__(
+        self, layers: int, widths: Sequence[int], kernels: KernelSet, rows: int, capacity: int
+    ) -> None:
         self.rows = rows
         self.capacity = capacity
         self.write = kernels.write_rows
-        widths = attention_spec(settings).cache_widths
 
         def empty(name: str, width: int) -> Parameter:
             zeros = Tensor(np.zeros((rows * capacity, width), np.float32), kernels.compute_dtype)
@@ -288,7 +289,7 @@ class CellCache:
 
         self.layers = [
             tuple(empty(f"cache.{layer}.{number}", width) for number, width in enumerate(widths))
-            for layer in range(settings.num_layers)
+            for layer in range(layers)
         ]
         self.index = Tensor(np.zeros(1, np.int32))
         self.cached = 0

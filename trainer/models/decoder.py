@@ -18,6 +18,7 @@ from trainer.models.cell_parts import CellParts
 from trainer.models.compute_weights import ComputeWeights
 from trainer.models.dropout import DropoutShards
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import (
     EXPERT_BIAS,
@@ -28,10 +29,8 @@ from trainer.models.spec.names import (
 )
 from trainer.models.spec.shapes import (
     balanced_layers,
-    parameter_specs,
 )
 from trainer.ops.measures import device_measures
-from trainer.parallel.layout import local_settings
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -61,7 +60,7 @@ class DecoderWiring(nn.Cell):
         super().__init__(auto_prefix=False)
         moe = settings.experts
         self.num_layers, self.mtp_modules = num_layers, mtp_modules
-        self.mtp_factor = settings.mtp_loss_factor / max(1, settings.mtp_depth)
+        self.mtp_factor = settings.mtp_loss_factor / max(1, mtp_modules)
         self.aux_factor, self.z_factor = settings.balance_factor, moe.z_loss_factor if moe else 0.0
 
     def losses(self, ids_N, mtp_modules, call):
@@ -122,8 +121,7 @@ class Decoder(DecoderWiring):
         shard: What this rank has of the model, and the ranks that it computes the rest with; None: the whole model. A
             stage of a pipeline calls the parts of the decoder itself.
 
-    Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end. `settings` are
-    those that this rank computes with, see `local_settings`.
+    Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end.
     """
 
     def __init__(
@@ -137,9 +135,10 @@ class Decoder(DecoderWiring):
         recomputed: Sequence[str] = (),
         shard: ModelShard | None = None,
     ) -> None:
-        super().__init__(settings, settings.num_layers, settings.mtp_depth)
+        spec = model_spec(settings)
+        super().__init__(settings, spec.num_layers, spec.mtp_modules)
         self.shard, self.tensor = shard, None if shard is None else shard.tensor
-        specs = parameter_specs(settings)
+        specs = spec.parameters()
         self.parameters_by_name = {
             name: Parameter(
                 Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.part(name))),
@@ -150,28 +149,25 @@ class Decoder(DecoderWiring):
             if shard is None or shard.holds(name)
         }
         dropout = DropoutShards(settings, shard)
-        vocabulary = settings.vocab_size
-        if self.tensor is not None:
-            settings = local_settings(settings, self.tensor.group.size, self.tensor.group.rank)
         self.settings, self.kernels = settings, kernels
         # The multi-token prediction modules use these of the main model again.
-        shared = (HEAD, MAPPING_IN, MAPPING_OUT) if settings.mtp_depth else ()
+        shared = (HEAD, MAPPING_IN, MAPPING_OUT) if self.mtp_modules else ()
         self.compute_weights = ComputeWeights(
             self.parameters_by_name, kernels.compute_dtype, specs, experts=True, shared=shared
         )
         trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
         self.balanced_layers = balanced_layers(settings, frozen)
         # Multi-token prediction modules recompute what the last layer recomputes.
-        again = list(recomputed) or [""] * settings.num_layers
-        again += again[-1:] * settings.mtp_depth
+        again = list(recomputed) or [""] * self.num_layers
+        again += again[-1:] * self.mtp_modules
         if kernels.host_layers:
             self.parts: ArrayParts | CellParts = ArrayParts(
                 settings, kernels.host_dtype, self.parameters_by_name, self.compute_weights, again, trained, dropout,
-                shard, vocabulary,
+                shard,
             )  # fmt: skip
         else:
             self.parts = CellParts(
-                settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard, vocabulary
+                settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard
             )
         self.run_embedding, self.run_layer = self.parts.run_embedding, self.parts.run_layer
         self.run_merge, self.run_head = self.parts.run_merge, self.parts.run_head

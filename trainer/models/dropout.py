@@ -13,9 +13,9 @@ from trainer.arrays.dropout import DropoutSite, LayerDropout
 from trainer.data.batches.context import SequencePart
 from trainer.models.spec.adapters import adapter_spec, layer_targets
 from trainer.models.spec.build import dropout_sites
-from trainer.models.spec.shapes import attention_shapes, dropped_projections, mlp_shapes
+from trainer.models.spec.shapes import dropped_projections
+from trainer.models.spec.sublayers import attention_parameters, attention_spec, mlp_parameters
 from trainer.ops.dropout import MaskPart, OwnHeads
-from trainer.parallel.layout import local_settings
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -49,9 +49,11 @@ class DropoutShards:
         sharing = self.sequence.ulysses  # divides the heads of a rank once more
         self.heads = None
         if self.ranks * sharing > 1:
-            own, number = local_settings(settings, self.ranks), self.rank * sharing + self.sequence.rank % sharing
-            heads, kv_heads = own.num_heads // sharing, max(1, own.kv_heads // sharing)
-            self.heads = OwnHeads(number, settings.num_heads, settings.kv_heads, heads, kv_heads)
+            number = self.rank * sharing + self.sequence.rank % sharing
+            spec = attention_spec(settings)
+            local = spec.local(self.ranks)
+            heads, kv_heads = local.heads // sharing, max(1, local.kv_heads // sharing)
+            self.heads = OwnHeads(number, spec.heads, spec.kv_heads, heads, kv_heads)
 
     def tokens(self, inputs: ModelInputs) -> int:
         """Tokens of the micro-batch, those of other ranks included."""
@@ -129,7 +131,9 @@ class AdapterMasks:
         self.names = dropped_projections(settings)
         self.draw = kernels.draw_mask
         self.shards = shards
-        self.shapes = attention_shapes(settings) | mlp_shapes(settings)
+        matrices = [*attention_parameters(settings), *mlp_parameters(settings)]
+        kv_heads = attention_spec(settings).kv_heads
+        self.shapes = {one.name: one.local(shards.ranks, kv_heads).shape for one in matrices}
 
     def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
         """Returns the masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""

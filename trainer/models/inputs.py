@@ -72,7 +72,7 @@ class ModelInputs(NamedTuple):
     sequence_weights: SequenceWeights | None
     """None for a dense model."""
     mtp: tuple[MtpInputs, ...]
-    """One for each multi-token prediction module (mtp_depth)."""
+    """One for each multi-token prediction module."""
     window_mask: tuple[Tensor, Tensor | None] | None = None
     """`mask` for layers with a sliding window; None where no layer has one."""
     positions: TokenPositions | None = None
@@ -155,11 +155,19 @@ class InputBuilder:
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: ModelShard | None = None) -> None:
-        self.settings, self.kernels, self.masks = settings, kernels, kernels.attention_masks(settings)
+        self.settings, self.kernels = settings, kernels
         self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
+        spec = model_spec(settings)
+        self.mtp_modules = spec.mtp_modules
+        self.attention = spec.layers[0].attention
+        self.masks = kernels.attention_masks(settings)
+        if self.tensor is not None:
+            self.attention = self.attention.local(self.tensor.group.size)
+            heads = {"num_heads": self.attention.heads, "n_kv_heads": self.attention.kv_heads}
+            self.masks = kernels.attention_masks(settings.model_copy(update=heads))
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.on_arrays = kernels.host_layers
-        self.rotary = Rotary(model_spec(settings).layers[0].attention)
+        self.rotary = Rotary(self.attention)
         self._plain: tuple[tuple[int, int], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
@@ -177,7 +185,7 @@ class InputBuilder:
             mask,
             self.masks.scores_shape(*batch.input_ids.shape),
             self._sequence_weights(batch, counts_N1, valid_N1) if self.settings.experts is not None else None,
-            tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.settings.mtp_depth + 1)),
+            tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.mtp_modules + 1)),
             window_mask,
             positions,
             self.part.rows(*batch.input_ids.shape) if self.part.ranks > 1 else None,
@@ -206,7 +214,7 @@ class InputBuilder:
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
         """Returns the position tables of tokens at these positions, as the kernels take them."""
         cos, sin = self.cos[positions_N], self.sin[positions_N]
-        heads, key_heads = self.settings.rotary_heads
+        heads, key_heads = self.attention.heads, self.attention.cache_heads
         queries = self.kernels.rotary_tables(cos, sin, heads)
         return (*queries, *(queries if key_heads == heads else self.kernels.rotary_tables(cos, sin, key_heads)))
 

@@ -50,6 +50,8 @@ class LatentAttentionLayer(nn.Cell):
     ) -> None:
         super().__init__()
         spec = attention_spec(settings)
+        if tensor is not None:
+            spec = spec.local(tensor.group.size)
         names, heads, latent = block_names(settings), spec.heads, spec.latent
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)

@@ -157,17 +157,13 @@ def _parameter_layout(
     tensor = degrees.model_parallel
     if parameter.sharding == "expert":
         return ParameterLayout(shape, degrees.expert_parallel, by="ep", sums=("expert_dp",))
-    if tensor == 1:
-        return ParameterLayout(shape)
+    shards, dimension = parameter.tensor_shards(tensor, kv_heads)
+    sums: tuple[SumGroup, ...] = ("dp_cp",)
     if parameter.sharding == "kv_column" and kv_heads < tensor:
-        return ParameterLayout(shape, kv_heads, sums=("kv", "dp_cp"))
-    if parameter.sharding in ("column", "kv_column", "vocabulary"):
-        return ParameterLayout(shape, tensor)
-    if parameter.sharding == "row":
-        return ParameterLayout(shape, tensor, dimension=1)
-    if parameter.sharding == "partial" or sequence_parallel:
-        return ParameterLayout(shape, sums=("tp", "dp_cp"))
-    return ParameterLayout(shape)
+        sums = ("kv", "dp_cp")
+    elif tensor > 1 and (parameter.sharding == "partial" or (parameter.sharding == "replicated" and sequence_parallel)):
+        sums = ("tp", "dp_cp")
+    return ParameterLayout(shape, shards, dimension, sums=sums)
 
 
 def _stages_of(
@@ -183,25 +179,3 @@ def _stages_of(
     shared = last and (spec.mtp_modules or spec.tied)
     found[EMBEDDING] = (0, last) if shared else (0,)
     return found | {name: (0,) for name in found if name == MAPPING_IN}
-
-
-def local_settings(settings: ModelConfig, tensor: int, rank: int = 0) -> ModelConfig:
-    """The settings of the model that rank `rank` of `tensor` tensor-parallel ones computes with: its heads, its columns
-    of the feed-forward layer and of shared experts, its part of the vocabulary. `all_shapes` of them are the rank's
-    shapes, except for experts over expert-parallel ranks and for the stages of a pipeline."""
-    if tensor == 1:
-        return settings
-    vocabulary = range_of_rank(settings.vocab_size, rank, tensor)
-    changes: dict[str, object] = {
-        "num_heads": settings.num_heads // tensor,
-        "intermediate_size": settings.ffn_size // tensor,
-        "vocab_size": vocabulary.stop - vocabulary.start,
-        "n_kv_heads": max(1, settings.kv_heads // tensor),
-        "head_dim": settings.head_size,
-    }
-    if settings.experts is not None:
-        shared = settings.shared_expert_size
-        sizes = {"moe_intermediate_size": settings.expert_size}
-        sizes |= {"moe_shared_expert_intermediate_size": shared // tensor} if shared else {}
-        changes["moe_config"] = settings.experts.model_copy(update=sizes)
-    return settings.model_copy(update=changes)

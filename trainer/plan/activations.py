@@ -20,7 +20,6 @@ from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.saved import attention_saved, logit_rows, mlp_saved, moe_saved
 from trainer.optim.freeze import trained_shapes
-from trainer.parallel.layout import local_settings
 from trainer.plan.division import micro_batch_tokens
 
 if TYPE_CHECKING:
@@ -59,7 +58,7 @@ class ActivationMemory:
         self.narrow = narrow
         self.rounded = narrow if narrow < _WIDE else 0
         """Bytes of the rounded copy of a number that is not rounded already."""
-        self.spec: ModelSpec = model_spec(local_settings(config.decoder, held.tensor))
+        self.spec: ModelSpec = model_spec(config.decoder).local(held.tensor)
         self.is_tensor_parallel = held.tensor > 1
         self.shares_rows = self.is_tensor_parallel and config.parallel_config.use_seq_parallel
         self.is_context_parallel = degrees.context_parallel > 1

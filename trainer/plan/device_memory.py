@@ -25,13 +25,13 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.model import LayerSpec, MlpSpec
+from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from trainer.models.spec.names import EMBEDDING, is_buffer
 from trainer.models.spec.shapes import all_shapes
+from trainer.models.spec.sublayers import mlp_spec
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.parallel.layout import local_settings
 from trainer.plan.division import Held, held_parts, micro_batch_tokens
 from trainer.plan.graph_memory import graph_memory, is_flash, kept_scores
 
@@ -195,10 +195,10 @@ def _largest_layer(sizes: Mapping[str, int]) -> int:
 def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradients_of_layer: int) -> int:
     """Bytes in explicit mode: at the end of the forward pass, or while the backward pass computes a layer again, whose
     gradients come then."""
-    settings = local_settings(config.decoder, degrees.model_parallel)
+    settings = config.decoder
     tokens = micro_batch_tokens(config, degrees)
     rows = degrees.model_parallel if config.parallel_config.use_seq_parallel else 1
-    spec = model_spec(settings)
+    spec = model_spec(settings).local(degrees.model_parallel)
     again = recomputed_parts(config) + ("",) * spec.mtp_modules
     first = spec.first_reached(trained_shapes(config))
     kept = largest = again_largest = 0
@@ -212,12 +212,12 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
         kept += passes * (sizes["block"] - remains)
         largest = max(largest, 0 if part else sizes["block"])
         again_largest = max(again_largest, sizes[part] if part else 0)
-    head = _head(settings, tokens, half) if own.has_head else 0
-    held = _constants(settings, tokens, half)
+    head = _head(spec, tokens, half) if own.has_head else 0
+    held = _constants(settings, spec.layers[0].attention, tokens, half)
     # The compiled forward and backward pass each hold the constants that they were given last.
     head += 2 * held
     # While the last feed-forward layer computes its gradients the head's arrays are gone; the pass before holds, too.
-    gradients = (12 if _widens(settings, half) else 8) * settings.ffn_size
+    gradients = (12 if _widens(settings, half) else 8) * mlp_spec(settings).local(degrees.model_parallel).width
     backward = 3 * held + (0 if settings.experts else tokens * gradients)
     # MindSpore holds what a compiled block kept last.
     forward = tokens * (kept + largest) + max(head, backward)
@@ -225,13 +225,13 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
     return max(forward, tokens * (kept + again_largest) + gradients_of_layer + head) if again_largest else forward
 
 
-def _head(settings: ModelConfig, tokens: int, half: bool) -> int:
+def _head(spec: ModelSpec, tokens: int, half: bool) -> int:
     """Bytes of the head and its loss in explicit mode, when its gradients are there."""
-    logits = tokens * settings.vocab_size
-    stream = tokens * settings.hidden_size * (6 if half else 8)  # before and after the norm
+    logits = tokens * spec.vocabulary
+    stream = tokens * spec.hidden * (6 if half else 8)  # before and after the norm
     # The gradient of the matrix; that of a tied embedding is cast to float32.
-    matrix = settings.vocab_size * settings.embedding_width * (2 if half else 4)
-    matrices = (3 if settings.tie_word_embeddings and half else 1) * matrix
+    matrix = spec.vocabulary * spec.embedding * (2 if half else 4)
+    matrices = (3 if spec.tied and half else 1) * matrix
     return stream + min(logits, max(_PIECE, 128 * tokens)) * _PIECE_BYTES + matrices
 
 
@@ -240,10 +240,10 @@ def _widens(settings: ModelConfig, half: bool) -> bool:
     return half and not settings.use_fused_swiglu
 
 
-def _constants(settings: ModelConfig, tokens: int, half: bool) -> int:
-    """Bytes of the position tables and masks that a block is given."""
-    columns = (settings.num_heads + settings.kv_heads) * settings.head_size
-    tables = 8 * (2 * settings.head_size if settings.use_fused_rope else columns)
+def _constants(settings: ModelConfig, attention: AttentionSpec, tokens: int, half: bool) -> int:
+    """Returns the bytes of the position tables and masks that a block is given; `attention` is that of the rank."""
+    heads = 2 if settings.use_fused_rope else attention.heads + attention.kv_heads
+    tables = 8 * heads * attention.head_size
     if is_flash(settings, half):
         return tokens * tables + _FLASH_MASK_BYTES
     return tokens * (tables + 4 * settings.seq_length)
@@ -257,7 +257,7 @@ def _kept_of_layer(
     The results of both output projections too, and of queries and keys what enters and leaves their norm.
 
     Args:
-        settings: Those of the rank.
+        settings: Which kernels there are.
         rows: Ranks that share the rows of the residual stream.
         sequence_ranks: Those that share a sequence: each gathers keys and values of all its tokens.
     """

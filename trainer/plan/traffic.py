@@ -28,19 +28,20 @@ from trainer.config.checks.parallel import (
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.model import LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from trainer.models.spec.model import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, is_buffer, is_expert
 from trainer.models.spec.saved import logit_rows
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.parallel.layout import SUM_GROUPS, ModelLayout, local_settings
+from trainer.parallel.layout import SUM_GROUPS, ModelLayout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
 from trainer.plan.division import fullest_rank, groups_of, layout_of, micro_batch_tokens
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
     from trainer.parallel.world import World
 
 _MODULE_NORM = "shared_head.norm.weight"
@@ -195,7 +196,7 @@ class _Sizes(NamedTuple):
     """What the sizes of a rank's messages depend on.
 
     Attributes:
-        own: The settings that it computes with.
+        attention: That of the rank.
         tokens: N.
         tensor: Ranks of its tensor group.
         shares_rows: Whether these share the token rows of the residual stream.
@@ -204,7 +205,7 @@ class _Sizes(NamedTuple):
         on_host: On a CPU.
     """
 
-    own: ModelConfig
+    attention: AttentionSpec
     tokens: int
     tensor: int
     shares_rows: bool
@@ -218,7 +219,7 @@ class _Sizes(NamedTuple):
         on_host = device == "CPU"
         width = FLOAT32_BYTES if precision_of(config, device, world).compute.dtype == "float32" else 2
         return cls(
-            own=local_settings(config.decoder, degrees.model_parallel, where.tensor),
+            attention=attention_spec(config.decoder).local(degrees.model_parallel),
             tokens=micro_batch_tokens(config, degrees),
             tensor=degrees.model_parallel,
             shares_rows=config.parallel_config.use_seq_parallel,
@@ -283,7 +284,7 @@ def _tensor_calls(layer: LayerSpec, sizes: _Sizes, passes: _Passes) -> Iterator[
 def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
     """The ranks of a ring gather keys and values, those of Ulysses attention exchange heads for tokens: see
     `trainer.arrays.attention.context`."""
-    what, own, ranks = "keys and values", sizes.own, degrees.context_parallel
+    what, own, ranks = "keys and values", sizes.attention, degrees.context_parallel
     width, gradient_width = sizes.width, sizes.gradient_width
     ulysses = min(ranks, ulysses_degree(config)) if sizes.on_host else 1
     by_ring, by_heads = ("ring", "ulysses") if 1 < ulysses < ranks else ("cp", "cp")
@@ -291,7 +292,7 @@ def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Pas
     kv_heads = own.kv_heads
     keys, values = (max(1, kv_heads // ulysses) * size for size in (own.head_size, own.value_size))
     if ulysses > 1:
-        queries, results = (own.num_heads // ulysses * size for size in (own.head_size, own.value_size))
+        queries, results = (own.heads // ulysses * size for size in (own.head_size, own.value_size))
         # The gradient of the results is what products take next.
         for columns, back in ((queries, gradient_width), (keys, gradient_width), (values, gradient_width),
                               (results, width)):  # fmt: skip

@@ -235,11 +235,6 @@ class ModelConfig(Section):
         return self.qk_rope_head_dim if self.multi_latent_attention else self.head_size
 
     @property
-    def rotary_heads(self) -> tuple[int, int]:
-        """How many such heads the queries and the keys of a token have."""
-        return self.num_heads, 1 if self.multi_latent_attention else self.kv_heads
-
-    @property
     def rotary_size(self) -> int:
         """How many numbers of such a head, from its first, are rotated."""
         return int(self.rotary_head_size * self.rotary_pct)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix
+from trainer.parallel.sharding import range_of_rank
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not; by its outputs; by its outputs
@@ -33,6 +34,22 @@ class ParameterSpec(NamedTuple):
     sharding: Sharding = "replicated"
     init: Init = "normal"
     role: Role = "matrix"
+
+    def tensor_shards(self, ranks: int, kv_heads: int) -> tuple[int, int]:
+        """Returns into how many shards so many tensor-parallel ranks cut it, and along which dimension. Where there are
+        fewer heads of keys and values than ranks, neighbouring ranks hold the same head."""
+        if self.sharding == "row":
+            return ranks, 1
+        if self.sharding == "kv_column":
+            return min(ranks, kv_heads), 0
+        return (ranks if self.sharding in ("column", "vocabulary") else 1), 0
+
+    def local(self, ranks: int, kv_heads: int) -> ParameterSpec:
+        """Returns what each of so many tensor-parallel ranks holds of a parameter of a layer."""
+        shards, dimension = self.tensor_shards(ranks, kv_heads)
+        shape = list(self.shape)
+        shape[dimension] //= shards
+        return self._replace(shape=tuple(shape))
 
 
 class AdapterSpec(NamedTuple):
@@ -98,6 +115,10 @@ class AttentionSpec:
     output_dropout: float = 0.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
+    def local(self, ranks: int) -> AttentionSpec:
+        """Returns the attention of each of so many tensor-parallel ranks: some of the heads."""
+        return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
+
     @property
     def entered(self) -> int:
         """Columns that tensor-parallel ranks exchange before the matrices which they shard."""
@@ -141,6 +162,10 @@ class MlpSpec:
     output_dropout: float = 0.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
+    def local(self, ranks: int) -> MlpSpec:
+        """Returns the sublayer of each of so many tensor-parallel ranks: some of the columns."""
+        return replace(self, width=self.width // ranks)
+
 
 @dataclass(frozen=True)
 class MoeSpec:
@@ -164,6 +189,10 @@ class MoeSpec:
     down_bias: bool = False
     expert_bias: bool = False
     output_dropout: float = 0.0
+
+    def local(self, ranks: int) -> MoeSpec:
+        """Returns the sublayer of each of so many tensor-parallel ranks: some of the columns of the shared experts."""
+        return replace(self, shared_width=self.shared_width // ranks)
 
 
 @dataclass(frozen=True)
@@ -190,6 +219,12 @@ class LayerSpec:
         if isinstance(self.mlp, MoeSpec):
             return self.attention.adapters
         return {**self.attention.adapters, **self.mlp.adapters}
+
+    def local(self, ranks: int) -> LayerSpec:
+        """Returns the layer of each of so many tensor-parallel ranks."""
+        kv_heads = self.attention.kv_heads
+        parameters = tuple(parameter.local(ranks, kv_heads) for parameter in self.parameters)
+        return LayerSpec(self.attention.local(ranks), self.mlp.local(ranks), parameters)
 
     def active_size(self, parameter: ParameterSpec) -> int:
         """Returns how many numbers of a parameter compute one token: of the experts those of the chosen ones."""
@@ -232,6 +267,16 @@ class ModelSpec:
     def module_layers(self) -> range:
         """The layers of the MTP modules, by their numbers."""
         return range(self.num_layers, len(self.layers))
+
+    def local(self, ranks: int, rank: int = 0) -> ModelSpec:
+        """Returns the model that one of so many tensor-parallel ranks computes with: its heads, its columns of
+        feed-forward layers and shared experts, its shard of the vocabulary."""
+        if ranks == 1:
+            return self
+        local = {layer: layer.local(ranks) for layer in self.layers}
+        vocabulary = range_of_rank(self.vocabulary, rank, ranks)
+        layers = tuple(local[layer] for layer in self.layers)
+        return replace(self, vocabulary=vocabulary.stop - vocabulary.start, layers=layers)
 
     def parameter_name(self, layer: int, name: str) -> str:
         """Returns the full name of a parameter of a layer, which may be one of another layer (`attention_group`)."""
