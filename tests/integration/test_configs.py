@@ -60,8 +60,8 @@ def changes_of(path: Path, model_folder: Path) -> dict[str, object]:
 def test_it_loads_and_plans(path: Path, cache: Path, model_folder: Path) -> None:
     config = config_of(path, train_dataset__cache_dir=cache, **changes_of(path, model_folder))
     plan = build_plan(config)
-    assert plan.last_step > 0 and plan.weights > 0
-    assert f"{plan.weights:,}" in plan_text(plan)
+    assert plan.steps.last_step > 0 and plan.model.weights > 0
+    assert f"{plan.model.weights:,}" in plan_text(plan)
     if not path.stem.startswith("mindformers"):  # those show what becomes of a file of the peer's
         # Nothing in ours is ignored, no two keys contradict each other; adapters have no base here.
         # Evaluation drops no tokens. Conversations are written as ChatML.

@@ -71,8 +71,9 @@ def test_the_plan_says_both(trained: Path, capsys: pytest.CaptureFixture) -> Non
     assert dispatch(["plan", "--config", str(path), "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     shapes = parameter_shapes(config_of(path).decoder)
-    assert plan["frozen"]["tensors"] == 10
-    assert plan["weights"] + plan["frozen"]["weights"] == sum(int(np.prod(shape)) for shape in shapes.values())
+    assert plan["model"]["frozen"]["tensors"] == 10
+    model = plan["model"]
+    assert model["weights"] + model["frozen"]["weights"] == sum(int(np.prod(shape)) for shape in shapes.values())
     # The lower layer is frozen with all below it: there is nothing to compute again.
-    assert "blocks of layer 1:" in plan["recompute"]
+    assert plan["model"]["recomputed"][:2] == ["", "block"]
     assert "frozen" in (trained / "output" / "plan.txt").read_text(encoding="utf-8")

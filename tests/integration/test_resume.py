@@ -172,11 +172,15 @@ def test_the_plan_says_where_a_run_would_go_on(path: Path, whole: Path, capsys: 
     plan = plan_of(path, capsys, output_dir=whole, resume_training=f"step-{HALF:08d}")
     steps_per_epoch = column(step_records(whole), "epoch").count(1)
     epoch, batch = 1 + HALF // steps_per_epoch, 1 + WINDOW * (HALF % steps_per_epoch)
-    place = f"step {HALF} is done, continues with step {HALF + 1} (epoch {epoch}, micro-batch {batch})"
-    assert plan["resumed"] == f"{whole / 'checkpoints' / f'step-{HALF:08d}'}: {place}"
+    checkpoint = str(whole / "checkpoints" / f"step-{HALF:08d}")
+    assert plan["resumes"] == {"checkpoint": checkpoint, "step": HALF, "epoch": epoch - 1, "batch": batch - 1}
     assert plan["notices"] == plan_of(path, capsys)["notices"], "no setting differs"
-    assert plan_of(path, capsys, output_dir=whole, resume_training=True)["resumed"].endswith("no step is left")
-    assert plan_of(path, capsys, output_dir=whole)["resumed"] == ""
+    assert plan_of(path, capsys, output_dir=whole)["resumes"] is None
+    place = f"step {HALF} is done, continues with step {HALF + 1} (epoch {epoch}, micro-batch {batch})"
+    for resume, words in ((f"step-{HALF:08d}", f"{checkpoint}: {place}"), ("True", "is done, no step is left")):
+        command = ["plan", "--config", str(path), "--output_dir", str(whole), "--resume_training", resume]
+        assert dispatch(command) == 0
+        assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -233,7 +237,7 @@ def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
     mark_again(checkpoint, with_checksums=False)
     flags = {"output_dir": output, "resume_training": checkpoint.name, "lr_schedule__learning_rate": 0.02}
     plan = plan_of(path, capsys, **flags)
-    assert f"continues with step {HALF + 1}" in plan["resumed"]
+    assert plan["resumes"]["step"] == HALF
     assert not any("differs" in notice for notice in plan["notices"])
     assert any("was saved without checksums: only the lengths" in notice for notice in plan["notices"])
 

@@ -154,7 +154,7 @@ def test_the_plan_shows_shares_and_passes(tmp_path):
     from trainer.run.prepare import build_plan
 
     plan = build_plan(config_of(tmp_path, sources_of(tmp_path), train={"packing": "none"}))
-    assert [source["epoch_sequences"] for source in plan_dict(plan)["sources"]] == [23, 7]
+    assert [source["epoch_sequences"] for source in plan_dict(plan)["data"]["sources"]] == [23, 7]
     text = " ".join(plan_text(plan).split())
     assert "0.jsonl: weight 3, 23 sequences an epoch, 1.15 passes over its 20" in text
     assert "1.jsonl: weight 1, 7 sequences an epoch, 0.70 passes over its 10" in text

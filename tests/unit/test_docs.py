@@ -228,7 +228,7 @@ def test_every_yaml_block_is_a_valid_configuration(model_folder: Path) -> None:
 def test_the_freezing_block_is_a_whole_file() -> None:
     (text,) = (text for text in blocks("yaml") if "freeze:" in text)
     plan = build_plan(parse_config("docs/training.md", text))
-    assert plan.frozen.tensors and plan.weights and plan.recompute
+    assert plan.model.frozen.tensors and plan.model.weights and any(plan.model.recomputed)
 
 
 def test_every_json_line_is_a_document() -> None:
@@ -377,7 +377,7 @@ def test_every_configuration_can_be_planned(name: str, tmp_path: Path, monkeypat
     config = load_config(f"configs/{name}", overrides)
     assert Path(config.output_dir) == Path("output", name.removesuffix(".yaml"))
     plan = build_plan(config)
-    assert plan.last_step >= 20
+    assert plan.steps.last_step >= 20
     # The file from MindSpore Transformers shows what notes look like; the others leave nothing to be noted, but that
     # adapters have no base where quickstart.yaml has not been trained, and that evaluation drops no tokens.
     expected = {"mindformers_llama.yaml": range(6, 99), "lora.yaml": (2,), "moe_tiny.yaml": (1,),

@@ -154,7 +154,7 @@ def test_a_notice_says_that_the_expert_bias_of_frozen_routers_stays(freeze: str,
     config = config_of(freeze, *MODULES)
     told = f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
     assert list(freeze_notices(config))[freeze != "{}" :] == ([told] if layers else [])
-    assert plan in build_plan(config).experts["balance"]
+    assert plan in build_plan(config).model.experts["balance"]
 
 
 def test_a_model_with_only_expert_biases_left_has_nothing_to_train() -> None:
@@ -203,13 +203,13 @@ def test_frozen_weights_are_in_no_group() -> None:
 
 def test_the_plan_counts_and_needs_less_memory() -> None:
     whole, half = build_plan(config_of("{}")), build_plan(config_of("{embeddings: True, layers: 0-1}"))
-    assert (whole.frozen.tensors, whole.frozen.weights) == (0, 0)
-    assert half.frozen.tensors == len(LAYER_0 | LAYER_1 | {EMBEDDING})
-    assert half.weights + half.frozen.weights == whole.weights
-    assert sum(group.weights for group in half.groups) == half.weights
+    assert (whole.model.frozen.tensors, whole.model.frozen.weights) == (0, 0)
+    assert half.model.frozen.tensors == len(LAYER_0 | LAYER_1 | {EMBEDDING})
+    assert half.model.weights + half.model.frozen.weights == whole.model.weights
+    assert sum(group.weights for group in half.model.groups) == half.model.weights
     assert half.memory_bytes["weights"] == whole.memory_bytes["weights"]
     for part in ("gradients", "optimizer state"):
-        ratio = half.weights / whole.weights
+        ratio = half.model.weights / whole.model.weights
         assert half.memory_bytes[part] == pytest.approx(ratio * whole.memory_bytes[part])
     # Of all four layers and of two; with fewer tokens nothing is kept that counts.
     whole_kept, half_kept = (
@@ -218,7 +218,7 @@ def test_the_plan_counts_and_needs_less_memory() -> None:
     )
     assert half_kept < 0.75 * whole_kept
     text = plan_text(half)
-    assert f"{whole.weights:,}: {half.weights:,} trained, {half.frozen.weights:,} frozen" in text
+    assert f"{whole.model.weights:,}: {half.model.weights:,} trained, {half.model.frozen.weights:,} frozen" in text
     assert "frozen" not in plan_text(whole)
 
 

@@ -325,7 +325,7 @@ run_mode: finetune
 output_dir: {tmp_path / 'output'}
 train_dataset: {{data_loader: {{type: SyntheticDataset, num_samples: 8}}}}
 """)  # fmt: skip
-    assert build_plan(config).weights == sum(array.size for array in starting_weights(config).values())
+    assert build_plan(config).model.weights == sum(array.size for array in starting_weights(config).values())
     damage(folder, dict(load_model_case("model_qwen3").weights))
     message = failure(lambda: build_plan(config))
     assert message == failure(lambda: starting_weights(config)) and "load_checkpoint" in message and "Fix: " in message
@@ -337,7 +337,7 @@ def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Pa
     config = load(text)
     weights = {name: np.zeros(shape, np.float32) for name, shape in all_shapes(config.decoder).items()}
     path = write_checkpoint(tmp_path / "saved", 1, {"model": weights}, {}, 0)
-    assert build_plan(config).weights
+    assert build_plan(config).model.weights
     with (path / "model.safetensors").open("ab") as file:
         file.write(b"\0")
     message = failure(lambda: build_plan(config))

@@ -60,8 +60,8 @@ def test_a_row_is_an_image(files: Path) -> None:
 
 def test_the_plan_counts_them(files: Path) -> None:
     plan = build_plan(config_of(files, "do_eval=True"))
-    assert (plan.rows, plan.rows_exact, plan.eval_rows) == (12, True, 5)
-    assert build_plan(config_of(files, "train_dataset.data_loader.num_samples=7")).rows == 7
+    assert (plan.data.rows, plan.data.eval_rows) == (12, 5)
+    assert build_plan(config_of(files, "train_dataset.data_loader.num_samples=7")).data.rows == 7
 
 
 @pytest.mark.parametrize(("usage", "rows"), [("train", 12), ("test", 5), ("all", 17)])

@@ -46,21 +46,21 @@ def test_it_says_what_an_expert_takes_and_which_tokens_go() -> None:
         "loss times 0.01, z loss times 0.001",
     ):
         assert part in text, part
-    assert plan_dict(plan)["experts"]["router"].startswith("softmax scores")
-    by_position = plan_of("moe_tiny", **moe(drop_policy="position")).experts["tokens"]
+    assert plan_dict(plan)["model"]["experts"]["router"].startswith("softmax scores")
+    by_position = plan_of("moe_tiny", **moe(drop_policy="position")).model.experts["tokens"]
     assert "the last of a micro-batch are dropped" in by_position
     predicts = config_of("moe_tiny", run_mode="predict", load_checkpoint="somewhere", predict_data="a")
     assert experts_plan(predicts)["tokens"] == "none is dropped"
 
 
 def test_it_says_when_nothing_is_dropped_and_why() -> None:
-    assert plan_of("moe_dropless").experts["tokens"] == "none is dropped (use_gmm)"
+    assert plan_of("moe_dropless").model.experts["tokens"] == "none is dropped (use_gmm)"
     unbounded = plan_of("moe_dropless", **moe(use_gmm=False))
-    assert unbounded.experts["tokens"] == "none is dropped (no capacity_factor)"
+    assert unbounded.model.experts["tokens"] == "none is dropped (no capacity_factor)"
 
 
 def test_it_says_all_of_a_deepseek_like_model() -> None:
-    assert plan_of("moe_mtp").experts == {
+    assert plan_of("moe_mtp").model.experts == {
         "router": "sigmoid scores, 4 of 16 experts, weights that sum to 1, times 2",
         "experts": "16 of width 64",
         "groups": "a token goes to the best 2 of 4 groups",
@@ -73,8 +73,8 @@ def test_it_says_all_of_a_deepseek_like_model() -> None:
 
 
 def test_a_dense_model_has_no_section_unless_it_predicts_further() -> None:
-    assert plan_of("quickstart").experts == {} and "EXPERTS" not in plan_text(plan_of("quickstart"))
-    assert plan_of("quickstart", model__model_config__mtp_depth=2).experts == {
+    assert plan_of("quickstart").model.experts == {} and "EXPERTS" not in plan_text(plan_of("quickstart"))
+    assert plan_of("quickstart", model__model_config__mtp_depth=2).model.experts == {
         "further tokens": "2 modules, losses times 0.3, in training only"
     }
 
@@ -82,21 +82,21 @@ def test_a_dense_model_has_no_section_unless_it_predicts_further() -> None:
 def test_it_counts_all_weights_and_those_that_compute_a_token() -> None:
     plan = plan_of("moe_tiny")
     expert = 3 * 128 * 192
-    assert plan.weights - plan.active_weights == 4 * (8 - 2) * expert
-    assert f"{plan.weights:,}; {plan.active_weights:,} active per token" in plan_text(plan)
+    assert plan.model.weights - plan.model.active_weights == 4 * (8 - 2) * expert
+    assert f"{plan.model.weights:,}; {plan.model.active_weights:,} active per token" in plan_text(plan)
     dense = plan_of("quickstart")
-    assert dense.active_weights == dense.weights and "active per token" not in plan_text(dense)
+    assert dense.model.active_weights == dense.model.weights and "active per token" not in plan_text(dense)
     # The expert bias is no weight: neither trained nor frozen.
     mtp = plan_of("moe_mtp")
-    assert mtp.frozen.tensors == 0
-    assert mtp.weights == plan_of("moe_mtp", **moe(balance_via_topk_bias=False)).weights
+    assert mtp.model.frozen.tensors == 0
+    assert mtp.model.weights == plan_of("moe_mtp", **moe(balance_via_topk_bias=False)).model.weights
 
 
 def test_it_names_the_kernels_of_experts() -> None:
-    kernels = {choice.kernel: choice.asked for choice in plan_of("moe_dropless").kernels}
+    kernels = {choice.kernel: choice.asked for choice in plan_of("moe_dropless").model.kernels}
     assert kernels["grouped_matmul"] == "use_gmm: True"
     assert kernels["token_permute"] == "use_fused_ops_permute: False"
-    assert "grouped_matmul" not in {choice.kernel for choice in plan_of("quickstart").kernels}
+    assert "grouped_matmul" not in {choice.kernel for choice in plan_of("quickstart").model.kernels}
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_recomputed_experts_need_less() -> None:
 
 def test_a_fused_permutation_that_is_not_there_is_told_once() -> None:
     asked = {"use_gmm": True, "use_fused_ops_permute": True}
-    told = list(kernel_notices(plan_of("moe_dropless", **moe(**asked), context__device_target="CPU").kernels))
+    told = list(kernel_notices(plan_of("moe_dropless", **moe(**asked), context__device_target="CPU").model.kernels))
     assert told == [
         "use_fused_ops_permute: the reference sorts the tokens, moe_token_permute exists only on Ascend; device is CPU"
     ]
     for changes in ({"use_fused_ops_permute": False}, {"use_gmm": False}):  # the latter has a note of its own
         plan = plan_of("moe_dropless", **moe(**asked | changes), context__device_target="CPU")
-        assert not list(kernel_notices(plan.kernels))
+        assert not list(kernel_notices(plan.model.kernels))

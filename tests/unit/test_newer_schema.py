@@ -258,15 +258,16 @@ def test_a_step_has_the_sequences_of_the_global_batch_in_any_job():
 def test_a_run_has_the_steps_that_the_file_says():
     config = load(SMALL, "train_dataset.dataloader.num_samples=24")
     plan = plan_file(config, SINGLE_PROCESS, [])
-    assert (plan.steps_per_epoch, plan.total_steps, plan.last_step, plan.epochs) == (3, 6, 6, 2)
+    assert (plan.steps.steps_per_epoch, plan.steps.total_steps, plan.steps.last_step, plan.steps.epochs) == (3, 6, 6, 2)
     five = plan_file(load(SMALL, "train_dataset.dataloader.num_samples=24", "training.steps=5"), SINGLE_PROCESS, [])
-    assert (five.total_steps, five.last_step, five.epochs) == (5, 5, 2)
+    assert (five.steps.total_steps, five.steps.last_step, five.steps.epochs) == (5, 5, 2)
 
 
 def test_the_plan_is_that_of_the_smallest_job_of_its_degrees():
     config = load(FULL)
     plan = plan_file(config, described_world(config, SINGLE_PROCESS), [])
-    assert (plan.ranks, plan.layout, plan.micro_batches) == (4, "pipeline_stage 2, model_parallel 2", 16)
+    assert (plan.ranks, plan.steps.micro_batches) == (4, 16)
+    assert plan.degrees == {"pipeline_stage": 2, "model_parallel": 2}
 
 
 def test_a_model_without_sizes_is_planned_as_far_as_it_goes():

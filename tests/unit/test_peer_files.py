@@ -95,9 +95,9 @@ def plan_of(text: str) -> Plan:
 
 def test_a_file_for_ascend_is_planned_for_its_own_job():
     plan = plan_of(FINETUNE)
-    assert (plan.device, plan.ranks, plan.micro_batches) == ("Ascend", 16, 16)
-    assert plan.layout == "pipeline_stage 2, data_parallel 4, model_parallel 2"
-    assert plan.rows == 0 and "data on this machine" not in plan.schedule
+    assert (plan.device, plan.ranks, plan.steps.micro_batches) == ("Ascend", 16, 16)
+    assert plan.degrees == {"pipeline_stage": 2, "data_parallel": 4, "model_parallel": 2}
+    assert plan.data.rows == 0
     notes = [row[0] for row in plan_sections(plan, verbose=False)[0][1]][1:]
     assert len(notes) <= 12 and notes[0].startswith("- load_checkpoint is empty")  # what changes results comes first
     assert all("no effect" in note or "set with" in note or "computed again" in note or "change nothing" in note
@@ -237,7 +237,7 @@ def test_a_wrong_value_makes_no_further_problems():
 
 def test_a_model_folder_that_is_elsewhere_leaves_the_sizes_open():
     plan = plan_of(TEMPLATE)
-    assert plan.ranks == 8 and not plan.memory_bytes and plan.schedule == "CosineWithWarmUpLR"
+    assert plan.ranks == 8 and not plan.memory_bytes and plan.steps.schedule == "CosineWithWarmUpLR"
     assert "pretrained_model_dir /path/to/model" in "\n".join(plan.notices)
     assert "weights  not known" in sections_text(plan_sections(plan, verbose=False))
     here = failure(lambda: plan_of(TEMPLATE.replace('{device_target: "Ascend"}', '{device_target: "CPU"}')))

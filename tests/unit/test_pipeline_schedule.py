@@ -164,5 +164,6 @@ def test_a_stage_has_its_part_of_the_memory_and_of_the_data() -> None:
     file = str(REPOSITORY / "configs" / "quickstart.yaml")
     flags = {"use_parallel": True, "parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 8}
     plan = build_plan(load_config(file, [Override(key, str(value)) for key, value in flags.items()]), World(3, 4, 3, 4))
-    assert plan.backend.data_ranks == (1, 2) and plan.micro_batches == 8 and plan.rows_per_step == 2 * 8 * 32
+    assert plan.backend.data_ranks == (1, 2) and plan.steps.micro_batches == 8
+    assert plan.steps.rows_per_step == 2 * 8 * 32
     assert plan.memory_bytes["weights"] < 0.6 * memory_estimate(load_config(file), True, "CPU")["weights"]

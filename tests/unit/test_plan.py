@@ -20,6 +20,7 @@ from trainer.ops.host_library import OneDnn, find_onednn
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan import plan as plan_module
 from trainer.plan.memory import check_memory, memory_estimate, memory_notices
+from trainer.plan.plan import Plan
 from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run import prepare
 from trainer.run.prepare import build_plan
@@ -33,10 +34,16 @@ def plan_of(name: str, **flags: object):
     return build_plan(load_config(str(REPOSITORY / "configs" / f"{name}.yaml"), overrides))
 
 
+def row(plan: Plan, name: str) -> str:
+    """Returns what the plan's text says of a row; empty where it has none."""
+    rows = dict(row for _, section in plan_sections(plan, verbose=False) for row in section if len(row) == 2)
+    return rows.get(name, "")
+
+
 def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
     plan = plan_of("qwen3_tiny", output_dir=tmp_path, optimizer__eps=1e-6)
     assert plan.output_dir == str(tmp_path)
-    assert plan.optimizer == {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+    assert plan.steps.optimizer == {"type": "AdamW", "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
     text = " ".join(plan_text(plan).split())
     for part in (
         f"output_dir {tmp_path}",
@@ -45,13 +52,13 @@ def test_it_says_where_and_how_a_run_learns(tmp_path: Path) -> None:
         "schedule WarmUpStableDecayLR",
     ):
         assert part in text
-    assert json.loads(json.dumps(plan_dict(plan)))["schedule"] == "WarmUpStableDecayLR"
+    assert json.loads(json.dumps(plan_dict(plan)))["steps"]["schedule"] == "WarmUpStableDecayLR"
     off = plan_of("qwen3_tiny", runner_wrapper__use_clip_grad=False, optimizer="{type: SGD, momentum: 0.9}")
     values = plan_of("qwen3_tiny", runner_wrapper__clip_type="value", runner_wrapper__clip_value=0.5)
     groups = plan_of("qwen3_tiny", runner_wrapper__clip_by_group=True)
-    assert (values.clipping, groups.clipping) == ("each element to at most 0.5", "norm of each group at most 1")
-    assert off.clipping == "off"
-    assert off.optimizer == {"type": "SGD", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
+    told = [row(plan, "clipping") for plan in (values, groups, off)]
+    assert told == ["each element to at most 0.5", "norm of each group at most 1", "off"]
+    assert off.steps.optimizer == {"type": "SGD", "momentum": 0.9, "nesterov": False, "weight_decay": 0.0}
 
 
 def test_the_plan_counts_the_bad_records_that_are_skipped(tmp_path: Path) -> None:
@@ -59,7 +66,7 @@ def test_the_plan_counts_the_bad_records_that_are_skipped(tmp_path: Path) -> Non
     (tmp_path / "some.jsonl").write_text('{"messages": []}\n' + good + '{"text"\n')
     loader = f"{{type: JsonlDataset, dataset_dir: {tmp_path}/some.jsonl, bad_records: skip}}"
     found = plan_of("instructions", train_dataset__data_loader=loader, train_dataset__cache_dir=str(tmp_path / "cache"))
-    assert found.packing.bad_records == plan_dict(found)["packing"]["bad_records"] == 2
+    assert found.data.packing.bad_records == plan_dict(found)["data"]["packing"]["bad_records"] == 2
     assert "2 bad records skipped" in " ".join(plan_text(found).split())
     (note,) = (note for note in found.notices if "skipped" in note)
     assert "2 bad records of " in note and f"{tmp_path}/some.jsonl:1: messages = []" in note
@@ -67,35 +74,37 @@ def test_the_plan_counts_the_bad_records_that_are_skipped(tmp_path: Path) -> Non
 
 def test_the_plan_shows_packing_with_its_numbers() -> None:
     found = plan_of("instructions")
-    said = json.loads(json.dumps(plan_dict(found)))["packing"]
-    assert (said["packing"], said["sequences"], said["truncated"], said["dropped"]) == ("whole", found.rows, 0, 0)
+    said = json.loads(json.dumps(plan_dict(found)))["data"]["packing"]
+    assert (said["packing"], said["sequences"], said["truncated"], said["dropped"]) == ("whole", found.data.rows, 0, 0)
     text = " ".join(plan_text(found).split())
-    assert f"packing whole: {said['samples']} samples in {found.rows} sequences, {said['padding']:.1%} padding" in text
+    assert (
+        f"packing whole: {said['samples']} samples in {found.data.rows} sequences, {said['padding']:.1%} padding"
+    ) in text
     long = plan_of("instructions", model__model_config__seq_length=64, train_dataset__overlong="drop")
-    assert f"{long.packing.dropped} dropped" in plan_text(long) and long.packing.dropped > 0
-    assert any(f"{long.packing.dropped} of 203 samples of" in notice for notice in long.notices)
-    assert plan_of("instructions", train_dataset__packing="none").rows == said["samples"]
-    assert plan_of("quickstart").packing.packing == "cut"
+    assert f"{long.data.packing.dropped} dropped" in plan_text(long) and long.data.packing.dropped > 0
+    assert any(f"{long.data.packing.dropped} of 203 samples of" in notice for notice in long.notices)
+    assert plan_of("instructions", train_dataset__packing="none").data.rows == said["samples"]
+    assert plan_of("quickstart").data.packing.packing == "cut"
     synthetic = plan_of("quickstart", train_dataset__data_loader="{type: SyntheticDataset, num_samples: 40}")
-    assert synthetic.packing is None
+    assert synthetic.data.packing is None
 
 
 def test_plan_says_what_scales_the_loss_and_skips_steps() -> None:
     off = plan_of("quickstart")
-    assert (off.loss_scale, off.skipping) == ("off", "")
+    assert (row(off, "loss scale"), row(off, "skipped")) == ("off", "")
     scaled = plan_of("quickstart", runner_wrapper__scale_sense="{scale_window: 20}")
-    assert scaled.loss_scale == "dynamic from 65536, x 2 after 20 steps without overflow, / 2 on overflow"
+    assert row(scaled, "loss scale") == "dynamic from 65536, x 2 after 20 steps without overflow, / 2 on overflow"
     fixed = plan_of("quickstart", runner_wrapper__scale_sense=128, runner_wrapper__use_skip_data_by_global_norm=True)
-    assert (fixed.loss_scale, "skipped" in plan_text(fixed)) == ("fixed, 128", True)
-    assert fixed.skipping == "steps whose norm is above 1; 10 in a row end the run"
+    assert row(fixed, "loss scale") == "fixed, 128"
+    assert row(fixed, "skipped") == "steps whose norm is above 1; 10 in a row end the run"
 
 
 def test_the_schedule_shows_the_end_of_a_short_warm_up() -> None:
-    rates = dict(plan_of("qwen3_tiny", lr_schedule__warmup_steps=3).learning_rates)
+    rates = dict(plan_of("qwen3_tiny", lr_schedule__warmup_steps=3).steps.learning_rates)
     assert list(rates) == [1, 4, 10, 25, 50, 75, 100] and rates[4] == 0.003 > rates[1]
 
     def steps_of(schedule: str) -> list[int]:
-        rates = dict(plan_of("quickstart", lr_schedule=schedule, runner_config__stop_step=5).learning_rates)
+        rates = dict(plan_of("quickstart", lr_schedule=schedule, runner_config__stop_step=5).steps.learning_rates)
         assert max(rates.values()) == pytest.approx(0.1)
         return list(rates)
 
@@ -109,14 +118,14 @@ def test_a_plan_without_training_shows_no_weight_decay(tmp_path: Path) -> None:
     shapes = parameter_shapes(plan_of("qwen3_tiny").backend.config.decoder)
     save_file({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
     plan = plan_of("qwen3_tiny", run_mode="eval", load_checkpoint=tmp_path)
-    assert plan.groups == () and plan.weights == plan_of("qwen3_tiny").weights
+    assert plan.model.groups == () and plan.model.weights == plan_of("qwen3_tiny").model.weights
     text = plan_text(plan)
-    assert f"{plan.weights:,}" in text and "decay" not in text
+    assert f"{plan.model.weights:,}" in text and "decay" not in text
 
 
 def test_muon_names_the_groups_that_each_rule_updates() -> None:
     plan = plan_of("qwen3_tiny", optimizer="{type: Muon, weight_decay: 0.2}")
-    assert [(group.name, group.weight_decay, group.tensors) for group in plan.groups] == [
+    assert [(group.name, group.weight_decay, group.tensors) for group in plan.model.groups] == [
         ("matrices, by Muon", 0.2, 14),
         ("embedding and head, by AdamW", 0.2, 2),
         ("norms and biases, by AdamW", 0.0, 9),
@@ -148,11 +157,11 @@ def test_it_says_how_the_layers_are_computed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_of_an_evaluation_are_those_it_reads() -> None:
-    assert plan_of("qwen3_tiny").eval_rows == 8 * 16, "max_batches of batch_size rows"
-    assert plan_of("qwen3_tiny", train_dataset__max_batches=2, runner_config__batch_size=4).eval_rows == 8
-    everything = plan_of("qwen3_tiny", train_dataset__max_batches=0).eval_rows
+    assert plan_of("qwen3_tiny").data.eval_rows == 8 * 16, "max_batches of batch_size rows"
+    assert plan_of("qwen3_tiny", train_dataset__max_batches=2, runner_config__batch_size=4).data.eval_rows == 8
+    everything = plan_of("qwen3_tiny", train_dataset__max_batches=0).data.eval_rows
     assert everything is not None and everything > 128
-    assert plan_of("qwen3_tiny", do_eval=False).eval_rows is None
+    assert plan_of("qwen3_tiny", do_eval=False).data.eval_rows is None
 
 
 def test_notes_are_a_list() -> None:

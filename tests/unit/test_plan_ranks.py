@@ -32,15 +32,15 @@ def text_of(config: Config, world: World) -> str:
 def test_the_global_batch_is_that_of_all_ranks() -> None:
     config = config_of(runner_config__batch_size=4, runner_config__gradient_accumulation_steps=2)
     one, eight = build_plan(config), build_plan(config, world_of(8))
-    assert (one.ranks, one.layout, one.rows_per_step, one.tokens_per_step) == (1, "", 8, 8 * 128)
-    assert (eight.ranks, eight.layout, eight.rows_per_step) == (8, "data_parallel 8", 64)
-    assert eight.tokens_per_step == 64 * 128 and eight.batch_rows == 4
-    assert eight.rows == one.rows
-    assert eight.steps_per_epoch == -(-(one.rows // 32) // 2)
+    assert (one.ranks, one.degrees, one.steps.rows_per_step, one.steps.tokens_per_step) == (1, {}, 8, 8 * 128)
+    assert (eight.ranks, eight.degrees, eight.steps.rows_per_step) == (8, {"data_parallel": 8}, 64)
+    assert eight.steps.tokens_per_step == 64 * 128 and eight.steps.batch_rows == 4
+    assert eight.data.rows == one.data.rows
+    assert eight.steps.steps_per_epoch == -(-(one.data.rows // 32) // 2)
     same = config_of(runner_config__batch_size=32, runner_config__gradient_accumulation_steps=2)
-    assert build_plan(same).steps_per_epoch == eight.steps_per_epoch
+    assert build_plan(same).steps.steps_per_epoch == eight.steps.steps_per_epoch
     kept = config_of(runner_config__batch_size=4, train_dataset__drop_remainder=False)
-    assert build_plan(kept, world_of(8)).steps_per_epoch == -(-one.rows // 32)
+    assert build_plan(kept, world_of(8)).steps.steps_per_epoch == -(-one.data.rows // 32)
     text = text_of(config, world_of(8))
     assert "ranks 8: data_parallel 8" in text
     assert "optimizer step 2 micro-batches of 4 sequences on each rank: 64 sequences, 8,192 tokens" in text
@@ -49,8 +49,8 @@ def test_the_global_batch_is_that_of_all_ranks() -> None:
 
 def test_an_evaluation_reads_its_batches_on_every_rank() -> None:
     config = config_of(train_dataset__max_batches=2, runner_config__batch_size=4)
-    assert build_plan(config).eval_rows == 8
-    assert build_plan(config, world_of(4)).eval_rows == 32
+    assert build_plan(config).data.eval_rows == 8
+    assert build_plan(config, world_of(4)).data.eval_rows == 32
 
 
 def test_sharing_cuts_the_optimizer_state() -> None:
@@ -68,7 +68,7 @@ def test_sharing_cuts_the_optimizer_state() -> None:
     assert memory_estimate(none, True, "CPU", world_of(8)) == whole
     text = text_of(shared, world_of(8))
     assert "optimizer state 1/8 on each rank; parameters below 64 KiB whole on all" in text
-    assert build_plan(shared).optimizer_sharing == ""
+    assert build_plan(shared).steps.sharing is None
 
 
 def test_levels_cut_gradients_and_weights() -> None:
@@ -123,11 +123,10 @@ def test_the_memory_of_ranks_that_divide_a_model_is_near_what_was_measured(
 
 def test_memory_counts_the_ranks_of_a_host() -> None:
     plan = build_plan(config_of(), world_of(16, 4))
-    assert plan.host_memory_bytes == 4 * plan.memory_bytes["total"]
     text = plan_text(plan)
     assert "16, 4 of them on this host: data_parallel 16" in text
     assert (
-        f"4 ranks of this host{plan.host_memory_bytes / MIB:>10,.0f}".split()
+        f"4 ranks of this host{4 * plan.memory_bytes['total'] / MIB:>10,.0f}".split()
         == text[text.index("4 ranks") :].split()[:6]
     )
     assert list(memory_notices(100 * MIB, 400 * MIB, ranks=4)) == []
@@ -140,14 +139,14 @@ def test_memory_counts_the_ranks_of_a_host() -> None:
 def test_the_command_plans_for_a_job_that_is_not_there(capsys: pytest.CaptureFixture) -> None:
     assert dispatch(["plan", "--config", QUICKSTART, "--ranks", "8", "--local_ranks=2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["ranks"], found["host_ranks"], found["rows_per_step"]) == (8, 2, 256)
+    assert (found["ranks"], found["host_ranks"], found["steps"]["rows_per_step"]) == (8, 2, 256)
 
 
 def test_the_command_sees_the_job_around_it(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MS_WORKER_NUM", "4")
     monkeypatch.setenv("RANK_ID", "3")
     assert dispatch(["plan", "--config", QUICKSTART, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["layout"] == "data_parallel 4"
+    assert json.loads(capsys.readouterr().out)["degrees"] == {"data_parallel": 4}
 
 
 @pytest.mark.parametrize(

@@ -40,12 +40,12 @@ from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ArrayPart, PartOfArray, as_part, whole_array
 from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.plan.plan import Plan, Resumption
 from trainer.storage.tensor_file import StoredArray, float32_entries
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.models.decoder import Decoder
-    from trainer.plan.plan import Plan
     from trainer.step.train_step import Saved
 
 OPTIMIZER = "optimizer"
@@ -333,11 +333,8 @@ class _CheckedArrays(Mapping[str, StoredArray]):
 def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
     """The plan of a resumed run: the position from which it continues, and the settings that differ."""
     position = resumed.position
-    batch = f"epoch {position.epoch + 1}, micro-batch {position.batch + 1}"
-    done = position.step >= plan.last_step
-    left = "no step is left" if done else f"continues with step {position.step + 1} ({batch})"
-    text = f"{resumed.path}: step {position.step} is done, {left}"
-    return replace(plan, resumed=text, notices=(*plan.notices, *resumed.notices))
+    resumes = Resumption(str(resumed.path), position.step, position.epoch, position.batch)
+    return replace(plan, resumes=resumes, notices=(*plan.notices, *resumed.notices))
 
 
 def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:

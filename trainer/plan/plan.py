@@ -13,14 +13,11 @@ from trainer.config import config_notices
 from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
 from trainer.config.notice import Notice
 from trainer.config.patterns import read_pattern
-from trainer.config.recompute import recompute_text, recomputed_parts
-from trainer.config.schema.runner import LossScaleSection
+from trainer.config.recompute import recomputed_parts
 from trainer.device.resolve import device_notices
-from trainer.models.spec.adapters import adapter_spec, layer_targets
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import is_buffer
-from trainer.models.spec.shapes import adapted_projections, all_shapes
-from trainer.models.spec.sublayers import attention_spec
+from trainer.models.spec.shapes import all_shapes
 from trainer.ops.host_library import find_onednn
 from trainer.ops.precision import PartDtype
 from trainer.ops.select import (
@@ -32,7 +29,7 @@ from trainer.ops.select import (
     select_kernels,
 )
 from trainer.optim.freeze import freeze_notices, trained_shapes
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.division import Division, division
@@ -43,7 +40,7 @@ from trainer.plan.pipeline import PipelinePlan, pipeline_plan
 from trainer.plan.traffic import TrafficPlan, traffic_plan
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
     from trainer.data.batches.blend import SourceShare
     from trainer.data.batches.loader import EvalBatches, Progress, TrainingBatches
     from trainer.data.batches.packing import PackingReport
@@ -67,61 +64,129 @@ class Group:
     weights: int
 
 
+NO_WEIGHTS = Group("frozen", 0.0, 0, 0)
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """The model. Without sizes, which may be in a folder elsewhere, all counts are 0.
+
+    Attributes:
+        weights: Trained ones.
+        active_weights: Those that compute one token; fewer than all only with experts.
+        groups: None where nothing is trained.
+        recomputed: What each layer that has a backward pass computes again in it, see `recomputed_parts`.
+    """
+
+    weights: int = 0
+    active_weights: int = 0
+    frozen: Group = NO_WEIGHTS
+    groups: tuple[Group, ...] = ()
+    kernels: tuple[KernelChoice, ...] = ()
+    dtypes: dict[str, PartDtype] = field(default_factory=dict)
+    experts: dict[str, str] = field(default_factory=dict)
+    recomputed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class DataPlan:
+    """What is trained or evaluated on.
+
+    Attributes:
+        rows: Sequences (or images) of an epoch; 0 where the data is not here.
+        eval_rows: Those of an evaluation; None without one.
+        packing: None where nothing is packed.
+        sources: Empty where there is one.
+        labels: What a row has labels for: tokens, or images.
+        batches: The opened data.
+    """
+
+    rows: int
+    eval_rows: int | None
+    packing: PackingReport | None
+    sources: tuple[SourceShare, ...]
+    labels: str
+    batches: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class StepsPlan:
+    """The optimizer steps; 0 for each count that is not known without the data.
+
+    Attributes:
+        batch_rows: Rows of a micro-batch on a rank.
+        rows_per_step, tokens_per_step: Those of a full step, over all ranks.
+        flops_per_row: Model FLOPs of a row, see `trainer.plan.flops`.
+        total_steps: Those of the whole schedule.
+        last_step: Where this run ends.
+        schedule: Its type.
+        learning_rates: (step from 1, rate) at some steps.
+        optimizer: Its type and the numbers of its update rule.
+        sharing: None where each rank has the whole state.
+    """
+
+    batch_rows: int
+    micro_batches: int
+    rows_per_step: int
+    tokens_per_step: int
+    flops_per_row: float
+    steps_per_epoch: int
+    epochs: int
+    total_steps: int
+    last_step: int
+    schedule: str
+    learning_rates: tuple[tuple[int, float], ...]
+    optimizer: dict[str, Any]
+    sharing: Sharing | None
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks shard the optimizer's state: from so many bytes of a parameter on; `level` as in the configuration."""
+
+    ranks: int
+    level: str
+    least_bytes: int
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run continues: a checkpoint, its step, and the position from 0 in the data."""
+
+    checkpoint: str
+    step: int
+    epoch: int
+    batch: int
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Everything `plan` says; the sentences among its values are empty where there is nothing to say."""
+    """Everything `plan` says, as values; `trainer.plan.render` has the words.
+
+    Attributes:
+        host_ranks: The ranks on this host.
+        degrees: Of parallelism, those above 1.
+        memory_bytes: Those of a rank, by part and in total; empty where they are not known.
+    """
 
     run_mode: str
     device: str
     ranks: int
-    host_ranks: int  # on this host
-    layout: str  # the degrees of parallelism
-    optimizer_sharing: str
+    host_ranks: int
+    degrees: dict[str, int]
     execution: str
     output_dir: str
-    optimizer: dict[str, Any]
-    clipping: str
-    loss_scale: str
-    skipping: str  # which steps update nothing
-    saving: str  # which checkpoints are made and kept
-    early_stop: str
-    schedule: str
-    kernels: tuple[KernelChoice, ...]
-    groups: tuple[Group, ...]  # none where nothing is trained
-    weights: int  # trained ones
-    active_weights: int  # compute one token; fewer than all only with experts
-    experts: dict[str, str]
-    frozen: Group
-    adapters: str
-    recompute: str
-    dtypes: dict[str, PartDtype]
-    rows: int  # sequences (or images) of an epoch
-    rows_exact: bool
-    packing: PackingReport | None  # of the data that is trained or evaluated on; None where nothing is packed
-    sources: tuple[SourceShare, ...]  # empty where there is one
-    batch_rows: int  # of a micro-batch on a rank
-    micro_batches: int
-    rows_per_step: int  # of a full step, over all ranks
-    tokens_per_step: int
-    flops_per_row: float  # model FLOPs of a sequence or image, see `trainer.plan.flops`
-    steps_per_epoch: int
-    epochs: int
-    total_steps: int
-    last_step: int  # where this run ends
-    learning_rates: tuple[tuple[int, float], ...]  # (step from 1, rate) at some steps
-    memory_bytes: dict[str, int]  # of a rank, by part and in total
-    host_memory_bytes: int
-    eval_rows: int | None  # None without an evaluation
+    resumes: Resumption | None
+    model: ModelPlan
+    data: DataPlan
+    steps: StepsPlan
+    memory_bytes: dict[str, int]
+    division: Division | None
+    traffic: TrafficPlan | None  # of a step
+    pipeline: PipelinePlan | None
     notices: tuple[str, ...]
-    labels: str = "tokens"  # what tokens_per_step counts: tokens, or images
-    resumed: str = ""
-    attention: str = ""  # multi-head latent attention in words; empty for another
-    dropout: str = ""  # of a training; empty without
-    division: Division | None = None  # of the model among the ranks
-    traffic: TrafficPlan | None = None  # of a step
-    pipeline: PipelinePlan | None = None
-    backend: TrainingBackend | None = field(default=None, repr=False)
-    data: TrainingBatches | EvalBatches | None = field(default=None, repr=False)
+    config: Config = field(repr=False)
+    backend: TrainingBackend = field(repr=False)
 
 
 def plan_run(
@@ -142,69 +207,92 @@ def plan_run(
         UserError: The data cannot be read, or fills no batch.
         RunError: The token file cannot be written.
     """
-    settings, runner, trains = config.network, config.runner_config, config.trains
-    degrees, precision = degrees_of(config, world), precision_of(config, device, world)
-    kernels = select_kernels(settings, device, precision)
-    every = all_shapes(settings)
-    inactive = 0 if config.classifier is not None else inactive_weights(model_spec(config.decoder))
-    shapes = trained_shapes(config) if trains else every
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type) if trains else ()
+    degrees = degrees_of(config, world)
     notices = _notices(config, world, backend, device, memory_bytes)
-    read, ranks, reads = backend.data_config.runner_config, backend.data_ranks[1], trains and opens_data
-    data, steps = _open_data(config, backend, progress, notices) if opens_data else (None, 0)
-    epochs, total, last = _run_length(config, steps)
-    step_rows = read.batch_size * ranks * read.gradient_accumulation_steps
+    data, steps_per_epoch = _open_data(config, backend, progress, notices) if opens_data else (None, 0)
     return Plan(
         run_mode=config.run_mode,
         device=device,
         ranks=world.size,
         host_ranks=world.local_size,
-        layout=", ".join(f"{name} {size}" for name, size in degrees._asdict().items() if size > 1),
-        optimizer_sharing=_optimizer_sharing(config, world) if trains else "",
+        degrees={name: size for name, size in degrees._asdict().items() if size > 1},
         execution=backend.execution(device),
         output_dir=str(Path(config.output_dir).expanduser()),
-        optimizer={name: getattr(config.optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[config.optimizer.type])},
-        clipping=_clipping(config),
-        loss_scale=_loss_scale(config),
-        skipping=_skipping(config),
-        saving=_saving(config) if trains else "",
-        early_stop=_early_stop(config) if trains else "",
-        schedule=config.lr_schedule.type,
-        kernels=kernels,
-        groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
+        resumes=None,
+        model=_model_plan(config, world, device),
+        data=_data_plan(config, data),
+        steps=_steps_plan(config, world, backend, steps_per_epoch),
+        memory_bytes=dict(memory_bytes),
+        division=division(config, world),
+        traffic=traffic_plan(config, world, device) if config.trains else None,
+        pipeline=pipeline_plan(config, degrees.pipeline_stage) if config.trains else None,
+        notices=tuple(notices),
+        config=config,
+        backend=backend,
+    )
+
+
+def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
+    settings, precision = config.network, precision_of(config, device, world)
+    kernels = select_kernels(settings, device, precision)
+    every = all_shapes(settings)
+    inactive = 0 if config.classifier is not None else inactive_weights(model_spec(config.decoder))
+    shapes = trained_shapes(config) if config.trains else every
+    groups: tuple[ParameterGroup, ...] = ()
+    recomputed: tuple[str, ...] = ()
+    if config.trains:
+        groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+        # Of the layers that have a backward pass: from the first trained one on.
+        first = max(model_spec(config.decoder).first_reached(trained_shapes(config)), 0)
+        recomputed = ("",) * first + recomputed_parts(config)[first:]
+    return ModelPlan(
         weights=sum(math.prod(shape) for shape in shapes.values()),
         active_weights=sum(map(math.prod, every.values())) - inactive,
-        experts=experts_plan(config),
         frozen=_group("frozen", 0.0, {n: s for n, s in every.items() if n not in shapes and not is_buffer(n)}),
-        adapters=_adapters(config.decoder),
-        recompute=_recompute(config) if trains else "",
+        groups=tuple(_group(g.name, g.weight_decay, {name: shapes[name] for name in g.parameters}) for g in groups),
+        kernels=kernels,
         dtypes=part_dtypes(settings, precision, kernels),
-        rows=data.dataset.num_sequences if reads else 0,
-        rows_exact=True,
+        experts=experts_plan(config),
+        recomputed=recomputed,
+    )
+
+
+def _data_plan(config: Config, data: TrainingBatches | EvalBatches | None) -> DataPlan:
+    trains = config.trains and data is not None
+    return DataPlan(
+        rows=data.dataset.num_sequences if trains else 0,
+        eval_rows=_eval_rows(data.evaluation if trains else data),
         packing=data.dataset.packing if data is not None else None,
         sources=getattr(data.dataset, "shares", ()) if data is not None else (),
-        batch_rows=runner.batch_size,
-        micro_batches=read.gradient_accumulation_steps,
-        rows_per_step=step_rows,
-        tokens_per_step=step_rows * settings.labels_per_sequence,
+        labels=config.network.labels_text,
+        batches=data,
+    )
+
+
+def _steps_plan(config: Config, world: World, backend: TrainingBackend, steps_per_epoch: int) -> StepsPlan:
+    batch = backend.data_config.runner_config
+    rows = batch.batch_size * backend.data_ranks[1] * batch.gradient_accumulation_steps
+    epochs, total, last = _run_length(config, steps_per_epoch)
+    sharing = None
+    if config.trains and shards_optimizer(config, world):
+        degrees = degrees_of(config, world)
+        ranks = degrees.data_parallel * degrees.context_parallel
+        sharing = Sharing(ranks, sharing_level(config), shard_threshold_bytes(config))
+    optimizer = config.optimizer
+    return StepsPlan(
+        batch_rows=config.runner_config.batch_size,
+        micro_batches=batch.gradient_accumulation_steps,
+        rows_per_step=rows,
+        tokens_per_step=rows * config.network.labels_per_sequence,
         flops_per_row=flops_per_sequence(config),
-        steps_per_epoch=steps,
+        steps_per_epoch=steps_per_epoch,
         epochs=epochs,
         total_steps=total,
         last_step=last,
+        schedule=config.lr_schedule.type,
         learning_rates=_learning_rates(config, total, last) if total else (),
-        memory_bytes=memory_bytes,
-        host_memory_bytes=memory_bytes["total"] * world.local_size,
-        eval_rows=_eval_rows(data.evaluation if reads else data),
-        notices=tuple(notices),
-        labels=settings.labels_text,
-        attention=_attention(config.decoder),
-        dropout=_dropout(config.decoder) if trains and config.classifier is None else "",
-        division=division(config, world),
-        traffic=traffic_plan(config, world, device) if trains else None,
-        pipeline=pipeline_plan(config, degrees.pipeline_stage) if trains else None,
-        backend=backend,
-        data=data,
+        optimizer={name: getattr(optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[optimizer.type])},
+        sharing=sharing,
     )
 
 
@@ -214,12 +302,6 @@ def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
     epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
     total = min(runner.max_steps or steps * epochs, steps * epochs)
     return epochs, total, min(total, runner.stop_step or total)
-
-
-def _recompute(config: Config) -> str:
-    """Of the layers that have a backward pass: from the first trained one on."""
-    first = max(model_spec(config.decoder).first_reached(trained_shapes(config)), 0)
-    return recompute_text(("",) * first + recomputed_parts(config)[first:])
 
 
 def _open_data(
@@ -270,88 +352,6 @@ def _record_notices(config: Config) -> Iterator[Notice]:
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
     return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
-
-
-def _optimizer_sharing(config: Config, world: World) -> str:
-    if not shards_optimizer(config, world):
-        return ""
-    degrees, least, level = degrees_of(config, world), shard_threshold_bytes(config), sharing_level(config)
-    more = {"level2": ", and of the gradients", "level3": ", and of the gradients and weights"}.get(level, "")
-    shares = f"1/{degrees.data_parallel * degrees.context_parallel} on each rank{more}"
-    return shares + (f"; parameters below {least >> 10} KiB whole on all" if least else "")
-
-
-def _attention(settings: ModelConfig) -> str:
-    attention = attention_spec(settings)
-    latent = attention.latent
-    if latent is None:
-        return ""
-    queries = f"queries from {latent.query_rank:,} numbers, " if latent.query_rank else ""
-    cached = f"prediction caches {sum(attention.cache_widths):,} numbers a token and layer"
-    return f"multi-head latent: {queries}keys and values from {latent.key_value_rank:,}; {cached}"
-
-
-def _dropout(settings: ModelConfig) -> str:
-    attention = attention_spec(settings)
-    rates = {"attention weights": attention.dropout, "outputs of sublayers": attention.output_dropout}
-    return ", ".join(f"{rate:g} of {name}" for name, rate in rates.items() if rate)
-
-
-def _adapters(settings: ModelConfig) -> str:
-    adapter = adapter_spec(settings)
-    if adapter is None:
-        return ""
-    names = [name.split(".")[-1] for name in adapted_projections(settings)]
-    layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
-    where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
-    dropout = f", dropout {adapter.dropout:g}" if adapter.dropout else ""
-    return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on {' '.join(names)}{where}"
-
-
-def _clipping(config: Config) -> str:
-    wrapper = config.runner_wrapper
-    if not wrapper.use_clip_grad:
-        return "off"
-    if wrapper.clip_type == "value":
-        return f"each element to at most {wrapper.clip_value:g}"
-    return f"{'norm of each group' if wrapper.clip_by_group else 'global norm'} at most {wrapper.max_grad_norm:g}"
-
-
-def _loss_scale(config: Config) -> str:
-    sense = config.runner_wrapper.scale_sense
-    if not isinstance(sense, LossScaleSection):
-        return "off" if sense == 1 else f"fixed, {sense:g}"
-    if sense.type == "FixedLossScaleUpdateCell":
-        return f"fixed, {sense.loss_scale_value:g}"
-    steps = f"x {sense.scale_factor} after {sense.scale_window} steps without overflow"
-    return f"dynamic from {sense.loss_scale_value:g}, {steps}, / {sense.scale_factor} on overflow"
-
-
-def _skipping(config: Config) -> str:
-    wrapper = config.runner_wrapper
-    if not wrapper.use_skip_data_by_global_norm:
-        return ""
-    count = wrapper.global_norm_spike_count_threshold
-    return f"steps whose norm is above {wrapper.global_norm_spike_threshold:g}; {count} in a row end the run"
-
-
-def _saving(config: Config) -> str:
-    saver = config.checkpoint_monitor
-    every = f"every {saver.save_checkpoint_steps} steps and at" if saver.save_checkpoint_steps else "at"
-    best = ""
-    if saver.keep_best:
-        best = " and the best" if saver.keep_best == 1 else f" and the best {saver.keep_best}"
-        best += " by eval loss"
-    return f"{every} the end; the newest {saver.keep_checkpoint_max}{best} are kept"
-
-
-def _early_stop(config: Config) -> str:
-    section = config.early_stop
-    if section is None:
-        return ""
-    least = f" by more than {section.min_delta:g}" if section.min_delta else ""
-    count = f"{section.patience} evaluations in a row" if section.patience > 1 else "the first evaluation"
-    return f"after {count} without a lower eval loss{least}"
 
 
 def _eval_rows(data: EvalBatches | None) -> int | None:

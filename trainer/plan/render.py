@@ -11,15 +11,21 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from trainer.config.notice import NoticeKind
+from trainer.config.recompute import recompute_text
+from trainer.config.schema.runner import LossScaleSection
+from trainer.models.spec.adapters import adapter_spec, layer_targets
+from trainer.models.spec.shapes import adapted_projections
+from trainer.models.spec.sublayers import attention_spec
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from trainer.config import Config, ModelConfig
     from trainer.data.batches.blend import SourceShare
     from trainer.plan.division import Division
     from trainer.plan.pipeline import PipelinePlan
-    from trainer.plan.plan import Plan
+    from trainer.plan.plan import DataPlan, ModelPlan, Plan, Sharing, StepsPlan
     from trainer.plan.traffic import TrafficPlan
 
 Rows: TypeAlias = list[tuple[str, ...]]
@@ -33,9 +39,10 @@ _KINDS = get_args(NoticeKind)  # the most important first
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """The plan as plain values, for `plan --json`."""
-    values = asdict(replace(plan, backend=None, data=None))
-    return {name: value for name, value in values.items() if name not in ("backend", "data")}
+    """Returns the plan as plain values, for `plan --json`."""
+    values = asdict(replace(plan, config=None, backend=None, data=replace(plan.data, batches=None)))
+    del values["config"], values["backend"], values["data"]["batches"]
+    return values
 
 
 def plan_text(plan: Plan) -> str:
@@ -59,14 +66,13 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
         found.append(_traffic(plan.traffic))
     if plan.pipeline is not None:
         found.append(("pipeline", _pipeline_rows(plan.pipeline)))
-    if plan.experts:
-        found.append(("experts", [("", ""), *plan.experts.items()]))
-    if plan.run_mode in ("train", "finetune"):
+    if plan.model.experts:
+        found.append(("experts", [("", ""), *plan.model.experts.items()]))
+    if plan.config.trains:
         found.append(("steps", _step_rows(plan)))
-    if plan.eval_rows is not None:
-        unit = "sequences" if plan.labels == "tokens" else plan.labels
-        rows = [("", ""), ("data", counted(plan.eval_rows, unit))]
-        found.append(("evaluation", rows + (_packing_rows(plan) if plan.run_mode == "eval" else [])))
+    if plan.data.eval_rows is not None:
+        rows = [("", ""), ("data", counted(plan.data.eval_rows, _unit(plan.data)))]
+        found.append(("evaluation", rows + (_packing_rows(plan.data) if plan.run_mode == "eval" else [])))
     found += _details(plan) if verbose else ()
     return [*found, _memory(plan, verbose)] if plan.memory_bytes else found
 
@@ -93,26 +99,36 @@ def _run_rows(plan: Plan) -> Rows:
     rows: Rows = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
     if plan.ranks > 1:
         hosts = "" if plan.host_ranks == plan.ranks else f", {plan.host_ranks} of them on this host"
-        rows.append(("ranks", f"{plan.ranks}{hosts}: {plan.layout}"))
+        degrees = ", ".join(f"{name} {size}" for name, size in plan.degrees.items())
+        rows.append(("ranks", f"{plan.ranks}{hosts}: {degrees}"))
     rows += [("execution", plan.execution), ("output_dir", plan.output_dir)]
-    return [*rows, ("resumes", plan.resumed)] if plan.resumed else rows
+    if plan.resumes is not None:
+        done = plan.resumes.step >= plan.steps.last_step
+        batch = f"epoch {plan.resumes.epoch + 1}, micro-batch {plan.resumes.batch + 1}"
+        left = "no step is left" if done else f"continues with step {plan.resumes.step + 1} ({batch})"
+        rows.append(("resumes", f"{plan.resumes.checkpoint}: step {plan.resumes.step} is done, {left}"))
+    return rows
 
 
 def _model_rows(plan: Plan, verbose: bool) -> Rows:
-    rows: Rows = [("", ""), ("weights", _weights(plan))]
-    rows += [("attention", plan.attention)] if plan.attention else []
-    rows += [("adapters", plan.adapters)] if plan.adapters else []
-    rows += [("dropout", plan.dropout)] if plan.dropout else []
-    rows += [("recompute", plan.recompute)] if plan.recompute else []
+    model, settings = plan.model, plan.config.decoder
+    rows: Rows = [("", ""), ("weights", _weights(model))]
+    parts = {}
+    if model.weights + model.frozen.weights:  # otherwise its sizes are not known
+        parts = {"attention": _attention(settings), "adapters": _adapters(settings)}
+        if plan.config.trains and plan.config.classifier is None:
+            parts["dropout"] = _dropout(settings)
+    parts["recompute"] = recompute_text(model.recomputed)
+    rows += [(name, text) for name, text in parts.items() if text]
     if verbose:
         return rows
-    fused = [choice.kernel for choice in plan.kernels if choice.fused]
-    others = [choice.kernel for choice in plan.kernels if not choice.fused]
-    if plan.kernels and plan.device != "CPU":  # where there are no fused ones, and `execution` says it all
+    fused = [choice.kernel for choice in model.kernels if choice.fused]
+    others = [choice.kernel for choice in model.kernels if not choice.fused]
+    if model.kernels and plan.device != "CPU":  # where there are no fused ones, and `execution` says it all
         parts = [f"{kind}: {' '.join(names)}" for kind, names in (("fused", fused), ("reference", others)) if names]
         rows.append(("kernels", "; ".join(parts) if fused else "reference for all"))
     parts_of: dict[str, list[str]] = {}
-    for part, dtype in plan.dtypes.items():
+    for part, dtype in model.dtypes.items():
         parts_of.setdefault(dtype.dtype, []).append(part)
     listed = "; ".join(f"{dtype}: {', '.join(parts)}" for dtype, parts in parts_of.items())
     return [*rows, ("dtypes", listed if len(parts_of) > 1 else f"{next(iter(parts_of))} for all")]
@@ -195,41 +211,128 @@ def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
     ]
 
 
-def _steps(plan: Plan) -> str:
-    """Those of a run of whole epochs, or of so many steps."""
-    if plan.total_steps == plan.steps_per_epoch * plan.epochs:
-        return f"{plan.steps_per_epoch:,} an epoch x {plan.epochs} = {plan.total_steps:,}"
-    return f"{plan.total_steps:,}; an epoch has {plan.steps_per_epoch:,}"
+def _unit(data: DataPlan) -> str:
+    return "sequences" if data.labels == "tokens" else data.labels
+
+
+def _steps(steps: StepsPlan) -> str:
+    """Those of a run of whole epochs, or of so many steps; and where this run ends before."""
+    ends = "" if steps.last_step == steps.total_steps else f"; this run ends after step {steps.last_step}"
+    if steps.total_steps == steps.steps_per_epoch * steps.epochs:
+        return f"{steps.steps_per_epoch:,} an epoch x {steps.epochs} = {steps.total_steps:,}{ends}"
+    return f"{steps.total_steps:,}; an epoch has {steps.steps_per_epoch:,}{ends}"
 
 
 def _step_rows(plan: Plan) -> Rows:
-    unit = "sequences" if plan.labels == "tokens" else plan.labels
-    batch = counted(plan.batch_rows, unit)
-    step = f"{plan.micro_batches} micro-batch{'es' if plan.micro_batches > 1 else ''} of {batch}"
-    step += f" on each rank: {counted(plan.rows_per_step, unit)}" if plan.ranks > 1 else ""
-    step += f", {counted(plan.tokens_per_step, plan.labels)}" if plan.tokens_per_step else ""
-    step += f", {_operations(plan.flops_per_row * plan.rows_per_step)}" if plan.flops_per_row else ""
-    ends = "" if plan.last_step == plan.total_steps else f"; this run ends after step {plan.last_step}"
-    known = plan.rows > 0
+    steps, data, config, unit = plan.steps, plan.data, plan.config, _unit(plan.data)
+    batch = counted(steps.batch_rows, unit)
+    step = f"{steps.micro_batches} micro-batch{'es' if steps.micro_batches > 1 else ''} of {batch}"
+    step += f" on each rank: {counted(steps.rows_per_step, unit)}" if plan.ranks > 1 else ""
+    step += f", {counted(steps.tokens_per_step, data.labels)}" if steps.tokens_per_step else ""
+    step += f", {_operations(steps.flops_per_row * steps.rows_per_step)}" if steps.flops_per_row else ""
     rows: Rows = [
         ("", ""),
-        ("data", f"{counted(plan.rows, unit)} an epoch" if plan.rows else "not known, it is not on this machine"),
-        *_packing_rows(plan),
+        ("data", f"{counted(data.rows, unit)} an epoch" if data.rows else "not known, it is not on this machine"),
+        *_packing_rows(data),
         ("optimizer step", step),
-        *([("steps", f"{_steps(plan)}{ends}")] * known),
-        ("optimizer", ", ".join(_shown(name, value) for name, value in plan.optimizer.items())),
     ]
-    rows += [("optimizer state", plan.optimizer_sharing)] if plan.optimizer_sharing else []
-    rows += [("clipping", plan.clipping), ("loss scale", plan.loss_scale)]
-    rows += [("skipped", plan.skipping)] if plan.skipping else []
-    rows += [("checkpoints", plan.saving)] + ([("early stop", plan.early_stop)] if plan.early_stop else [])
-    rows.append(("schedule", plan.schedule))
-    if plan.learning_rates:
-        highest = max(rate for _, rate in plan.learning_rates)
-        chosen = {plan.learning_rates[0][0], plan.last_step, next(n for n, r in plan.learning_rates if r == highest)}
-        rates = ", ".join(f"{rate:.3e} at step {step:,}" for step, rate in plan.learning_rates if step in chosen)
+    if data.rows:
+        rows.append(("steps", _steps(steps)))
+    rows.append(("optimizer", ", ".join(_shown(name, value) for name, value in steps.optimizer.items())))
+    if steps.sharing is not None:
+        rows.append(("optimizer state", _sharing(steps.sharing)))
+    rows += [("clipping", _clipping(config)), ("loss scale", _loss_scale(config))]
+    texts = {"skipped": _skipping(config), "checkpoints": _saving(config), "early stop": _early_stop(config)}
+    rows += [(name, text) for name, text in texts.items() if text]
+    rows.append(("schedule", steps.schedule))
+    if steps.learning_rates:
+        highest = max(rate for _, rate in steps.learning_rates)
+        first = steps.learning_rates[0][0]
+        chosen = {first, steps.last_step, next(n for n, r in steps.learning_rates if r == highest)}
+        rates = ", ".join(f"{rate:.3e} at step {step:,}" for step, rate in steps.learning_rates if step in chosen)
         rows.append(("learning rate", rates))
     return rows
+
+
+def _sharing(sharing: Sharing) -> str:
+    more = {"level2": ", and of the gradients", "level3": ", and of the gradients and weights"}.get(sharing.level, "")
+    shards = f"1/{sharing.ranks} on each rank{more}"
+    if not sharing.least_bytes:
+        return shards
+    return f"{shards}; parameters below {sharing.least_bytes >> 10} KiB whole on all"
+
+
+def _attention(settings: ModelConfig) -> str:
+    attention = attention_spec(settings)
+    latent = attention.latent
+    if latent is None:
+        return ""
+    queries = f"queries from {latent.query_rank:,} numbers, " if latent.query_rank else ""
+    cached = f"prediction caches {sum(attention.cache_widths):,} numbers a token and layer"
+    return f"multi-head latent: {queries}keys and values from {latent.key_value_rank:,}; {cached}"
+
+
+def _dropout(settings: ModelConfig) -> str:
+    attention = attention_spec(settings)
+    rates = {"attention weights": attention.dropout, "outputs of sublayers": attention.output_dropout}
+    return ", ".join(f"{rate:g} of {name}" for name, rate in rates.items() if rate)
+
+
+def _adapters(settings: ModelConfig) -> str:
+    adapter = adapter_spec(settings)
+    if adapter is None:
+        return ""
+    names = [name.split(".")[-1] for name in adapted_projections(settings)]
+    layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
+    where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
+    dropout = f", dropout {adapter.dropout:g}" if adapter.dropout else ""
+    return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on {' '.join(names)}{where}"
+
+
+def _clipping(config: Config) -> str:
+    wrapper = config.runner_wrapper
+    if not wrapper.use_clip_grad:
+        return "off"
+    if wrapper.clip_type == "value":
+        return f"each element to at most {wrapper.clip_value:g}"
+    return f"{'norm of each group' if wrapper.clip_by_group else 'global norm'} at most {wrapper.max_grad_norm:g}"
+
+
+def _loss_scale(config: Config) -> str:
+    sense = config.runner_wrapper.scale_sense
+    if not isinstance(sense, LossScaleSection):
+        return "off" if sense == 1 else f"fixed, {sense:g}"
+    if sense.type == "FixedLossScaleUpdateCell":
+        return f"fixed, {sense.loss_scale_value:g}"
+    steps = f"x {sense.scale_factor} after {sense.scale_window} steps without overflow"
+    return f"dynamic from {sense.loss_scale_value:g}, {steps}, / {sense.scale_factor} on overflow"
+
+
+def _skipping(config: Config) -> str:
+    wrapper = config.runner_wrapper
+    if not wrapper.use_skip_data_by_global_norm:
+        return ""
+    count = wrapper.global_norm_spike_count_threshold
+    return f"steps whose norm is above {wrapper.global_norm_spike_threshold:g}; {count} in a row end the run"
+
+
+def _saving(config: Config) -> str:
+    saver = config.checkpoint_monitor
+    every = f"every {saver.save_checkpoint_steps} steps and at" if saver.save_checkpoint_steps else "at"
+    best = ""
+    if saver.keep_best:
+        best = " and the best" if saver.keep_best == 1 else f" and the best {saver.keep_best}"
+        best += " by eval loss"
+    return f"{every} the end; the newest {saver.keep_checkpoint_max}{best} are kept"
+
+
+def _early_stop(config: Config) -> str:
+    section = config.early_stop
+    if section is None:
+        return ""
+    least = f" by more than {section.min_delta:g}" if section.min_delta else ""
+    count = f"{section.patience} evaluations in a row" if section.patience > 1 else "the first evaluation"
+    return f"after {count} without a lower eval loss{least}"
 
 
 def _operations(number: float) -> str:
@@ -238,17 +341,17 @@ def _operations(number: float) -> str:
     return f"{number / 1000**power:.3g} {' kMGTPE'[power].strip()}FLOP"
 
 
-def _packing_rows(plan: Plan) -> Rows:
-    found = plan.packing
+def _packing_rows(data: DataPlan) -> Rows:
+    found = data.packing
     if found is None:
-        return source_rows(plan.sources)
+        return source_rows(data.sources)
     unit = "documents" if found.packing == "cut" else "samples"
     parts = [f"{found.packing}: {counted(found.samples, unit)} in {counted(found.sequences, 'sequences')}"]
     parts += [f"{found.padding:.1%} padding"] if found.padding or found.packing != "cut" else []
     counts = (found.truncated, "truncated"), (found.dropped, "dropped")
     parts += [f"{number:,} {done}" for number, done in counts if number]
     parts += [f"{counted(found.bad_records, 'bad records')} skipped"] if found.bad_records else []
-    return [("packing", ", ".join(parts)), *source_rows(plan.sources)]
+    return [("packing", ", ".join(parts)), *source_rows(data.sources)]
 
 
 def source_rows(shares: Sequence[SourceShare]) -> Rows:
@@ -268,14 +371,14 @@ def counted(number: int, plural: str) -> str:
     return f"{number:,} {singular if number == 1 else plural}"
 
 
-def _weights(plan: Plan) -> str:
-    every = plan.weights + plan.frozen.weights
+def _weights(model: ModelPlan) -> str:
+    every = model.weights + model.frozen.weights
     if not every:
         return "not known"
-    active = f"; {plan.active_weights:,} active per token" if plan.active_weights < every else ""
-    if not plan.frozen.tensors:
+    active = f"; {model.active_weights:,} active per token" if model.active_weights < every else ""
+    if not model.frozen.tensors:
         return f"{every:,}{active}"
-    return f"{every:,}: {plan.weights:,} trained, {plan.frozen.weights:,} frozen{active}"
+    return f"{every:,}: {model.weights:,} trained, {model.frozen.weights:,} frozen{active}"
 
 
 def _shown(name: str, value: Any) -> str:
@@ -288,17 +391,18 @@ def _shown(name: str, value: Any) -> str:
 def _details(plan: Plan) -> list[Section]:
     """The tables that --verbose adds."""
     found: list[Section] = []
-    if plan.kernels:
-        kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.kernels]
+    if plan.model.kernels:
+        kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.model.kernels]
         found.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
-    if plan.groups:
-        groups = [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.groups]
-        if plan.frozen.tensors:
-            groups.append((plan.frozen.name, "-", str(plan.frozen.tensors), f"{plan.frozen.weights:,}"))
+    if plan.model.groups:
+        groups = [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.model.groups]
+        if plan.model.frozen.tensors:
+            groups.append(("frozen", "-", str(plan.model.frozen.tensors), f"{plan.model.frozen.weights:,}"))
         found.append(("parameters", [("group", "weight decay", "tensors", "weights"), *groups]))
-    found.append(("dtypes", [("part", "dtype", "why"), *((part, *dtype) for part, dtype in plan.dtypes.items())]))
-    if plan.learning_rates:
-        rates = [(str(step), f"{rate:.3e}") for step, rate in plan.learning_rates]
+    dtypes = [(part, *dtype) for part, dtype in plan.model.dtypes.items()]
+    found.append(("dtypes", [("part", "dtype", "why"), *dtypes]))
+    if plan.steps.learning_rates:
+        rates = [(str(step), f"{rate:.3e}") for step, rate in plan.steps.learning_rates]
         found.append(("schedule", [("step", "learning rate"), *rates]))
     return found
 
@@ -307,7 +411,8 @@ def _memory(plan: Plan, verbose: bool) -> Section:
     parts = {part.replace(", ", " and "): f"{size / (1 << 20):,.0f}" for part, size in plan.memory_bytes.items()}
     sums = {"total": parts.pop("total")}
     if plan.ranks > 1 and plan.device == "CPU":  # other devices have memory of their own
-        sums[f"{plan.host_ranks} ranks of this host"] = f"{plan.host_memory_bytes / (1 << 20):,.0f}"
+        of_host = plan.memory_bytes["total"] * plan.host_ranks
+        sums[f"{plan.host_ranks} ranks of this host"] = f"{of_host / (1 << 20):,.0f}"
     title = "memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated"
     if verbose:
         return title, [("part", "MiB"), *parts.items(), *sums.items()]

@@ -100,7 +100,7 @@ def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int
             heartbeat.beat(0)
             console.on_activity("evaluating", done, batches)
 
-        metrics = None if stopped else evaluate_now(session, plan.data, stop, 0, 1, tell)
+        metrics = None if stopped else evaluate_now(session, plan.data.batches, stop, 0, 1, tell)
     if metrics is None:
         name = stop.received.name if stop else "a signal to another rank"
         console.on_notice(f"stopped by {name}: the evaluation has no result")

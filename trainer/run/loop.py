@@ -102,7 +102,7 @@ def _train(world: World, prepared: Prepared, extra_monitors: Sequence[Monitor]) 
     Only rank 0 writes shared files."""
     config, plan, resumed = prepared.config, prepared.plan, prepared.resumed
     info = _run_info(world, prepared)
-    notices = [*plan.notices, *kernel_notices(plan.kernels)]
+    notices = [*plan.notices, *kernel_notices(plan.model.kernels)]
     if again := info.restarted:
         notices.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
     parts = held_parts(config, world)
@@ -192,9 +192,9 @@ def train(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> No
     advance_profile(job, engine, progress)
     evaluate_if_due(job, engine, progress, stop)  # the run may have been stopped between a step and its evaluation
     while not has_ended(job, progress) and not progress.stopped:
-        batches = job.plan.data.loader.epoch(progress.position.epoch, progress.position.batch)
+        batches = job.plan.data.batches.loader.epoch(progress.position.epoch, progress.position.batch)
         with contextlib.closing(batches):
-            for micro_batches, began, waited in _windows(batches, job.plan.micro_batches):
+            for micro_batches, began, waited in _windows(batches, job.plan.steps.micro_batches):
                 stop.renew()
                 result = _located_step(engine, progress, micro_batches, stop)
                 seconds = time.perf_counter() - began
@@ -239,20 +239,20 @@ def _located_step(engine: Engine, progress: Progress, micro_batches: list[Batch]
 
 def _run_info(world: World, prepared: Prepared) -> RunInfo:
     config, plan, resumed = prepared.config, prepared.plan, prepared.resumed
-    samples = plan.micro_batches * plan.data.loader.global_batch_size
+    samples = plan.steps.micro_batches * plan.data.batches.loader.global_batch_size
     return RunInfo(
         output_dir=Path(config.output_dir).expanduser(),
-        total_steps=plan.total_steps,
-        last_step=plan.last_step,
+        total_steps=plan.steps.total_steps,
+        last_step=plan.steps.last_step,
         start_step=resumed.position.step if resumed else 0,
-        epochs=plan.epochs,
-        steps_per_epoch=plan.steps_per_epoch,
+        epochs=plan.steps.epochs,
+        steps_per_epoch=plan.steps.steps_per_epoch,
         resumed_from=prepared.resume_from,
         restarted=heartbeat.restarted(),
         compiles=not on_arrays(config, plan.device, world),
         samples_per_step=samples,
         ranks=world.size,
-        flops_per_step=plan.flops_per_row * samples,
+        flops_per_step=plan.steps.flops_per_row * samples,
     )
 
 

@@ -25,7 +25,7 @@ from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device_memory import fixed_bytes
 from trainer.plan.memory import memory_estimate
-from trainer.plan.plan import Plan, plan_run
+from trainer.plan.plan import ModelPlan, Plan, plan_run
 from trainer.run.prepare import BuildProgress, choose_backend, prepare
 
 if TYPE_CHECKING:
@@ -203,9 +203,9 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
         where = "are not in the file: a run needs them, or --model FOLDER with a config.json"
     text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
     return replace(
-        plan, weights=0, active_weights=0, frozen=replace(plan.frozen, weights=0, tensors=0), groups=(), experts={},
-        recompute="", adapters="", pipeline=None, tokens_per_step=0, flops_per_row=0.0, memory_bytes={},
-        host_memory_bytes=0, notices=(*plan.notices, *notices, Notice(text, "parallel")),
+        plan, model=ModelPlan(kernels=plan.model.kernels, dtypes=plan.model.dtypes), pipeline=None, memory_bytes={},
+        steps=replace(plan.steps, tokens_per_step=0, flops_per_row=0.0),
+        notices=(*plan.notices, *notices, Notice(text, "parallel")),
     )  # fmt: skip
 
 

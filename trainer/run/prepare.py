@@ -136,7 +136,7 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
     from trainer.data.datasets import data_layout
 
-    layout = data_layout(backend.data_config, plan.data.dataset, backend.data_ranks[1])
+    layout = data_layout(backend.data_config, plan.data.batches.dataset, backend.data_ranks[1])
     if resume_from is None:
         return Prepared(config, plan, layout, None, None)
     resumed = read_resumed(resume_from, config, layout, held_parts(config, world), own)

@@ -129,7 +129,7 @@ def open_engine(job: Job, progress: Progress, weights: dict[str, Any] | None, re
     from trainer.run.session import Session
 
     config, plan, events = job.config, job.plan, job.events
-    schedule = build_schedule(config.lr_schedule, plan.total_steps, where=config.source.where)
+    schedule = build_schedule(config.lr_schedule, plan.steps.total_steps, where=config.source.where)
     step = plan.backend.open(schedule, weights, plan.device)
     if weights is not None:
         weights.clear()
@@ -234,7 +234,7 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
     by_epoch = config.eval_epoch_interval > 0 and epoch_ended and position.epoch % config.eval_epoch_interval == 0
     if not (by_step or by_epoch or step >= job.info.last_step):
         return
-    data = job.plan.data.evaluation
+    data = job.plan.data.batches.evaluation
     assert data is not None, "do_eval without data is an error of the configuration"
 
     def on_batch(done: int, batches: int) -> None:
@@ -328,7 +328,7 @@ def report_step(
     job: Job, engine: Engine, progress: Progress, result: StepResult, micro_batches: int, seconds: float, waited: float
 ) -> None:
     """Counts a step of so many micro-batches, seconds in all and seconds of waiting for data; tells the monitors."""
-    position, plan, loader = progress.position, job.plan, job.plan.data.loader
+    position, plan, loader = progress.position, job.plan.steps, job.plan.data.batches.loader
     sequences = micro_batches * loader.global_batch_size
     position.step += 1
     position.tokens += result.tokens

@@ -130,7 +130,7 @@ def _run_in(folder: Path, point: Point, prepared: Prepared, arguments: list[str]
         raise UserError(rule, key="output_dir", value=str(folder), fix="give the sweep another --output_dir")
     if record.state == "running":
         raise UserError("this run is still running", key="output_dir", value=str(folder), fix="wait for it, or end it")
-    run.is_done = record.step >= prepared.plan.last_step or record.outcome == "stopped early"
+    run.is_done = record.step >= prepared.plan.steps.last_step or record.outcome == "stopped early"
     run.resumes = not run.is_done and newest_complete(folder / "checkpoints") is not None
     return run
 
