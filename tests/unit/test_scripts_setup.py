@@ -377,6 +377,15 @@ def test_every_package_that_is_needed_is_pinned() -> None:
     assert len(seen) > 40
 
 
+def test_every_file_of_the_package_is_installed_with_it() -> None:
+    settings = configparser.ConfigParser()
+    settings.read(REPOSITORY / "setup.cfg")
+    packed = [path for package, patterns in settings["options.package_data"].items() for pattern in patterns.split()
+              for path in (REPOSITORY / package.replace(".", "/")).glob(pattern)]  # fmt: skip
+    files = [path for path in (REPOSITORY / "trainer").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert sorted(path for path in files if path.suffix != ".py") == sorted(path for path in packed if path.is_file())
+
+
 def test_the_pins_are_within_the_ranges_of_setup_cfg() -> None:
     pinned = pins()
     for requirement in declared_requirements():

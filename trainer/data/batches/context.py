@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.batches.batch import Batch
 from trainer.models.spec.visibility import visible_keys
 
 
@@ -66,14 +65,6 @@ class SequencePart(NamedTuple):
         if self.ranks == 1:
             return whole_BT
         return np.ascontiguousarray(whole_BT[:, self.positions(whole_BT.shape[1])])
-
-    def of_batch(self, batch: Batch) -> Batch:
-        """The rank's tokens with their labels, positions and documents.
-
-        The labels and positions are those of the whole sequence. What looks at other tokens (labels of multi-token
-        prediction, attention masks, means over a sequence) must be made of the whole batch and cut afterwards.
-        """
-        return Batch(*(self.of(array) for array in batch))
 
     def allowed(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Which keys the first h and the last h tokens of a rank of a ring see, of those that come no later than the
