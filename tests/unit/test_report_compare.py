@@ -158,6 +158,18 @@ def test_no_cell_is_folded_in_a_narrow_terminal(tmp_path, capsys, monkeypatch, w
     assert ("left out, the terminal is narrow: began" in printed) == (width in (60, 80))
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_a_word_that_is_wider_than_its_place_stays_whole(tmp_path, capsys, monkeypatch, width):
+    runs = [str(write_run(tmp_path / f"learning_rate={rate},seed=1,warmup=10")) for rate in ("1e-3", "3e-3")]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", str(width))
+    for arguments in (["runs", str(tmp_path)], ["compare", *runs]):
+        assert dispatch(arguments) == 0
+        printed = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+        for name in (Path(run).name for run in runs):
+            assert any(word.endswith(name) for word in printed.split()), name
+
+
 def test_exact_says_what_differs_first(tmp_path, capsys):
     left, other = write_run(tmp_path / "left"), write_run(tmp_path / "other", changed(3, loss=2.125))
     assert dispatch(["compare", str(left), str(other), "--exact"]) == 1

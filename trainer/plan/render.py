@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
@@ -453,8 +454,8 @@ def print_fitting(sections: list[Section], left_out_first: Sequence[str] = ()) -
                 console.print(told, style="dim", markup=False, highlight=False)
             return
         for row in rows[1:]:
-            console.print(row[0], style="italic", markup=False, highlight=False)
-            console.print(_as_list(rows[0], row))
+            told = _as_list(rows[0], row, console.width)
+            console.print(told, markup=False, highlight=False, soft_wrap=True)
 
     _print(sections, show)
 
@@ -472,11 +473,21 @@ def _print(sections: list[Section], show: Callable[[Console, Rows], None]) -> No
         console.print()
 
 
-def _as_list(header: tuple[str, ...], row: tuple[str, ...]) -> Table:
-    """The cells after the first one below each other, with their names where there are several."""
-    if len(row) == 2:
-        return _table([("", ""), ("", row[1])])
-    return _table([("", ""), *((f"  {name}", cell) for name, cell in zip(header[1:], row[1:], strict=True))])
+def _as_list(header: tuple[str, ...], row: tuple[str, ...], width: int) -> str:
+    """Returns a row as lines: its first cell, and the others below it, with their names where there are several. A cell
+    that is too wide beside its name has lines of its own, whose words stay whole."""
+    names = header[1:] if len(row) > 2 else ("",)
+    longest = max(map(len, names))
+    lines = [row[0]]
+    for name, cell in zip(names, row[1:], strict=True):
+        line = f"  {name:<{longest}}  {cell}" if name else f"  {cell}"
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        lines += [f"  {name}"] if name else []
+        words = textwrap.wrap(cell, width - 4, break_long_words=False, break_on_hyphens=False)
+        lines += [f"    {part}" for part in words]
+    return "\n".join(lines)
 
 
 def _fitting(rows: Rows, left_out_first: Sequence[str], width: int) -> tuple[Rows, list[str]]:
