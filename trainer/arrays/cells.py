@@ -128,9 +128,11 @@ class _PartCell(nn.Cell):
                 again = SublayerCall(weights, dropout=self.dropout, compute_output=False)
                 self.part.forward(again, *inputs)
                 saved = again.saved
-            call = SublayerCall(weights, dropout=self.dropout, saved=saved, trained=self.trained)
+            call = SublayerCall(
+                weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.inputs > 0
+            )
             *of_inputs, found = self.part.backward(call, *inputs, *grads)
-        return *of_inputs, *(found[name] for name in self.trained)
+        return *of_inputs[: self.inputs], *(found[name] for name in self.trained)
 
     def complete_weights(self) -> contextlib.AbstractContextManager[None]:
         return self.weights.unsharded(list(self.weights.named.values()))
@@ -166,7 +168,10 @@ class BlockPart:
         part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("mlp"), trained=trained)
         result, of_mlp = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
         # What the feed-forward sublayer has saved is free from here on.
-        part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("attention"), trained=trained)
+        part = SublayerCall(
+            call.weights, dropout=call.dropout, saved=call.saved.pop("attention"), trained=trained,
+            input_gradient=call.input_gradient,
+        )  # fmt: skip
         result, of_attention = self.attention.backward(part, x_ND, positions, result.asnumpy())
         return result, of_mlp | of_attention
 

@@ -103,27 +103,31 @@ class CpuMlp:
         result, out_ND = empty(*x_ND.shape)
         gate_NF, up_NF = call.saved["gate"], call.saved["up"]
         dtype = gate_NF.dtype
-        inner_NF = empty(*gate_NF.shape, dtype=dtype)[1]
-        grad = self.output.begin_backward(call, grad_ND, *inner_NF.shape, dtype)
-        wants_input = self.gate.wants_input(call) or self.up.wants_input(call)
-        y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, wants_input)
-        for linear in (self.gate, self.up):
-            linear.begin_backward(call, len(gate_NF), x_ND.shape[1], dtype)
+        down = self.output.linear
+        inner_NF = None
+        if call.gradients.wants(down.weight):
+            inner_NF = empty(*gate_NF.shape, dtype=dtype)[1]
+        grad = self.output.begin_backward(call, grad_ND, dtype)
+        linears = self.gate, self.up
+        y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, linears)
 
         def compute(tile: Tile) -> None:
-            gate_nF, up_nF, inner_nF = gate_NF[tile.rows], up_NF[tile.rows], inner_NF[tile.rows]
+            gate_nF, up_nF = gate_NF[tile.rows], up_NF[tile.rows]
+            inner_nF = None
+            if inner_NF is not None:
+                inner_nF = inner_NF[tile.rows]
+            elif call.gradients.wants(down.lora_a):
+                inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
-            self.output.backward(call, grad, grad_inner_nF, tile)
+            low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
             swiglu_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile)
-            self.output.linear.keep_input(call, inner_nF, tile)
+            down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
             # From here on gate and up hold their gradients.
-            into_nD = into_ND[tile.rows]
-            self.gate.backward(call, gate_nF, into_nD, tile)
-            self.up.backward(call, up_nF, into_nD, tile, accumulate=True)
+            y_nD = self.input.input_again(call, x_ND, y_ND, tile, dtype, linears)
+            for linear, grad_nF in zip(linears, (gate_nF, up_nF), strict=True):
+                low_Rn = linear.backward(call, grad_nF, into_ND[tile.rows], tile, accumulate=linear is self.up)
+                linear.add_adapter_gradients(call, low_Rn, grad_nF, y_nD, tile)
             self.input.backward(call, x_ND, grad_ND, tile, out_ND)
-            y_nD = self.input.input_again(call, x_ND, y_ND, tile)
-            for linear in (self.gate, self.up):
-                linear.keep_input(call, y_nD, tile)
 
         self.scratch.run(len(gate_NF), compute)
         self.input.end_backward(call, x_ND, grad_ND, into_ND, out_ND)

@@ -9,14 +9,14 @@ R rank of an adapter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from trainer.arrays.memory import as_narrow, empty, store
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import Arrays, RmsNorm, Scratch, SublayerCall, Tile
+from trainer.arrays.tiles import RmsNorm, Scratch, SublayerCall, Tile
 
 if TYPE_CHECKING:
     from trainer.models.spec.model import AdapterSpec
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 class Linear:
     """y = x W^T (+ b) (+ scale * dropout(x) A^T B^T), tile by tile, and its gradients (Hu et al. 2021, equation 3).
 
-    In a backward pass `begin_backward` comes first, then for each tile `backward` and `keep_input`, then
-    `add_gradients`.
+    In a backward pass `backward` and `add_adapter_gradients` come for each tile, and then `add_gradients`.
     """
 
     def __init__(self, name: str, adapter: AdapterSpec | None = None, weight: str | None = None) -> None:
@@ -53,54 +52,66 @@ class Linear:
             wide_nO = tile.take(out_nO.shape[1])
         tile.project(x_nI, weights[self.weight], wide_nO, accumulate)
         if self.adapter is not None:
-            operators().matmul(self.through_lora_a(call, x_nI, tile), weights[self.lora_b].T, wide_nO, True)
+            low_Rn = self.through_lora_a(call, x_nI, tile)
+            operators().matmul(low_Rn.T, weights[self.lora_b].T, wide_nO, True)
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
             as_narrow(wide_nO, out_nO)
 
     def through_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns scale * dropout(x) A^T, [n, R], and keeps it for the gradient of B."""
-        x_nI = self._dropped(call, x_nI, tile)
-        low_nR = tile.take(self.adapter.rank)
-        operators().matmul(x_nI, call.weights[self.lora_a].T, low_nR)
-        low_nR *= np.float32(self.adapter.scale)
-        return self._stored(call.saved, self.lora_a, low_nR, tile, x_nI.dtype)
+        """Returns scale * A dropout(x)^T, [R, n], and keeps it for the gradient of B."""
+        low_Rn = self._low_rank(call.weights[self.lora_a], self._dropped(call, x_nI, tile), tile)
+        if self.lora_a in call.saved:
+            self._saved_low(call)[:, tile.rows] = low_Rn
+        return low_Rn
 
-    def begin_backward(self, call: SublayerCall, rows: int, width: int, dtype: type) -> None:
-        """Makes room for what the gradients of the adapter need of so many rows of x, which are `width` wide."""
-        if self.adapter is None or not call.gradients.wants(self.lora_a):
-            return
-        call.working[self.lora_a] = empty(rows, self.adapter.rank, dtype=dtype)[1]
-        if self._drops(call):
-            call.working[self.name] = empty(rows, width, dtype=dtype)[1]
+    def _low_rank(self, factor_RI: np.ndarray, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
+        """Returns scale * factor x^T in the dtype of x: a product with few rows takes half of the time of one with few
+        columns."""
+        low_Rn = tile.take_array(self.adapter.rank, tile.size)
+        operators().matmul(factor_RI, x_nI.T, low_Rn)
+        low_Rn *= np.float32(self.adapter.scale)
+        return as_narrow(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
+
+    def _saved_low(self, call: SublayerCall) -> np.ndarray:
+        """Returns the numbers that `through_lora_a` keeps, [R, N]."""
+        return call.saved[self.lora_a].reshape(self.adapter.rank, -1)
 
     def backward(
-        self, call: SublayerCall, grad_nO: np.ndarray, into_nI: np.ndarray, tile: Tile, *, accumulate: bool = False
-    ) -> None:
-        """Writes the gradient of x to `into_nI`, or with `accumulate` adds it to float32 numbers.
+        self, call: SublayerCall, grad_nO: np.ndarray, into_nI: np.ndarray | None, tile: Tile, *,
+        accumulate: bool = False,
+    ) -> np.ndarray | None:  # fmt: skip
+        """Writes the gradient of x to `into_nI`, if it is there, or with `accumulate` adds it to float32 numbers.
 
-        `grad_nO` is the gradient of y in the dtype of the matrix.
+        Args:
+            grad_nO: Gradient of y in the dtype of the matrix.
+
+        Returns:
+            The gradient of A x^T of the adapter, [R, n], for `add_adapter_gradients`.
         """
         weights = call.weights
+        low_Rn = None
+        if self.adapter is not None:
+            if self.lora_b not in call.working:
+                call.working[self.lora_b] = np.ascontiguousarray(weights[self.lora_b].T)
+            low_Rn = self._low_rank(call.working[self.lora_b], grad_nO, tile)
+        if into_nI is None:
+            return low_Rn
         wide_nI = into_nI
         if self.adapter is not None and into_nI.dtype != np.float32:
             wide_nI = tile.take(into_nI.shape[1])
         operators().matmul(grad_nO, weights[self.weight], wide_nI, accumulate)
-        if self.adapter is not None:
-            low_nR = tile.take(self.adapter.rank)
-            operators().matmul(grad_nO, weights[self.lora_b], low_nR)
-            low_nR *= np.float32(self.adapter.scale)
-            low_nR = self._stored(call.working, self.lora_a, low_nR, tile, grad_nO.dtype)
-            if self._drops(call):
-                of_adapter_nI = tile.take(into_nI.shape[1])
-                operators().matmul(low_nR, weights[self.lora_a], of_adapter_nI)
-                of_adapter_nI *= call.dropout.rows(self.name, tile.rows, into_nI.shape[1])
-                wide_nI += of_adapter_nI
-            else:
-                operators().matmul(low_nR, weights[self.lora_a], wide_nI, True)
+        if self.adapter is not None and self._drops(call):
+            of_adapter_nI = tile.take(into_nI.shape[1])
+            operators().matmul(low_Rn.T, weights[self.lora_a], of_adapter_nI)
+            of_adapter_nI *= call.dropout.rows(self.name, tile.rows, into_nI.shape[1])
+            wide_nI += of_adapter_nI
+        elif self.adapter is not None:
+            operators().matmul(low_Rn.T, weights[self.lora_a], wide_nI, True)
         if wide_nI is not into_nI:
             as_narrow(wide_nI, into_nI)
+        return low_Rn
 
     def backward_rows(
         self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray, out_NI: np.ndarray, scratch: Scratch
@@ -121,31 +132,34 @@ class Linear:
         scratch.run(len(x_NI), compute)
         self.add_gradients(call, factor_NO, input_NI)
 
-    def keep_input(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> None:
-        """Keeps what the gradient of A needs of the tile: dropout(x), where something is dropped."""
-        if self.name in call.working:
-            call.working[self.name][tile.rows] = self._dropped(call, x_nI, tile)
+    def add_adapter_gradients(
+        self, call: SublayerCall, low_Rn: np.ndarray | None, grad_nO: np.ndarray, x_nI: np.ndarray | None, tile: Tile
+    ) -> None:
+        """Adds what a tile contributes to the gradients of the adapter, while x is in the cache; `low_Rn` is the result
+        of `backward`."""
+        if self.adapter is None:
+            return
+        if call.gradients.wants(self.lora_a):
+            of_a_RI = np.empty((self.adapter.rank, x_nI.shape[1]), np.float32)
+            operators().matmul(low_Rn, self._dropped(call, x_nI, tile), of_a_RI)
+            call.gradients.add_tile(self.lora_a, tile, of_a_RI)
+        if call.gradients.wants(self.lora_b):
+            of_b_RO = np.empty((self.adapter.rank, grad_nO.shape[1]), np.float32)
+            operators().matmul(self._saved_low(call)[:, tile.rows], grad_nO, of_b_RO)
+            call.gradients.add_tile(self.lora_b, tile, of_b_RO.T)
 
     def add_gradients(
-        self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray, of_bias_NO: np.ndarray | None = None
+        self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray | None, of_bias_NO: np.ndarray | None = None
     ) -> None:
-        """Adds the gradients of the matrix, the bias and the adapter.
+        """Adds the gradients of the matrix and the bias.
 
         Args:
             grad_NO: Gradient of y in the dtype of the matrix, as x.
+            x_NI: None where the matrix is not trained.
             of_bias_NO: The same before it was rounded; by default `grad_NO`.
         """
         call.gradients.add(self.weight, grad_NO, x_NI)
         call.gradients.add_bias(self.bias, grad_NO if of_bias_NO is None else of_bias_NO)
-        if self.adapter is not None:
-            if self.lora_a in call.working:
-                call.gradients.add(self.lora_a, call.working[self.lora_a], call.working.get(self.name, x_NI))
-            if call.gradients.wants(self.lora_b):
-                call.gradients.add(self.lora_b, grad_NO, call.saved[self.lora_a])
-
-    def wants_input(self, call: SublayerCall) -> bool:
-        """Whether the gradient of a trained weight needs x."""
-        return call.gradients.wants(self.weight, self.lora_a, self.lora_b)
 
     def _drops(self, call: SublayerCall) -> bool:
         return call.dropout is not None and self.adapter.dropout > 0
@@ -156,15 +170,6 @@ class Linear:
         dropped_nI = call.dropout.rows(self.name, tile.rows, x_nI.shape[1])
         dropped_nI *= tile.widened(x_nI)
         return tile.narrowed(dropped_nI, x_nI.dtype)
-
-    @staticmethod
-    def _stored(arrays: Arrays, name: str, x_nR: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
-        """Returns x in `dtype`, where `arrays` has such an array in its rows of the tile."""
-        if name not in arrays:
-            return tile.narrowed(x_nR, dtype)
-        stored_nR = arrays[name][tile.rows]
-        store(x_nR, stored_nR)
-        return stored_nR
 
 
 def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> dict[str, np.ndarray]:
@@ -239,27 +244,34 @@ class NormedInput:
         return tile.narrowed(y_nD, dtype)
 
     def begin_backward(
-        self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, wants_input: bool
-    ) -> tuple[np.ndarray | None, np.ndarray]:
-        """Returns what the sublayer took, [N, D], where a gradient wants it, and where the gradient of it goes: to
-        `out_ND`, that of x, unless ranks have to sum it."""
+        self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, linears: Sequence[Linear]
+    ) -> tuple[np.ndarray | None, np.ndarray | None]:
+        """Returns what the sublayer took, [N, D], where the gradient of the matrix of one of `linears` needs it, and
+        where the gradient of it goes: to `out_ND`, that of x, unless ranks have to sum it; None: nobody needs it."""
         if self.gathers:
             normed_ND = call.saved["normed"]
             return normed_ND, empty(*normed_ND.shape)[1]
         into_ND = out_ND if self.tensor is None else empty(*x_ND.shape)[1]
-        if not wants_input:
+        if self.tensor is None and not call.input_gradient and not call.gradients.wants(self.norm_name):
+            into_ND = None
+        if not call.gradients.wants(*(linear.weight for linear in linears)):
             return None, into_ND
         if self.norm is None and dtype == np.float32:
             return x_ND, into_ND
         return empty(*x_ND.shape, dtype=dtype)[1], into_ND
 
     def input_again(
-        self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile
-    ) -> np.ndarray | None:
-        """Returns a tile of what the sublayer took, computed once more into `y_ND`."""
-        if y_ND is None:
+        self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile, dtype: type,
+        linears: Sequence[Linear],
+    ) -> np.ndarray | None:  # fmt: skip
+        """Returns a tile of what the sublayer took, computed once more into `y_ND` if it is there; None where no
+        gradient of `linears` needs it."""
+        if y_ND is not None:
+            y_nD = y_ND[tile.rows]
+        elif call.gradients.wants(*(linear.lora_a for linear in linears)):
+            y_nD = tile.take(x_ND.shape[1], dtype)
+        else:
             return None
-        y_nD = y_ND[tile.rows]
         if not self.gathers and y_ND is not x_ND:
             x_nD = x_ND[tile.rows]
             if self.norm is None:
@@ -383,16 +395,14 @@ class SublayerOutput:
         np.add(x_nD, added_nD, out=out_nD)
 
     def begin_backward(
-        self, call: SublayerCall, grad_ND: np.ndarray, rows: int, width: int, dtype: type
+        self, call: SublayerCall, grad_ND: np.ndarray, dtype: type
     ) -> OutputGradient:
-        """Returns the gradient of W y from `grad_ND`, that of the residual stream after the sublayer; y has so many
-        rows and columns."""
+        """Returns the gradient of W y from `grad_ND`, that of the residual stream after the sublayer."""
         local_ND = grad_ND
         if self._changes(call):
             local_ND = empty(*grad_ND.shape)[1]
             self.scratch.run(len(grad_ND), lambda tile: self._gradient(call, grad_ND, local_ND, tile))
         every_ND = local_ND if self.tensor is None else self.tensor.gather(local_ND)
-        self.linear.begin_backward(call, rows, width, dtype)
         factor_ND = every_ND if dtype == np.float32 else empty(*every_ND.shape, dtype=dtype)[1]
         return OutputGradient(local_ND, every_ND, factor_ND)
 
@@ -405,13 +415,15 @@ class SublayerOutput:
         if self.norm is not None:
             self.norm.backward(call, self.norm_name, call.saved["output"][tile.rows], out_nD, tile)
 
-    def backward(self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile) -> None:
-        """Writes the gradient of a tile of y."""
+    def backward(
+        self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile
+    ) -> np.ndarray | None:
+        """Writes the gradient of a tile of y, and returns what `Linear.add_adapter_gradients` takes."""
         factor_nD = as_narrow(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
-        self.linear.backward(call, factor_nD, into_nI, tile)
+        return self.linear.backward(call, factor_nD, into_nI, tile)
 
-    def end_backward(self, call: SublayerCall, grad: OutputGradient, y_NI: np.ndarray) -> None:
-        """Adds the gradients of the matrix, its bias and its adapter."""
+    def end_backward(self, call: SublayerCall, grad: OutputGradient, y_NI: np.ndarray | None) -> None:
+        """Adds the gradients of the matrix and its bias."""
         self.linear.add_gradients(call, grad.factor_ND, y_NI, grad.local_ND)
 
     def _changes(self, call: SublayerCall) -> bool:

@@ -206,17 +206,19 @@ class SublayerCall:
         dropout: Draws the masks of the layer; None: nothing is dropped.
         save: Whether the forward pass fills `saved`.
         compute_output: Whether somebody needs the result of the forward pass; otherwise its numbers are anything.
+        input_gradient: Whether somebody needs the gradient of x; otherwise its numbers are anything.
         gradients: Takes the gradients of the trained weights in the backward pass.
     """
 
     def __init__(
         self, weights: Arrays, *, dropout: LayerDropout | None = None, save: bool = True, compute_output: bool = True,
-        saved: dict[str, Any] | None = None, trained: Iterable[str] = (),
+        saved: dict[str, Any] | None = None, trained: Iterable[str] = (), input_gradient: bool = True,
     ) -> None:  # fmt: skip
         self.weights = weights
         self.dropout = dropout
         self.save = save
         self.compute_output = compute_output
+        self.input_gradient = input_gradient
         self.saved: dict[str, Any] = saved or {}
         self.gradients = WeightGradients(trained)
         self.working: dict[str, np.ndarray] = {}
@@ -229,7 +231,7 @@ class WeightGradients:
         self.trained = frozenset(trained)
         self.found: Gradients = {}
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-        self.vectors: dict[str, dict[int, np.ndarray]] = {}
+        self.tiles: dict[str, dict[int, np.ndarray]] = {}
 
     def wants(self, *names: str) -> bool:
         """Whether one of these weights is trained."""
@@ -249,16 +251,17 @@ class WeightGradients:
             wide = grad_NO if grad_NO.dtype == np.float32 else as_wide(grad_NO, np.empty(grad_NO.shape, np.float32))
             np.sum(wide, 0, out=array)
 
-    def add_tile(self, name: str, tile: Tile, sum_D: np.ndarray) -> None:
-        """Adds what the rows of a tile contribute to the vector `name`. Threads may call it at the same time."""
-        self.vectors.setdefault(name, {})[tile.rows.start] = sum_D
+    def add_tile(self, name: str, tile: Tile, gradient: np.ndarray) -> None:
+        """Adds what the rows of a tile contribute to a vector or a small matrix. Threads may call it at the same
+        time."""
+        if name in self.trained:
+            self.tiles.setdefault(name, {})[tile.rows.start] = gradient
 
     def compute(self) -> Gradients:
         """Returns all gradients, of the trained weights alone."""
-        for name, by_row in self.vectors.items():
-            if name in self.trained:
-                self.found[name], array = empty(*next(iter(by_row.values())).shape)
-                np.sum([by_row[first] for first in sorted(by_row)], 0, out=array)
+        for name, by_row in self.tiles.items():
+            self.found[name], array = empty(*next(iter(by_row.values())).shape)
+            np.sum([by_row[first] for first in sorted(by_row)], 0, out=array)
 
         def multiply(product: tuple[np.ndarray, np.ndarray, np.ndarray], thread: int) -> None:
             grad_NO, x_NI, out_OI = product
@@ -276,20 +279,22 @@ def swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
 
 
 def swiglu_gradient(
-    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray, tile: Tile
+    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile
 ) -> None:
     """Replaces gate and up by their gradients and overwrites `grad_nF`, the gradient of their SwiGLU.
 
-    `inner_nF`, in the dtype of gate and up, receives the SwiGLU once more, for the gradient of the next matrix.
+    `inner_nF`, if it is there, in the dtype of gate and up, receives the SwiGLU once more, for the gradient of the next
+    matrix.
     """
     run = operators()
     width = gate_nF.shape[1]
     silu_nF = tile.take(width)
     wide_gate_nF = tile.widened(gate_nF)
     run.silu(wide_gate_nF, silu_nF)
-    wide_inner_nF = inner_nF if inner_nF.dtype == np.float32 else tile.take(width)
-    run.multiply(silu_nF, up_nF, wide_inner_nF)
-    as_narrow(wide_inner_nF, inner_nF)
+    if inner_nF is not None:
+        wide_inner_nF = inner_nF if inner_nF.dtype == np.float32 else tile.take(width)
+        run.multiply(silu_nF, up_nF, wide_inner_nF)
+        as_narrow(wide_inner_nF, inner_nF)
     silu_nF *= grad_nF
     run.multiply(grad_nF, up_nF, grad_nF)
     run.silu_gradient(wide_gate_nF, grad_nF, wide_gate_nF)

@@ -111,7 +111,8 @@ class ArrayParts:
         self.layers = [
             self._layer_parts(number, again) for number, again in enumerate(recomputed)
         ]
-        self.save = self._saving(recomputed, trained)
+        self.first_reached = self.spec.first_reached(trained)
+        self.save = self._saving(recomputed)
         modules = self.spec.module_layers
         self.norms = [FINAL_NORM, *(layer_prefix(layer) + MTP_NORM for layer in modules)]
         head = EMBEDDING if self.spec.tied else HEAD
@@ -152,13 +153,12 @@ class ArrayParts:
             found[part] = self._part(of_part, narrow)
         return found
 
-    def _saving(self, recomputed: Sequence[str], trained: Collection[str]) -> list[dict[str, bool]]:
+    def _saving(self, recomputed: Sequence[str]) -> list[dict[str, bool]]:
         """Returns for the parts of each layer whether they keep what the backward pass needs."""
-        first = self.spec.first_reached(trained)
         redone = {"experts": ("block", "mlp")}
         found = []
         for number, (layer_parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
-            reached = number >= first
+            reached = number >= self.first_reached
             found.append({
                 name: reached and again != "block" and again not in redone.get(name, (name,)) for name in layer_parts
             })  # fmt: skip
@@ -204,7 +204,10 @@ class ArrayParts:
                 part: ArrayPart = self.attention_of(spec.attention)
                 if name == "block":
                     part = BlockPart(part, self.mlp_of(spec.mlp))
-                x_ND = run_part(part, weights, (x_ND,), (call.inputs.positions,), save, dropout)
+                arguments: tuple = (x_ND,), (call.inputs.positions,)
+                if number == self.first_reached < self.spec.num_layers:  # nothing before it is trained
+                    arguments = (), (on_host(x_ND), call.inputs.positions)
+                x_ND = run_part(part, weights, *arguments, save, dropout)
         return x_ND, aux_loss, z_loss
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:

@@ -178,8 +178,7 @@ class ActivationMemory:
 
     def _dense_working(self, spec: AttentionSpec | MlpSpec, layer: LayerSpec) -> int:
         """Returns the bytes that the backward passes of attention and feed-forward sublayers have in common: gradients
-        of the residual stream after and before them, the normed input, rounded copies, and what adapters take."""
-        shapes = {one.name: one.shape for one in layer.parameters}
+        of the residual stream after and before them, the normed input, and rounded copies."""
         row = spec.hidden * self.rows["tokens"]
         working = 2 * self.stream + (self.narrow + self.rounded) * row
         if spec.post_norm or spec.output_dropout:
@@ -188,10 +187,7 @@ class ActivationMemory:
             working += _WIDE * row
         if self.shares_rows:  # what they gather
             working += _WIDE * row
-        for name, adapter in spec.adapters.items():  # the gradient before B, and of what is dropped the input of A
-            inputs = shapes[f"{name}.weight"][1] if adapter.dropout else 0
-            working += self.narrow * self.rows["tokens"] * (adapter.rank + inputs)
-        return working + self.rounded * sum(math.prod(shape) for shape in shapes.values() if len(shape) == 2)
+        return working + self.rounded * sum(math.prod(one.shape) for one in layer.parameters if len(one.shape) == 2)
 
     def head(self, trains: bool) -> int:
         """Returns the bytes of the head: its input, normed rows and in a training their gradient, and the logits of

@@ -254,10 +254,6 @@ class _LatentBackward:
         self.query_down_grad: np.ndarray | None = None
         if of.query_norm is not None:
             self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
-            of.query_down.begin_backward(call, stream, x_ND.shape[1], dtype)
-        of.query.begin_backward(call, rows, of.query_width, dtype)
-        of.key_value.begin_backward(call, rows, of.rank, dtype)
-        of.down.begin_backward(call, stream, x_ND.shape[1], dtype)
 
     def inputs_again(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns for a tile of the residual stream what queries were made from, the normed latent vector and the
@@ -292,16 +288,16 @@ class _LatentBackward:
         if self.queries_from is not self.y_ND:
             self.queries_from[tile.rows] = made_from
         self.latent_NL[tile.rows] = latent_nL
-        of.query.backward(call, factor_nC, of_queries, tile)
-        of.query.keep_input(call, made_from, tile)
+        low_Rn = of.query.backward(call, factor_nC, of_queries, tile)
+        of.query.add_adapter_gradients(call, low_Rn, factor_nC, made_from, tile)
         of_keys = of._by_head(grad_k_nC)
         wide = tile.take(self.key_value_grad.shape[1])
         of._by_head(wide)[..., : of.nope_size] = of_keys[..., : of.nope_size]
         of._by_head(wide)[..., of.nope_size :] = of._by_head(grad_v_nV)
         both = self.key_value_grad[tile.rows]
         store(wide, both)
-        of.key_value.backward(call, both, of_latent, tile)
-        of.key_value.keep_input(call, latent_nL, tile)
+        low_Rn = of.key_value.backward(call, both, of_latent, tile)
+        of.key_value.add_adapter_gradients(call, low_Rn, both, latent_nL, tile)
         of_key_nR = of_keys[..., of.nope_size :].sum(1)
         of.rotary.apply(of_key_nR[:, None], rotation_n1h)
         of_key[...] = of_key_nR
@@ -319,15 +315,15 @@ class _LatentBackward:
             factor_nQ = self._through_norm(of.query_norm, _QUERY_NORM, "query_latent", of_queries, tile)
             narrow_nQ = self.query_down_grad[tile.rows]
             store(factor_nQ, narrow_nQ)
-            of.query_down.backward(call, narrow_nQ, out_nD, tile)
-            of.query_down.keep_input(call, y_nD, tile)
+            low_Rn = of.query_down.backward(call, narrow_nQ, out_nD, tile)
+            of.query_down.add_adapter_gradients(call, low_Rn, narrow_nQ, y_nD, tile)
         down = tile.take(of.rank + of.rope_size)
         down[:, : of.rank] = self._through_norm(of.latent_norm, _LATENT_NORM, "latent", of_latent, tile)
         down[:, of.rank :] = of_key
         narrow_down = self.down_grad[tile.rows]
         store(down, narrow_down)
-        of.down.backward(call, narrow_down, out_nD, tile, accumulate=True)
-        of.down.keep_input(call, y_nD, tile)
+        low_Rn = of.down.backward(call, narrow_down, out_nD, tile, accumulate=True)
+        of.down.add_adapter_gradients(call, low_Rn, narrow_down, y_nD, tile)
         of.norm.backward(call, INPUT_NORM, self.x_ND[tile.rows], out_nD, tile, call.saved["scale"][tile.rows, 0])
         out_nD += grad_ND[tile.rows]
 

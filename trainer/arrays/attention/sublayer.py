@@ -114,12 +114,9 @@ class HeadProjections:
             grad_ND: Gradient of the residual stream after the sublayer.
         """
         dtype = call.saved["q"].dtype
-        wants_input = any(linear.wants_input(call) for linear in self.linears)
-        y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, wants_input)
+        y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, self.linears)
         # What products take of the gradients.
         narrow = grads if dtype == np.float32 else [empty(*grad.shape, dtype=dtype)[1] for grad in grads]
-        for linear in self.linears:
-            linear.begin_backward(call, len(into_ND), into_ND.shape[1], dtype)
 
         def compute(tile: Tile) -> None:
             of_rows = [grad[tile.rows] for grad in grads]
@@ -129,16 +126,16 @@ class HeadProjections:
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
                 if self.head_norm is not None:
                     self._head_norm_gradient(call, name, grad_nC, tile)
-            into_nD = into_ND[tile.rows]
+            into_nD = None if into_ND is None else into_ND[tile.rows]
+            y_nD = self.input.input_again(call, x_ND, y_ND, tile, dtype, self.linears)
             for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, of_rows, narrow, strict=True)):
                 factor_nC = as_narrow(grad_nC, narrow_NC[tile.rows])
-                linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
-            self.input.backward(call, x_ND, grad_ND, tile, out_ND)
-            y_nD = self.input.input_again(call, x_ND, y_ND, tile)
-            for linear in self.linears:
-                linear.keep_input(call, y_nD, tile)
+                low_Rn = linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
+                linear.add_adapter_gradients(call, low_Rn, factor_nC, y_nD, tile)
+            if into_nD is not None:
+                self.input.backward(call, x_ND, grad_ND, tile, out_ND)
 
-        self.scratch.run(len(into_ND), compute)
+        self.scratch.run(len(grads[0]), compute)
         self.input.end_backward(call, x_ND, grad_ND, into_ND, out_ND)
         for linear, grad_NC, factor_NC in zip(self.linears, grads, narrow, strict=True):
             linear.add_gradients(call, factor_NC, y_ND, grad_NC)
@@ -301,11 +298,12 @@ class CpuAttention:
     def _output_gradients(self, call: SublayerCall, grad_ND: np.ndarray, grad_heads_NV: np.ndarray) -> None:
         """Writes the gradients of the heads' results; adds those of the output projection and the norm after it."""
         heads_NV = call.saved["heads"]
-        grad = self.output.begin_backward(call, grad_ND, *heads_NV.shape, heads_NV.dtype)
+        grad = self.output.begin_backward(call, grad_ND, heads_NV.dtype)
 
         def compute(tile: Tile) -> None:
-            self.output.backward(call, grad, grad_heads_NV[tile.rows], tile)
-            self.output.linear.keep_input(call, heads_NV[tile.rows], tile)
+            low_Rn = self.output.backward(call, grad, grad_heads_NV[tile.rows], tile)
+            factor_nD = grad.factor_ND[tile.rows]
+            self.output.linear.add_adapter_gradients(call, low_Rn, factor_nD, heads_NV[tile.rows], tile)
 
         self.scratch.run(len(heads_NV), compute)
         self.output.end_backward(call, grad, heads_NV)
