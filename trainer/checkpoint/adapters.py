@@ -31,6 +31,7 @@ from trainer.checkpoint.weights import (
     requested_weights,
     stored_weights,
 )
+from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
 from trainer.models.spec.adapters import adapter_spec, layer_targets, merged_matrix
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
@@ -216,7 +217,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     for name, value in theirs.items():
         ours = getattr(adapters, name)
         if value != ours:
-            rule = f"the adapters have {name} {value:g}, model.model_config.pet_config says {ours}"
+            rule = f"the adapters have {name} {value:g}, {SECTION} says {ours}"
             raise problem(rule, f"set pet_config.{name} to {value:g}")
 
 

@@ -31,6 +31,7 @@ from trainer.checkpoint.store import (
 from trainer.checkpoint.tensor_names import DiskPart, disk_parts
 from trainer.checkpoint.weights import Parts, first_of, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_stages
+from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import UserError
@@ -361,7 +362,7 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
         others = ("a whole model", "adapters") if part == adapters.PART else ("adapters", "a whole model")
         change = "write" if part == "model" else "remove"
         rule = f"the checkpoint holds {others[0]}, and this run trains {others[1]}"
-        raise mismatch(rule, f"{change} model.model_config.pet_config, or name another checkpoint")
+        raise mismatch(rule, f"{change} {SECTION}, or name another checkpoint")
 
 
 def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: World) -> dict[str, np.ndarray]:

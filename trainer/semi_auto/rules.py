@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.config.checks.adapters import SECTION
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.notices import pipeline_notices
 from trainer.config.checks.parallel import degrees_of, fit_problems, micro_batches, sharing_level
@@ -194,7 +195,7 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:
         rule = f"{_NOT_YET} with latent attention and sequence parallelism"
         fix = "set it to 0, or use_seq_parallel to False"
-        yield problem(config, "model.model_config.pet_config.lora_dropout", rule, fix)
+        yield problem(config, f"{SECTION}.lora_dropout", rule, fix)
     staged = config.parallel_config.pipeline_stage > 1
     staged = staged or sharing_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
     drops = settings.hidden_dropout or settings.attention_dropout

@@ -24,6 +24,7 @@ from trainer.smoke.changes import Change, changed
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _REMAIN = "the layers that remain"
+_LORA_RANK = 4
 _NUMBERED = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
@@ -61,6 +62,7 @@ def layer_changes(config: Config, kept: Sequence[int], stages: int = 1) -> Itera
     decoder = config.decoder
     why = "a layer of each kind, and a second one of the most frequent kind"
     yield from changed(config, f"{_MODEL}.num_layers", len(kept), why)
+    yield from _adapters(config, kept)
     if len(kept) == decoder.num_layers:
         return
     if decoder.layer_types:
@@ -73,7 +75,6 @@ def layer_changes(config: Config, kept: Sequence[int], stages: int = 1) -> Itera
     yield from _expert_layers(config, kept)
     yield from _recompute(config, kept, stages)
     yield from _freeze(config, kept)
-    yield from _adapters(config, kept)
 
 
 def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
@@ -141,10 +142,15 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
 
 
 def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
-    adapters, matrices = config.decoder.pet_config, projections(config.decoder)
-    if adapters is None or all(adapters.targets(old, matrices) == adapters.targets(new, matrices)
-                               for new, old in enumerate(kept)):
+    """Yields a smaller rank, and the matrices of single layers as those of the layers that remain."""
+    key, adapters, matrices = f"{_MODEL}.pet_config", config.decoder.pet_config, projections(config.decoder)
+    if adapters is None:
         return
-    names = [rf"model\.layers\.{new}\.{re.escape(name)}"
-             for new, old in enumerate(kept) for name in adapters.targets(old, matrices)]
-    yield from changed(config, f"{_MODEL}.pet_config.target_modules", "|".join(names), f"the same of {_REMAIN}")
+    if adapters.lora_rank > _LORA_RANK:
+        yield from changed(config, f"{key}.lora_rank", _LORA_RANK, "small enough for this machine")
+        scaled = adapters.scale * _LORA_RANK
+        yield from changed(config, f"{key}.lora_alpha", scaled, "the same lora_alpha / lora_rank")
+    targets = [adapters.targets(old, matrices) for old in kept]
+    if targets != [adapters.targets(new, matrices) for new in range(len(kept))]:
+        names = [rf"model\.layers\.{new}\.{re.escape(name)}" for new, found in enumerate(targets) for name in found]
+        yield from changed(config, f"{key}.target_modules", "|".join(names), f"the same of {_REMAIN}")

@@ -24,7 +24,7 @@ LARGEST_KEPT_WIDTH = 256
 _SEQ_LENGTH, _VOCABULARY = 128, 512
 _HEAD_SIZE, _MANY_HEADS = 16, 8
 _MULTIPLE = 8
-_EXPERT_NUM, _LORA_RANK = 8, 4
+_EXPERT_NUM = 8
 _SMALLER = "small enough for this machine"
 CHUNKS = 2
 """Most chunks of layers that a stage of a pipeline keeps."""
@@ -46,7 +46,6 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     experts = list(_expert_number(config))
     yield from experts
     yield from _callbacks(config, len(kept), experts[0].after if experts else None)
-    yield from _adapters(config)
     if setup.device == "CPU":
         yield from _dtypes(config, setup)
 
@@ -149,15 +148,6 @@ def _callbacks(config: Config, layers: int, experts: int | None) -> Iterator[Cha
         for name in sorted(model.keys() & type(callback).model_fields.keys()):
             if getattr(callback, name) is not None:
                 yield from changed(config, f"callbacks.{number}.{name}", model[name], "that of the model")
-
-
-def _adapters(config: Config) -> Iterator[Change]:
-    adapters = config.decoder.pet_config
-    if adapters is None or adapters.lora_rank <= _LORA_RANK:
-        return
-    yield from changed(config, f"{_MODEL}.pet_config.lora_rank", _LORA_RANK, _SMALLER)
-    why = "the same lora_alpha / lora_rank"
-    yield from changed(config, f"{_MODEL}.pet_config.lora_alpha", adapters.scale * _LORA_RANK, why)
 
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:

@@ -16,8 +16,9 @@ from trainer.input_files import why_missing
 from trainer.models.spec.adapters import projections
 from trainer.models.spec.sublayers import latent_spec
 
-_SECTION = "model.model_config.pet_config"
-_TARGETS = f"{_SECTION}.target_modules"
+SECTION = "model.model_config.pet_config"
+"""The section of the file that describes the adapters."""
+_TARGETS = f"{SECTION}.target_modules"
 _NAMES_OF_EXPERTS = (
     "mlp.gate", *(f"mlp.{kind}.{name}_proj" for kind in ("experts", "experts.0", "shared_experts")
                   for name in ("gate", "up", "down")),
@@ -32,7 +33,7 @@ def adapter_problems(config: Config) -> Iterator[Problem]:
     if adapters is None:
         if config.adapter_id:
             fix = "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with"
-            yield problem(config, "adapter_id", f"adapters need {_SECTION}, which is absent", fix)
+            yield problem(config, "adapter_id", f"adapters need {SECTION}, which is absent", fix)
         return
     ours, layers = projections(decoder), range(decoder.num_layers)
     try:
@@ -82,7 +83,7 @@ def adapter_notices(config: Config) -> Iterator[str]:
             yield (f"{_TARGETS}: PEFT cannot load adapters of {names}, which are one matrix in transformers' {kind}:"
                    " `export --merge` writes the whole model")
     if not config.load_checkpoint:
-        yield f"{_SECTION}: the adapters train on top of random weights, as load_checkpoint names no base model"
+        yield f"{SECTION}: the adapters train on top of random weights, as load_checkpoint names no base model"
 
 
 def _targets(adapters: PetConfig, layers: Sequence[int], names: Mapping[str, str]) -> list[str]:

@@ -171,8 +171,8 @@ class Config(Section):
         False, "Stop at a loss that is not finite even where loss scaling would skip the step. Default False; without"
         " loss scaling a run always stops there.")
     adapter_id: FilePath | None = setting(
-        None, "Adapters to start from, for model_config.pet_config: a folder with adapter_model.safetensors, as PEFT"
-        " writes it, or the checkpoints of a training. Default null: new ones.")
+        None, "Low-rank adapters to start from: a folder with adapter_model.safetensors, as PEFT writes it, or the"
+        " checkpoints of a training. Default null: new ones.")
     recompute: bool = setting(False, "The same as recompute_config.recompute: True, where older files write it.")
 
     _source: Source = PrivateAttr(default_factory=Source)
