@@ -35,6 +35,7 @@ from trainer.ops.dropout import DropoutKey
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
+from trainer.ops.updates.adamw import AdamWItem
 
 U = 2.0**-11
 TOLERANCE, LEAST = 16 * U, U / 8
@@ -137,7 +138,7 @@ def test_the_fused_update_gets_gradients_in_float32(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fused, "update", lambda *arguments: dtypes.append(arguments[4].dtype))
     whole = Parameter(Tensor(np.zeros(3, np.float32)), "w")
     gradients = [Tensor(np.ones(3, np.float32)).astype(dtype) for dtype in (FULL, HALF, mstype.bfloat16)]
-    fused([(whole, whole, whole, gradient, 0.0) for gradient in gradients], 1e-3, 1)
+    fused([AdamWItem(whole, whole, whole, gradient, 0.0) for gradient in gradients], 1e-3, 1)
     assert dtypes == [FULL] * 3
 
 

@@ -93,7 +93,7 @@ def patch_all(regions: Regions, step: TrainStep) -> Patches:
     from trainer.arrays.moe import sublayer as moe
     from trainer.device.threads import HostThreads
     from trainer.models import decoder
-    from trainer.optim import host_adamw
+    from trainer.ops.updates import adamw
 
     patches = Patches()
 
@@ -135,7 +135,7 @@ def patch_all(regions: Regions, step: TrainStep) -> Patches:
     measure(embedding, "embedding_gradient", "embedding", arrays_cost)
     measure(Tensor, "asnumpy", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", _squares_cost)
-    measure(host_adamw, "_update_block", "optimizer", _adamw_cost)
+    measure(adamw, "_update_block", "optimizer", _adamw_cost)
     measure(step.optimizer, "update", "optimizer")
     measure(decoder.ComputeWeights, "refresh", "weights in the dtype of the products")
     measure(step, "build_inputs", "data")

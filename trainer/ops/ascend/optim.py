@@ -1,6 +1,6 @@
 """The optimizers' updates on an Ascend, in place.
 
-On a CPU arithmetic in place leaves a parameter as it was (MindSpore 2.10), so trainer/optim has its own there.
+On a CPU arithmetic in place leaves a parameter as it was (MindSpore 2.10), so `trainer.ops.updates` has its own there.
 
 AdamW is one operator of CANN (aclnnApplyAdamWV2), which reads a parameter, its gradient and its moments once and writes
 three of them in place. Its arithmetic, as CANN's repository ops-nn gives it for its own tests
@@ -23,17 +23,19 @@ from mindspore.ops.auto_generate import AdamW
 
 
 class FusedAdamW:
-    """Updates parameters and their moments in place."""
+    """Updates parameters and their moments in place; gradients are scaled already."""
+
+    takes_arrays = False
 
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
-        self.betas, self.eps, self.update = betas, eps, AdamW()
+        self.betas = betas
+        self.eps = eps
+        self.update = AdamW()
 
-    def __call__(
-        self, items: Iterable[tuple[Parameter, Parameter, Parameter, Tensor, float]], lr: float, updates: int
-    ) -> None:
-        """Of each parameter: itself, first and second moment, gradient, decay. `updates` counts this one too."""
+    def __call__(self, items: Iterable[tuple], lr: float, updates: int) -> None:
+        """Updates parameters, each an `AdamWItem` of `trainer.ops.updates`; `updates` counts this one too."""
         step = Tensor(updates - 1, mstype.float32)
-        for parameter, first, second, gradient, decay in items:
+        for parameter, first, second, gradient, decay, _ in items:
             # Gradients may be kept in half precision; one at a time, so that there is no second set in float32.
             gradient = gradient if gradient.dtype == mstype.float32 else gradient.astype(mstype.float32)
             # The second moment again: the largest one of AMSGrad, which is off.
@@ -43,7 +45,7 @@ class FusedAdamW:
 def momentum_update(
     parameter: Parameter, buffer: Parameter, gradient: Tensor, lr: float, momentum: float, decay: float, nesterov: bool
 ) -> None:
-    """PyTorch's gradient descent with momentum, see `trainer.optim.optimizer.SGD`."""
+    """PyTorch's gradient descent with momentum, see `trainer.ops.updates.momentum`."""
     if decay:
         gradient = mint.add(gradient, parameter, alpha=decay)
     buffer.mul_(momentum).add_(gradient)

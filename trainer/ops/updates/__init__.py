@@ -1,0 +1,1 @@
+"""The updates of parameters that optimizers make, for each device."""

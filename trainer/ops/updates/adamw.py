@@ -1,0 +1,105 @@
+"""The update of AdamW: on an Ascend by its fused operator, on a CPU on arrays, one cache-sized block at a time.
+
+On a CPU it is bound by memory bandwidth: it reads four arrays and writes three. MindSpore's operators make one pass for
+the clip factor, one for the decay and one for Adam, and each call costs 0.15 ms, half of the time for a tensor of
+100,000 numbers. Here a block is read once and all of the arithmetic happens in the cache. NumPy releases Python's lock,
+so that threads run in parallel; each takes the next block when it is done. Every operation is elementwise, so the
+bits depend neither on the blocks nor on the threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import mindspore
+import numpy as np
+
+from trainer.device.threads import HostThreads
+
+if TYPE_CHECKING:
+    from mindspore import Parameter, Tensor
+
+    from trainer.ops.ascend.optim import FusedAdamW
+
+_BLOCK = 1 << 17  # numbers; shorter blocks are bound by NumPy's call overhead, longer ones exceed the cache
+
+
+class AdamWItem(NamedTuple):
+    """A parameter to update in float32: flat arrays on a CPU. Weight and moments are changed in place."""
+
+    weight: np.ndarray | Parameter
+    first: np.ndarray | Parameter
+    second: np.ndarray | Parameter
+    gradient: np.ndarray | Tensor
+    decay: float
+    scale: float = 1.0  # factor on the gradient
+
+
+def load_adamw(betas: tuple[float, float], eps: float, device: str | None = None) -> HostAdamW | FusedAdamW:
+    """The update for a device; None: MindSpore's current target."""
+    if (device or mindspore.get_context("device_target")) == "CPU":
+        return HostAdamW(betas, eps)
+    from trainer.ops.ascend.optim import FusedAdamW
+
+    return FusedAdamW(betas, eps)
+
+
+class HostAdamW:
+    """Updates parameters with `threads` threads; None: as many as this process has cores.
+
+    The bias corrections are applied to the scalars instead of the arrays, which gives the same value:
+    p - lr' m / (sqrt(v) + eps') with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t).
+    """
+
+    takes_arrays = True
+
+    def __init__(self, betas: tuple[float, float], eps: float, threads: int | None = None) -> None:
+        self.betas = betas
+        self.eps = eps
+        self.threads = HostThreads(threads)
+        count = self.threads.threads
+        self.scratch = [(np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)) for _ in range(count)]
+
+    def __call__(self, items: Iterable[AdamWItem], lr: float, updates: int) -> None:
+        """Updates the parameters; `updates` counts this one too."""
+        root2 = (1 - self.betas[1] ** updates) ** 0.5
+        rate = lr * root2 / (1 - self.betas[0] ** updates)
+        eps = self.eps * root2
+
+        def run(block: tuple[AdamWItem, int], thread: int) -> None:
+            item, start = block
+            keep = 1 - lr * item.decay
+            _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], rate, eps, self.betas, keep)
+
+        self.threads.run(((item, start) for item in items for start in range(0, item.weight.size, _BLOCK)), run)
+
+
+def _update_block(
+    item: AdamWItem,
+    part: slice,
+    scratch: tuple[np.ndarray, np.ndarray],
+    rate: float,
+    eps: float,
+    betas: tuple[float, float],
+    keep: float,
+) -> None:
+    """Adds the gradient to m and v; then w = keep w - rate m / (sqrt(v) + eps)."""
+    weight, first, second, gradient = item.weight[part], item.first[part], item.second[part], item.gradient[part]
+    x, scaled = (array[: weight.size] for array in scratch)
+    if item.scale != 1.0:
+        gradient = np.multiply(gradient, np.float32(item.scale), out=scaled)
+    np.subtract(gradient, first, out=x)
+    np.multiply(x, np.float32(1 - betas[0]), out=x)
+    np.add(first, x, out=first)
+    np.multiply(gradient, gradient, out=x)
+    np.multiply(x, np.float32(1 - betas[1]), out=x)
+    np.multiply(second, np.float32(betas[1]), out=second)
+    np.add(second, x, out=second)
+    np.sqrt(second, out=x)
+    np.add(x, np.float32(eps), out=x)
+    np.divide(first, x, out=x)
+    np.multiply(x, np.float32(rate), out=x)
+    if keep != 1.0:
+        np.multiply(weight, np.float32(keep), out=weight)
+    np.subtract(weight, x, out=weight)
