@@ -101,7 +101,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
     _, reduced = reducer.last(total, backward)
     way = "in float32" if in_float32 else "in their dtype"
     found = {f"on a device {way} {number}": each.asnumpy() for number, each in enumerate(reduced.gradients)}
-    return found | {"counted": reduced.counted}
+    return found
 
 
 def shared(group: Group) -> dict[str, np.ndarray]:

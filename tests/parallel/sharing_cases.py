@@ -172,7 +172,7 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
             unshard(weights, names)
 
     def counted_by_all(step: TrainStep, *arguments: Any) -> Any:
-        step.reducer.counted = np.full_like(step.reducer.counted, 2)
+        step.norm_share = step.norm_share._replace(factors=np.full_like(step.norm_share.factors, 2))
         return call(step, *arguments)
 
     call = TrainStep.__call__

@@ -77,8 +77,6 @@ def test_sums_during_a_backward_pass_are_those_after_it(found: Found, way: str) 
             limit = 2e-3 if is_half else 2e-6
             assert ours.dtype == (np.float16 if is_half else np.float32) and ours.shape == right.shape
             np.testing.assert_allclose(ours, right, limit, limit)
-        whole = float(number == 0)
-        assert rank["counted"].tolist() == [1.0 if place in SHARDED else whole for place in range(len(SHAPES))]
 
 
 @pytest.mark.parametrize("way", ["together", "from parts", "on a device", "from parts on a device"])

@@ -38,7 +38,7 @@ def build(kind: str, weights: Mapping[str, np.ndarray], shard: OptimizerShard | 
     shards = {} if shard is None else {name: shard for name in SHAPES if shard.divides(parameters[name].size)}
     if kind == "AdamW by operators":
         optimizer = AdamW(parameters, groups, settings, device="Ascend", shards=shards)
-        optimizer.fused.update = adamw_as_documented
+        optimizer.apply.update = adamw_as_documented
         return optimizer
     return build_optimizer(parameters, groups, settings, shards=shards)
 

@@ -8,7 +8,7 @@ sharded too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import mindspore
 import numpy as np
@@ -17,7 +17,8 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.optim.groups import ParameterGroup
-from trainer.parallel.sharding import OptimizerShard
+from trainer.parallel.sharding import ArrayPart, OptimizerShard
+from trainer.storage.tensor_file import AnyArray, read_part
 
 
 class Optimizer(ABC):
@@ -109,11 +110,13 @@ class Optimizer(ABC):
             for name, array in by_name.items()
         }
 
-    def load_state(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
-        """Restores what `state_arrays` returned, in any shape."""
+    def load_state(
+        self, arrays: Mapping[str, AnyArray], updates: int, part_of: Callable[[str], ArrayPart] | None = None
+    ) -> None:
+        """Restores what `state_arrays` returned, in any shape; with `part_of` these parts of whole arrays."""
         for kind, by_name in self.state.items():
             for name, array in by_name.items():
-                values = arrays[f"{kind}.{name}"].reshape(array.shape)
+                values = read_part(arrays[f"{kind}.{name}"], part_of and part_of(name)).reshape(array.shape)
                 if isinstance(array, np.ndarray):
                     array[...] = values
                 else:

@@ -7,7 +7,7 @@ LLM training", section 2.2), as in MindSpore Transformers, so that a learning ra
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import mindspore
@@ -20,8 +20,9 @@ from trainer.optim.groups import ParameterGroup
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
-    from trainer.parallel.sharding import OptimizerShard
+    from trainer.parallel.sharding import ArrayPart, OptimizerShard
     from trainer.parallel.tensor import MatrixParts
+    from trainer.storage.tensor_file import AnyArray
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: small singular values grow fastest
 _EPS = 1e-7
@@ -123,8 +124,10 @@ class Muon(Optimizer):
             x = self.iterate(x, *self.coefficients)
         return ops.transpose(x, (1, 0)) if tall else x
 
-    def load_state(self, arrays: Mapping, updates: int) -> None:
-        super().load_state(arrays, updates)
+    def load_state(
+        self, arrays: Mapping[str, AnyArray], updates: int, part_of: Callable[[str], ArrayPart] | None = None
+    ) -> None:
+        super().load_state(arrays, updates, part_of)
         self.adamw.updates = updates
 
 

@@ -20,7 +20,6 @@ import select
 import socket
 import struct
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -161,7 +160,6 @@ class Connections:
         self, rank: int, sockets: Mapping[int, socket.socket], memories: Mapping[int, mmap.mmap] | None = None
     ) -> None:
         self.rank, self.sockets, self.memories = rank, dict(sockets), dict(memories or {})
-        self.one_at_a_time = threading.Lock()  # a compiled graph communicates in a thread of its own
         for each in self.sockets.values():
             each.setblocking(False)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -185,12 +183,6 @@ class Connections:
         Raises:
             RunError: Another rank has ended.
         """
-        with self.one_at_a_time:
-            self._exchange(outgoing, incoming)
-
-    def _exchange(
-        self, outgoing: Mapping[int, Sequence[memoryview]], incoming: Mapping[int, Sequence[memoryview]]
-    ) -> None:
         poll, by_descriptor = select.poll(), {}
         for rank in {*outgoing, *incoming}:
             work = [[each for each in buffers.get(rank, ()) if len(each)] for buffers in (outgoing, incoming)]

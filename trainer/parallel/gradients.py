@@ -45,14 +45,11 @@ class Reduced(NamedTuple):
 
     Attributes:
         gradients: In the order of the parameters; flat, this rank's range of those that are reduced and scattered.
-        counted: What this rank adds to the sum over ranks of each gradient's squares: 1 for its own range, and for
-            whole gradients 1 on rank 0 and 0 elsewhere. None where each rank has all gradients whole.
         seconds: How long the sum took, with the wait for the last rank. None on a device, where the host does not wait,
             and in a single process.
     """
 
     gradients: Sequence[Tensor]
-    counted: np.ndarray | None = None
     seconds: float | None = None
 
 
@@ -95,7 +92,7 @@ class GradientReducer:
         self.overlaps = overlaps and bool(groups)
         self.in_float32 = in_float32
         self.seconds = 0.0  # of this step, in collectives that the host waits for
-        self.counted: np.ndarray | None = None
+        self.gives_ranges = (self.scatters or self.overlaps) and any(is_sharded)  # of the sharded ones
         if self.overlaps:
             from trainer.parallel.collectives import BUCKET_BYTES
 
@@ -104,9 +101,6 @@ class GradientReducer:
             self.buckets = plan_buckets(sizes, kinds, BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
         else:  # all ranks reduce in one order: that in which gradients come as a rule
             self.buckets = [[place] for place in reversed(range(len(is_sharded))) if is_sharded[place]]
-        if (self.scatters or self.overlaps) and any(is_sharded):
-            whole = [not its or [*its.values()][-1].rank == 0 for its in groups]
-            self.counted = np.logical_or(is_sharded, whole).astype(np.float32)
 
     def add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
@@ -156,7 +150,7 @@ class GradientReducer:
     def _reduced(self, gradients: list[Tensor]) -> Reduced:
         seconds = self.seconds if self.groups and not self.overlaps else None
         self.seconds = 0.0
-        return Reduced(gradients, self.counted, seconds)
+        return Reduced(gradients, seconds)
 
     def _sum_rest(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients summed over their groups, one kind after the other; those that are scattered already over what

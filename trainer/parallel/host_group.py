@@ -7,7 +7,6 @@ those of the group, and what travels is in proportion to what is asked for: n ra
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,7 +29,7 @@ class HostGroup:
     def __init__(self, connections: Connections, ranks: Sequence[int]) -> None:
         self.connections, self.ranks = connections, tuple(ranks)
         self.rank, self.size = self.ranks.index(connections.rank), len(self.ranks)
-        self._of_thread = threading.local()
+        self._memory = np.empty(0, np.uint8)  # for what other ranks send to be summed
 
     def part(self, ranks: Sequence[int], name: str = "") -> HostGroup:
         """A group of some ranks of the job; without a call of the others. `name` is for groups of devices."""
@@ -96,10 +95,6 @@ class HostGroup:
         """This rank's rows of the sum over all ranks of [size n, ...]: [n, ...]."""
         return self._sum_of_own(np.split(np.asarray(array, order="C"), self.size))
 
-    def all_max(self, array: np.ndarray) -> np.ndarray:
-        """The largest value of any rank, element by element; for small arrays, which travel whole."""
-        return self.all_gather(array).max(0)
-
     def all_to_all(self, arrays: Sequence[np.ndarray], shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Sends one array to each rank and returns what each rank sent, in the order of ranks.
 
@@ -139,12 +134,12 @@ class HostGroup:
         return _sum(self._received(parts))
 
     def _received(self, parts: Sequence[np.ndarray]) -> np.ndarray:
-        """What each rank has for this one, [size, ...], in memory of the thread that its next call takes again."""
+        """What each rank has for this one, [size, ...], in memory that the next call takes again."""
         own = parts[self.rank]
-        size, memory = self.size * own.nbytes, getattr(self._of_thread, "memory", None)
-        if memory is None or memory.size < size:
-            memory = self._of_thread.memory = np.empty(size, np.uint8)
-        rows = memory[:size].view(own.dtype).reshape(self.size, *own.shape)
+        size = self.size * own.nbytes
+        if self._memory.size < size:
+            self._memory = np.empty(size, np.uint8)
+        rows = self._memory[:size].view(own.dtype).reshape(self.size, *own.shape)
         rows[self.rank] = own
         self._exchange(parts, _each(rows))
         return rows

@@ -45,18 +45,13 @@ class MicroBatch:
     gradients: Sequence[Tensor]
 
 
-class RankShare(NamedTuple):
-    """What a rank that holds a part of the model contributes to the sums over all ranks."""
+class NormShare(NamedTuple):
+    """What a rank that has shards of the gradients contributes to the squares of their norms."""
 
-    gives_losses: bool
-    """Whether tokens and token losses of its batches count: on one of the ranks that compute a batch together."""
     factors: np.ndarray
     """Of the squared norm of each of its gradients, [P]: 1 where this rank counts it, 0 where another one does."""
     places: Sequence[int]
     """For each trained parameter of the whole model the index of its gradient here; P for one of other ranks."""
-    counts_tokens: bool = True
-    """With `gives_losses`: whether it tells the number of tokens too. Context-parallel ranks each give the losses of
-    their tokens, and one of them tells how many the batch has."""
 
 
 Pipelined: TypeAlias = "Callable[[Sequence[int], Tensor, WindowResults], tuple[list[Tensor], float]]"
@@ -111,7 +106,7 @@ def accumulate(
     reducer: GradientReducer | None = None,
     norm_groups: NormGroups | None = None,
     votes: Votes | None = None,
-    share: RankShare | None = None,
+    norm_share: NormShare | None = None,
     pipelined: Pipelined | None = None,
 ) -> WindowGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
@@ -129,13 +124,13 @@ def accumulate(
         reducer: Sums the gradients over the ranks; None: those of a single process.
         norm_groups: Asks for norms of the gradients.
         votes: Asked after the last backward pass; its numbers travel with the sums.
-        share: None where each rank has the whole model, and batches of its own.
+        norm_share: None where each rank has the summed gradients of the whole model.
         pipelined: Computes the whole window in place of `backward`.
     """
     communicator = Communicator() if communicator is None else communicator
     reducer = GradientReducer() if reducer is None else reducer
     counts = [valid_tokens(batch) for batch in micro_batches]
-    given = (sum(counts), counts.count(0)) if share is None or share.gives_losses and share.counts_tokens else (0, 0)
+    given = (sum(counts), counts.count(0)) if communicator.counts_tokens else (0, 0)
     [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
@@ -147,7 +142,7 @@ def accumulate(
         reduced = reducer.summed(total)
     else:
         reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
-    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes, share)
+    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes, norm_share)
 
 
 def _in_turn(
@@ -198,7 +193,7 @@ def _window(
     communicator: Communicator,
     wanted: NormGroups | None,
     votes: Votes | None,
-    share: RankShare | None,
+    norm_share: NormShare | None,
 ) -> WindowGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
     measures, others, routing = device_measures(), results.others, results.routing
@@ -213,11 +208,8 @@ def _window(
     if results.waits is not None:
         sums[_WAITS] = results.waits / communicator.size
     squares = None if wanted is None else measures.squares(reduced.gradients)
-    if squares is not None and share is not None:
-        sums[_SQUARES] = measures.spread(squares, share.factors, share.places)
-    elif squares is not None and reduced.counted is not None:
-        on_host = isinstance(squares, np.ndarray)
-        sums[_SQUARES] = squares * (reduced.counted if on_host else Tensor(reduced.counted))
+    if squares is not None and norm_share is not None:
+        sums[_SQUARES] = measures.spread(squares, norm_share.factors, norm_share.places)
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
     squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
     if routing is not None:

@@ -12,7 +12,7 @@ CPU decide by the same code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,7 +32,7 @@ from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ArrayPart, PartOfArray, whole_array
 from trainer.step.accumulate import (
     MicroBatch,
-    RankShare,
+    NormShare,
     Votes,
     WindowGradients,
     WindowResults,
@@ -41,7 +41,7 @@ from trainer.step.accumulate import (
 )
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
-from trainer.storage.tensor_file import AnyArray, read_part
+from trainer.storage.tensor_file import AnyArray
 
 if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
@@ -90,22 +90,6 @@ class Saved(NamedTuple):
     shares_memory: bool = False  # in which the training goes on
 
 
-class _OwnArrays(Mapping[str, np.ndarray]):
-    """A rank's parts of the optimizer's arrays by `kind.parameter`, read when they are accessed."""
-
-    def __init__(self, arrays: Mapping[str, AnyArray], part_of: Callable[[str], ArrayPart]) -> None:
-        self.arrays, self.part_of = arrays, part_of
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        return read_part(self.arrays[key], self.part_of(parameter_of(key)))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
-
-
 class TrainStep:
     """The training step of explicit mode; also usable without the command line, for example in a notebook.
 
@@ -143,24 +127,29 @@ class TrainStep:
         self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
         self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
         self.communicator = Communicator() if communicator is None else communicator
-        self.pipeline, self.share, own = pipeline, None, self.communicator
-        names = every = list(optimizer.parameters)
-        scattered = optimizer.own_ranges if scatters else ()
-        if own.divides_model:
-            every = [name for name in own.layout.parameters if name in optimizer.group_of]
-            places = [names.index(name) if name in optimizer.parameters else len(names) for name in every]
-            self.share = RankShare(own.counts_losses, own.counted(names, scattered), places, own.counts_tokens)
-        self.norm_groups = norm_groups(every, wrapper, optimizer.group_of)
-        sharded = [name in optimizer.own_ranges for name in names]
+        self.pipeline = pipeline
+        names = list(optimizer.parameters)
         model.compute_weights.refresh()
         leaves = model.compute_weights.grad_targets(names)
-        in_fp32 = wrapper.accumulate_allreduce_grads_in_fp32
-        by_name = dict(zip(names, leaves, strict=True))
-        self.reducer = own.gradient_reducer(by_name, sharded, in_fp32, scatters)
+        self.reducer = self.communicator.gradient_reducer(
+            dict(zip(names, leaves, strict=True)),
+            [name in optimizer.own_ranges for name in names],
+            wrapper.accumulate_allreduce_grads_in_fp32,
+            scatters,
+        )
+        every = names  # of all ranks
+        self.norm_share: NormShare | None = None
+        if self.communicator.divides_model:
+            every = [name for name in self.communicator.layout.parameters if name in optimizer.group_of]
+        if self.communicator.divides_model or self.reducer.gives_ranges:
+            places = {name: place for place, name in enumerate(names)}
+            factors = self.communicator.counted(names, optimizer.own_ranges if self.reducer.gives_ranges else ())
+            self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in every])
+        self.norm_groups = norm_groups(every, wrapper, optimizer.group_of)
         experts = model.settings.experts
-        self.load = WindowLoad(own.stage_sums) if experts and experts.balances_step else None
+        self.load = WindowLoad(self.communicator.stage_sums) if experts and experts.balances_step else None
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
-        self.skips_empty = self.load is None and own.skips_empty and not scatters
+        self.skips_empty = self.load is None and self.communicator.skips_empty and not scatters
 
         self.call: DecoderCall | None = None  # of the micro-batch at hand
         self.sums: LossSums | None = None
@@ -190,7 +179,8 @@ class TrainStep:
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator,
             skips_empty=self.skips_empty,
-            reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, share=self.share, pipelined=pipelined,
+            reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, norm_share=self.norm_share,
+            pipelined=pipelined,
         )  # fmt: skip
         self.model.compute_weights.end_step()
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
@@ -207,7 +197,7 @@ class TrainStep:
         sums, self.sums, self.call = self.sums, None, None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
-        gives = self.share is None or self.share.gives_losses
+        gives = self.communicator.counts_losses
         others = self.other_sums(batch, sums, gives)
         return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
 
@@ -228,7 +218,7 @@ class TrainStep:
             return self.call_of(batches[place], taken[place])
 
         def done(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
-            gives = self.share.gives_losses and sums.tokens is not None
+            gives = self.communicator.counts_losses and sums.tokens is not None
             others = self.other_sums(batches[place], sums, gives)
             routing = None
             if is_last and layers:  # the routers of all chunks have decided
@@ -242,7 +232,7 @@ class TrainStep:
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
         settings, modules = self.model.settings, self.model.mtp_modules
-        counts = gives and (self.share is None or self.share.counts_tokens)
+        counts = gives and self.communicator.counts_tokens
         tokens = valid_tokens(batch) if counts else 0
         others = {}
         if modules:
@@ -256,7 +246,7 @@ class TrainStep:
 
     def load_optimizer(self, arrays: Mapping[str, AnyArray], updates: int) -> None:
         """Restores the optimizer's state: whole arrays by `kind.parameter`, of which this rank takes its parts."""
-        self.optimizer.load_state(_OwnArrays(arrays, self.state_part), updates)
+        self.optimizer.load_state(arrays, updates, self.state_part)
 
     def to_save(self) -> Saved:
         """What this rank writes of a checkpoint."""
