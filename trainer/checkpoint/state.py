@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -276,9 +277,10 @@ def _resumed(
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
         raise mismatch(rule, f"use {before}, or {_NEW_RUN}")
-    arrays = _CheckedArrays(found, config)
+    if OPTIMIZER not in found.tensors:
+        raise damaged(path, "it has no state of the optimizer")
     _check_same_freeze(found, config, mismatch)
-    arrays.check()
+    arrays = _optimizer_arrays(found, config)
     position = _position(state, config, layout, mismatch)
     # Older checkpoints have no settings.
     changes = changed_settings(state.settings, settings_record(config)) if state.settings is not None else ""
@@ -292,43 +294,28 @@ def _resumed(
     return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notices)
 
 
-class _CheckedArrays(Mapping[str, StoredArray]):
-    """The optimizer's state in a checkpoint, each array checked for NaN and infinity when it is read."""
+def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, StoredArray]:
+    """The optimizer's state in a checkpoint: names, shapes and dtypes are checked now, and each part for NaN and
+    infinity when it is read. Raises a UserError."""
+    stored = found.tensors[OPTIMIZER]
+    for name, expected in optimizer_shapes(config).items():
+        if name not in stored:
+            raise damaged(found.path, f"the optimizer's state lacks {name}")
+        dtype, shape = stored.about(name)
+        if dtype != "F32":
+            raise damaged(found.path, f"the optimizer's state has {name} in {dtype}, not F32")
+        # What ranks have shared is flat in checkpoints of earlier versions.
+        if shape not in (expected, (math.prod(expected),)):
+            rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
+            raise damaged(found.path, rule)
 
-    def __init__(self, found: Checkpoint, config: Config) -> None:
-        if OPTIMIZER not in found.tensors:
-            raise damaged(found.path, "it has no state of the optimizer")
-        self.arrays, self.path, self.config = found.tensors[OPTIMIZER], found.path, config
+    def read(name: str, part: ArrayPart) -> np.ndarray:
+        numbers = stored.array(name).read(part)
+        if not is_finite(numbers):
+            raise damaged(found.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
+        return numbers
 
-    def check(self) -> None:
-        """Checks names, shapes and dtypes without reading arrays; raises a UserError."""
-        for name, expected in optimizer_shapes(self.config).items():
-            if name not in self.arrays:
-                raise damaged(self.path, f"the optimizer's state lacks {name}")
-            dtype, shape = self.arrays.about(name)
-            if dtype != "F32":
-                raise damaged(self.path, f"the optimizer's state has {name} in {dtype}, not F32")
-            # What ranks have shared is flat in checkpoints of earlier versions.
-            if shape not in (expected, (math.prod(expected),)):
-                rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
-                raise damaged(self.path, rule)
-
-    def __getitem__(self, name: str) -> StoredArray:
-        array = self.arrays.array(name)
-
-        def read(part: ArrayPart) -> np.ndarray:
-            numbers = array.read(part)
-            if not is_finite(numbers):
-                raise damaged(self.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
-            return numbers
-
-        return StoredArray(array.shape, read)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.arrays)
-
-    def __len__(self) -> int:
-        return len(self.arrays)
+    return {name: StoredArray(stored.about(name)[1], partial(read, name)) for name in stored}
 
 
 def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:

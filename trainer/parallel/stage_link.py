@@ -13,7 +13,6 @@ are sent. So a schedule has no other waits than on CPUs.
 from __future__ import annotations
 
 import queue
-import select
 import socket
 import struct
 import threading
@@ -41,7 +40,10 @@ class StageLink:
     def __init__(self, group: HostGroup, on_one_host: bool = True) -> None:
         # Its threads send while others compute, which two ends of one memory would have to agree about.
         found = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS, memory=False)
-        self.stage, self.sockets = group.rank, found.sockets
+        self.stage = group.rank
+        self.sockets = found.sockets
+        for each in self.sockets.values():
+            each.setblocking(True)
         self.senders = {stage: _Sender(self.stage, stage, one) for stage, one in self.sockets.items()}
 
     def send(self, stage: int, tensor: Tensor) -> None:
@@ -72,13 +74,10 @@ class StageLink:
         return array
 
     def _bytes(self, stage: int, buffer: bytearray | np.ndarray) -> bytearray | np.ndarray:
-        left, connection = memoryview(buffer), self.sockets[stage]
+        left = memoryview(buffer)
         while left:
-            _wait(connection, select.POLLIN)
             try:
-                count = connection.recv_into(left)
-            except BlockingIOError:
-                continue
+                count = self.sockets[stage].recv_into(left)
             except OSError:
                 count = 0
             if not count:
@@ -118,23 +117,12 @@ class _Sender:
             _, array = item
             header = _HEADER.pack(array.dtype.str[1:].encode(), *array.shape)
             try:
-                for left in (memoryview(header), memoryview(array.reshape(-1).view(np.uint8))):
-                    while left:
-                        _wait(self.connection, select.POLLOUT)
-                        try:
-                            left = left[self.connection.send(left) :]
-                        except BlockingIOError:
-                            continue
+                self.connection.sendall(header)
+                self.connection.sendall(array.reshape(-1).view(np.uint8))
             except OSError:
                 self.lost = True
                 return
             del item, array
-
-
-def _wait(connection: socket.socket, event: int) -> None:
-    poll = select.poll()
-    poll.register(connection, event)
-    poll.poll()
 
 
 class DeviceLink:

@@ -124,9 +124,14 @@ class TrainStep:
         pipeline: Pipeline | None = None,
         scatters: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.schedule, self.build_inputs = model, optimizer, schedule, build_inputs
-        self.wrapper, self.seed, self.guards = wrapper, seed, Guards(wrapper, stop_at_bad_loss)
-        self.communicator = Communicator() if communicator is None else communicator
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.build_inputs = build_inputs
+        self.wrapper = wrapper
+        self.seed = seed
+        self.guards = Guards(wrapper, stop_at_bad_loss)
+        self.communicator = communicator or Communicator()
         self.pipeline = pipeline
         names = list(optimizer.parameters)
         model.compute_weights.refresh()
@@ -137,15 +142,15 @@ class TrainStep:
             wrapper.accumulate_allreduce_grads_in_fp32,
             scatters,
         )
-        every = names  # of all ranks
-        self.norm_share: NormShare | None = None
+        names_of_all_ranks = names
         if self.communicator.divides_model:
-            every = [name for name in self.communicator.layout.parameters if name in optimizer.group_of]
+            names_of_all_ranks = [name for name in self.communicator.layout.parameters if name in optimizer.group_of]
+        self.norm_groups = norm_groups(names_of_all_ranks, wrapper, optimizer.group_of)
+        self.norm_share: NormShare | None = None
         if self.communicator.divides_model or self.reducer.gives_ranges:
             places = {name: place for place, name in enumerate(names)}
             factors = self.communicator.counted(names, optimizer.own_ranges if self.reducer.gives_ranges else ())
-            self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in every])
-        self.norm_groups = norm_groups(every, wrapper, optimizer.group_of)
+            self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
         experts = model.settings.experts
         self.load = WindowLoad(self.communicator.stage_sums) if experts and experts.balances_step else None
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
@@ -177,9 +182,8 @@ class TrainStep:
             self.load.start()
         pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
         window = accumulate(
-            micro_batches, self.backward, self.guards.scale, self.communicator,
-            skips_empty=self.skips_empty,
-            reducer=self.reducer, norm_groups=self.norm_groups, votes=votes, norm_share=self.norm_share,
+            micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.skips_empty,
+            reducer=self.reducer, norm_groups=self.norm_groups, norm_share=self.norm_share, votes=votes,
             pipelined=pipelined,
         )  # fmt: skip
         self.model.compute_weights.end_step()
@@ -191,10 +195,12 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
-        call = self.call = self.call_of(batch, number)
-        factor = factor if isinstance(factor, Tensor) else Tensor(np.float32(factor))
-        gradients = self.gradients_of(factor)
-        sums, self.sums, self.call = self.sums, None, None
+        call = self.call_of(batch, number)
+        self.call = call
+        gradients = self.gradients_of(factor if isinstance(factor, Tensor) else Tensor(np.float32(factor)))
+        sums = self.sums
+        self.call = None
+        self.sums = None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
         gives = self.communicator.counts_losses
@@ -210,9 +216,8 @@ class TrainStep:
         self, micro_batches: Sequence[Batch], taken: Sequence[int], factor: Tensor, results: WindowResults
     ) -> tuple[list[Tensor], float]:
         """This stage's part of a window: see `trainer.step.accumulate.Pipelined`."""
-        batches, experts, layers = [micro_batches[number] for number in taken], self.model.settings.experts, ()
-        if experts is not None:
-            layers = self.model.settings.moe_layers
+        batches = [micro_batches[number] for number in taken]
+        settings = self.model.settings
 
         def call_of(place: int) -> DecoderCall:
             return self.call_of(batches[place], taken[place])
@@ -221,17 +226,22 @@ class TrainStep:
             gives = self.communicator.counts_losses and sums.tokens is not None
             others = self.other_sums(batches[place], sums, gives)
             routing = None
-            if is_last and layers:  # the routers of all chunks have decided
-                routing = device_measures().of_all_layers(call.statistics.counts(), layers, experts.expert_num)
+            if is_last and settings.moe_layers:  # the routers of all chunks have decided
+                routing = device_measures().of_all_layers(
+                    call.statistics.counts(), settings.moe_layers, settings.experts.expert_num
+                )
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
 
-        names, in_fp32 = list(self.optimizer.parameters), self.wrapper.accumulate_allreduce_grads_in_fp32
+        names = list(self.optimizer.parameters)
         gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, names, self.reducer.kept)
-        return in_float32(gradients) if in_fp32 else gradients, waited
+        if self.wrapper.accumulate_allreduce_grads_in_fp32:
+            gradients = in_float32(gradients)
+        return gradients, waited
 
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
-        settings, modules = self.model.settings, self.model.mtp_modules
+        settings = self.model.settings
+        modules = self.model.mtp_modules
         counts = gives and self.communicator.counts_tokens
         tokens = valid_tokens(batch) if counts else 0
         others = {}
@@ -250,15 +260,19 @@ class TrainStep:
 
     def to_save(self) -> Saved:
         """What this rank writes of a checkpoint."""
-        communicator, ranges = self.communicator, self.model.compute_weights.local_ranges
-        parameters = ((name, each.asnumpy()) for name, each in self.model.parameters_by_name.items()
-                      if communicator.writes(name, name in ranges))  # fmt: skip
-        weights = {name: PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)),
-                                     array.reshape(-1)[ranges[name]] if name in ranges else array)
-                   for name, array in parameters}  # fmt: skip
-        named = ((key, parameter_of(key), array) for key, array in self.optimizer.state_views().items())
-        state = {key: PartOfArray(self.state_part(name), array) for key, name, array in named
-                 if communicator.writes(name, name in self.optimizer.own_ranges)}  # fmt: skip
+        ranges = self.model.compute_weights.local_ranges
+        weights = {}
+        for name, parameter in self.model.parameters_by_name.items():
+            if self.communicator.writes(name, name in ranges):
+                array = parameter.asnumpy()
+                if name in ranges:
+                    array = array.reshape(-1)[ranges[name]]
+                weights[name] = PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)), array)
+        state = {}
+        for key, array in self.optimizer.state_views().items():
+            name = parameter_of(key)
+            if self.communicator.writes(name, name in self.optimizer.own_ranges):
+                state[key] = PartOfArray(self.state_part(name), array)
         return Saved(weights, state, self.optimizer.updates, shares_memory=True)
 
     def part_of(self, name: str) -> ArrayPart:
