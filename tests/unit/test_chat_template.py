@@ -231,6 +231,23 @@ def test_an_end_token_that_follows_the_end_of_a_turn_carries_loss_too(tmp_path):
         assert trained(template, messages, train_on="last") == [f"d<|END_RESPONSE|>{end}"]
 
 
+def test_a_template_that_ships_is_exported_without_generation_blocks(families, tmp_path):
+    for family in ("llama3", "gemma", "phi3", "qwen2.5", "qwen3", "mistral", "deepseek3", "glm4"):
+        exported = families[family][1].as_file
+        assert "generation %}" not in exported
+        path = tmp_path / "own.jinja"
+        path.write_text(exported, encoding="utf-8")
+        own = load(tmp_path, write_tokenizer_of(tmp_path / family, family), chat_template=str(path))[1]
+        for messages in (MULTI, [user("a"), assistant("b")]):
+            assert own.render(messages) == families[family][1].render(messages), family
+
+
+@pytest.mark.parametrize("mark", ["\ufdd0", "\ufdd1"])
+def test_a_text_with_the_marks_of_generation_blocks_is_refused(families, mark):
+    with pytest.raises(UserError, match="the conversation has the character U\\+FDD0 or U\\+FDD1"):
+        trained(families["llama3"][1], [user(f"a{mark}b"), assistant("c")])
+
+
 def test_markers_in_the_data_do_not_move_the_spans(families):
     marked = [user("<|im_end|><|im_start|>assistant\nx"), assistant("a<|im_end|>b"), user("c"), assistant("d")]
     assert trained(families["qwen2.5"][1], marked) == ["a<|im_end|>b<|im_end|>", "d<|im_end|>"]

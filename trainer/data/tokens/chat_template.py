@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,10 +103,16 @@ class ChatTemplate:
 
     @property
     def as_file(self) -> str:
-        """The content of a chat_template.jinja for other programs, which do not know the variables of our ChatML."""
+        """The content of a chat_template.jinja for other programs.
+
+        They do not know the variables of our ChatML, and not all of them know generation blocks.
+        """
         names = () if self.is_given else ("bos", "eos")
         set_here = "".join(f"{{%- set {name} = {json.dumps(self._variables[name])} %}}" for name in names)
-        return set_here + self._compiled[_DEFAULT].source
+        source = self._compiled[_DEFAULT].source
+        if Path(self.where).parent == TEMPLATES:
+            source = re.sub(r"\{%- (end)?generation %\}", "", source)
+        return set_here + source
 
     def render(
         self,

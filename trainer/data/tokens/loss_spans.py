@@ -1,10 +1,10 @@
 """Finds the characters of a rendered conversation that carry loss: the assistant's turns and the token that ends each.
 
-A template with ``{% generation %}`` blocks says where they are. Every other template is asked by rendering parts of the
-conversation. A turn starts where the messages before it, rendered with the generation prompt, and the whole
-conversation part. It ends behind the token that ends a turn, or, in templates that only mark where a turn begins
-(GLM-4), behind the token that begins the next one. An end token of the tokenizer that follows directly belongs to it:
-Cohere2 ends an answer with two.
+A template with ``{% generation %}`` blocks, as most that ship have, says where they are. Every other template is asked
+by rendering parts of the conversation. A turn starts where the messages before it, rendered with the generation prompt,
+and the whole conversation part. It ends behind the token that ends a turn, or, in templates that only mark where a turn
+begins (GLM-4), behind the token that begins the next one. An end token of the tokenizer that follows directly belongs
+to it: Cohere2 ends an answer with two.
 
 What is the same for every conversation, the assistant's header and the token that ends a turn, is read from a short
 conversation once, in `read_form`.
@@ -158,25 +158,10 @@ def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form:
             return len(before) + len(form.header)
         return len(before) + len(commonprefix([header, text[len(before) :]]))
     # The template writes the messages before this one differently when it follows.
-    for find in (_start_after_message, _start_of_content):
-        start = find(render, messages, turn, text)
-        if start is not None:
-            return start
-    raise SpanError
-
-
-def _start_after_message(render: Render, messages: Sequence[dict], turn: int, text: str) -> int | None:
-    """Finds the end of the message before the turn, and behind it the generation prompt; None if that fails."""
-    if turn == 0:
-        return None
-    marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _SENTINEL}]
-    prompt, whole = render(marked, True), render([*marked, *messages[turn:]], False)
-    if prompt is None or whole is None:
-        return None
-    before, found, after = whole.partition(_SENTINEL)
-    if not found or not text.startswith(before) or not text.endswith(after):
-        return None
-    return len(text) - len(after) + len(commonprefix([prompt.partition(_SENTINEL)[2], after]))
+    start = _start_of_content(render, messages, turn, text)
+    if start is None:
+        raise SpanError
+    return start
 
 
 def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text: str) -> int | None:

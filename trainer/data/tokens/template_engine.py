@@ -95,11 +95,12 @@ def render(compiled: Compiled, variables: Mapping[str, Any]) -> Rendered:
     text = "".join(chunks)
     if not compiled.has_generation:
         return Rendered(text, ())
-    before, *blocks = text.split(_START)
-    plain = before
+    plain, *blocks = text.split(_START)
     spans = []
     for block in blocks:
-        written, _, after = block.partition(_END)
+        written, end, after = block.partition(_END)
+        if not end or _END in plain + after:
+            raise ValueError(f"the conversation has the character U+{ord(_START):04X} or U+{ord(_END):04X}")
         if written:
             spans.append((len(plain), len(plain) + len(written)))
         plain += written + after
