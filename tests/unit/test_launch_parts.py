@@ -158,8 +158,7 @@ def test_an_agent_that_was_killed_died_before_anybody_could_tell_of_it(tmp_path:
     pool, agents = pool_of(tmp_path, 2)
     pool.poll()
     agents[1].close()
-    told = {"exit_code": 1, "at_seconds": time.monotonic()}
-    heartbeat.failure_file(tmp_path, 0).write_text(json.dumps(told))
+    heartbeat.announcement_file(tmp_path, 0, "failed").write_text(json.dumps([1, time.monotonic()]))
     agents[0].send({"ended": 1, "at_seconds": time.monotonic()})
     pool.poll()
     outcome = decide_outcome([worker.end for worker in pool.workers.values()], None)
@@ -411,9 +410,8 @@ def test_a_worker_of_a_job_tells_what_it_does(tmp_path: Path) -> None:
     done = run_worker("fail", RUN_TRAINER_JOB=str(tmp_path), RANK_ID="3")
     assert done.returncode == 0 and "most recent call first" in done.stderr
     assert heartbeat.beat_file(tmp_path, 3).read_text().strip() == "7"
-    text = heartbeat.failure_file(tmp_path, 3).read_text()
-    failure = json.loads(text)
-    assert failure["exit_code"] == 3 and before < failure["at_seconds"] < time.monotonic()
+    failure = heartbeat.read_announcement(tmp_path, 3, "failed")
+    assert failure.number == 3 and before < failure.at_seconds < time.monotonic()
 
 
 def test_outside_a_job_nothing_happens(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ from trainer.launch.msrun import (
 )
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
-from trainer.launch.supervisor import Limits, Supervisor, collect_signals, stop_signal
+from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe, terminal_size
 from trainer.launch.wire import ListeningSocket, Message
 
@@ -191,8 +191,7 @@ def _supervise(
         pool = WorkerPool(workers, WorkerHandle(None), ListeningSocket(listening), specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
         start = functools.partial(start_msrun, options, files, scratch)
-        limits = Limits(options.start_limit, options.hang_timeout, options.needs_msrun)
-        supervisor = Supervisor(pool, start, files, state, nodes, limits, screen, signals)
+        supervisor = Supervisor(options, pool, start, files, state, nodes, screen, signals)
         count = f"{options.local_worker_num} worker{'s' if options.local_worker_num > 1 else ''}"
         if options.nodes > 1:
             count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"

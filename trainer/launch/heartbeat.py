@@ -12,9 +12,8 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 JOB_VARIABLE = "RUN_TRAINER_JOB"
 """Environment variable with the path of the job's folder."""
@@ -23,6 +22,8 @@ RESTART_VARIABLE = "RUN_TRAINER_RESTART"
 """Environment variable of the workers of a job that has been started again: a JSON object with its number and why."""
 
 _RESTART = {"number": int, "most": int, "reason": str, "ranks": int}
+
+AnnouncementKind = Literal["failed", "signal"]
 
 DUMP_SIGNAL = signal.SIGUSR1
 """Makes a worker write the Python stacks of its threads to its log."""
@@ -34,14 +35,26 @@ def beat_file(job: Path, rank: int) -> Path:
     return job / f"rank-{rank}.beat"
 
 
-def failure_file(job: Path, rank: int) -> Path:
-    """Written when a worker knows that it fails, which may be long before its process ends."""
-    return job / f"rank-{rank}.failed"
+class Announcement(NamedTuple):
+    """What a worker announces: an exit code or a signal, and when, by the monotonic clock of its host."""
+
+    number: int
+    at_seconds: float
 
 
-def signal_file(job: Path, rank: int) -> Path:
-    """Written when a worker receives a signal to end, whoever sent it."""
-    return job / f"rank-{rank}.signal"
+def announcement_file(job: Path, rank: int, kind: AnnouncementKind) -> Path:
+    """Returns the file of the announcement that a worker fails, which may be long before its process ends, or that it
+    received a signal to end, whoever sent it."""
+    return job / f"rank-{rank}.{kind}"
+
+
+def read_announcement(job: Path, rank: int, kind: AnnouncementKind) -> Announcement | None:
+    """Returns what a worker announced; None where it announced nothing, or nonsense."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        values = json.loads(announcement_file(job, rank, kind).read_text(encoding="ascii"))
+        if isinstance(values, list) and [type(value) for value in values] == [int, float]:
+            return Announcement(*values)
+    return None
 
 
 def start() -> None:
@@ -73,12 +86,12 @@ def failed(exit_code: int) -> None:
 
     Ending may take long, and the other workers may notice and end before: so the launcher knows who failed first.
     """
-    _tell(failure_file, {"exit_code": exit_code})
+    _announce("failed", exit_code)
 
 
 def signalled(number: int) -> None:
     """To be called when the worker receives a signal to end: all ranks may end before the launcher looks again."""
-    _tell(signal_file, {"signal": number})
+    _announce("signal", number)
 
 
 def restarted() -> dict[str, Any]:
@@ -91,13 +104,13 @@ def restarted() -> dict[str, Any]:
     return {}
 
 
-def _tell(file: Callable[[Path, int], Path], what: dict[str, int]) -> None:
+def _announce(kind: AnnouncementKind, number: int) -> None:
     job = os.environ.get(JOB_VARIABLE)
     if job:
-        path = file(Path(job), _rank())
+        path = announcement_file(Path(job), _rank(), kind)
         unfinished = path.with_name(f"{path.name}.new")
         with contextlib.suppress(OSError):
-            unfinished.write_text(json.dumps({**what, "at_seconds": time.monotonic()}), encoding="ascii")
+            unfinished.write_text(json.dumps(Announcement(number, time.monotonic())), encoding="ascii")
             os.replace(unfinished, path)
 
 

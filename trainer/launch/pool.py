@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import signal
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from trainer.launch.heartbeat import beat_file, failure_file, read_step, signal_file
+from trainer.launch.heartbeat import beat_file, read_announcement, read_step
 from trainer.launch.job import End, shell_code
 from trainer.launch.processes import Identity, identity, is_alive, is_stopped, kill_group, send_signal
 from trainer.launch.wire import Channel, ListeningSocket, Message, scaled
@@ -110,9 +107,8 @@ class WorkerPool:
         channels = [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
         return [*self.listener.sources, *self.unidentified, *channels]
 
-    def poll(self) -> bool:
-        """Accepts agents and handles what they report; whether anything changed."""
-        changed = False
+    def poll(self) -> None:
+        """Accepts agents and handles what they report."""
         before = self.polled_at
         self.polled_at = time.monotonic()
         callers = [*self.unidentified, *(Channel(connection) for connection, _ in self.listener.accept())]
@@ -121,14 +117,12 @@ class WorkerPool:
             messages = channel.receive()  # an agent sends nothing more before it has its answer
             if messages:
                 self._register(channel, messages[0])
-                changed = True
             elif not channel.closed:
                 self.unidentified.append(channel)
         for worker in self.all:
             if worker.channel is None or worker.channel.closed:
                 continue
             for message in worker.channel.receive():
-                changed = True
                 if "started" in message:
                     worker.process = identity(message["started"]) or Identity(message["started"], 0)
                 elif "ended" in message:
@@ -139,15 +133,14 @@ class WorkerPool:
                 # of another rank that this causes has an earlier time.
                 self._record_end(worker, 128 + signal.SIGKILL, before, "")
                 worker.kill()
-                changed = True
-        return changed
 
     def _register(self, channel: Channel, message: Message) -> None:
         worker = self.scheduler if message.get("hello") == "scheduler" else self.workers.get(message.get("rank", -1))
         if worker is None or worker.channel is not None or self.closing or worker.rank not in self.specs:
             channel.send({"release": True})
         else:
-            worker.channel, worker.agent = channel, identity(message["pid"])
+            worker.channel = channel
+            worker.agent = identity(message["pid"])
             worker.send({"start": self.specs[worker.rank]})
 
     def _record_end(self, worker: WorkerHandle, exit_code: int, at_seconds: float, why: str) -> None:
@@ -156,13 +149,14 @@ class WorkerPool:
         by_launcher = self.ending_since is not None and (killed or at_seconds >= self.ending_since)
         worker.end = End(worker.rank, exit_code, at_seconds, by_launcher, why)
         if worker.failed is not None:  # it failed when it said so; what it takes to end is not its exit code
-            worker.end.at_seconds, worker.end.by_launcher = worker.failed.at_seconds, False
+            worker.end.at_seconds = worker.failed.at_seconds
+            worker.end.by_launcher = False
             if by_launcher:
                 worker.end.exit_code = worker.failed.exit_code
 
     def read_files(self) -> bool:
-        """Looks at heartbeats and announcements; whether any worker gets on."""
-        moved, now = False, time.monotonic()
+        """Reads heartbeats and announcements; returns whether any worker gets on."""
+        moved = False
         for rank, worker in self.workers.items():
             if worker.process is None or worker.end is not None:
                 continue
@@ -174,31 +168,25 @@ class WorkerPool:
                     worker.beat = beat
                     self.stepped = self.stepped or read_step(path) is not None
             self._read_announcements(worker)
-            worker.check_agent(now)
+            worker.check_agent(time.monotonic())
         return moved
 
     def _read_announcements(self, worker: WorkerHandle) -> None:
-        if worker.failed is None:
-            failure = self._announced(failure_file, worker, "exit_code")
-            worker.failed = failure and End(worker.rank, failure["exit_code"], failure["at_seconds"])
-        if worker.signalled is None:
-            received = self._announced(signal_file, worker, "signal")
-            worker.signalled = received and received["signal"]
-
-    def _announced(self, file: Callable[[Path, int], Path], worker: WorkerHandle, what: str) -> dict[str, Any] | None:
-        """What a worker wrote, with its numbers `what` and `at_seconds`; None where it wrote nothing, or nonsense."""
         if worker.rank is None:
-            return None
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            told = json.loads(file(self.folder, worker.rank).read_text(encoding="ascii"))
-            if isinstance(told, dict) and isinstance(told.get(what), int) and isinstance(told.get("at_seconds"), float):
-                return told
-        return None
+            return
+        if worker.failed is None:
+            failure = read_announcement(self.folder, worker.rank, "failed")
+            worker.failed = failure and End(worker.rank, failure.number, failure.at_seconds)
+        if worker.signalled is None:
+            received = read_announcement(self.folder, worker.rank, "signal")
+            worker.signalled = received and received.number
 
     def received_signal(self) -> tuple[int, int] | None:
-        """The lowest rank that received a signal to end, and the signal."""
-        found = ((rank, worker.signalled) for rank, worker in self.workers.items() if worker.signalled is not None)
-        return next(found, None)
+        """Returns the lowest rank that received a signal to end, and the signal."""
+        for rank, worker in self.workers.items():
+            if worker.signalled is not None:
+                return rank, worker.signalled
+        return None
 
     def ranks_behind(self, quiet_seconds: float) -> dict[int, str]:
         """Returns the ranks that hold the others up, and why.

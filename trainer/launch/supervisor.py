@@ -11,9 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
+from trainer.launch.arguments import LaunchOptions
 from trainer.launch.control.messages import Message
 from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import (
@@ -36,8 +36,7 @@ GRACE_SECONDS = 8.0
 """From telling workers to end to killing them."""
 
 _TICK_SECONDS = 0.1
-_FILES_EVERY_SECONDS = 0.5
-_STATE_EVERY_SECONDS = 1.0
+_LOOK_SECONDS = 0.5
 _ECHO_SECONDS = 2.0
 _DUMP_SECONDS = 2.0
 _MSRUN_SECONDS = 3.0
@@ -70,20 +69,6 @@ def stop_signal(signals: deque[int]) -> int | None:
     return None
 
 
-class Limits(NamedTuple):
-    """When a job counts as hanging, in seconds; 0: never.
-
-    Attributes:
-        start_timeout: From the start, or the last sign of a rank, to the next one before the first finished step.
-        hang_timeout: From one sign of any rank, such as a finished step, to the next.
-        msrun_only_starts: Whether msrun starts the agents, and is not the agent of the only worker itself.
-    """
-
-    start_timeout: float
-    hang_timeout: float
-    msrun_only_starts: bool = True
-
-
 @dataclass
 class _Timers:
     """Moments of the monotonic clock, in seconds."""
@@ -96,8 +81,7 @@ class _Timers:
     dumped_at: float | None = None
     kill_at: float | None = None
     killed_at: float | None = None  # for the first time
-    files_at: float = 0.0  # the next look at the workers' files
-    state_at: float = 0.0  # the next time that the state is written
+    look_at: float = 0.0  # the next look at the workers' files
 
     @property
     def last_sign_at(self) -> float:
@@ -132,12 +116,12 @@ class Supervisor:
         signals: Those that have arrived and are not handled yet, see `collect_signals`.
     """
 
+    options: LaunchOptions
     pool: WorkerPool
     start_msrun: Callable[[], subprocess.Popen]
     files: JobFiles
     state: JobState  # for other processes to read
     nodes: Nodes
-    limits: Limits
     screen: Screen
     signals: deque[int]
     msrun: subprocess.Popen | None = None  # once the launchers of all nodes are connected
@@ -194,15 +178,16 @@ class Supervisor:
         for event in self.nodes.poll(now):
             self._handle_event(event, now)
         self._start(now)
-        changed = self.pool.poll()
-        if now >= timers.files_at:
-            timers.files_at = now + _FILES_EVERY_SECONDS
+        self.pool.poll()
+        if now >= timers.look_at:
+            timers.look_at = now + _LOOK_SECONDS
             if self.pool.read_files():
                 timers.moved_at = now
                 self.nodes.moved()
             if not self.pool.ending:
                 self._check_blocked_stop(now)
                 self._name_ranks_behind(now)
+            self._write_state()
         self._end_msrun()
         if not self.pool.ending:
             self._check_received_signal(now)
@@ -211,9 +196,6 @@ class Supervisor:
         if timers.kill_at is not None and now > timers.kill_at:
             self._kill(now)
         self._show(now)
-        if changed or now >= timers.state_at:
-            timers.state_at = now + _STATE_EVERY_SECONDS
-            self._write_state()
 
     def _check_standstill(self, now: float) -> None:
         """The ranks had no time either: what they did not do meanwhile is no hang."""
@@ -317,7 +299,7 @@ class Supervisor:
         if self.msrun is None:
             return
         if self.msrun.poll() is None:
-            if self.limits.msrun_only_starts and self.pool.complete:
+            if self.options.needs_msrun and self.pool.complete:
                 self.msrun.kill()
         elif not self.pool.closing and not self.pool.complete and self.failures.msrun is None:
             code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED  # it will not start the others any more
@@ -339,7 +321,7 @@ class Supervisor:
             if now - timers.dumped_at > scaled(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
             return
-        limit = self.limits.hang_timeout if self.pool.stepped else self.limits.start_timeout
+        limit = self.options.hang_timeout if self.pool.stepped else self.options.start_limit
         if self.msrun is None or not limit or now - timers.last_sign_at <= limit:
             return
         if self.pool.stepped:
