@@ -34,7 +34,9 @@ class Flag(NamedTuple):
     """A second key which gets the same value where its section is in the file."""
 
 
-_DATA, _MODEL, _MOE = "train_dataset.data_loader", "model.model_config", "model.model_config.moe_config"
+_DATA = "train_dataset.data_loader"
+_MODEL = "model.model_config"
+_MOE = "model.model_config.moe_config"
 
 NO_EFFECT = "Ignored, or not yet there"
 # By panel of the help.
@@ -223,7 +225,8 @@ def _read_flag(reader: _Reader, name: str, given: str | None) -> None:
 def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
     from trainer.config import Override
 
-    shown, example = f"--{flag.name}", flag.metavar.split("|")[0].strip("[].")
+    shown = f"--{flag.name}"
+    example = flag.metavar.split("|")[0].strip("[].")
     texts: tuple[str, ...] = ()
     if flag.name == "model" and (given or (reader.tokens or [""])[0]).lstrip().startswith("{"):
         return [Override("model", reader.value(shown, given, example), f"flag {shown}")]  # the section of this name

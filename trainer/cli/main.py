@@ -225,8 +225,12 @@ def _print_panel(title: str) -> None:
 def _option(template: Any, name: str, text: str, metavar: str, panel: str | None = None) -> Any:
     """A changed copy of one of Typer's options: it makes them of a function's signature alone."""
     option = copy.copy(template)
-    option.name, option.opts, option.help, option.metavar = name, [f"--{name}"], text, metavar
-    option.rich_help_panel, option.expose_value = panel, False
+    option.name = name
+    option.opts = [f"--{name}"]
+    option.help = text
+    option.metavar = metavar
+    option.rich_help_panel = panel
+    option.expose_value = False
     return option
 
 

@@ -77,7 +77,8 @@ def _convert(
     try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
-        rule, fix = f"cannot be written: {error.strerror or error}", "give another --output"
+        rule = f"cannot be written: {error.strerror or error}"
+        fix = "give another --output"
         raise UserError(rule, where="flag --output", key=str(output), fix=fix) from None
     print(output)
     return EXIT_OK

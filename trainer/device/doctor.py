@@ -252,7 +252,8 @@ def check_deep() -> Check:
 
 def memory_left_bytes(root: Path = Path("/")) -> int:
     """Memory that is left, on the machine or within the container's limit, whichever is less."""
-    limited, available = cgroup_memory_left_bytes(root), _available_memory_bytes()
+    limited = cgroup_memory_left_bytes(root)
+    available = _available_memory_bytes()
     return available if limited is None else min(available, limited)
 
 
@@ -285,10 +286,15 @@ def _limited_groups(root: Path) -> Iterator[_Group]:
     for membership in memberships:
         _, controllers, own = membership.split(":", 2)
         if controllers == "":
-            mount, limit, used, cached = root / "sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"
+            mount = root / "sys/fs/cgroup"
+            limit = "memory.max"
+            used = "memory.current"
+            cached = "inactive_file"
         elif controllers == "memory":
-            mount, limit = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-            used, cached = "memory.usage_in_bytes", "total_inactive_file"
+            mount = root / "sys/fs/cgroup/memory"
+            limit = "memory.limit_in_bytes"
+            used = "memory.usage_in_bytes"
+            cached = "total_inactive_file"
         else:
             continue
         # Within a container the path is the host's and may not exist here; then the mount itself is the container's.
@@ -300,7 +306,8 @@ def _limited_groups(root: Path) -> Iterator[_Group]:
 
 def _limited_group(group: Path, limit_file: str, used_file: str, cached_field: str) -> _Group | None:
     try:
-        limit, used = (group / limit_file).read_text().strip(), int((group / used_file).read_text())
+        limit = (group / limit_file).read_text().strip()
+        used = int((group / used_file).read_text())
         cached = re.search(rf"^{cached_field} (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
     except (OSError, ValueError):
         return None

@@ -27,7 +27,8 @@ def resolve_device(config: Config) -> str:
     Raises:
         UserError: The device that was asked for is not there, or a setting of an Ascend's is none.
     """
-    wanted, lacks = config.context.device_target, _lacks(config)
+    wanted = config.context.device_target
+    lacks = _lacks(config)
     if lacks and wanted is not None and not config.context.device_fallback:
         raise UserError(
             lacks,
@@ -64,7 +65,8 @@ def plans_elsewhere(config: Config) -> bool:
 
 def device_notices(config: Config, device: str) -> Iterator[str]:
     """What of the section `context` is different, or unused, on the device of this run."""
-    wanted, lacks = config.context.device_target, _lacks(config)
+    wanted = config.context.device_target
+    lacks = _lacks(config)
     defaults = device_default_notice(config, device)
     if defaults:
         yield defaults

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _MEMORY = {"max_device_memory": "max_size", "mempool_block_size": "increase_size"}
 _SIZE = re.compile(r"(?:[1-9]\d*(?:\.\d+)?|0\.\d*[1-9]\d*)GB")
-_PRECISION, _ASCEND = "device_context.ascend.op_precision", "device_context.ascend"
+_PRECISION = "device_context.ascend.op_precision"
+_ASCEND = "device_context.ascend"
 _ASCEND_CONFIG = {
     "precision_mode": (f"{_PRECISION}.precision_mode", str),
     "op_precision_mode": (f"{_PRECISION}.op_precision_mode", str),
@@ -94,7 +95,8 @@ def jit_options(config: Config, device: str) -> dict[str, str]:
     """
     if device != "Ascend":
         return {}
-    context, found = config.context, {}
+    context = config.context
+    found = {}
     for name, value in (context.jit_config or {}).items():
         if name not in _JIT:
             raise _error(config, "jit_config", context.jit_config, f"{name} is none of {', '.join(_JIT)}", "remove it")
@@ -114,7 +116,8 @@ def unused_keys(config: Config, device: str) -> list[str]:
     """The keys that are set and do nothing on this device, with their locations."""
     if device == "Ascend":
         return []
-    context, fields = config.context, type(config.context).model_fields
+    context = config.context
+    fields = type(config.context).model_fields
     names = [name for name in _KEYS if getattr(context, name) != fields[name].default]
     locations = ((f"context.{name}", config.source.where(f"context.{name}")) for name in names)
     return [f"{key} ({location})" if location else key for key, location in locations]

@@ -75,7 +75,9 @@ def _error(key: str, value: object, rule: str, fix: str) -> UserError:
 
 
 def _check_counts(options: LaunchOptions) -> None:
-    workers, local, node = options.worker_num, options.local_worker_num, options.node_rank
+    workers = options.worker_num
+    local = options.local_worker_num
+    node = options.node_rank
     if workers < 1:
         raise _error("worker_num", workers, "must be at least 1", "write --nproc 8 for eight workers")
     if not 1 <= local <= workers:
@@ -110,7 +112,8 @@ def _check_restarts(options: LaunchOptions) -> None:
 
 
 def _resolved(host: str) -> list[str]:
-    """The addresses of a host. One that means every address of a machine would open the ports to all its networks."""
+    """Returns the addresses of a host, none of which means every address of a machine: that would open the ports to all
+    its networks."""
     found = _addresses(host)
     for string in found:
         address = ipaddress.ip_address(string)
@@ -122,7 +125,8 @@ def _resolved(host: str) -> list[str]:
 
 
 def _addresses(host: str) -> list[str]:
-    key, bare = "master_addr", host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    key = "master_addr"
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(bare))]
     if re.fullmatch(r"[\d.]+", bare) or not _HOST_NAME.match(bare):
@@ -137,7 +141,7 @@ def _addresses(host: str) -> list[str]:
 
 
 def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
-    """The scheduler listens on node 0; the other nodes only connect to it."""
+    """Checks the scheduler's port: it listens on node 0, and the other nodes only connect to it."""
     port = options.master_port
     if port is not None and not 1 <= port <= _LAST_PORT:
         fix = "leave it out: a free port is then picked, or 8118 with several nodes"
@@ -157,7 +161,7 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
 
 
 def _work(options: LaunchOptions) -> tuple[Config, World]:
-    """The configuration of the first worker of this host, and its place in the job.
+    """Returns the configuration of the first worker of this host, and its place in the job.
 
     Raises:
         UserError: A mistake in flags or file, or the run would overwrite the launcher's logs.

@@ -68,7 +68,8 @@ _GATHER_SECONDS = 600
 files once in that time; a node that is lost for good does not come back later either."""
 _POLL_SECONDS = 0.05
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-_HEARTBEAT, _HEARTBEAT_SECONDS = "MS_NODE_TIMEOUT", 3600  # how long MindSpore's scheduler waits for one
+_HEARTBEAT = "MS_NODE_TIMEOUT"
+_HEARTBEAT_SECONDS = 3600  # how long MindSpore's scheduler waits for one
 _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "RANK_SIZE")
 
 
@@ -151,7 +152,7 @@ def _tell(line: str) -> None:
 
 
 def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
-    """The devices that are left for the ranks after the loss of one, as numbers of the host."""
+    """Returns the devices that are left for the ranks after the loss of one, as numbers of the host."""
     devices = options.devices or visible_devices() or tuple(range(options.local_worker_num))
     return tuple(device for place, device in enumerate(devices) if place != lost)
 
@@ -222,7 +223,7 @@ def _screen(followed: Message, scratch: Path) -> Screen:
 def worker_specs(
     options: LaunchOptions, files: JobFiles, restart: Restart = _FIRST_START
 ) -> dict[int | None, Message]:
-    """What each agent starts: command, environment, cores and log, by rank; that of the scheduler under None."""
+    """Returns what each agent starts, by rank: command, environment, cores and log; the scheduler's under None."""
     cores = sorted(os.sched_getaffinity(0))
     program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
     # Variables that only msrun and the agents get.
@@ -255,7 +256,7 @@ def worker_specs(
 
 
 def _own_environment(threads: int) -> dict[str, str]:
-    """PATH and encoding as the user has them, at most so many threads, and MindSpore waits long for heartbeats.
+    """Returns PATH and encoding as the user has them, at most so many threads, and a long wait for heartbeats.
 
     By itself its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers notice
     themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs ended with SIGSEGV.

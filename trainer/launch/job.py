@@ -102,7 +102,8 @@ def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
     try:
         files.log_dir.mkdir(parents=True, exist_ok=True)
         refuse_running(files)
-        present, last = [], 0
+        present = []
+        last = 0
         own = {files.log(rank).name for rank in ranks} | {files.folder.name}
         for path in files.log_dir.iterdir():
             if path.name in own or (whole_host and re.fullmatch(r"rank-\d+\.log", path.name)):
@@ -164,7 +165,8 @@ def new_state(options: LaunchOptions, files: JobFiles, restart: int = 0) -> JobS
     me = identity(os.getpid())
     assert me is not None
     workers = [WorkerState(rank, log=str(files.log(rank))) for rank in options.ranks]
-    command, master = [options.script_name, *options.arguments], f"{options.master_addr}:{options.master_port}"
+    command = [options.script_name, *options.arguments]
+    master = f"{options.master_addr}:{options.master_port}"
     return JobState(me, command, time.time(), workers, options.worker_num, options.node_rank, master, restart=restart)
 
 
@@ -250,7 +252,8 @@ def decide_outcome(ends: Sequence[End], stopped_by: int | None, hang: str = "") 
     failed = sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)
     own = [end for end in failed if not end.by_launcher]
     if own:
-        first, others = own[0], [end for end in failed if end is not own[0]]
+        first = own[0]
+        others = [end for end in failed if end is not own[0]]
         return Outcome(first.exit_code, f"{first.name} failed", first, others, stopped_by=stopped_by)
     if stopped_by is not None and (failed or any(end.exit_code for end in ends) or not ends):
         return stopped(stopped_by)

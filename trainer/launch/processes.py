@@ -115,7 +115,8 @@ def end_children(timeout_seconds: float = 5.0) -> None:
     """
     import psutil
 
-    me, deadline = psutil.Process(), time.monotonic() + timeout_seconds
+    me = psutil.Process()
+    deadline = time.monotonic() + timeout_seconds
     while _has_children() and time.monotonic() < deadline:
         descendants = me.children(recursive=True)
         for process in descendants:
@@ -142,5 +143,6 @@ def share_of_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
         place: The worker's place among those of its host, from 0.
     """
     ordered = sorted(cores)
-    begin, end = place * len(ordered) // workers, (place + 1) * len(ordered) // workers
+    begin = place * len(ordered) // workers
+    end = (place + 1) * len(ordered) // workers
     return ordered[begin : max(end, begin + 1)]

@@ -49,7 +49,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def collect_signals(signals: deque[int]) -> Iterator[None]:
-    """Signals to end, and of a changed terminal, are appended here and have no other effect."""
+    """Appends signals to end, and of a changed terminal, which have no other effect then."""
     before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGWINCH)}
     for number in before:
         if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
@@ -62,7 +62,7 @@ def collect_signals(signals: deque[int]) -> Iterator[None]:
 
 
 def stop_signal(signals: deque[int]) -> int | None:
-    """The first signal to end the job that has arrived and is not handled yet; SIGHUP counts as SIGTERM."""
+    """Returns the first signal to end the job that is not handled yet; SIGHUP counts as SIGTERM."""
     for number in signals:
         if number in _STOP_SIGNALS:
             return int(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -198,7 +198,7 @@ class Supervisor:
         self._show(now)
 
     def _check_standstill(self, now: float) -> None:
-        """The ranks had no time either: what they did not do meanwhile is no hang."""
+        """Notes when the machine gave no time: the ranks had none either, so what they did not do is no hang."""
         seconds = now - self.timers.polled_at
         self.timers.polled_at = now
         if seconds > _STANDSTILL_SECONDS:
@@ -231,7 +231,7 @@ class Supervisor:
                 self._end_workers(now, GRACE_SECONDS)
 
     def _check_received_signal(self, now: float) -> None:
-        """A signal to end that came to one rank alone is one to the job: all ranks of a training act on it together."""
+        """Takes a signal that came to one rank for one to the job: all ranks of a training act on it together."""
         received = self.pool.received_signal() if self.stop.signal is None else None
         if received is not None:
             rank, number = received
@@ -397,7 +397,7 @@ class Supervisor:
         write_state(self.files, self.state)
 
     def _finish(self) -> Outcome:
-        """All workers have ended: releases everything else, and tells how it went."""
+        """Releases everything that is left once all workers have ended, and tells how it went."""
         self.pool.closing = True
         failures = self.failures
         outcome = decide_outcome(self._ends(), self.stop.signal, failures.hang)

@@ -22,7 +22,7 @@ _ERASED = re.compile(rb".*(?:\r|\x1b\[[012]?K)", re.DOTALL)
 
 
 class PlainText:
-    """Takes a terminal's output in any pieces; returns the lines that stay on it, without colours."""
+    """Takes a terminal's output in any pieces, and returns the lines that stay on it, without colours."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -34,8 +34,9 @@ class PlainText:
         return b"".join(self._final(line) + b"\n" for line in lines)
 
     def end(self) -> bytes:
-        """The last line, where it has no end."""
-        text, self._rest = self._final(self._rest), b""
+        """Returns the last line, where it has no end."""
+        text = self._final(self._rest)
+        self._rest = b""
         return text + b"\n" if text.strip() else b""
 
     @staticmethod
@@ -55,7 +56,9 @@ class WorkerTerminal:
         settings = termios.tcgetattr(self.slave)
         settings[1] &= ~termios.OPOST  # line ends are made by the user's terminal
         termios.tcsetattr(self.slave, termios.TCSANOW, settings)
-        self._log, self._plain, self._pipe = log, PlainText(), None
+        self._log = log
+        self._plain = PlainText()
+        self._pipe = None
         with contextlib.suppress(OSError):
             self._pipe = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         self.resize(size)
@@ -66,7 +69,7 @@ class WorkerTerminal:
             fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def pump(self) -> bool:
-        """Passes on what is there; whether more may come."""
+        """Passes on what is there; returns whether more may come."""
         try:
             while data := os.read(self.master, 1 << 16):
                 with contextlib.suppress(OSError):  # a full disk stops no worker
@@ -92,7 +95,7 @@ class WorkerTerminal:
 
 
 def terminal_size() -> tuple[int, int]:
-    """Columns and lines of standard output; 80 and 24 when it is no terminal."""
+    """Returns columns and lines of standard output; 80 and 24 when it is no terminal."""
     try:
         columns, lines = os.get_terminal_size(1)
     except OSError:
@@ -115,13 +118,14 @@ class Follower:
     """Copies a worker's output, of which `read` returns what is new, to the terminal, without MindSpore's chatter."""
 
     def __init__(self, read: Callable[[], bytes], terminal: BinaryIO) -> None:
-        self._read, self._terminal = read, terminal
+        self._read = read
+        self._terminal = terminal
         self._held = b""  # the beginning of a line that may turn out to be chatter
         self._within_line = False
         self.broken = False
 
     def new_text(self) -> bytes:
-        """What has come since the last call, cleaned; a line that is not finished may come in parts."""
+        """Returns what has come since the last call, cleaned; a line that is not finished may come in parts."""
         *lines, last = (self._held + self._read()).split(b"\n")
         shown = b""
         for line in lines:
@@ -130,7 +134,8 @@ class Follower:
             self._within_line = False
         self._held = b""
         if self._within_line or (last and not last.startswith(b"[")):
-            shown, self._within_line = shown + last, True
+            shown += last
+            self._within_line = True
         else:
             self._held = last
         return shown
@@ -146,7 +151,7 @@ class Follower:
 
 
 def growth_of(path: Path) -> Callable[[], bytes]:
-    """A function that returns what has been appended to a file since the last call; it need not exist yet."""
+    """Returns a function that reads what was appended to a file since its last call; the file need not exist yet."""
     offset = 0
 
     def read() -> bytes:
@@ -178,7 +183,7 @@ def output_of_pipe(path: Path) -> Callable[[], bytes]:
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
-    """The end of a log without blank lines and chatter; of progress the last state."""
+    """Returns the end of a log without blank lines and chatter; of progress the last state."""
     data = b""
     with contextlib.suppress(OSError), path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -188,7 +193,7 @@ def last_lines(path: Path, count: int = 20) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """A line without what would act on a terminal: escape sequences, control characters, changes of direction."""
+    """Returns a line without what acts on a terminal: escape sequences, control characters, changes of direction."""
     plain = _ESCAPES.sub(b"", text.encode("utf-8", "replace")).decode("utf-8", "replace")
     return "".join(sign if sign.isprintable() else " " for sign in plain if sign.isprintable() or sign.isspace())
 
@@ -206,7 +211,8 @@ class Screen:
     """
 
     def __init__(self, follower: Follower, drawn: bool = False) -> None:
-        self._follower, self._drawn = follower, drawn
+        self._follower = follower
+        self._drawn = drawn
         self._waiting = ""
         self._spoke = False
 

@@ -45,7 +45,7 @@ class Lines:
             self.closed = True
 
     def receive_lines(self) -> list[bytes]:
-        """The lines that have arrived since the last call, at most a few of the longest at once; may close it."""
+        """Returns the lines that have arrived since the last call, a few of the longest at most; may close it."""
         most = len(self._rest) + 4 * self.max_line_bytes
         while not self.closed and len(self._rest) < most:
             try:
@@ -58,7 +58,8 @@ class Lines:
             self._rest += data
         *lines, self._rest = self._rest.split(b"\n")
         if any(len(line) > self.max_line_bytes for line in (*lines, self._rest)):
-            self._rest, self.closed = b"", True
+            self._rest = b""
+            self.closed = True
             return []
         return lines
 
@@ -88,7 +89,7 @@ class Channel(Lines):
         self.send_line(json.dumps(message).encode("ascii"))
 
     def receive(self) -> list[Message]:
-        """What has arrived since the last call; may close the channel. Lines that are no messages are left out."""
+        """Returns what has arrived since the last call; may close the channel. Other lines are left out."""
         messages = []
         for line in self.receive_lines():
             with contextlib.suppress(ValueError, RecursionError):
@@ -116,7 +117,7 @@ class ListeningSocket:
         return [] if self.starved else [self._socket]
 
     def accept(self, most: int = 1024) -> list[tuple[socket.socket, Any]]:
-        """Connections that are waiting, at most so many, each with the address of its other end."""
+        """Returns waiting connections, at most so many, each with the address of its other end."""
         found: list[tuple[socket.socket, Any]] = []
         self.starved = False
         try:
@@ -133,12 +134,12 @@ class ListeningSocket:
 
 
 def scaled(seconds: float) -> float:
-    """A grace period or time-out of the launcher, times the factor that a test sets."""
+    """Returns a grace period or time-out of the launcher, times the factor that a test sets."""
     return seconds * float(os.environ.get(TIME_SCALE_VARIABLE) or 1)
 
 
 def wakeup_pipe() -> tuple[int, int]:
-    """Both ends of a pipe for `signal.set_wakeup_fd`, by which a signal ends a wait; neither end blocks."""
+    """Returns both ends of a pipe for `signal.set_wakeup_fd`, by which a signal ends a wait; neither end blocks."""
     ends = os.pipe()
     for end in ends:
         os.set_blocking(end, False)

@@ -17,7 +17,9 @@ from trainer.cli.flags import split_arguments
 from trainer.config.read.relocate import canonical_key
 from trainer.errors import UserError
 
-_MOST_RUNS, _LONGEST, _LONGEST_NAME = 1000, 10_000, 100
+_MOST_RUNS = 1000
+_LONGEST = 10_000
+_LONGEST_NAME = 100
 _WHERE = "flag --grid"
 _OF_THE_SWEEP = ("config", "options", "output_dir", "resume_training", "run_mode")
 _EXAMPLE = "write --grid optimizer.eps=1e-8,1e-6"

@@ -78,7 +78,8 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
     runs: list[SweepRun] = []
     mistakes: list[str] = []
     configs: dict[str, Config] = {}
-    device, run_bytes = "", 0
+    device = ""
+    run_bytes = 0
     for point in found:
         folder = root / point.name
         flags = [*own, *point.flags, f"--output_dir={folder}"]
@@ -86,7 +87,8 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
             config = load_config(arguments.config, split_arguments(flags).overrides)
             _check(config, point, configs)
             prepared = prepare(in_job(config, SINGLE_PROCESS), SINGLE_PROCESS)
-            device, run_bytes = prepared.plan.device, max(run_bytes, prepared.plan.memory_bytes["total"])
+            device = prepared.plan.device
+            run_bytes = max(run_bytes, prepared.plan.memory_bytes["total"])
             runs.append(_run_in(folder, point, prepared, [f"--config={arguments.config}", *flags]))
         except UserError as error:
             mistakes.append(f"{point.name}: {str(error).rstrip('.')}")
@@ -159,11 +161,13 @@ class _Stop:
     """Hands SIGINT and SIGTERM on to the runs, each time one comes: the first lets a run save, the second ends it."""
 
     def __init__(self) -> None:
-        self.number, self.count = 0, 0
+        self.number = 0
+        self.count = 0
         self.before = {number: signal.signal(number, self) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.number, self.count = self.number or number, self.count + 1
+        self.number = self.number or number
+        self.count += 1
 
     def close(self) -> None:
         for number, handler in self.before.items():
@@ -176,11 +180,14 @@ def execute(runs: Sequence[SweepRun], jobs: int, tell: Tell) -> int:
     Returns:
         Exit code: 0; 1 where a run failed; 130 or 143 where a signal ended the sweep, whose runs have saved.
     """
-    waiting, going = [run for run in runs if not run.is_done], []
+    waiting = [run for run in runs if not run.is_done]
+    going = []
     for run in runs:
         if run.is_done:
             tell(f"{run.name}: is finished already")
-    cores, stop, handed_on = sorted(os.sched_getaffinity(0)), _Stop(), 0
+    cores = sorted(os.sched_getaffinity(0))
+    stop = _Stop()
+    handed_on = 0
     try:
         while going or (waiting and not stop.number):
             while waiting and len(going) < jobs and not stop.number:
@@ -211,7 +218,8 @@ def _start(run: SweepRun, place: int, cores: Sequence[int], tell: Tell) -> Sweep
     run.place = place
     run.folder.mkdir(parents=True, exist_ok=True)
     command = [*_COMMAND, *run.arguments, *(["--resume_training=True"] if run.resumes else [])]
-    all_cores, run.began = os.sched_getaffinity(0), time.monotonic()
+    all_cores = os.sched_getaffinity(0)
+    run.began = time.monotonic()
     os.sched_setaffinity(0, cores)
     try:
         with (run.folder / _LOG).open("wb") as log:
