@@ -186,7 +186,7 @@ def test_the_learning_rate_follows_the_schedule(home: Path, capsys: pytest.Captu
     rates = column(step_records(train(path)), "lr")
     capsys.readouterr()
     assert dispatch(["plan", "--json", "--config", str(path)]) == 0
-    total = json.loads(capsys.readouterr().out)["total_steps"]
+    total = json.loads(capsys.readouterr().out)["steps"]["total_steps"]
     assert total > 12  # stop_step does not shorten the schedule
 
     def expected(step: int) -> float:

@@ -12,7 +12,7 @@ from event_files import read_events
 from trainer.config.checks.rules import preflight
 from trainer.errors import UserError
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.trackers import tracker_monitors
+from trainer.monitors.services import tracker_monitors
 from trainer.monitors.tracking import Tracker, TrackerMonitor, numbers_of, step_numbers
 from trainer.monitors.training_state import TrainingState
 

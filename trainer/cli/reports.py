@@ -41,7 +41,7 @@ def _compare(
         raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
     comparison = compare([user_path(folder, "argument RUN") for folder in folders])
     for folder, record in zip(folders, comparison.records, strict=True) if exact else ():
-        if not record.step and not record.evaluations:
+        if not record.step and not record.metrics.evaluations:
             fix = "name runs that have done a step"
             raise UserError("metrics.jsonl has no step", where="argument RUN", value=str(folder), fix=fix)
     _tell_notes(comparison.records)

@@ -8,17 +8,19 @@ the file trackers/wandb and so on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.read.dump import values
 from trainer.monitors.files import write_text
-from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.tracking import eval_numbers, step_numbers, wait_numbers
+from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics
+from trainer.monitors.tensorboard import TensorBoard
+from trainer.monitors.tracking import TrackerMonitor, eval_numbers, step_numbers, wait_numbers
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -154,6 +156,18 @@ class SwanLab(_Service):
 
 
 SERVICES = {service.name: service for service in (Wandb, Mlflow, SwanLab)}
+
+
+def tracker_monitors(config: Config, notice: Callable[[str], None]) -> list[Monitor]:
+    """Returns the monitors of all trackers that a configuration asks for, whose packages are imported when a run
+    starts, and only then."""
+    monitors: list[Monitor] = []
+    if config.tensorboard.tensorboard_dir:
+        every = config.tensorboard.log_interval
+        monitors.append(TrackerMonitor("TensorBoard", functools.partial(TensorBoard, config), notice, every))
+    for name in config.tracker_names or ():
+        monitors.append(TrackerMonitor(name, functools.partial(SERVICES[name], config), notice))
+    return monitors
 
 
 def _flat(tree: Any, path: str = "") -> dict[str, Any]:

@@ -233,7 +233,8 @@ def plan_run(
 
 
 def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
-    settings, precision = config.network, precision_of(config, device, world)
+    settings = config.network
+    precision = precision_of(config, device, world)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
     inactive = 0 if config.classifier is not None else inactive_weights(model_spec(config.decoder))
@@ -333,11 +334,13 @@ def _notices(
 def _record_notices(config: Config) -> Iterator[Notice]:
     """Patterns of `monitor_config.target` that match nothing: a small copy of a model has fewer layers, so it is no
     mistake in the file."""
-    section, key = config.monitor_config, "monitor_config.target"
+    section = config.monitor_config
+    key = "monitor_config.target"
     wanted = section.outlets("local_norm_format") | section.outlets("optimizer_state_format")
     if not config.trains or not wanted or not section.target:
         return
-    names, matched = list(trained_shapes(config)), set()
+    names = list(trained_shapes(config))
+    matched = set()
     for number, text in enumerate(section.patterns):
         found = {name for name in names if read_pattern(text).search(name)}
         matched |= found

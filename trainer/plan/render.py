@@ -112,7 +112,8 @@ def _run_rows(plan: Plan) -> Rows:
 
 
 def _model_rows(plan: Plan, verbose: bool) -> Rows:
-    model, settings = plan.model, plan.config.decoder
+    model = plan.model
+    settings = plan.config.decoder
     rows: Rows = [("", ""), ("weights", _weights(model))]
     parts = {}
     if model.weights + model.frozen.weights:  # otherwise its sizes are not known
@@ -201,9 +202,11 @@ def _pairs(cell: str, separator: str) -> list[str]:
 
 
 def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
-    kind, parts = "1F1B", ""
+    kind = "1F1B"
+    parts = ""
     if pipeline.chunks > 1:
-        kind, parts = "interleaved 1F1B", f", {pipeline.chunks} chunks of layers each"
+        kind = "interleaved 1F1B"
+        parts = f", {pipeline.chunks} chunks of layers each"
     even = f"{pipeline.even_bubble_share:.1%} if all stages took the same time"
     return [
         ("", ""),
@@ -225,7 +228,10 @@ def _steps(steps: StepsPlan) -> str:
 
 
 def _step_rows(plan: Plan) -> Rows:
-    steps, data, config, unit = plan.steps, plan.data, plan.config, _unit(plan.data)
+    steps = plan.steps
+    data = plan.data
+    config = plan.config
+    unit = _unit(plan.data)
     batch = counted(steps.batch_rows, unit)
     step = f"{steps.micro_batches} micro-batch{'es' if steps.micro_batches > 1 else ''} of {batch}"
     step += f" on each rank: {counted(steps.rows_per_step, unit)}" if plan.ranks > 1 else ""

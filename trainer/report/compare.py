@@ -140,8 +140,8 @@ def loss_text(loss: float | None) -> str:
 def run_values(record: RunRecord) -> dict[str, Any]:
     """What tables and programs are told of a run: plain values, by the names that metrics.jsonl has for them; None for
     what is not known or not finite."""
-    curves, best = record.curves, record.metrics.best
-    evaluated = record.evaluations[-1].loss if record.evaluations else math.nan
+    curves, best = record.metrics.curves, record.metrics.best
+    evaluated = record.metrics.evaluations[-1].loss if record.metrics.evaluations else math.nan
     return {
         "state": record.state,
         "outcome": record.outcome,
@@ -163,9 +163,9 @@ def run_values(record: RunRecord) -> dict[str, Any]:
 def tokens_to_loss(record: RunRecord, loss: float) -> int | None:
     """Tokens with a loss up to the first evaluation of at most this loss, or the first such step of a run without
     evaluations; None where there is none."""
-    curves = record.curves
-    if record.evaluations:
-        reached = next((each.step for each in record.evaluations if each.loss <= loss), None)
+    curves = record.metrics.curves
+    if record.metrics.evaluations:
+        reached = next((each.step for each in record.metrics.evaluations if each.loss <= loss), None)
     else:
         points = zip(curves.steps, curves.means("loss"), strict=False)
         reached = next((step for step, mean in points if mean <= loss), None)

@@ -40,14 +40,14 @@ def curves_of(comparison: Comparison, field: str) -> list[Curve]:
     """The curves of a field, a run each; evaluations beside the loss."""
     found = []
     for number, record in enumerate(comparison.records):
-        curves = record.curves
+        curves = record.metrics.curves
         if curves.stride > 1 and len(curves.steps) > MOST_POINTS:
             curves = curves.halved()
         if curves.has_values(field):
             found.append(Curve(number, curves.steps, curves.means(field)))
-        if field == "loss" and record.evaluations:
-            steps = [each.step for each in record.evaluations]
-            found.append(Curve(number, steps, [each.loss for each in record.evaluations], True))
+        if field == "loss" and record.metrics.evaluations:
+            steps = [each.step for each in record.metrics.evaluations]
+            found.append(Curve(number, steps, [each.loss for each in record.metrics.evaluations], True))
     return found
 
 

@@ -95,13 +95,14 @@ def valid(text: str) -> str:
 def report_data(record: RunRecord, interval: float = 0.0) -> dict[str, Any]:
     """What the page of a run shows, as plain values; `interval` is the number of seconds after which it is written
     again."""
-    curves, metrics = record.curves, record.metrics
+    metrics = record.metrics
+    curves = metrics.curves
     if curves.stride > 1 and len(curves.steps) > MOST_POINTS:
         curves = curves.halved()
-    config, pauses = record.config, _fewer(record.pauses, _MOST_PAUSES, lambda pause: pause.seconds)
+    config, pauses = record.config, _fewer(metrics.pauses, _MOST_PAUSES, lambda pause: pause.seconds)
     best = metrics.best
-    evaluations = _spread(record.evaluations, _MOST_EVALUATIONS, keep=best)
-    by_kind = {kind: sum(one.seconds for one in record.pauses if one.kind == kind) for kind in
+    evaluations = _spread(metrics.evaluations, _MOST_EVALUATIONS, keep=best)
+    by_kind = {kind: sum(one.seconds for one in metrics.pauses if one.kind == kind) for kind in
                ("evaluation", "sampling", "checkpoint")}  # fmt: skip
     training = curves.seconds[-1] if curves.seconds else 0.0
     waited = min(metrics.data_wait_seconds, training)
@@ -127,8 +128,8 @@ def report_data(record: RunRecord, interval: float = 0.0) -> dict[str, Any]:
                         for one in evaluations],
         "best": evaluations.index(best) if best is not None else None,
         "clip": clip_norm(record),
-        "skipped": [[one.step, one.reason[:200]] for one in _spread(record.skipped, _MOST_SKIPPED)],
-        "skipped_count": len(record.skipped),
+        "skipped": [[one.step, one.reason[:200]] for one in _spread(metrics.skipped, _MOST_SKIPPED)],
+        "skipped_count": len(metrics.skipped),
         "pauses": [[one.step, one.kind, rounded(one.seconds, 3)] for one in pauses],
         "time": [rounded(part) for part in (training - waited, waited, *by_kind.values())],
         "resumes": list(record.resumes),
@@ -240,7 +241,7 @@ def _facts(record: RunRecord) -> list[list[Any]]:
     ]
     if last.commit:
         found.append(["commit", last.commit, True])
-    for restart in record.restarts:
+    for restart in record.metrics.restarts:
         found.append(["restart", f"after step {restart['step']}: {restart.get('reason', '')}"[:300], False])
     return [[name, valid(value), is_code] for name, value, is_code in found]
 
@@ -256,7 +257,7 @@ def _setting_text(value: Any) -> str:
 
 def _left_seconds(record: RunRecord, pauses: dict[str, float]) -> float | None:
     """Seconds until the last step, pauses included, from the latest steps."""
-    recent = _finite(record.curves.means("step_seconds")[-20:])
+    recent = _finite(record.metrics.curves.means("step_seconds")[-20:])
     if record.state != "running" or not recent or record.last_step <= record.step:
         return None
     done = record.step - (record.metrics.first_step or 1) + 1

@@ -63,8 +63,8 @@ def draw_report(record: RunRecord, path: Path) -> bool:
 
 def draw_figure(record: RunRecord) -> Figure | None:
     """The curves of a run, for a file or a notebook; None where there is nothing to draw."""
-    curves = record.curves
-    if not curves.steps and not record.evaluations:
+    curves = record.metrics.curves
+    if not curves.steps and not record.metrics.evaluations:
         return None
     # Not pyplot, which keeps a global figure and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -139,7 +139,7 @@ def picture_text(text: str) -> str:
 
 
 def _draw_loss(axis: Axes, record: RunRecord) -> None:
-    curves, evaluations, best = record.curves, record.evaluations, record.metrics.best
+    curves, evaluations, best = record.metrics.curves, record.metrics.evaluations, record.metrics.best
     if curves.has_values("loss"):
         series, steps = curves.fields["loss"], curves.steps
         if curves.stride > 1:
@@ -163,10 +163,10 @@ def _draw_loss(axis: Axes, record: RunRecord) -> None:
 
 def _draw_clip(axis: Axes, record: RunRecord) -> None:
     """The norm beyond which a gradient is clipped, where that is near the curve, and the steps that were skipped."""
-    limit, norms = clip_norm(record), record.curves.fields["global_norm"]
+    limit, norms = clip_norm(record), record.metrics.curves.fields["global_norm"]
     if limit is not None and limit <= 3 * max(value for value in norms.highs if not math.isnan(value)):
         axis.axhline(limit, color=_EVAL, linestyle="--", linewidth=1, label=f"clipped at {limit:g}")
-    for number, one in enumerate(record.skipped[:200]):
+    for number, one in enumerate(record.metrics.skipped[:200]):
         axis.axvline(one.step, color=_SKIPPED, linewidth=0.8, label="skipped" if number == 0 else None)
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)

@@ -18,7 +18,7 @@ from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import Section
 from trainer.errors import UserError
-from trainer.report.curves import Curves, Evaluation, Metrics, MetricsReader, Pause, Skipped
+from trainer.report.curves import Metrics, MetricsReader
 from trainer.report.starts import RUN_FILE, Start, read_starts
 from trainer.storage.marker import MARKER
 
@@ -54,7 +54,7 @@ class RunRecord:
         config: The resolved configuration; None where config.yaml is missing or this version does not read it.
         settings: The same as it is written, by dotted keys: ``{"optimizer.eps": 1e-08, "callbacks.0.type": ...}``.
         starts: Of the training, in order; empty where an earlier version wrote the folder.
-        metrics: The content of metrics.jsonl; `curves`, `evaluations`, `skipped` and `pauses` are parts of it.
+        metrics: The content of metrics.jsonl.
         resumes: The steps after which the training went on in another process, ascending.
         checkpoints: The complete ones that are still there, by step.
         outcome: How the last start ended, in words; empty while it runs.
@@ -80,27 +80,6 @@ class RunRecord:
         return self.folder.resolve().name
 
     @property
-    def curves(self) -> Curves:
-        return self.metrics.curves
-
-    @property
-    def evaluations(self) -> list[Evaluation]:
-        return self.metrics.evaluations
-
-    @property
-    def skipped(self) -> list[Skipped]:
-        return self.metrics.skipped
-
-    @property
-    def pauses(self) -> list[Pause]:
-        return self.metrics.pauses
-
-    @property
-    def restarts(self) -> list[dict[str, object]]:
-        """Of a job that started again: `number`, `most`, `reason`, `ranks`, with their `step`."""
-        return self.metrics.restarts
-
-    @property
     def step(self) -> int:
         """Optimizer steps done."""
         return self.metrics.last_step
@@ -120,7 +99,7 @@ class RunRecord:
     @property
     def peak_rss_bytes(self) -> int | None:
         """Highest resident memory of rank 0, what came after the last step included; None where it is not known."""
-        steps = self.curves.fields.get("peak_rss_bytes")
+        steps = self.metrics.curves.fields.get("peak_rss_bytes")
         ends = [start.peak_rss_bytes for start in self.starts if start.peak_rss_bytes]
         known = [*ends, *(int(high) for high in steps.highs if not math.isnan(high))] if steps is not None else ends
         return max(known, default=None)

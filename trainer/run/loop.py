@@ -30,7 +30,7 @@ from trainer.monitors.console import console_monitor, log_file_monitor, no_detai
 from trainer.monitors.files import claimed_folder, write_text
 from trainer.monitors.jsonl import JsonlMonitor, SamplesMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, Totals
-from trainer.monitors.trackers import tracker_monitors
+from trainer.monitors.services import tracker_monitors
 from trainer.monitors.training_state import StateLog, TrainingState
 from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.select import kernel_notices, on_arrays
@@ -100,7 +100,9 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
 def _train(world: World, prepared: Prepared, extra_monitors: Sequence[Monitor]) -> int:
     """Run modes train and finetune. Several ranks train one model: each executes this with its own part of the data.
     Only rank 0 writes shared files."""
-    config, plan, resumed = prepared.config, prepared.plan, prepared.resumed
+    config = prepared.config
+    plan = prepared.plan
+    resumed = prepared.resumed
     info = _run_info(world, prepared)
     notices = [*plan.notices, *kernel_notices(plan.model.kernels)]
     if again := info.restarted:
@@ -140,7 +142,8 @@ def _train_job(
     job: Job, progress: Progress, weights: dict | None, resumed: Resumed | None, totals: Totals
 ) -> tuple[int, RunSummary | None]:
     """Trains; returns the exit code and the summary, which a run that was stopped before its first step has not."""
-    events, info = job.events, job.info
+    events = job.events
+    info = job.info
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         # A launcher says so itself, and takes what MindSpore prints meanwhile off the terminal.
@@ -229,7 +232,8 @@ def _located_step(engine: Engine, progress: Progress, micro_batches: list[Batch]
         with profiled:
             return engine.step(micro_batches, lambda: votes_of(stop, engine.saver))
     except RunError as error:
-        first, last = position.batch + 1, position.batch + len(micro_batches)
+        first = position.batch + 1
+        last = position.batch + len(micro_batches)
         where = f"step {position.step + 1} (epoch {position.epoch + 1}, micro-batches {first} to {last})"
         raise error.at(where) from error
 
@@ -238,7 +242,9 @@ def _located_step(engine: Engine, progress: Progress, micro_batches: list[Batch]
 
 
 def _run_info(world: World, prepared: Prepared) -> RunInfo:
-    config, plan, resumed = prepared.config, prepared.plan, prepared.resumed
+    config = prepared.config
+    plan = prepared.plan
+    resumed = prepared.resumed
     samples = plan.steps.micro_batches * plan.data.batches.loader.global_batch_size
     return RunInfo(
         output_dir=Path(config.output_dir).expanduser(),

@@ -128,7 +128,9 @@ def open_engine(job: Job, progress: Progress, weights: dict[str, Any] | None, re
     """Builds what computes; here MindSpore loads. Takes the arrays out of `weights`: the model has them then."""
     from trainer.run.session import Session
 
-    config, plan, events = job.config, job.plan, job.events
+    config = job.config
+    plan = job.plan
+    events = job.events
     schedule = build_schedule(config.lr_schedule, plan.steps.total_steps, where=config.source.where)
     step = plan.backend.open(schedule, weights, plan.device)
     if weights is not None:
@@ -158,7 +160,9 @@ def open_engine(job: Job, progress: Progress, weights: dict[str, Any] | None, re
 
 def open_profiler(job: Job) -> StepProfiler | None:
     """Returns what profiles the steps of this rank; None where none is to be."""
-    config, info, device = job.config, job.info, job.plan.device
+    config = job.config
+    info = job.info
+    device = job.plan.device
     section = config.profile_monitor
     if section is None:
         return None
@@ -215,7 +219,8 @@ def has_ended(job: Job, progress: Progress) -> bool:
 
 def advance_profile(job: Job, engine: Engine, progress: Progress) -> None:
     """Begins what is profiled, and ends it."""
-    profiler, step = engine.profiler, progress.position.step
+    profiler = engine.profiler
+    step = progress.position.step
     if profiler is None:
         return
     if profiler.is_due(step):
@@ -226,7 +231,9 @@ def advance_profile(job: Job, engine: Engine, progress: Progress) -> None:
 
 def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
     """Evaluates after the steps that the configuration names, and saves a model that is among the best."""
-    config, position, step = job.config, progress.position, progress.position.step
+    config = job.config
+    position = progress.position
+    step = progress.position.step
     if progress.stopped or not config.do_eval or step == progress.evaluations.step:
         return
     epoch_ended = position.batch == 0 and position.epoch > 0
@@ -288,7 +295,9 @@ def save(job: Job, engine: Engine, progress: Progress) -> None:
     if progress.saved_at == at:
         return
     with job.events.activity("saving"):
-        saver, communicator, section = engine.saver, engine.session.communicator, job.config.checkpoint_monitor
+        saver = engine.saver
+        communicator = engine.session.communicator
+        section = job.config.checkpoint_monitor
         saver.finish()  # before memory is taken for the next one
         began = time.perf_counter()
         saved = engine.step.to_save()
@@ -328,12 +337,15 @@ def report_step(
     job: Job, engine: Engine, progress: Progress, result: StepResult, micro_batches: int, seconds: float, waited: float
 ) -> None:
     """Counts a step of so many micro-batches, seconds in all and seconds of waiting for data; tells the monitors."""
-    position, plan, loader = progress.position, job.plan.steps, job.plan.data.batches.loader
+    position = progress.position
+    plan = job.plan.steps
+    loader = job.plan.data.batches.loader
     sequences = micro_batches * loader.global_batch_size
     position.step += 1
     position.tokens += result.tokens
     position.batch += micro_batches
-    epoch, batch = position.epoch, position.batch
+    epoch = position.epoch
+    batch = position.batch
     if batch >= loader.batches_per_epoch:
         position.epoch = epoch + 1
         position.batch = 0
@@ -403,7 +415,9 @@ def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
         return {}
     from trainer.step.state_norms import norm_of_weights, norms_of_state
 
-    names, communicator, saved = list(trained_shapes(job.config)), engine.session.communicator, engine.step.to_save()
+    names = list(trained_shapes(job.config))
+    communicator = engine.session.communicator
+    saved = engine.step.to_save()
     if engine.session.computes_together and job.world.rank > 0:  # rank 0 has gathered them
         saved = saved._replace(weights={}, optimizer={})
     norms: dict[str, object] = {}
