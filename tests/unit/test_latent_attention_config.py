@@ -44,7 +44,8 @@ def test_what_a_file_leaves_out_is_deepseek_v3() -> None:
     decoder = load(deepseek()).decoder
     moe = decoder.experts
     assert (decoder.num_layers, decoder.hidden_size, decoder.num_heads, decoder.vocab_size) == (61, 7168, 128, 129280)
-    assert (decoder.q_lora_rank, decoder.kv_lora_rank, decoder.head_size, decoder.value_size) == (1536, 512, 192, 128)
+    assert (decoder.q_lora_rank, decoder.kv_lora_rank, decoder.head_size) == (1536, 512, 192)
+    assert attention_spec(decoder).value_size == 128
     assert (moe.expert_num, moe.num_experts_chosen, moe.n_group, moe.topk_group) == (256, 8, 8, 4)
     assert (moe.first_k_dense_replace, moe.routed_scaling_factor, moe.score_function) == (3, 2.5, "sigmoid")
     assert decoder.rope_interleave and decoder.mtp_depth == 1 and decoder.seq_length == 4096
@@ -81,7 +82,8 @@ def test_megatrons_names_and_transformers_sum() -> None:
 
 def test_heads_of_keys_and_their_width_have_no_effect() -> None:
     decoder = load(dense(n_kv_heads=2, head_dim=8)).decoder
-    assert (decoder.kv_heads, decoder.head_size, decoder.rotary_size, decoder.value_size) == (4, 14, 8, 10)
+    assert (decoder.kv_heads, decoder.head_size, decoder.rotary_size) == (4, 14, 8)
+    assert attention_spec(decoder).value_size == 10
     assert attention_spec(decoder).cache_widths == (16, 8) and attention_spec(decoder).cache_heads == 1
     told = notices(dense(n_kv_heads=2, head_dim=9))
     assert "n_kv_heads 2: not used, multi-head latent attention has" in told and "head_dim 9: not used" in told

@@ -10,6 +10,7 @@ from trainer.config.checks.parallel import degrees_of, runs_semi_auto, shards_op
 from trainer.config.notice import Notice
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
+from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.host_library import bfloat16_products
 from trainer.ops.precision import NarrowProducts, PartDtype, Precision, resolve_precision
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -91,8 +92,9 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
         return "compute_dtype is float32; flash_attention_score takes float16 and bfloat16"
     if kernel == "attention" and (settings.head_size % 16 or settings.head_size > 512):
         return f"flash_attention_score takes heads of a multiple of 16 up to 512, here {settings.head_size}"
-    if kernel == "attention" and settings.value_size > settings.head_size:
-        here = f"here {settings.value_size} and {settings.head_size}"
+    values = attention_spec(settings).value_size
+    if kernel == "attention" and values > settings.head_size:
+        here = f"here {values} and {settings.head_size}"
         return f"flash_attention_score takes values that are no wider than the queries, {here}"
     turned = settings.rotary_head_size
     if kernel == "rotary_embedding" and settings.rotary_size != turned:

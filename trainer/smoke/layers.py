@@ -92,34 +92,24 @@ def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
 
 
 def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Change]:
-    """Choices by layer are written anew; True, False and patterns stay."""
+    """Choices by layer are written anew; True and False stay."""
     settings = config.recompute_config
 
     def written(layers: Collection[int]) -> list[int] | list[str]:
         own = [new for new, old in enumerate(kept) if old in layers]
         return own if stages == 1 else [str(layer) for layer in own]  # numbers would count layers of each stage
 
-    if _numbers_layers(settings.select_comm_recompute):
+    if not isinstance(settings.select_comm_recompute, bool):
         again = written(gathered_again(config)) or False
         yield from changed(config, "recompute_config.select_comm_recompute", again, _REMAIN)
     names = ("recompute", "select_recompute", "select_recompute_exclude")
-    if not any(_numbers_layers(getattr(settings, name)) for name in names):
+    if all(isinstance(getattr(settings, name), bool) for name in names):
         return
     parts = recomputed_parts(config)
     of = {part: written([layer for layer in kept if parts[layer] == part]) for part in ("block", *SUBLAYERS)}
     selected = {part: of[part] for part in SUBLAYERS if of[part]}
     for name, value in zip(names, (of["block"] or False, selected or False, False), strict=True):
         yield from changed(config, f"recompute_config.{name}", value, _REMAIN)
-
-
-def _numbers_layers(written: Any) -> bool:
-    if isinstance(written, dict):
-        return any(_numbers_layers(layers) for layers in written.values())
-    if isinstance(written, list):
-        return any(_numbers_layers(item) for item in written)
-    if isinstance(written, str):
-        return written[:1].isdigit()
-    return not isinstance(written, bool)
 
 
 def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from trainer.config import Config
-from trainer.config.checks.moe import capacity_factor
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
@@ -35,7 +33,8 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
     decoder = config.decoder
     stages = setup.layout.degrees.pipeline_stage
     kept = kept_layers(config, _fewest_layers(config, stages))
-    yield from layer_changes(config, kept, stages)
+    layers = list(layer_changes(config, kept, stages))
+    yield from layers
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
         yield from _widths(config, vocab_size)
     yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
@@ -45,7 +44,7 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
         yield from changed(config, f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
     experts = list(_expert_number(config))
     yield from experts
-    yield from _callbacks(config, len(kept), experts[0].after if experts else None)
+    yield from _callbacks(config, [*layers, *experts])
     if setup.device == "CPU":
         yield from _dtypes(config, setup)
 
@@ -136,18 +135,12 @@ def _expert_number(config: Config) -> Iterator[Change]:
     yield from changed(config, f"{_EXPERTS}.expert_num", number, why)
 
 
-def _callbacks(config: Config, layers: int, experts: int | None) -> Iterator[Change]:
+def _callbacks(config: Config, changes: Sequence[Change]) -> Iterator[Change]:
     """Callbacks that describe the model describe the small one."""
-    moe = config.decoder.experts
-    model: dict[str, Any] = {"num_layers": layers, "expert_num": experts or (moe.expert_num if moe else 1)}
-    if moe is not None:
-        model["capacity_factor"] = capacity_factor(moe)
     for number, callback in enumerate(config.callbacks):
-        if not isinstance(callback, MoEDropRate | TopkBiasBalance):
-            continue
-        for name in sorted(model.keys() & type(callback).model_fields.keys()):
-            if getattr(callback, name) is not None:
-                yield from changed(config, f"callbacks.{number}.{name}", model[name], "that of the model")
+        for name, after in ((change.key.split(".")[-1], change.after) for change in changes):
+            if isinstance(callback, MoEDropRate | TopkBiasBalance) and getattr(callback, name, None) is not None:
+                yield from changed(config, f"callbacks.{number}.{name}", after, "that of the model")
 
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:

@@ -225,11 +225,6 @@ class ModelConfig(Section):
         return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
-    def value_size(self) -> int:
-        """Width of a head's values."""
-        return self.v_head_dim if self.multi_latent_attention else self.head_size
-
-    @property
     def rotary_head_size(self) -> int:
         """Width of what the rotary kernel takes for a head: with multi_latent_attention the part with positions."""
         return self.qk_rope_head_dim if self.multi_latent_attention else self.head_size

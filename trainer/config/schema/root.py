@@ -25,6 +25,10 @@ from trainer.config.schema.system import (
     TensorboardConfig,
 )
 
+_PROFILE_KEYS = {
+    "start_step": "profile_start_step", "stop_step": "profile_stop_step", "output_path": "profile_output",
+}  # fmt: skip
+"""Keys of a ProfileMonitor that have another name at the top level."""
 CLASSIFIER = "MlpClassifier"
 """The value of ``model.arch.type`` that is no decoder."""
 
@@ -226,20 +230,8 @@ class Config(Section):
         found = next((entry for entry in self.callbacks if isinstance(entry, ProfileMonitor)), None)
         if found is not None or not self.profile:
             return found
-        return ProfileMonitor(
-            type="ProfileMonitor",
-            start_step=self.profile_start_step,
-            stop_step=self.profile_stop_step,
-            output_path=self.profile_output,
-            profile_rank_ids=self.profile_rank_ids,
-            profile_pipeline=self.profile_pipeline,
-            profile_communication=self.profile_communication,
-            profile_memory=self.profile_memory,
-            profiler_level=self.profiler_level,
-            with_stack=self.with_stack,
-            data_simplification=self.data_simplification,
-            mstx=self.mstx,
-        )
+        keys = _PROFILE_KEYS | {name: name for name in ProfileMonitor.model_fields if name in Config.model_fields}
+        return ProfileMonitor(type="ProfileMonitor", **{name: getattr(self, key) for name, key in keys.items()})
 
     @property
     def early_stop(self) -> EarlyStop | None:

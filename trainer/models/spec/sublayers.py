@@ -53,7 +53,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         heads=settings.num_heads,
         kv_heads=settings.kv_heads,
         head_size=settings.head_size,
-        value_size=settings.value_size,
+        value_size=settings.head_size if latent is None else settings.v_head_dim,
         scale=_score_scale(settings),
         eps=settings.rms_norm_eps,
         rotary_size=settings.rotary_size,
