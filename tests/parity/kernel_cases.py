@@ -57,7 +57,7 @@ def linear_case(kernels: ModuleType, width: int) -> Case:
 
 def linear_bias_case(kernels: ModuleType) -> Case:
     return Case(
-        kernels.LinearBias, [normal(N, HIDDEN), normal(WIDTH, HIDDEN), normal(WIDTH)], [], numpy_kernels.linear,
+        kernels.Linear, [normal(N, HIDDEN), normal(WIDTH, HIDDEN), normal(WIDTH)], [], numpy_kernels.linear,
         lambda x, weight, bias: ops.matmul(x, weight.T) + bias,
     )
 

@@ -201,7 +201,7 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
     return met
 
 
-PRODUCTS = ("Linear.0", "Linear.1", "Linear.out", "LinearBias.2", "Attention.0", "Attention.1", "Attention.2",
+PRODUCTS = ("Linear.0", "Linear.1", "Linear.out", "Linear.2", "Attention.0", "Attention.1", "Attention.2",
             "Attention.out", "Attention.mix.0", "CrossEntropy.logits.0", "CrossEntropy.logits.1")  # fmt: skip
 IN_FLOAT32 = ("RmsNorm.0", "RmsNorm.1", "Rotary.0", "SwiGLU.0", "Attention.3", "CrossEntropy.sum.0",
               "CrossEntropy.out")  # fmt: skip

@@ -91,7 +91,7 @@ def test_the_batch_is_sharded_and_nothing_else() -> None:
     config = config_of(parallel={"parallel_mode": 1, "full_batch": False})
     found = build_semi_auto(config, world_of(8))
     first = found.loss.layers.linears[0]
-    assert first.linear.product.in_strategy == ((8, 1), (1, 1)) and first.bias_add.in_strategy == ((8, 1), (1,))
+    assert first.product.in_strategy == ((8, 1), (1, 1)) and first.bias_add.in_strategy == ((8, 1), (1,))
     assert found.network._dataset_strategy_config == ((8, 1),) * 3
     window = window_of(config, World(3, 8, 3, 8))
     assert list(window.own) == [*range(18, 24), *range(66, 72)]  # of every micro-batch, the rows of the fourth rank

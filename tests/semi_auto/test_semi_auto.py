@@ -213,7 +213,7 @@ def test_strategies_come_from_parallel_config(dtype: str) -> None:
     def product(projection: nn.Cell) -> nn.Cell:
         return projection.linear if dtype == "float32" else projection.linear.kernel
 
-    assert product(layer.attention.query).linear.product.in_strategy == ((4, 1), (2, 1))
+    assert product(layer.attention.query).product.in_strategy == ((4, 1), (2, 1))
     assert product(layer.attention.query).bias_add.in_strategy == ((4, 2), (2,))
     for first in (layer.mlp.gate, layer.mlp.up):
         assert product(first).product.in_strategy == ((4, 1), (2, 1))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from mindspore import Parameter, Tensor
+from mindspore import dtype as mstype
 
 from trainer.config.recompute import SUBLAYERS
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
@@ -91,6 +92,7 @@ class CellParts:
         self.head_weight = weights.get(EMBEDDING if self.spec.tied else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor)
+        self.head_product = kernels.linear()
         self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
         self.layers = self._layers(recomputed, compiled, trained)
         modules = self.spec.module_layers
@@ -225,7 +227,7 @@ class CellParts:
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
         normed_NE = self.head.normed(x_ND, self.final_norm, self.mapping_out)
-        logits_NV = self.kernels.logits(normed_NE, self.head_weight)
+        logits_NV = self.head_product(normed_NE, self.head_weight).astype(mstype.float32)
         if self.tensor is None:
             return logits_NV
         return AllGather(self.tensor.group)(logits_NV.T).T

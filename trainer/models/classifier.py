@@ -63,7 +63,7 @@ class Layers(nn.Cell):
     def __init__(self, settings: ClassifierConfig, kernels: KernelSet) -> None:
         super().__init__()
         # One instance for every call site: see trainer/ops/__init__.py.
-        self.linears = nn.CellList([kernels.linear_bias() for _ in settings.sizes[1:]])
+        self.linears = nn.CellList([kernels.linear() for _ in settings.sizes[1:]])
         self.last, self.relu = len(settings.sizes) - 2, P.ReLU()
 
     def construct(self, x_BP, *weights):

@@ -41,9 +41,11 @@ class Projection(nn.Cell):
         argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
         self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
         self.leaves = tensor is not None
-        self.linear = kernels.linear_bias() if self.has_bias and not self.leaves else kernels.linear()
+        self.linear = kernels.linear()
         if self.leaves:
-            self.leave, self.add_bias = LeaveAfter(tensor), kernels.add_bias()
+            self.leave = LeaveAfter(tensor)
+            self.add_bias = P.Add()
+            self.cast = P.Cast()
         self.has_adapter = name in adapted_projections(settings)
         adapter = adapter_spec(settings)
         if self.has_adapter:
@@ -60,16 +62,17 @@ class Projection(nn.Cell):
         return merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale)
 
     def construct(self, x_NI, weights):
-        if not self.leaves:
-            return self.adapted(x_NI, self.of_matrix(x_NI, weights), weights)
-        y_NO = self.adapted(x_NI, self.linear(x_NI, weights[self.weight]), weights)
-        y_NO = self.leave(y_NO, ops.stop_gradient(x_NI))
-        return self.add_bias(y_NO, weights[self.weight + 1]) if self.has_bias else y_NO
-
-    def of_matrix(self, x_NI, weights):
-        if self.has_bias:
-            return self.linear(x_NI, weights[self.weight], weights[self.weight + 1])
-        return self.linear(x_NI, weights[self.weight])
+        bias_O = weights[self.weight + 1] if self.has_bias else None
+        if self.leaves or bias_O is None:
+            y_NO = self.linear(x_NI, weights[self.weight])
+        else:
+            y_NO = self.linear(x_NI, weights[self.weight], bias_O)
+        y_NO = self.adapted(x_NI, y_NO, weights)
+        if self.leaves:
+            y_NO = self.leave(y_NO, ops.stop_gradient(x_NI))
+            if bias_O is not None:
+                y_NO = self.add_bias(y_NO, self.cast(bias_O, y_NO.dtype))
+        return y_NO
 
     def adapted(self, x_NI, y_NO, weights):
         """y with what the adapter adds."""

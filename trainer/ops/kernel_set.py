@@ -69,8 +69,6 @@ class KernelSet:
     """
 
     linear: MakeCell
-    linear_bias: MakeCell
-    add_bias: MakeCell
     rms_norm: MakeCell
     head_norm: MakeCell
     rotary: MakeCell
@@ -97,7 +95,6 @@ class KernelSet:
     draw_attention_mask: Callable
     cached_mask: Callable
     cached_attention: Callable
-    logits: Callable
     compute_dtype: mstype.Type = mstype.float32
     host_layers: bool = False
     """Whether a decoder computes whole layers on arrays (`trainer.arrays`) in the place of these kernels."""
@@ -162,8 +159,6 @@ def load_kernels(
     gather_rows = ascend.gather_rows if on_ascend else plain.gather_rows
     return KernelSet(
         linear=product(plain.Linear),
-        linear_bias=product(plain.LinearBias),
-        add_bias=product(plain.AddBias),
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
         rotary=part("rotary_embedding", "Rotary", rotary, first=True),
@@ -190,7 +185,6 @@ def load_kernels(
         draw_attention_mask=draw_attention_mask,
         cached_mask=plain.cached_mask,
         cached_attention=partial(plain.cached_attention, softmax_dtype=softmax),
-        logits=partial(plain.logits, dtype=compute),
         compute_dtype=compute,
         host_layers=host_layers,
         host_dtype=precision.compute.dtype if host_layers else "float32",

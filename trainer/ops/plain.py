@@ -70,49 +70,25 @@ class Sharded(nn.Cell):
 
 
 class Linear(nn.Cell):
-    """y_NO = x_NI weight_OI^T."""
+    """y_NO = x_NI weight_OI^T (+ bias_O)."""
 
     def __init__(self) -> None:
         super().__init__()
         self.product = P.MatMul(transpose_b=True)
+        self.bias_add = P.Add()
 
-    def construct(self, x_NI, weight_OI):
-        return self.product(x_NI, weight_OI)
+    def construct(self, x_NI, weight_OI, bias_O=None):
+        y_NO = self.product(x_NI, weight_OI)
+        return y_NO if bias_O is None else self.bias_add(y_NO, bias_O)
 
     def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
-        """N over `data` ranks; the weight's O over `columns` ranks or its I over `rows` ranks.
+        """Shards N over `data` ranks, and the weight's O over `columns` ranks or its I over `rows` ranks.
 
         N of the result is sharded over `tokens` ranks where that is more: the sum over `rows` ranks is a ReduceScatter.
         """
         result = ">nc" if tokens > data else ""
-        shard_operators(self, {"product": f"dr,cr{result}"}, d=data, c=columns, r=rows, n=tokens)
-
-
-class AddBias(nn.Cell):
-    """y_NO + bias_O."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias_add = P.Add()
-
-    def construct(self, y_NO, bias_O):
-        return self.bias_add(y_NO, bias_O)
-
-
-class LinearBias(nn.Cell):
-    """y_NO = x_NI weight_OI^T + bias_O."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.bias_add = Linear(), P.Add()
-
-    def construct(self, x_NI, weight_OI, bias_O):
-        return self.bias_add(self.linear(x_NI, weight_OI), bias_O)
-
-    def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
-        """As `Linear.shard_over`."""
-        self.linear.shard_over(data, columns, rows, tokens)
-        shard_operators(self, {"bias_add": "nc,c"}, n=max(data, tokens), c=columns)
+        axes = {"product": f"dr,cr{result}", "bias_add": "nc,c"}
+        shard_operators(self, axes, d=data, c=columns, r=rows, n=max(data, tokens))
 
 
 class RmsNorm(nn.Cell):
@@ -535,10 +511,3 @@ def cached_attention(
     out = ops.matmul(probabilities.reshape(rows, kv_heads, -1, k.shape[2]), v)
     out = ops.transpose(out.reshape(rows, kv_heads, queries, -1), (0, 2, 1, 3))
     return out.reshape(rows, queries, -1)
-
-
-def logits(x_ND: Tensor, weight_VD: Tensor, dtype=mstype.float32) -> Tensor:
-    """x weight^T with a product in `dtype`, [N, V] float32 (forward only)."""
-    if dtype == mstype.float32:
-        return ops.matmul(x_ND, weight_VD.T)
-    return ops.matmul(x_ND.astype(dtype), weight_VD.astype(dtype).T).astype(mstype.float32)
