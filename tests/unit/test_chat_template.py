@@ -165,6 +165,7 @@ def test_turns_are_found_where_the_template_writes_earlier_ones_differently(fami
     assert trained(families["qwen3"][1], thinking)[1:] == ["c<|im_end|>", "<think>\n\n</think>\n\ne<|im_end|>"]
     assert "why" not in "".join(trained(families["qwen3"][1], thinking))
     ends = [part.rpartition("<|")[2] for part in trained(families["glm4"][1], thinking)]
+    assert trained(families["glm4"][1], thinking)[1] == "\n<think></think>\nc<|user|>"
     assert ends == ["observation|>", "user|>", "endoftext|>"]
     system = [{"role": "system", "content": "Be brief."}, *WITH_TOOLS]
     assert trained(families["mistral"][1], system)[1:] == [" three</s>", " Bye</s>"]

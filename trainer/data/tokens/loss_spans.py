@@ -158,10 +158,25 @@ def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form:
             return len(before) + len(form.header)
         return len(before) + len(commonprefix([header, text[len(before) :]]))
     # The template writes the messages before this one differently when it follows.
-    start = _start_of_content(render, messages, turn, text)
-    if start is None:
-        raise SpanError
-    return start
+    for find in (_start_after_message, _start_of_content):
+        start = find(render, messages, turn, text)
+        if start is not None:
+            return start
+    raise SpanError
+
+
+def _start_after_message(render: Render, messages: Sequence[dict], turn: int, text: str) -> int | None:
+    """Finds the end of the message before the turn, and behind it the generation prompt; None if that fails."""
+    if turn == 0:
+        return None
+    marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _SENTINEL}]
+    prompt, whole = render(marked, True), render([*marked, *messages[turn:]], False)
+    if prompt is None or whole is None:
+        return None
+    before, found, after = whole.partition(_SENTINEL)
+    if not found or not text.startswith(before) or not text.endswith(after):
+        return None
+    return len(text) - len(after) + len(commonprefix([prompt.partition(_SENTINEL)[2], after]))
 
 
 def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text: str) -> int | None:
