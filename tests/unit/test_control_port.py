@@ -76,6 +76,9 @@ def test_nodes_that_know_the_secret_understand_each_other(hub: Hub, options: Lau
     (event,) = (event for event in talk(other, until="failed") if event.kind == "failed")
     assert event.number == 7 and event.lines[0] == "red turned1m tab  " and event.lines[1] == "x" * 2000
     assert len(event.lines) == 100
+    other.failed(8, ["a consequence"])
+    other.stop(signal.SIGTERM)
+    assert "failed" not in [event.kind for event in talk(hub, until="stop")]
     other.close()
 
 

@@ -141,7 +141,7 @@ class _Linked(Nodes):
         elif message.kind == "moved":
             self._moved = self._moved or len(self._links) > 1
             return [message]
-        elif message.kind in ("failed", "stop"):
+        elif message.kind == "stop" or (message.kind == "failed" and not self._over):  # the first failure ends the job
             self._broadcast(message, but=node)
             return [message]
         return []
