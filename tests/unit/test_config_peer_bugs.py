@@ -79,20 +79,3 @@ def test_a_missing_key_is_never_none():
     with pytest.raises(AttributeError):
         config.no_such_section  # noqa: B018
     assert "lr_schedule.t_max: this key is required" in error_of("lr_schedule: {type: CosineAnnealingLR}\n")
-
-
-def test_anchors_follow_overrides():
-    text = "runner_config: {batch_size: &rows 2}\neval_dataset: {batch_size: *rows}\n"
-    assert load(text, "runner_config.batch_size=6").eval_dataset.batch_size == 6
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "meant"),
-    [
-        ("runner_wrapper:\n  max_grad_nrom: 2.0\n", "runner_wrapper.max_grad_nrom", "runner_wrapper.max_grad_norm"),
-        ("lr_schedule:\n  warmup_step_: 3\n", "lr_schedule.warmup_step_", "lr_schedule.warmup_step"),
-    ],
-)
-def test_misspelt_wrapper_and_schedule_keys_are_errors(text, key, meant):
-    message = error_of(text)
-    assert f"a.yaml:2: {key}: unknown key" in message and meant in message

@@ -139,18 +139,6 @@ def test_lost_indentation_is_told():
     assert "a.yaml:3: indent these lines: 3 keys at the top level are taken as runner_wrapper's" in message
 
 
-@pytest.mark.parametrize("name", SNIPPETS)
-def test_snippets_complete_a_file_without_the_section(name):
-    text, holds = SNIPPETS[name]
-    if "drop rate" in name:
-        text = text.replace("num_layers: 8", "num_layers: 2").replace("expert_num: 4", "expert_num: 1")
-        text = text.replace("capacity_factor: 1.5", "capacity_factor: 1.1").replace("mtp_depth: 1", "mtp_depth: 0")
-    file = "model:\n  model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300}\n" + text
-    config = load(file)
-    assert holds(config)
-    assert config.decoder.num_layers == 2
-
-
 def test_a_key_that_lost_its_indentation_below_a_filled_section_is_an_error():
     message = error_of("runner_config:\n  epochs: 2\ngradient_accumulation_steps: 4\n")
     assert "a.yaml:3: gradient_accumulation_steps: unknown key at the top level" in message
@@ -295,6 +283,7 @@ def test_empty_sections_mean_their_defaults():
         ("model_config:\n  num_layer: 3\n", "model.model_config.num_layer", "model.model_config.num_layers"),
         ("callbacks:\n  - type: CheckpointMonitor\n    keep_max: 3\n", "callbacks.0.keep_max", "keep_checkpoint_max"),
         ("runner_wrapper:\n  use_clip_gard: True\n", "runner_wrapper.use_clip_gard", "use_clip_grad"),
+        ("lr_schedule:\n  warmup_step_: 3\n", "lr_schedule.warmup_step_", "lr_schedule.warmup_step"),
         ("lr_schedule:\n  learning_rte: 1.0\n", "lr_schedule.learning_rte", "lr_schedule.learning_rate"),
         ("lr_schedule:\n  type: ConstantWarmUpLR\n  zzz: 0.1\n", "lr_schedule.zzz", "warmup_steps, warmup_ratio"),
         ("epochs: 3\n", "epochs", "runner_config.epochs"),
