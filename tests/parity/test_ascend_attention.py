@@ -43,47 +43,59 @@ def settings_of(**changes) -> ModelConfig:
     return parse_config("ascend", json.dumps({"model": {"model_config": sizes | changes}})).decoder
 
 
-def flash_attention_as_documented(
-    query: Tensor, key: Tensor, value: Tensor, head_num: int, *, attn_mask: Tensor, scalar_value: float,
-    input_layout: str, sparse_mode: int, pre_tokens: int = 2147483647, next_tokens: int = 2147483647,
-    actual_seq_qlen: Tensor | None = None, actual_seq_kvlen: Tensor | None = None,
-    drop_mask: Tensor | None = None, keep_prob: float = 1.0,
-) -> Tensor:  # fmt: skip
+class FlashAttentionAsDocumented:
     """Layouts BSH and TND; True in the mask discards; a compressed mask is [2048, 2048]; no float32."""
-    assert attn_mask.dtype == mindspore.bool_
-    assert {query.dtype, key.dtype, value.dtype} in ({mindspore.float16}, {mindspore.bfloat16})
-    assert (keep_prob == 1.0) == (drop_mask is None)
-    q, k, v = (x.astype(mindspore.float32).asnumpy() for x in (query, key, value))
-    if input_layout == "TND":
-        assert sparse_mode == CAUSAL_OF_DOCUMENTS and next_tokens == 0 and drop_mask is None
-        ends = actual_seq_qlen.asnumpy()
-        assert ends.dtype == np.int64 and len(ends) <= 1024 and (np.diff(ends) >= 0).all() and ends[-1] == len(q)
-        np.testing.assert_array_equal(actual_seq_kvlen.asnumpy(), ends)
-        parts = zip((0, *ends[:-1]), ends, strict=True)
-        out = np.concatenate([
-            attend(*(x[None, first:last] for x in (q, k, v)), ~np.tri(last - first, dtype=bool), scalar_value)[0]
-            for first, last in parts
-        ])  # fmt: skip
-        return Tensor(out.reshape(query.shape)).astype(query.dtype)
-    assert input_layout == "BSH" and actual_seq_qlen is None
-    (rows, length, width), size = query.shape, query.shape[2] // head_num
-    q, k, v = (x.reshape(rows, length, -1, size) for x in (q, k, v))
-    if sparse_mode == 0:
-        assert attn_mask.shape == (rows, 1, length, length)
-        hidden = attn_mask.asnumpy()
-    else:
-        np.testing.assert_array_equal(attn_mask.asnumpy(), ~np.tri(2048, dtype=bool))
-        hidden = ~np.tri(length, dtype=bool)
-        if sparse_mode == BAND:
-            distance_TT = np.arange(length)[:, None] - np.arange(length)
-            hidden = (distance_TT > pre_tokens) | (-distance_TT > next_tokens)
+
+    def __init__(
+        self, head_num: int, keep_prob: float, scale_value: float, pre_tokens: int = 2147483647,
+        next_tokens: int = 2147483647, *, input_layout: str, sparse_mode: int = 0,
+    ) -> None:  # fmt: skip
+        self.heads, self.keep, self.scale, self.layout = head_num, keep_prob, scale_value, input_layout
+        self.mode, self.before, self.after = sparse_mode, pre_tokens, next_tokens
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, real_shift: None, drop_mask: Tensor | None,
+        padding_mask: None, attn_mask: Tensor, prefix: None, *ends: Tensor,
+    ) -> tuple[None, None, None, Tensor]:  # fmt: skip
+        assert attn_mask.dtype == mindspore.bool_
+        assert {query.dtype, key.dtype, value.dtype} in ({mindspore.float16}, {mindspore.bfloat16})
+        assert (self.keep == 1.0) == (drop_mask is None)
+        q, k, v = (x.astype(mindspore.float32).asnumpy() for x in (query, key, value))
+        if self.layout == "TND":
+            assert self.mode == CAUSAL_OF_DOCUMENTS and self.after == 0 and drop_mask is None
+            out = self.of_documents(q, k, v, *(each.asnumpy() for each in ends))
         else:
-            assert sparse_mode == CAUSAL
-    kept = 1.0
-    if drop_mask is not None:
-        assert drop_mask.dtype == mindspore.uint8 and drop_mask.shape == (rows, head_num, length, length // 8)
-        kept = np.unpackbits(drop_mask.asnumpy(), axis=-1, bitorder="little") / keep_prob
-    return Tensor(attend(q, k, v, hidden, scalar_value, kept).reshape(rows, length, width)).astype(query.dtype)
+            assert self.layout == "BSH" and not ends
+            out = self.of_rows(q, k, v, attn_mask.asnumpy(), drop_mask)
+        return None, None, None, Tensor(out.reshape(query.shape)).astype(query.dtype)
+
+    def of_documents(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, ends: np.ndarray, of_keys: np.ndarray):
+        assert ends.dtype == np.int64 and len(ends) <= 1024 and (np.diff(ends) >= 0).all() and ends[-1] == len(q)
+        np.testing.assert_array_equal(of_keys, ends)
+        return np.concatenate([
+            attend(*(x[None, first:last] for x in (q, k, v)), ~np.tri(last - first, dtype=bool), self.scale)[0]
+            for first, last in zip((0, *ends[:-1]), ends, strict=True)
+        ])  # fmt: skip
+
+    def of_rows(self, q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.ndarray, drop_mask: Tensor | None):
+        rows, length = q.shape[:2]
+        q, k, v = (x.reshape(rows, length, -1, q.shape[2] // self.heads) for x in (q, k, v))
+        if self.mode == 0:
+            assert mask.shape == (rows, 1, length, length)
+            hidden = mask
+        else:
+            np.testing.assert_array_equal(mask, ~np.tri(2048, dtype=bool))
+            hidden = ~np.tri(length, dtype=bool)
+            if self.mode == BAND:
+                distance_TT = np.arange(length)[:, None] - np.arange(length)
+                hidden = (distance_TT > self.before) | (-distance_TT > self.after)
+            else:
+                assert self.mode == CAUSAL
+        kept = 1.0
+        if drop_mask is not None:
+            assert drop_mask.dtype == mindspore.uint8 and drop_mask.shape == (rows, self.heads, length, length // 8)
+            kept = np.unpackbits(drop_mask.asnumpy(), axis=-1, bitorder="little") / self.keep
+        return attend(q, k, v, hidden, self.scale, kept)
 
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, scale: float, kept=1.0) -> np.ndarray:
@@ -121,7 +133,7 @@ def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values
 def test_documented_operator_computes_what_the_reference_does(
     segments: np.ndarray, window: int | None, kv_heads: int, values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ascend.ops, "flash_attention_score", flash_attention_as_documented)
+    monkeypatch.setattr(ascend, "FlashAttentionScore", FlashAttentionAsDocumented)
     ours, right, _ = both(settings_of(n_kv_heads=kv_heads), segments, window, values)
     assert ours.dtype == right.dtype == mindspore.float32
     assert distance(ours.asnumpy(), right.asnumpy()) < 1e-2  # bfloat16 keeps 8 bits
@@ -132,7 +144,7 @@ def test_documented_operator_computes_what_the_reference_does(
 def test_dropout_inside_the_operator(
     segments: np.ndarray, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ascend.ops, "flash_attention_score", flash_attention_as_documented)
+    monkeypatch.setattr(ascend, "FlashAttentionScore", FlashAttentionAsDocumented)
     ours, right, _ = both(settings_of(attention_dropout=0.25), segments, window, SIZE, drops=True)
     assert distance(ours.asnumpy(), right.asnumpy()) < 1e-2
 

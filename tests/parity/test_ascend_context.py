@@ -16,6 +16,7 @@ from trainer.config.schema.model import ModelConfig
 from trainer.data.batches.context import SequencePart
 from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import context
+from trainer.ops.ascend.attention import AttentionMasks
 
 ROWS, TOKENS, HEADS, KV_HEADS, SIZE, RANKS = 2, 16, 4, 2, 16, 2
 SETTINGS = ModelConfig(hidden_size=HEADS * SIZE, num_heads=HEADS, n_kv_heads=KV_HEADS, num_layers=1, vocab_size=8,
@@ -70,7 +71,7 @@ def test_a_rank_computes_its_tokens(
     parts = [SequencePart(each, RANKS) for each in range(RANKS)]
     own = [[Tensor(part.of(x).reshape(-1, x.shape[2])) for x in qkv] for part in parts]
     every = ops.concat([ops.concat((k, v), -1) for _, k, v in own]).astype(mindspore.bfloat16)
-    masks = context.GatheredMasks(SETTINGS, parts[rank])(segments, window)
+    masks = AttentionMasks(SETTINGS, parts[rank])(segments, window)
     ours = kernel(parts[rank], lambda: lambda x: every)(*own[rank], *masks, None).asnumpy()
     plain = plain_kernels.Attention(HEADS, KV_HEADS, SIZE)
     flat = [Tensor(x.reshape(-1, x.shape[2])) for x in qkv]
@@ -95,7 +96,7 @@ def _twice(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("segments", [ONE, PACKED], ids=["one", "packed"])
 def test_the_front_end_infers_the_graph(segments: np.ndarray, tmp_path: Path) -> None:
     part = SequencePart(1, RANKS)
-    masks = context.GatheredMasks(SETTINGS, part)(segments)
+    masks = AttentionMasks(SETTINGS, part)(segments)
     tokens = ROWS * TOKENS // RANKS
     inputs = [Tensor(np.ones((tokens, heads * SIZE), np.float32)) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     graph = export(_Gradients(kernel(part, lambda: _twice)), [*inputs, *masks], tmp_path / "graph")

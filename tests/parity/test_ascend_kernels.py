@@ -151,45 +151,34 @@ def test_front_end_builds_a_whole_block(
     assert "Cast" in graph.operators
 
 
-def rms_norm_as_documented(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+class RmsNorm:
     """y = x / sqrt(mean(x^2) + epsilon) gamma, and the reciprocal of the root."""
-    values = x.asnumpy()
-    rstd = 1 / np.sqrt((values**2).mean(-1, keepdims=True) + epsilon)
-    return Tensor(values * rstd * gamma.asnumpy()), Tensor(rstd)
+
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
+
+    def __call__(self, x: Tensor, gamma: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.asnumpy()
+        rstd = 1 / np.sqrt((values**2).mean(-1, keepdims=True) + self.epsilon)
+        return Tensor(values * rstd * gamma.asnumpy()), Tensor(rstd)
 
 
-def rotary_as_documented(x: Tensor, cos: Tensor, sin: Tensor, mode: int = 0) -> Tensor:
+class RotaryPositionEmbedding:
     """Layout BSND with 1S1D tables; mode 0 is rotate_half (GPT-NeoX)."""
-    assert mode == 0 and x.ndim == 4 and cos.shape == sin.shape == (1, x.shape[1], 1, x.shape[3])
-    values = x.asnumpy()
-    first, second = np.split(values, 2, -1)
-    return Tensor(values * cos.asnumpy() + np.concatenate([-second, first], -1) * sin.asnumpy())
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, mode: int) -> Tensor:
+        assert mode == 0 and x.ndim == 4 and cos.shape == sin.shape == (1, x.shape[1], 1, x.shape[3])
+        values = x.asnumpy()
+        first, second = np.split(values, 2, -1)
+        return Tensor(values * cos.asnumpy() + np.concatenate([-second, first], -1) * sin.asnumpy())
 
 
-def swiglu_as_documented(input: Tensor, dim: int = -1) -> Tensor:
+class Swiglu:
     """Swish(a) b, where a is the first half of the input and b the second."""
-    a, b = np.split(input.asnumpy(), 2, dim)
-    return Tensor(a / (1 + np.exp(-a)) * b)
 
-
-DOCUMENTED = {
-    "rms_norm": rms_norm_as_documented,
-    "swiglu": swiglu_as_documented,
-}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_documented_operator_computes_what_the_reference_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the operators as documented: which half rotates, which operand gets silu, what the mask means, the scale."""
-    for operator, function in DOCUMENTED.items():
-        monkeypatch.setattr(ascend.ops, operator, function)
-    case = CASES[name]
-    if hasattr(case.fused, "rotate"):
-        monkeypatch.setattr(case.fused, "rotate", rotary_as_documented)
-    arrays = [Tensor(array) for array in case.arrays]
-    ours, right = case.fused(*arrays, *case.extra), case.plain(*arrays, *case.reference_extra)
-    assert ours.dtype == right.dtype == mindspore.float32
-    assert distance(ours.asnumpy(), right.asnumpy()) < 3e-6  # float32, as in test_kernels.py
+    def __call__(self, input: Tensor, dim: int) -> Tensor:
+        a, b = np.split(input.asnumpy(), 2, dim)
+        return Tensor(a / (1 + np.exp(-a)) * b)
 
 
 class RmsNormGrad:
@@ -220,14 +209,28 @@ class SwigluGrad:
         return Tensor(np.concatenate([dy * b * gate * (1 + a * (1 - gate)), dy * a * gate], dim))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_with_the_documented_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for operator, function in DOCUMENTED.items():
-        monkeypatch.setattr(ascend.ops, operator, function)
-    for kind in (RmsNormGrad, RotaryPositionEmbeddingGrad, SwigluGrad):
+@pytest.fixture
+def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
+    """The cases with the operators as documented."""
+    monkeypatch.setattr(ascend, "FusedNorm", RmsNorm)
+    for kind in (RotaryPositionEmbedding, Swiglu, RmsNormGrad, RotaryPositionEmbeddingGrad, SwigluGrad):
         monkeypatch.setattr(ascend, kind.__name__, kind)
-    monkeypatch.setattr(ascend, "RotaryPositionEmbedding", lambda: rotary_as_documented)
-    case = cases()[name]
+    return cases()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_documented_operator_computes_what_the_reference_does(name: str, documented: dict[str, Case]) -> None:
+    """Which half rotates, which operand gets silu, what the mask means, the scale."""
+    case = documented[name]
+    arrays = [Tensor(array) for array in case.arrays]
+    ours, right = case.fused(*arrays, *case.extra), case.plain(*arrays, *case.reference_extra)
+    assert ours.dtype == right.dtype == mindspore.float32
+    assert distance(ours.asnumpy(), right.asnumpy()) < 3e-6  # float32, as in test_kernels.py
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_with_the_documented_operators(name: str, documented: dict[str, Case]) -> None:
+    case = documented[name]
     arrays, numbers = [Tensor(array) for array in case.arrays], tuple(range(len(case.arrays)))
     upstream = Tensor(normal(*case.plain(*arrays, *case.reference_extra).shape))
     ours, right = (

@@ -32,7 +32,7 @@ from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops import dropout, plain
-from trainer.ops.ascend import attention as ascend_attention
+from trainer.ops.ascend import dropout as ascend_dropout
 from trainer.ops.dropout import DropoutKey
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
@@ -173,7 +173,7 @@ def test_what_is_computed_again() -> None:
     assert not layers[1].block.mlp._has_config_recompute
     first, last = (layer.block.mlp.down.linear.product.attrs for layer in (layers[0], layers[2]))
     assert first["recompute_comm_op"] is False and "recompute_comm_op" not in last
-    assert layers[3].block.mlp.norm.kernel.norm.attrs["recompute_comm_op"] is True
+    assert layers[3].block.mlp.norm.kernel.norm.norm.attrs["recompute_comm_op"] is True
 
 
 def test_sequence_parallelism_shards_what_is_between_the_products() -> None:
@@ -362,8 +362,8 @@ def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
     for module in (plain, dropout):  # of the residual stream, and of the scores
         monkeypatch.setattr(module, "dropout_mask", factors)
     monkeypatch.setattr(trainer.semi_auto.step, "mask_seed", lambda key, site: 4 * seed_of(key, site))
-    monkeypatch.setattr(ascend_attention, "draw_bits", factors_in_graph)
-    monkeypatch.setattr(ascend_attention, "Dropout", Product)
+    monkeypatch.setattr(ascend_dropout, "draw_bits", factors_in_graph)
+    monkeypatch.setattr(ascend_dropout, "Dropout", Product)
     top = {
         "optimizer": {"type": "SGD", "momentum": 0.0}, "runner_wrapper": {"use_clip_grad": True},
     }

@@ -89,7 +89,7 @@ FUSED_OPERATORS = frozenset(
     "moe_token_permute moe_token_unpermute MoeTokenPermute MoeTokenUnpermute".split()
 )
 ASCEND_MODULES = ("trainer.ops.ascend.kernels", "trainer.ops.ascend.moe", "trainer.ops.ascend.attention",
-                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.ops.ascend.sharded")
+                  "trainer.ops.ascend.loss", "trainer.ops.ascend.context", "trainer.ops.ascend.dropout")
 KERNEL_MODULES = (*ASCEND_MODULES, "trainer.ops.plain", "trainer.ops.plain_moe")
 COLLECTIVES = frozenset(
     "AllReduce AllGather ReduceScatter Broadcast AlltoAll AlltoAllV NeighborExchange Send Receive Reduce Barrier "

@@ -1,8 +1,8 @@
 """Kernels: the only package that tells a fused operator from plain ones.
 
 `select.py` (no MindSpore) decides which implementation each kernel gets and why. `plain.py` has the plain kernels,
-which are right on every device and which MindSpore can shard; `ascend/kernels.py` has the fused operators, and
-`ascend/sharded.py` those of a graph that MindSpore shards. All export the same classes with the same call signatures:
+which are right on every device, and `ascend/kernels.py` the fused operators. Both export the same classes with the same
+call signatures, and MindSpore can shard both:
 
 =================  ===================================================  ==================================
 kernel             call                                                 returns

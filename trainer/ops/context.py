@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import partial
 
 from trainer.data.batches.context import SequencePart
-from trainer.ops.ascend.context import GatheredAttention, GatheredMasks
+from trainer.ops.ascend.attention import AttentionMasks
+from trainer.ops.ascend.context import GatheredAttention
 from trainer.ops.kernel_set import KernelSet
 from trainer.parallel.collectives import AllGather
 from trainer.parallel.process_groups import ProcessGroups
@@ -23,5 +24,5 @@ def over_context(kernels: KernelSet, groups: ProcessGroups, part: SequencePart) 
     return replace(
         kernels,
         attention=partial(GatheredAttention, part=part, gather=partial(AllGather, groups.cp), **dtypes),
-        attention_masks=partial(GatheredMasks, part=part),
+        attention_masks=partial(AttentionMasks, part=part),
     )

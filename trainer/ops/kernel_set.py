@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from mindspore import dtype as mstype
@@ -15,10 +13,10 @@ from mindspore.ops import operations as P
 
 from trainer.ops import plain, plain_moe
 from trainer.ops.ascend import attention as ascend_attention
+from trainer.ops.ascend import dropout as ascend_dropout
 from trainer.ops.ascend import kernels as ascend
 from trainer.ops.ascend import loss as ascend_loss
 from trainer.ops.ascend import moe as moe_ascend
-from trainer.ops.ascend import sharded
 from trainer.ops.precision import FLOAT32, Precision
 from trainer.ops.select import KernelChoice
 from trainer.ops.vocabulary import VocabShardRows
@@ -109,9 +107,9 @@ class KernelSet:
     def mask_form(self, shape: tuple[int, ...], of_scores: bool = False) -> tuple[tuple[int, ...], str]:
         """Shape and dtype of what `draw_mask`, or `draw_attention_mask`, draws for numbers of this shape."""
         draw = self.draw_attention_mask if of_scores else self.draw_mask
-        if draw is ascend_attention.draw_mask:
-            return (ascend_attention.mask_bytes(shape),), "uint8"
-        if draw is ascend_attention.draw_attention_mask:
+        if draw is ascend_dropout.draw_mask:
+            return (ascend_dropout.mask_bytes(shape),), "uint8"
+        if draw is ascend_dropout.draw_attention_mask:
             return (*shape[:-1], shape[-1] // 8), "uint8"
         return shape, "float32"
 
@@ -129,32 +127,33 @@ def load_kernels(
         is_sharded: Whether MindSpore shards the graph that they are for.
         host_layers: Whether native layers compute in the place of these kernels, see `trainer.ops.select.on_arrays`.
     """
-    of_device = sharded if is_sharded else ascend
-    fused = {choice.kernel: choice.fused for choice in choices}  # none for a classifier
-    module_of = defaultdict(lambda: plain, {kernel: of_device for kernel, is_fused in fused.items() if is_fused})
+    fused = {choice.kernel for choice in choices if choice.fused}  # none for a classifier
     # A dense model has no choices for experts either, and makes none of their kernels.
-    experts = moe_ascend if fused.get("grouped_matmul") else plain_moe
+    experts = moe_ascend if "grouped_matmul" in fused else plain_moe
     sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
-    if not fused.get("token_permute"):
+    if "token_permute" not in fused:
         sorting = experts.Permute, experts.Unpermute
     # A CPU has no cells in bfloat16: beside layers on arrays that multiply in it they are float32.
     own_of = FLOAT32 if precision.by else precision
     dtypes = own_of.compute, own_of.norm, own_of.softmax, own_of.rotary
     compute, norm, softmax, rotary = (getattr(mstype, part.dtype) for part in dtypes)
 
-    on_ascend = fused.get("rms_norm", False)  # it is fused on every Ascend
-    drawing = ascend_attention if on_ascend else plain
-    attention, draw_attention_mask = module_of["attention"], drawing.draw_factors
-    if attention is ascend:
-        attention, draw_attention_mask = ascend_attention, ascend_attention.draw_attention_mask
-    attention_options = attention.attention_options
-    if is_sharded and attention is plain:
-        attention_options = sharded.plain_attention_options
+    on_ascend = "rms_norm" in fused  # it is fused on every Ascend
+    drawing = ascend_dropout if on_ascend else plain
+    if "attention" in fused:
+        attention, draw_attention_mask = ascend_attention, ascend_dropout.draw_attention_mask
+        attention_options = attention.sharded_attention_options if is_sharded else attention.attention_options
+    else:
+        attention, draw_attention_mask = plain, drawing.draw_factors
+        attention_options = ascend_dropout.plain_attention_options if is_sharded else plain.attention_options
 
     product = partial(_product, compute=compute)
-    part = partial(_part, module_of, of_device, compute=compute)
-    rms_norm = part("rms_norm", "RmsNorm", norm)
-    if module_of["rms_norm"] is ascend:
+    part = partial(_part, fused, compute=compute)
+    if not on_ascend:
+        rms_norm = part("rms_norm", "RmsNorm", norm)
+    elif is_sharded:
+        rms_norm = partial(_sharded_norm, inside=norm, outside=compute)
+    else:
         rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
     gather_rows = ascend.gather_rows if on_ascend else plain.gather_rows
     return KernelSet(
@@ -177,10 +176,10 @@ def load_kernels(
         split_heads=plain.SplitHeads,
         join_heads=plain.JoinHeads,
         write_rows=ascend.write_rows if on_ascend else plain.write_rows,
-        rotary_tables=partial((ascend if fused.get("rotary_embedding") else plain).rotary_tables, dtype=rotary),
-        attention_masks=(ascend_attention if module_of["attention"] is ascend else plain).AttentionMasks,
+        rotary_tables=partial((ascend if "rotary_embedding" in fused else plain).rotary_tables, dtype=rotary),
+        attention_masks=attention.AttentionMasks,
         attention_options=attention_options,
-        dropout=(sharded if is_sharded else drawing).Dropout,
+        dropout=ascend_dropout.ShardedDropout if is_sharded else drawing.Dropout,
         draw_mask=drawing.draw_mask,
         draw_attention_mask=draw_attention_mask,
         cached_mask=plain.cached_mask,
@@ -196,19 +195,18 @@ def _product(kernel: MakeCell, compute: mstype.Type) -> MakeCell:
     return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
 
 
+def _sharded_norm(size: int, eps: float, inside: mstype.Type, outside: mstype.Type) -> nn.Cell:
+    """An Ascend's norm in a graph that MindSpore shards."""
+    norm = ascend.RmsNorm(size, eps, is_sharded=True)
+    return norm if inside == outside == mstype.float32 else InDtype(norm, inside, outside)
+
+
 def _part(
-    module_of: Mapping[str, ModuleType],
-    of_device: ModuleType,
-    kernel: str,
-    name: str,
-    inside: mstype.Type,
-    *,
-    compute: mstype.Type,
-    first: bool = False,
+    fused: Collection[str], kernel: str, name: str, inside: mstype.Type, *, compute: mstype.Type, first: bool = False
 ) -> MakeCell:
     """What is no product: half precision where a fused operator takes it, else float32 between rounded values."""
-    make = getattr(module_of[kernel], name)
+    make = getattr(ascend if kernel in fused else plain, name)
     if inside == compute == mstype.float32:
         return make
-    wrap = InDtype if module_of[kernel] is of_device or inside == mstype.float32 else rounded
+    wrap = InDtype if kernel in fused or inside == mstype.float32 else rounded
     return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)

@@ -35,7 +35,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
-from trainer.ops.ascend import sharded
+from trainer.ops.ascend.kernels import RmsNorm, SeparateNorm
 from trainer.ops.kernel_set import InDtype, load_kernels
 from trainer.ops.plain import AttentionMask, RotaryTables, shard_operators
 from trainer.ops.precision import resolve_precision
@@ -110,8 +110,11 @@ def _decoder(config: Config, world: World, device: str) -> LossCell:
     fused = {choice.kernel for choice in choices if choice.fused}
     if "rms_norm" in fused and any(recomputed_parts(config)):
         inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
-        separate = sharded.SeparateRmsNorm
-        kernels = replace(kernels, rms_norm=lambda *sizes: InDtype(separate(*sizes, outside), inside, outside))
+
+        def separate_norm(size: int, eps: float) -> nn.Cell:
+            return InDtype(SeparateNorm(RmsNorm(size, eps, is_sharded=True), outside), inside, outside)
+
+        kernels = replace(kernels, rms_norm=separate_norm)
     tables = RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     windows = [None, *([settings.sliding_window] if settings.window_layers else [])]
     masks = [AttentionMask("attention" in fused, settings.seq_length, window) for window in windows]

@@ -1,24 +1,27 @@
-"""flash_attention_score, and the masks and dropout masks that it takes.
+"""flash_attention_score and the masks that it takes.
 
 It has no CPU kernel; tests/parity/test_ascend_attention.py compares what its documentation says with the reference.
 
-Legend: B sequences of T tokens, N = B * T, H query heads, d width of a head, C = H * d, K = key/value heads * d.
+Legend: B sequences of T tokens, N = B * T, H query heads, d width of a head, C = H * d, K = key/value heads * d; with
+context parallelism R ranks share each sequence, and h tokens are one of the two chunks that a rank has.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-from mindspore import Tensor, mint, nn, ops
+from mindspore import Tensor
 from mindspore import dtype as mstype
-from mindspore.ops.auto_generate import DropoutDoMaskExt, DropoutGenMaskExt
+from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import FlashAttentionScore
 
-from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, mask_seed
+from trainer.ops.ascend.dropout import DrawnMask
+from trainer.ops.plain import JoinHeads, Sharded, SplitHeads
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
+    from trainer.data.batches.context import SequencePart
 
 _COMPRESSED = 2048
 """The side of a compressed mask, whatever the number of tokens."""
@@ -29,14 +32,17 @@ _GIVEN, _CAUSAL, _CAUSAL_OF_DOCUMENTS, _BAND = 0, 2, 3, 4
 
 
 class AttentionMasks:
-    """Makes the mask arguments of `Attention` from the documents that the tokens belong to."""
+    """Makes the mask arguments of `Attention`, or with `part` of `GatheredAttention`, from the tokens' documents."""
 
-    def __init__(self, settings: ModelConfig) -> None:
-        self.heads, self.length, self.drops = settings.num_heads, settings.seq_length, settings.attention_dropout > 0
+    def __init__(self, settings: ModelConfig, part: SequencePart | None = None) -> None:
+        self.heads = settings.num_heads
+        self.length = settings.seq_length
+        self.drops = settings.attention_dropout > 0
+        self.part = part
         self.compressed = None
 
     def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, Tensor | None]:
-        """A mask, True where a position must not be seen, and where each document ends.
+        """Returns a mask, True where a position must not be seen, and where each document ends.
 
         The mask is the compressed causal one, [2048, 2048], and the ends are None where every sequence is one document.
         Where they are not, an int64 tensor has the end of each document among all N tokens; its size is a power of two,
@@ -45,7 +51,7 @@ class AttentionMasks:
 
         The operator takes ends neither with a window nor with dropout of a fixed shape, and no more than 1024. There,
         and where the tokens of a document are not neighbours, the mask is a whole one, [B, 1, T, T], and the ends are
-        None.
+        None. With `part` there are two masks, see `of_part`.
 
         Args:
             window: Tokens that each token sees, itself included. Default None: all before it.
@@ -53,6 +59,8 @@ class AttentionMasks:
         Raises:
             ValueError: Sequences have another length than seq_length, which `Attention` relies on.
         """
+        if self.part is not None:
+            return self.of_part(segment_ids_BT, window)
         rows, length = segment_ids_BT.shape
         if length != self.length:
             raise ValueError(f"sequences have {length} tokens, but seq_length is {self.length}")
@@ -71,136 +79,118 @@ class AttentionMasks:
         padding = (1 << (len(ends) - 1).bit_length()) - len(ends)
         return self.causal(), Tensor(np.pad(ends, (0, padding), mode="edge"), mstype.int64)
 
+    def of_part(self, segment_ids_BT: np.ndarray, window: int | None) -> tuple[Tensor, Tensor]:
+        """Returns the masks of a rank's first and last h tokens.
+
+        Where every sequence is one document, twice the compressed mask; else [B, 1, h, (r+1)*h] and
+        [B, 1, h, (2R-r)*h].
+        """
+        if window is None and (segment_ids_BT == segment_ids_BT[:, :1]).all():
+            return self.causal(), self.causal()
+        early, late = self.part.allowed(segment_ids_BT, window)
+        return Tensor(~early[:, None]), Tensor(~late[:, None])
+
     def causal(self) -> Tensor:
-        """The compressed causal mask, the same for every batch."""
+        """Returns the compressed causal mask, the same for every batch."""
         if self.compressed is None:
             self.compressed = Tensor(~np.tri(_COMPRESSED, dtype=bool))
         return self.compressed
 
     def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
-        """Shape of the attention's probabilities."""
+        """Returns the shape of the attention's probabilities, those of whole sequences."""
         return rows, self.heads, length, length
 
 
 def attention_options(settings: ModelConfig, window: int | None) -> dict[str, int | float | None]:
-    """What the operator must know beside its sizes: a mask of a fixed size tells neither length nor window."""
+    """Returns what the operator must know beside its sizes: a mask of a fixed size tells neither length nor window."""
     return {"length": settings.seq_length, "rate": settings.attention_dropout, "window": window}
 
 
-class Attention(nn.Cell):
+def sharded_attention_options(settings: ModelConfig, window: int | None) -> dict[str, int | float | DrawnMask]:
+    """Returns the same for a graph that MindSpore shards: it draws dropout masks, and the mask has the window."""
+    draw = DrawnMask(settings, bits=True)
+    return {"length": settings.seq_length, "rate": settings.attention_dropout, "draw": draw}
+
+
+class Attention(Sharded):
     """flash_attention_score, with masks of `AttentionMasks` and a dropout mask of `attention_dropout`.
 
     The operator takes float16 and bfloat16 only and computes its softmax in float32 whatever `softmax_dtype` says.
     Queries, keys and values of another dtype than `dtype` are cast, and the result comes back in that of the queries.
-    It takes values as wide as the queries: narrower ones are filled up with zeros, and the result is cut.
+    It takes values as wide as the queries: narrower ones are filled up with zeros, and the result is cut. A graph that
+    MindSpore shards has whole masks alone.
 
     Args:
         length: T, which a compressed mask does not tell.
         rate: Part of the probabilities that a dropout mask drops.
         window: As of `AttentionMasks`.
+        draw: Makes the dropout mask of what `dropout` is. Default None: it is the mask.
     """
+
+    axes: ClassVar = {
+        "given": "d.t,d.t,d.t,d...", "given_drop": "d.t,d.t,d.t,dt..,d...", "repeat": "dt.",
+    }  # fmt: skip
 
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32,
-        value_size: int | None = None, scale: float | None = None, length: int | None = None, rate: float = 0.0,
-        window: int | None = None,
+        value_size: int | None = None, scale: float | None = None, *, length: int, rate: float = 0.0,
+        window: int | None = None, draw: DrawnMask | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.head_size, self.dtype = heads, kv_heads, head_size, dtype
-        self.value_size, self.scale = value_size or head_size, head_size**-0.5 if scale is None else scale
-        self.length, self.keep, self.window = length, 1.0 - rate, window
+        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
+        self.dtype = dtype
+        self.length = length
+        self.draw = draw
+        self.reshape, self.cast, self.repeat = P.Reshape(), P.Cast(), P.Tile()
+        value_size = value_size or head_size
+        self.missing = head_size - value_size
+        self.zeros_11w = Tensor(np.zeros((1, 1, self.missing), np.float32)) if self.missing else None
+        self.fill_up, self.cut = JoinHeads(kv_heads), SplitHeads(heads, value_size)
+
+        def flash(keep: float = 1.0, **options: int | str) -> FlashAttentionScore:
+            factor = head_size**-0.5 if scale is None else scale
+            return FlashAttentionScore(heads, keep, factor, **{"input_layout": "BSH", **options})
+
+        compressed = {"sparse_mode": _CAUSAL}
+        if window is not None:
+            compressed = {"sparse_mode": _BAND, "pre_tokens": window - 1, "next_tokens": 0}
+        self.given, self.given_drop = flash(), flash(1.0 - rate)
+        self.compressed, self.compressed_drop = flash(**compressed), flash(1.0 - rate, **compressed)
+        self.documents = flash(input_layout="TND", sparse_mode=_CAUSAL_OF_DOCUMENTS, next_tokens=0)
 
     def construct(self, q_NC, k_NK, v_NK, mask, ends, dropout):
-        missing = self.head_size - self.value_size
-        if missing:
-            v_NKd = v_NK.reshape(v_NK.shape[0], -1, self.value_size)
-            zeros = ops.zeros((v_NKd.shape[0], v_NKd.shape[1], missing), v_NK.dtype)
-            v_NK = ops.concat((v_NKd, zeros), -1).reshape(v_NK.shape[0], -1)
+        if self.missing:
+            zeros_NKw = self.repeat(self.cast(self.zeros_11w, v_NK.dtype), (v_NK.shape[0], self.kv_heads, 1))
+            v_NK = self.fill_up(v_NK, self.reshape(zeros_NKw, (v_NK.shape[0], self.kv_heads * self.missing)))
+        q, k, v = self.cast(q_NC, self.dtype), self.cast(k_NK, self.dtype), self.cast(v_NK, self.dtype)
         if ends is None:
-            out = self.over_rows(q_NC, k_NK, v_NK, mask, dropout)
+            out = self.over_rows(q, k, v, mask, dropout)
         else:
-            out = self.over_documents(q_NC, k_NK, v_NK, mask, ends)
-        if missing:
-            out = mint.narrow(out.reshape(q_NC.shape[0], self.heads, self.head_size), 2, 0, self.value_size)
-        return out.reshape(q_NC.shape[0], self.heads * self.value_size).astype(q_NC.dtype)
+            out = self.over_documents(q, k, v, mask, ends)
+        out_NC = self.cast(self.reshape(out, q_NC.shape), q_NC.dtype)
+        return self.cut(out_NC)[0] if self.missing else out_NC
 
-    def over_rows(self, q_NC, k_NK, v_NK, mask, dropout):
-        """Every sequence on its own."""
-        q, k, v = (x.reshape(-1, self.length, x.shape[-1]).astype(self.dtype) for x in (q_NC, k_NK, v_NK))
-        mode, before, after = _GIVEN, 2147483647, 2147483647
-        if mask.ndim == 2:
-            mode = _CAUSAL
-            if self.window is not None:
-                mode, before, after = _BAND, self.window - 1, 0
-        return ops.flash_attention_score(
-            q, k, v, self.heads, attn_mask=mask, scalar_value=self.scale, input_layout="BSH", sparse_mode=mode,
-            pre_tokens=before, next_tokens=after, drop_mask=dropout, keep_prob=1.0 if dropout is None else self.keep,
-        )  # fmt: skip
+    def over_rows(self, q, k, v, mask, dropout):
+        """Every sequence by itself."""
+        q, k, v = self.split(q), self.split(k), self.split(v)
+        is_whole = mask.ndim == 4
+        if dropout is None:
+            flash = self.given if is_whole else self.compressed
+            return flash(q, k, v, None, None, None, mask, None)[3]
+        flash = self.given_drop if is_whole else self.compressed_drop
+        drawn = dropout if self.draw is None else self.draw(dropout)
+        return flash(q, k, v, None, drawn, None, mask, None)[3]
 
     def over_documents(self, q_NC, k_NK, v_NK, mask, ends):
-        """Every document on its own; all documents one after the other (layout TND)."""
-        q = q_NC.reshape(-1, self.heads, self.head_size).astype(self.dtype)
-        k, v = (x.reshape(-1, self.kv_heads, self.head_size).astype(self.dtype) for x in (k_NK, v_NK))
-        return ops.flash_attention_score(
-            q, k, v, self.heads, attn_mask=mask, actual_seq_qlen=ends, actual_seq_kvlen=ends, scalar_value=self.scale,
-            input_layout="TND", sparse_mode=_CAUSAL_OF_DOCUMENTS, next_tokens=0,
-        )  # fmt: skip
+        """Every document by itself; all documents one after the other (layout TND)."""
+        q = self.reshape(q_NC, (-1, self.heads, self.head_size))
+        k, v = (self.reshape(x, (-1, self.kv_heads, self.head_size)) for x in (k_NK, v_NK))
+        return self.documents(q, k, v, None, None, None, mask, None, ends, ends)[3]
 
+    def split(self, x_NC):
+        return self.reshape(x_NC, (x_NC.shape[0] // self.length, self.length, x_NC.shape[1]))
 
-class Dropout(nn.Cell):
-    """(x, a mask of `draw_mask`) -> x, 0 where the mask drops and times 1 / (1 - rate) elsewhere."""
-
-    def __init__(self, rate: float) -> None:
-        super().__init__()
-        self.rate, self.apply, self.apply_to_grad = rate, DropoutDoMaskExt(), DropoutDoMaskExt()
-
-    def construct(self, x, mask):
-        return self.apply(x, mask, self.rate)
-
-    def bprop(self, x, mask, out, grad):  # MindSpore 2.10 has none for this operator
-        return self.apply_to_grad(grad, mask, self.rate), ops.zeros(mask.shape, mask.dtype)
-
-
-def mask_bytes(shape: tuple[int, ...]) -> int:
-    """Size of a mask that `draw_mask` draws."""
-    return -(-math.prod(shape) // 128) * 16
-
-
-def draw_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
-) -> Tensor:
-    """A mask drawn on the device: uint8, a bit for each number, filled up to a multiple of 128 bits.
-
-    The operator draws from counters that begin with its seed, so the same key gives the same bits. Each part of a mask
-    has a seed of its own: together they are not the bits of the whole.
-    """
-    if part is None:
-        return draw_bits(Tensor(mask_seed(key, site), mstype.int64), shape, rate)
-    return draw_bits(Tensor(mask_seed(key, site, 1 + part.number), mstype.int64), part.of(shape), rate)
-
-
-def draw_bits(seed: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
-    """As `draw_mask`, from a seed that is a tensor: an int64 scalar."""
-    return DropoutGenMaskExt()(shape, rate, seed, Tensor(0, mstype.int64), mstype.bfloat16)
-
-
-def draw_attention_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
-) -> Tensor:
-    """The dropout mask that the operator takes, uint8 [B, H, T, T / 8]."""
-    return _draw_scores_mask(key, site, shape, rate, own).reshape(*shape[:-1], -1)
-
-
-def draw_factors(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
-) -> Tensor:
-    """A mask drawn on the device as the reference attention takes it: float32, 0 or 1 / (1 - rate)."""
-    return DropoutDoMaskExt()(ops.ones(shape, mstype.float32), _draw_scores_mask(key, site, shape, rate, own), rate)
-
-
-def _draw_scores_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None
-) -> Tensor:
-    """The mask of the probabilities of a rank's heads, which have this shape."""
-    part = None if own is None else MaskPart(own.number, (slice(None),) * len(shape))
-    return draw_mask(key, site, shape, rate, part)
+    def shard_over(self, data: int, tensor: int) -> None:
+        super().shard_over(data, tensor)
+        for part in (self.draw, self.fill_up, self.cut):
+            part.shard_over(data, tensor)

@@ -12,7 +12,6 @@ rank has; C columns of all heads of a token, K columns of keys.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 from mindspore import Tensor, mint, nn, ops
@@ -21,34 +20,8 @@ from mindspore.ops.auto_generate import SliceExt
 
 from trainer.data.batches.context import SequencePart
 
-if TYPE_CHECKING:
-    from trainer.config import ModelConfig
-
-_COMPRESSED = 2048
-"""The side of a compressed mask, whatever the number of tokens."""
 _GIVEN, _CAUSAL_AT_THE_END = 0, 3
 """sparse_mode: the mask as it is given; compressed and causal, the last query being at the last key."""
-
-
-class GatheredMasks:
-    """Makes the masks that `GatheredAttention` takes from the documents of all tokens of the sequences."""
-
-    def __init__(self, settings: ModelConfig, part: SequencePart) -> None:
-        self.heads, self.part, self.compressed = settings.num_heads, part, None
-
-    def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, Tensor]:
-        """For the first and the last h tokens, True where a key must not be seen. Where every sequence is one document,
-        twice the compressed mask [2048, 2048]; else [B, 1, h, (r+1)*h] and [B, 1, h, (2R-r)*h]."""
-        if window is None and (segment_ids_BT == segment_ids_BT[:, :1]).all():
-            if self.compressed is None:
-                self.compressed = Tensor(~np.tri(_COMPRESSED, dtype=bool))
-            return self.compressed, self.compressed
-        early, late = self.part.allowed(segment_ids_BT, window)
-        return Tensor(~early[:, None]), Tensor(~late[:, None])
-
-    def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
-        """Shape of the probabilities of whole sequences."""
-        return rows, self.heads, length, length
 
 
 class GatheredAttention(nn.Cell):

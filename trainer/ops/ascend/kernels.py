@@ -9,17 +9,25 @@ Legend: as in trainer/ops/plain.py.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
+from mindspore.ops import operations as P
+from mindspore.ops.auto_generate import RmsNorm as FusedNorm
 from mindspore.ops.auto_generate import (
     RmsNormGrad,
     RotaryPositionEmbedding,
     RotaryPositionEmbeddingGrad,
+    Swiglu,
     SwigluGrad,
 )
 
-# Gradients by hand keep less than automatic ones: inputs as they came, without what a cast made of them.
+from trainer.ops.plain import Sharded, shard_operators
+
+# Gradients by hand save fewer activations than automatic ones: the inputs as they came, without their casts. In a graph
+# that MindSpore shards, a `bprop` computes with local shards, so it must not depend on their shapes.
 
 
 class RmsNorm(nn.Cell):
@@ -28,14 +36,23 @@ class RmsNorm(nn.Cell):
     Args:
         inside: Dtype that it computes in. Default None: that of its inputs.
         outside: Dtype of the result. Default None: `inside`.
+        is_sharded: Whether MindSpore shards the graph. It then derives the gradient, because it sums that of a weight
+            over the ranks only where it derives it; the dtypes are those of the inputs.
     """
 
-    def __init__(self, size: int, eps: float, inside: mstype.Type = None, outside: mstype.Type = None) -> None:
+    def __init__(
+        self, size: int, eps: float, inside: mstype.Type = None, outside: mstype.Type = None, *,
+        is_sharded: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.core = _RmsNormCore(eps, inside, outside or inside)
+        self.norm = FusedNorm(eps) if is_sharded else _RmsNormCore(eps, inside, outside or inside)
 
     def construct(self, x_ND, weight_D):
-        return self.core(x_ND, weight_D)[0]
+        return self.norm(x_ND, weight_D)[0]
+
+    def shard_over(self, *degrees: int) -> None:
+        """Shards all axes but the last."""
+        shard_operators(self, {"norm": "dt"[: len(degrees)] + ".,."}, **dict(zip("dt", degrees, strict=False)))
 
 
 class _RmsNormCore(nn.Cell):
@@ -43,10 +60,13 @@ class _RmsNormCore(nn.Cell):
 
     def __init__(self, eps: float, inside: mstype.Type, outside: mstype.Type) -> None:
         super().__init__()
-        self.eps, self.inside, self.outside, self.grad = eps, inside, outside, RmsNormGrad()
+        self.inside = inside
+        self.outside = outside
+        self.norm = FusedNorm(eps)
+        self.grad = RmsNormGrad()
 
     def construct(self, x_ND, weight_D):
-        y_ND, rstd_N1 = ops.rms_norm(self.cast(x_ND), self.cast(weight_D), self.eps)
+        y_ND, rstd_N1 = self.norm(self.cast(x_ND), self.cast(weight_D))
         return y_ND if self.outside is None else y_ND.astype(self.outside), rstd_N1
 
     def bprop(self, x_ND, weight_D, out, grads):
@@ -55,6 +75,30 @@ class _RmsNormCore(nn.Cell):
 
     def cast(self, x):
         return x if self.inside is None else x.astype(self.inside)
+
+
+class SeparateNorm(nn.Cell):
+    """Computes a norm of [N, D] for a graph that computes norms again in the backward pass, its result as `outside`.
+
+    MindSpore 2.10 joins an addition and the norm of its result to one operator, AddRmsNorm. Where the norm is one that
+    is computed again, the addition would wait for the gradients ("Graph cycle exists"). The reshapes keep them apart.
+    The cast stands before the second one, after which MindSpore gathers the tokens of other ranks.
+    """
+
+    def __init__(self, norm: nn.Cell, outside: mstype.Type) -> None:
+        super().__init__()
+        self.norm = norm
+        self.outside = outside
+        self.cast = P.Cast()
+        self.reshape = P.Reshape()
+
+    def construct(self, x_ND, weight_D):
+        tokens, features = x_ND.shape
+        y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)
+        return self.reshape(self.cast(y_N1D, self.outside), (tokens, features))
+
+    def shard_over(self, data: int) -> None:
+        self.norm.shard_over(data, 1)
 
 
 class Rotary(nn.Cell):
@@ -66,40 +110,65 @@ class Rotary(nn.Cell):
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the reference for these"
-        self.head_size, self.rotate, self.grad = head_size, RotaryPositionEmbedding(), RotaryPositionEmbeddingGrad()
+        self.head_size = head_size
+        self.core = _RotaryCore()
+        self.reshape = P.Reshape()
 
-    def construct(self, x_NC, cos_N1d, sin_N1d):
-        x_1NHd = x_NC.reshape(1, x_NC.shape[0], -1, self.head_size)
-        return self.rotate(x_1NHd, cos_N1d, sin_N1d, 0).reshape(x_NC.shape)
+    def construct(self, x_NC, cos_BT1d, sin_BT1d):
+        rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
+        x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
+        return self.reshape(self.core(x_BTHd, cos_BT1d, sin_BT1d), x_NC.shape)
 
-    def bprop(self, x_NC, cos_N1d, sin_N1d, out, grad_NC):
-        grad_1NHd = grad_NC.reshape(1, grad_NC.shape[0], -1, self.head_size)
-        grad_x = self.grad(grad_1NHd, cos_N1d, sin_N1d, None, 0)[0]  # None: no gradients of the tables
-        no_grad = ops.zeros(cos_N1d.shape, cos_N1d.dtype)
-        return grad_x.reshape(grad_NC.shape), no_grad, no_grad
+    def shard_over(self, data: int, tensor: int) -> None:
+        """Shards the batch over `data` and heads over `tensor` ranks."""
+        self.core.shard_over(data, tensor)
 
 
-class SwiGLU(nn.Cell):
-    """swiglu: silu of the first half of the last axis times the second half."""
+class _RotaryCore(Sharded):
+    axes: ClassVar = {"rotate": "d.t.,d...,d..."}
 
     def __init__(self) -> None:
         super().__init__()
+        self.rotate = RotaryPositionEmbedding()
+        self.grad = RotaryPositionEmbeddingGrad()
+
+    def construct(self, x_BTHd, cos_BT1d, sin_BT1d):
+        return self.rotate(x_BTHd, cos_BT1d, sin_BT1d, 0)
+
+    def bprop(self, x_BTHd, cos_BT1d, sin_BT1d, out, grad_BTHd):
+        grad_x = self.grad(grad_BTHd, cos_BT1d, sin_BT1d, None, 0)[0]  # None: no gradients of the tables
+        no_grad = ops.zeros(cos_BT1d.shape, cos_BT1d.dtype)
+        return grad_x, no_grad, no_grad
+
+
+class SwiGLU(Sharded):
+    """swiglu: silu(gate) * up, of both side by side in an axis of their own, which is not sharded."""
+
+    axes: ClassVar = {"concat": "d.t,d.t", "swiglu": "d.t"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reshape = P.Reshape()
+        self.concat = P.Concat(1)
+        self.swiglu = Swiglu()
         self.grad = SwigluGrad()
 
     def construct(self, gate_NF, up_NF):
-        return ops.swiglu(ops.concat((gate_NF, up_NF), -1), -1)
+        tokens, features = gate_NF.shape
+        both = self.reshape(gate_NF, (tokens, 1, features)), self.reshape(up_NF, (tokens, 1, features))
+        return self.reshape(self.swiglu(self.concat(both), 1), (tokens, features))
 
     def bprop(self, gate_NF, up_NF, out, grad_NF):
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
-        return mint.split(grad, (gate_NF.shape[1], up_NF.shape[1]), 1)
+        return mint.chunk(grad, 2, 1)
 
 
 def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
-    """The tables that the operator takes, [1, N, 1, d]: it repeats them for the heads itself."""
+    """Returns the tables that the operator takes, [1, N, 1, d]: it repeats them for the heads itself."""
     return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
-# What nobody chooses: on an Ascend the plain operator is a legacy one (ACLOP), which is compiled for each shape.
+# Always chosen: on an Ascend the plain operator is a legacy one (ACLOP), which is compiled for each shape.
 
 
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
@@ -108,5 +177,5 @@ def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
-    """store[index] = x, in place; for the cache of a prediction."""
+    """Writes store[index] = x in place, for the cache of a prediction."""
     store_RD.index_copy_(0, index_N.astype(mstype.int64), x_ND)
