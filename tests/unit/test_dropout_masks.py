@@ -122,7 +122,8 @@ def test_probabilities_of_a_layer_are_those_of_the_mask(heads: int, kv_heads: in
             queries, keys, some = cuts(draw, length), cuts(draw, length), cuts(draw, local.own_kv_heads)
             place = sequence, queries, some, local.own_kv_heads, local_groups, keys, length
             right = mask[sequence, some, queries, :, keys].transpose(0, 2, 1, 3)
-            np.testing.assert_array_equal(layer.probabilities(*place), right)
+            for keep in (True, False):  # drawn, and read again
+                np.testing.assert_array_equal(layer.probabilities(*place, keep), right)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(4, 4, 2), (6, 2, 2), (4, 1, 4), (8, 2, 4)])
@@ -136,6 +137,6 @@ def test_heads_of_ranks_are_those_of_the_whole_mask(heads: int, kv_heads: int, r
     for rank in range(ranks):
         layer = LayerDropout(KEY, {}, (1, 0.4), OwnHeads(rank, heads, kv_heads, heads // ranks, kv))
         for sequence in range(sequences):
-            found = layer.probabilities(sequence, every, slice(0, kv), kv, heads // ranks // kv, every, length)
+            found = layer.probabilities(sequence, every, slice(0, kv), kv, heads // ranks // kv, every, length, False)
             own = by_head[sequence, rank * heads // ranks : (rank + 1) * heads // ranks]
             np.testing.assert_array_equal(found.reshape(-1, length, length), own)

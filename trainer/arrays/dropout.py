@@ -53,6 +53,7 @@ class LayerDropout:
         self.sites = sites
         self.site, self.rate = probabilities
         self.heads = heads
+        self.kept: dict[tuple[int, ...], np.ndarray] = {}
 
     def rows(self, name: str, rows: slice, width: int) -> np.ndarray:
         """Returns the factors of some rows of this rank at a site, float32 [n, width]: 0 or 1 / (1 - rate)."""
@@ -61,13 +62,15 @@ class LayerDropout:
         start = 0
         for first, count in _runs(rows, site.rows):
             bits = drawn_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
-            _write_factors(bits[:, site.columns], site.rate, mask_nI[start : start + count])
+            survives = bits[:, site.columns] >= keep_threshold(site.rate)
+            _write_factors(survives, site.rate, mask_nI[start : start + count])
             start += count
         return mask_nI
 
     def probabilities(
-        self, sequence: int, queries: slice, heads: slice, kv_heads: int, groups: int, keys: slice, length: int
-    ) -> np.ndarray:
+        self, sequence: int, queries: slice, heads: slice, kv_heads: int, groups: int, keys: slice, length: int,
+        keep: bool,
+    ) -> np.ndarray:  # fmt: skip
         """Returns the factors of attention probabilities, float32 [key heads, groups, Q, S].
 
         Args:
@@ -76,6 +79,8 @@ class LayerDropout:
             heads: Key/value heads of this rank.
             kv_heads, groups: How many key/value heads the rank has, and query heads for each of them.
             length: T.
+            keep: Whether the next call for these probabilities takes what this one has drawn, a bit for each: to draw
+                takes ten times as long as to read.
         """
         first_key, first_query, all_keys, all_groups = 0, 0, kv_heads, groups
         if self.heads is not None:
@@ -86,16 +91,24 @@ class LayerDropout:
         row = all_groups * length
         found = np.empty((heads.stop - heads.start, groups, count, keys.stop - keys.start), np.float32)
         for place, head in enumerate(range(heads.start, heads.stop)):
+            name = sequence, head, queries.start, queries.stop, keys.start, keys.stop
+            if name in self.kept:
+                survives = np.unpackbits(self.kept.pop(name), -1, found.shape[-1]).view(bool)
+                _write_factors(survives, self.rate, found[place])
+                continue
             first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
             bits = drawn_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
             seen = bits[:, first_query : first_query + groups, keys]
-            _write_factors(seen.transpose(1, 0, 2), self.rate, found[place])
+            survives = seen.transpose(1, 0, 2) >= keep_threshold(self.rate)
+            if keep:
+                self.kept[name] = np.packbits(survives, -1)
+            _write_factors(survives, self.rate, found[place])
         return found
 
 
-def _write_factors(bits: np.ndarray, rate: float, out: np.ndarray) -> None:
-    """Writes 1 / (1 - rate) where the bits say that a number is kept, else 0."""
-    np.multiply(bits >= keep_threshold(rate), np.float32(1 / (1 - rate)), out=out)
+def _write_factors(survives: np.ndarray, rate: float, out: np.ndarray) -> None:
+    """Writes 1 / (1 - rate) where a number survives, else 0."""
+    np.multiply(survives, np.float32(1 / (1 - rate)), out=out)
 
 
 def _runs(rows: slice, places_N: np.ndarray | None) -> Iterator[tuple[int, int]]:

@@ -157,7 +157,10 @@ class ActivationMemory:
             working += tokens * (self.narrow * width + self.rounded * spec.heads * spec.head_size)
             if self.is_tensor_parallel:
                 working += _WIDE * tokens * ((latent.query_rank or spec.hidden) + shared)
-        return SublayerBytes(self._attention_kept(spec), working)
+        kept = self._attention_kept(spec)
+        if spec.dropout:  # a bit for each probability of the keys that a query sees, about half of all
+            kept += spec.heads * tokens * self.config.decoder.seq_length // 16
+        return SublayerBytes(kept, working)
 
     def mlp(self, layer: LayerSpec) -> SublayerBytes:
         """Returns the bytes of a feed-forward sublayer, or of one with experts."""

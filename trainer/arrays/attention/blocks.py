@@ -42,14 +42,14 @@ class BlockAttention:
 
     def forward(
         self, sequence: SequenceBlocks, block: QueryBlock, q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray,
-        out_NV: np.ndarray, tile: Tile, dropout: LayerDropout | None,
+        out_NV: np.ndarray, tile: Tile, dropout: LayerDropout | None, keep_masks: bool = False,
     ) -> None:  # fmt: skip
         """Writes the results of the block's queries to their rows of `out_NV`."""
         run = operators()
         some_heads = list(self._head_parts([block], self.kv_heads))
         scores_buffer, narrow_buffer = self._score_buffers(block, some_heads[0], q_NC.dtype, tile, 1)
         for heads in some_heads:
-            mask = self._mask(sequence, block, heads, dropout)
+            mask = self._mask(sequence, block, heads, dropout, keep_masks)
             k = self._keys(k_NK, block.keys, heads, self.head_size)
             v = self._keys(v_NK, block.keys, heads, self.value_size)
             for group in range(self.groups):
@@ -121,15 +121,16 @@ class BlockAttention:
         return wide, narrow
 
     def _mask(
-        self, sequence: SequenceBlocks, block: QueryBlock, heads: slice, dropout: LayerDropout | None
-    ) -> np.ndarray | None:
+        self, sequence: SequenceBlocks, block: QueryBlock, heads: slice, dropout: LayerDropout | None,
+        keep: bool = False,
+    ) -> np.ndarray | None:  # fmt: skip
         """Returns the factors of the probabilities, [heads, G, Q, S]."""
         if dropout is None or not self.rate:
             return None
         queries = slice(block.position, block.position + block.queries.stop - block.queries.start)
         keys = slice(block.keys.start - sequence.keys.start, block.keys.stop - sequence.keys.start)
         length = sequence.keys.stop - sequence.keys.start
-        return dropout.probabilities(sequence.number, queries, heads, self.kv_heads, self.groups, keys, length)
+        return dropout.probabilities(sequence.number, queries, heads, self.kv_heads, self.groups, keys, length, keep)
 
     def _queries(self, array_NC: np.ndarray, block: QueryBlock, heads: slice, group: int, size: int) -> np.ndarray:
         """Returns a view of the block's queries, [heads, Q, size]: one query head of each key/value head."""

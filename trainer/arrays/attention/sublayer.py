@@ -209,7 +209,7 @@ class CpuAttention:
             sequence, block = task
             tile = self.scratch.tile(block.queries, thread)
             inputs = arrays["q"], arrays["k"], arrays["v"]
-            self.attention.forward(sequence, block, *inputs, heads_NV, tile, call.dropout)
+            self.attention.forward(sequence, block, *inputs, heads_NV, tile, call.dropout, call.save)
             if self.ulysses == 1:
                 self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
 
