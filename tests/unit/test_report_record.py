@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from test_monitors_console import run_info, step_metrics
 
+from trainer.config.read.dump import flat
 from trainer.errors import RunError
 from trainer.monitors.metrics import Totals
 from trainer.report import curves as curves_module
 from trainer.report.curves import MetricsReader, Pause, Skipped, read_metrics
-from trainer.report.record import RunReader, flat, is_run_folder, read_run
+from trainer.report.record import RunReader, is_run_folder, read_run
 from trainer.report.starts import Start, StartMonitor, git_commit, process_start, read_starts
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from trainer.config.read.dump import values
+from trainer.config.read.dump import flat, values
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics
 from trainer.monitors.tensorboard import TensorBoard
@@ -116,7 +116,7 @@ class Mlflow(_Service):
         experiment = found.experiment_id if found else self.client.create_experiment(wanted)
         self.run = self.client.create_run(experiment, run_name=os.environ.get("MLFLOW_RUN_NAME", title)).info.run_id
         self.remember(self.run)
-        keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in _flat(values(self.config)).items()]
+        keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flat(values(self.config))]
         for first in range(0, len(keys), _MOST_PARAMETERS):
             self.client.log_batch(self.run, params=keys[first : first + _MOST_PARAMETERS])
 
@@ -168,14 +168,3 @@ def tracker_monitors(config: Config, notice: Callable[[str], None]) -> list[Moni
     for name in config.tracker_names or ():
         monitors.append(TrackerMonitor(name, functools.partial(SERVICES[name], config), notice))
     return monitors
-
-
-def _flat(tree: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of plain values by dotted key."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if _has_sections(tree) else ()
-    below = {key: leaf for name, value in items for key, leaf in _flat(value, f"{path}{name}.").items()}
-    return below if items else {path.rstrip("."): tree}
-
-
-def _has_sections(tree: Any) -> bool:
-    return isinstance(tree, list) and any(isinstance(item, dict) for item in tree)

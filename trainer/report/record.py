@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from trainer.checkpoint.store import BEST, behind_link, complete_checkpoints, read_marker
 from trainer.config import Config, load_config
+from trainer.config.read.dump import flat
 from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import Section
@@ -189,19 +190,6 @@ def _metrics_note(path: Path, metrics: Metrics) -> str:
     more = len(metrics.damaged) - 1
     others = f", and {more} more {'lines are' if more > 1 else 'line is'} not" if more else ""
     return f"{path}:{metrics.damaged[0]}: the line is no record of a step{others}; left out"
-
-
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested tables and lists of tables with their dotted keys, as flags name them."""
-    if isinstance(value, dict):
-        items = [(str(name), each) for name, each in value.items()]
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        items = [(str(number), each) for number, each in enumerate(value)]
-    else:
-        yield key, value
-        return
-    for name, each in items:
-        yield from flat(each, f"{key}.{name}" if key else name)
 
 
 def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,12 +22,12 @@ from trainer.checkpoint.store import newest_complete
 from trainer.cli.flags import Arguments, split_arguments
 from trainer.config import Override, load_config
 from trainer.config.checks.parallel import in_job
-from trainer.config.read.dump import values
+from trainer.config.read.dump import flat, values
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
 from trainer.launch.processes import kill_group, share_of_cores, start_session
 from trainer.parallel.world import SINGLE_PROCESS
-from trainer.report.record import flat, is_run_folder, read_run
+from trainer.report.record import is_run_folder, read_run
 from trainer.run.prepare import Prepared, prepare
 from trainer.sweep.grid import Point, points
 

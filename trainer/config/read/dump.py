@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from typing import Any
 
 from yaml.emitter import Emitter
@@ -94,3 +95,16 @@ def _written(value: Any) -> Any:
     if isinstance(value, list):
         return [_written(item) for item in value]
     return value
+
+
+def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested tables and lists of tables with their dotted keys, as flags name them."""
+    if isinstance(value, dict):
+        items = [(str(name), each) for name, each in value.items()]
+    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
+        items = [(str(number), each) for number, each in enumerate(value)]
+    else:
+        yield key, value
+        return
+    for name, each in items:
+        yield from flat(each, f"{key}.{name}" if key else name)
