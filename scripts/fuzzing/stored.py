@@ -17,7 +17,7 @@ from fuzz import Accepted, Attempt, check
 from fuzzing.configuration import TINY, _merged
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.checkpoint import adapters, state, store
-from trainer.checkpoint.weights import check_files, requested_weights
+from trainer.checkpoint.weights import check_files
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.config import Config, dump_config, parse_config
 from trainer.data.datasets import build_train_dataset, data_layout, find_tokenizer
@@ -124,10 +124,10 @@ def _safetensors(folder: Path) -> Attempt:
             check_files(config)
         except UserError as error:
             with contextlib.suppress(UserError):
-                requested_weights(config)
+                adapters.starting_weights(config)
                 raise Accepted(f"a plan refuses what a run takes: {error}") from error
             raise
-        _same(requested_weights(config), expected, "model.safetensors")
+        _same(adapters.starting_weights(config), expected, "model.safetensors")
 
     return attempt
 

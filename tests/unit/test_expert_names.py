@@ -11,8 +11,9 @@ from config_helpers import failure
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
+from trainer.checkpoint.adapters import starting_weights
 from trainer.checkpoint.tensor_names import FUSED, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
-from trainer.checkpoint.weights import fitting_weights, requested_weights
+from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.schema.model import ModelConfig
@@ -146,7 +147,7 @@ def test_a_published_folder_of_several_files_loads(tmp_path: Path) -> None:
         save_file({name: weights[name] for name in part}, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
     config_json = load_model_case("experts_qwen3_moe").metadata["config_json"]
     config = parse_config("a.yaml", json.dumps({"load_checkpoint": str(tmp_path), "model_config": config_json}))
-    found = requested_weights(config)
+    found = starting_weights(config)
     assert {key: value.shape for key, value in found.items()} == parameter_shapes(settings)
     layer = "model.layers.2.mlp.experts"
     np.testing.assert_array_equal(found[f"{layer}.gate_proj.weight"][5], weights[f"{layer}.5.gate_proj.weight"])

@@ -11,8 +11,9 @@ from config_helpers import failure, load
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
+from trainer.checkpoint.adapters import starting_weights
 from trainer.checkpoint.tensor_names import split_joined, to_disk
-from trainer.checkpoint.weights import fitting_weights, requested_weights
+from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
 from trainer.config.hugging_face import config_json, saved_class
 from trainer.config.schema.model import ModelConfig
@@ -81,7 +82,7 @@ def test_chatglms_files_hold_a_glm(joined: bool, tmp_path: Path) -> None:
     }  # fmt: skip
     model = {"arch": {"type": "ChatGLM2ForConditionalGeneration"}, "model_config": {**keys, "seq_length": 24}}
     config = parse_config("a", json.dumps({"model": model, "load_checkpoint": str(tmp_path), "run_mode": "finetune"}))
-    assert_same(requested_weights(config), split_joined(weights, settings))
+    assert_same(starting_weights(config), split_joined(weights, settings))
     ours, theirs = config.decoder, settings
     for fact in ("head_size", "rotary_size", "kv_heads", "ffn_size", "rope_base", "rope_interleave", "qkv_has_bias"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
@@ -101,7 +102,7 @@ def test_a_published_chatglm_folder_says_what_it_is(tmp_path: Path) -> None:
     assert config.model.arch.type == "ChatGLM2ForConditionalGeneration"
     assert (decoder.rope_base, decoder.kv_heads, decoder.head_size, decoder.rotary_size) == (500000, 2, 8, 4)
     assert (decoder.seq_length, decoder.max_positions, decoder.qkv_has_bias) == (64, 32768, True)
-    for key, value, rule in (("rmsnorm", False, "always RMSNorm"), ("pre_seq_len", 8, "train adapters instead")):
+    for key, value, rule in (("rmsnorm", False, "always RMSNorm"), ("pre_seq_len", 8, "low-rank adapters instead")):
         (tmp_path / "config.json").write_text(json.dumps(described | {key: value}))
         assert rule in failure(lambda: load(f"pretrained_model_dir: {tmp_path}\n"))
     (tmp_path / "config.json").write_text(json.dumps(described | {"multi_query_attention": False}))

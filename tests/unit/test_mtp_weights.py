@@ -12,7 +12,7 @@ from golden_files import load_model_case
 from safetensors.numpy import load_file, save_file
 
 from trainer.checkpoint.adapters import merged, starting_weights
-from trainer.checkpoint.weights import fitting_weights, requested_weights
+from trainer.checkpoint.weights import fitting_weights
 from trainer.config import Config, parse_config
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import EXPERT_BIAS
@@ -67,7 +67,7 @@ def test_modules_that_the_model_lacks_are_left_out_with_a_notice(
 ) -> None:
     save_file(weights_of(name), tmp_path / "model.safetensors")
     config, notices = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
-    found = requested_weights(config, notices.append)
+    found = starting_weights(config, notices.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
     (text,) = notices
     assert f"({layers}); mtp_depth: 2 would use {them}" in text
@@ -80,7 +80,7 @@ def test_a_deeper_model_is_not_mistaken_for_modules(modules: Path) -> None:
     weights = load_file(modules / "model.safetensors")
     copies = {name.replace(".0.", ".3."): array for name, array in weights.items() if ".layers.0." in name}
     save_file(weights | copies, modules / "model.safetensors")
-    message = failure(lambda: requested_weights(config_of(DENSE, modules, mtp_depth=0)))
+    message = failure(lambda: starting_weights(config_of(DENSE, modules, mtp_depth=0)))
     assert "it holds model.layers." in message and "use the model_config of the checkpoint" in message
 
 
@@ -137,7 +137,7 @@ BALANCED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_missing_expert_biases_start_at_zero_with_a_notice(mixtral: Path, mode: str) -> None:
     config, notices = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
-    found = requested_weights(config, notices.append)
+    found = starting_weights(config, notices.append)
     assert notices == ["balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"]
     biases = [array for name, array in found.items() if name.endswith(EXPERT_BIAS)]
     assert len(biases) == len(config.decoder.moe_layers) and not np.any(biases)
@@ -149,7 +149,7 @@ def test_expert_biases_that_are_missing_in_some_layers_are_an_error(mixtral: Pat
     name = f"model.layers.0.{EXPERT_BIAS}"
     bias = np.zeros(config.decoder.experts.expert_num, np.float32)
     save_file(load_file(mixtral / "model.safetensors") | {name: bias}, mixtral / "model.safetensors")
-    message = failure(lambda: requested_weights(config))
+    message = failure(lambda: starting_weights(config))
     assert f"it lacks model.layers.1.{EXPERT_BIAS}" in message
 
 

@@ -28,7 +28,6 @@ from trainer.checkpoint.weights import (
     from_seed,
     model_part,
     read_safetensors,
-    requested_weights,
     stored_weights,
 )
 from trainer.config.checks.adapters import SECTION
@@ -69,18 +68,25 @@ def starting_weights(
 ) -> Weights | None:
     """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
-    All parameters by name, initialised from `seed` where no file names them; None where no file names any. `notice`,
-    `new_modules`, `parts` and `world` are those of `requested_weights`.
+    All parameters by name, initialised from `seed` where no file names them; None where no file names any.
+
+    Args:
+        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
+        new_modules: Multi-token prediction modules that the file lacks are initialised from the seed, as a model has
+            them even where only training reads them; otherwise they are missing here too.
+        parts: What is read: the parts of parameters that a rank has; None: all of all.
+        world: The ranks that all read it, see `read_checkpoint`.
 
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
     """
     if not config.has_adapters:
-        return requested_weights(config, notice, new_modules=new_modules, parts=parts, world=world)
+        stored = stored_weights(config, notice, new_modules=new_modules, world=world)
+        return None if stored is None else stored.read(parts)
     base = base_weights(config, notice, new_modules=new_modules, world=world)
     found = base.read(parts)
     if config.adapter_id:
-        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), whole_base(base, found, parts))
+        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), found if parts is None else base.arrays)
     else:
         adapters = _from_seed(config, adapters=True)
     return found | adapters.read(parts)
@@ -103,13 +109,6 @@ def base_weights(
     """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
     found = stored_weights(config, notice, new_modules=new_modules, world=world)
     return _from_seed(config, adapters=False) if found is None else found
-
-
-def whole_base(
-    base: FittingWeights, found: Mapping[str, np.ndarray], parts: Parts | None
-) -> Mapping[str, AnyArray]:
-    """The whole base model, of which these parts have been read."""
-    return found if parts is None else base.arrays
 
 
 def _from_seed(config: Config, adapters: bool) -> FittingWeights:

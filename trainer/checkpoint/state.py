@@ -359,7 +359,7 @@ def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: W
         return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
     base = adapters.base_weights(config, world=world)
     weights = base.read(parts)
-    adapters.check_base(read_base(found), config, adapters.whole_base(base, weights, parts))
+    adapters.check_base(read_base(found), config, weights if parts is None else base.arrays)
     return weights | adapters.fitting_adapters(tensors, config, found.path, where, _KEY).read(parts)
 
 

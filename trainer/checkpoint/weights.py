@@ -39,30 +39,6 @@ _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 _BUFFERS = (".rotary_emb.inv_freq",)
 
 
-def requested_weights(
-    config: Config,
-    notice: Callable[[str], None] | None = None,
-    *,
-    new_modules: bool = True,
-    parts: Parts | None = None,
-    world: World = SINGLE_PROCESS,
-) -> dict[str, np.ndarray] | None:
-    """The weights of `load_checkpoint`, checked against the model; None when the key is not set.
-
-    Args:
-        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
-        new_modules: Multi-token prediction modules that the file lacks are initialised from the seed, as a model has
-            them even where only training reads them; otherwise they are missing here too.
-        parts: What is read: the parts of parameters that a rank has; None: all of all.
-        world: The ranks that all read it, see `read_checkpoint`.
-
-    Raises:
-        UserError: The file cannot be read, or belongs to another model.
-    """
-    found = stored_weights(config, notice, new_modules=new_modules, world=world)
-    return None if found is None else found.read(parts)
-
-
 def stored_weights(
     config: Config,
     notice: Callable[[str], None] | None = None,
@@ -70,7 +46,12 @@ def stored_weights(
     new_modules: bool = True,
     world: World = SINGLE_PROCESS,
 ) -> FittingWeights | None:
-    """`requested_weights` before their numbers are read."""
+    """The weights of `load_checkpoint`, checked against the model, before their numbers are read; None when the key is
+    not set. The arguments are those of `trainer.checkpoint.adapters.starting_weights`.
+
+    Raises:
+        UserError: The file cannot be read, or belongs to another model.
+    """
     if not config.load_checkpoint:
         return None
     found, absent, biases = _fitting_model(config, notice, new_modules=new_modules, world=world)
@@ -85,7 +66,7 @@ def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: 
 
 
 def check_files(config: Config) -> None:
-    """Raises the UserError of `requested_weights` without reading numbers: files, names, dtypes and shapes alone."""
+    """Raises the UserError of `stored_weights` without reading numbers: files, names, dtypes and shapes alone."""
     if config.load_checkpoint:
         _fitting_model(config, numbers=False)
 
@@ -169,7 +150,7 @@ def fitting_weights(
 ) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
-    `path`, `where` and `key` are for messages; `parts` as in `requested_weights`.
+    `path`, `where` and `key` are for messages; `parts` as in `FittingWeights.read`.
 
     Raises:
         UserError: They belong to another model.

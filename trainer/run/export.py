@@ -15,7 +15,7 @@ import numpy as np
 from trainer.checkpoint.adapters import merged, starting_weights
 from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder_files, index_of, shards, write_weights
 from trainer.checkpoint.tensor_names import to_disk
-from trainer.checkpoint.weights import module_layers, requested_weights
+from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
@@ -115,7 +115,7 @@ def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, l
         pairs, scale = len(adapter_shapes(config.decoder)) // 2, adapter_spec(config.decoder).scale
         base = config.load_checkpoint or "random weights"
         return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notices
-    found = requested_weights(config, notices.append, new_modules=False)
+    found = starting_weights(config, notices.append, new_modules=False)
     named = {name: found[name] for name in parameter_shapes(config.network) if name in found}
     return named, f"the weights of {config.load_checkpoint}", notices
 
