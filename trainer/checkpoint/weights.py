@@ -18,7 +18,7 @@ from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix
-from trainer.models.spec.shapes import parameter_name, parameter_shapes, parameter_specs
+from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ArrayPart
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.marker import MARKER, check_saved
@@ -198,7 +198,10 @@ def _is_equal(one: AnyArray, other: AnyArray, compare: bool) -> bool:
 def _owner(name: str, settings: ModelConfig) -> str:
     """The name under which the model has a parameter that layers of a group share (layers_group)."""
     layer = _layer(name)
-    return name if layer < 0 else parameter_name(settings, layer, name.removeprefix(layer_prefix(layer)))
+    of_layer = name.removeprefix(layer_prefix(layer))
+    if not (0 <= layer < settings.num_layers and of_layer.startswith("self_attn.")):
+        return name
+    return layer_prefix(layer - layer % settings.layers_group) + of_layer
 
 
 def read_weights(

@@ -67,14 +67,6 @@ def moe_shapes(settings: ModelConfig) -> Shapes:
     return _shapes(moe_parameters(settings))
 
 
-def parameter_name(settings: ModelConfig, layer: int, name: str) -> str:
-    """Returns the full name of a parameter of a layer; layers of a group have those of attention in common
-    (layers_group)."""
-    if name.startswith("self_attn.") and layer < settings.num_layers:
-        layer -= layer % settings.layers_group
-    return layer_prefix(layer) + name
-
-
 def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]:
     """Returns the layers whose expert bias is updated: those whose router and bias are not frozen."""
     moe = settings.experts
