@@ -38,19 +38,12 @@ class Backward(nn.Cell):
         return self.grad(self.kernel)(*args)
 
 
-def route_kernel(rule: RoutingRule) -> moe_ascend.Route:
-    return moe_ascend.Route(
-        rule.experts, rule.chosen, groups=rule.groups, chosen_groups=rule.chosen_groups,
-        group_score=rule.group_score, safe_tokens=rule.safe_tokens,
-    )  # fmt: skip
-
-
 class RouteWith(nn.Cell):
     """A capacity and a policy are constants of a graph."""
 
     def __init__(self, capacity: int | None, policy: str, rule: RoutingRule) -> None:
         super().__init__()
-        self.route, self.capacity, self.policy = route_kernel(rule), capacity, policy
+        self.route, self.capacity, self.policy = moe_ascend.Route(rule), capacity, policy
 
     def construct(self, scores_NE, bias_E):
         return self.route(scores_NE, bias_E, self.capacity, self.policy)
@@ -136,7 +129,7 @@ def operators_as_documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mint, "cumsum", lambda x, dim: Tensor(np.cumsum(x.asnumpy(), dim, dtype=x.asnumpy().dtype)))
     monkeypatch.setattr(mint, "arange", lambda end, dtype: ops.arange(end, dtype=dtype))
     monkeypatch.setattr(mint, "index_select", lambda x, dim, index: ops.gather(x, index, dim))
-    monkeypatch.setattr(moe_ascend, "grouped_product", grouped_product_as_documented)
+    monkeypatch.setattr(moe_ascend, "_grouped_product", grouped_product_as_documented)
 
 
 @pytest.mark.parametrize("policy", ["position", "probability"])
@@ -151,7 +144,7 @@ def test_routing_is_that_of_the_reference(
     scores = scores.astype(np.float32)
     scores[:, 3] = 0
     bias = np.where(np.arange(EXPERTS) == 3, -2, RANDOM.integers(0, 3, EXPERTS) / 4).astype(np.float32)
-    kernel = route_kernel(rule)
+    kernel = moe_ascend.Route(rule)
     for added in (None, bias):
         ours = kernel(Tensor(scores), None if added is None else Tensor(added), capacity, policy)
         right = route(rule, scores, added, capacity, policy)
@@ -203,7 +196,8 @@ def test_gathers_are_those_of_the_reference(
     """These have CPU kernels, and gradients written by hand."""
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
     scores[:, 3] = 0
-    routing = moe_reference.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)(Tensor(scores), None, capacity, "position")
+    rule = RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    routing = moe_reference.Route(rule)(Tensor(scores), None, capacity, "position")
     rows, sorting = len(routing.token_R), (routing.token_R, routing.row_Nk)
     x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (rows, HIDDEN), (TOKENS, CHOSEN)))
     above_R, above_N = Tensor(normal(rows, HIDDEN)), Tensor(normal(TOKENS, HIDDEN))
@@ -235,7 +229,7 @@ def test_fused_sorting_is_that_of_the_reference(capacity: int | None, monkeypatc
     monkeypatch.setattr(moe_ascend.ops, "moe_token_permute", permute_as_documented)
     monkeypatch.setattr(moe_ascend.ops, "moe_token_unpermute", unpermute_as_documented)
     scores = Tensor(RANDOM.random((TOKENS, EXPERTS)).astype(np.float32))
-    routing = moe_reference.Route(EXPERTS, CHOSEN)(scores, None, capacity, "probability")
+    routing = moe_reference.Route(RoutingRule(EXPERTS, CHOSEN))(scores, None, capacity, "probability")
     sorting = routing.token_R, routing.row_Nk
     x, y, gates = (Tensor(normal(*shape)) for shape in ((TOKENS, HIDDEN), (ROWS, HIDDEN), (TOKENS, CHOSEN)))
     ours = moe_ascend.FusedPermute()(x, *sorting), moe_ascend.FusedUnpermute()(y, gates, *sorting)

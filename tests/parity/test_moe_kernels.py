@@ -102,7 +102,7 @@ def sorted_tokens(safe_tokens: bool, capacity: int | None, policy: str = "positi
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
     scores[:, 1] = -1  # nobody's choice
     rule = RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
-    cell = plain_moe.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    cell = plain_moe.Route(rule)
     return Sorted(rule, cell(Tensor(scores), None, capacity, policy), scores)
 
 
@@ -116,7 +116,7 @@ CAPACITIES = pytest.mark.parametrize("capacity", [None, 2], ids=["all", "droppin
 def test_route_gives_tensors_of_the_routing(safe_tokens: bool, capacity: int | None, policy: str) -> None:
     bias = RANDOM.random(EXPERTS).astype(np.float32)
     scores = RANDOM.random((TOKENS, EXPERTS)).astype(np.float32)
-    cell = plain_moe.Route(EXPERTS, CHOSEN, safe_tokens=safe_tokens)
+    cell = plain_moe.Route(RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens))
     ours = cell(Tensor(scores), Tensor(bias), capacity, policy)
     right = route(RoutingRule(EXPERTS, CHOSEN, safe_tokens=safe_tokens), scores, bias, capacity, policy)
     for mine, expected in zip(ours, right, strict=True):
@@ -266,7 +266,7 @@ def test_an_expert_without_tokens_works_with_and_without_safe_tokens(
     scores, arrays = uneven_scores(tokens, experts), layer_arrays(tokens, experts, hidden, width)
     results = []
     for safe_tokens in (False, True):
-        routing = plain_moe.Route(experts, CHOSEN, safe_tokens=safe_tokens)(
+        routing = plain_moe.Route(RoutingRule(experts, CHOSEN, safe_tokens=safe_tokens))(
             Tensor(scores), None, capacity, "position"
         )
         assert (routing.counts_E.asnumpy() == 0).sum() == (0 if safe_tokens else 6)
@@ -289,7 +289,7 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_ke
     rows, arrays, layer = tokens * CHOSEN, layer_arrays(tokens, experts, hidden, width), experts_kernel()
     shapes = [(rows, hidden), (rows, width), (tokens, hidden), (experts, width, hidden), (experts, hidden, width)]
     scores = RANDOM.random((tokens, experts)).astype(np.float32)
-    everybody = plain_moe.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
+    everybody = plain_moe.Route(RoutingRule(experts, CHOSEN))(Tensor(scores), *DROPLESS)
     assert all(everybody.counts_E.asnumpy())
     outputs_and_gradients(layer, arrays, everybody)
 
@@ -302,7 +302,7 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_ke
 
     one = np.full((tokens, experts), 0.1, np.float32)
     one[:, :2] = 0.5
-    two_experts = plain_moe.Route(experts, CHOSEN)(Tensor(one), None, tokens // 2, "position")
+    two_experts = plain_moe.Route(RoutingRule(experts, CHOSEN))(Tensor(one), None, tokens // 2, "position")
     leave_dirty_memory(*shapes)
     out, grad_x, grad_gates, *grad_weights = outputs_and_gradients(layer, arrays, two_experts)
     for gradient in grad_weights:
@@ -316,7 +316,7 @@ def test_experts_without_tokens_get_zero_gradients_after_a_full_batch(experts_ke
 def test_the_same_bits_every_time(experts_kernel: type[nn.Cell]) -> None:
     tokens, experts = 512, 8
     arrays, scores = layer_arrays(tokens, experts, 64, 88), uneven_scores(tokens, experts)
-    routing = plain_moe.Route(experts, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(RoutingRule(experts, CHOSEN))(Tensor(scores), *DROPLESS)
     first = [array.tobytes() for array in outputs_and_gradients(experts_kernel(), arrays, routing)]
     for _ in range(5):
         assert [array.tobytes() for array in outputs_and_gradients(experts_kernel(), arrays, routing)] == first
@@ -343,7 +343,7 @@ def test_the_cost_is_that_of_the_rows(experts: int, capacity: int | None, multip
     """Not of experts times tokens: three products of each kept row forwards, six backwards; none for empty experts."""
     tokens, hidden, width = 60, 8, 12
     arrays, scores = layer_arrays(tokens, experts, hidden, width), uneven_scores(tokens, experts)
-    routing = plain_moe.Route(experts, CHOSEN)(Tensor(scores), None, capacity, "position")
+    routing = plain_moe.Route(RoutingRule(experts, CHOSEN))(Tensor(scores), None, capacity, "position")
     kept_E = routing.kept_E.asnumpy()
     layer = Native()
     layer(*map(Tensor, arrays), routing)
@@ -362,7 +362,7 @@ def test_an_expert_with_most_of_the_rows_is_cut(threads: int, monkeypatch: pytes
     random = np.random.default_rng(3)
     scores = random.random((23, EXPERTS)).astype(np.float32)
     scores[:, 2] += 1  # everybody's choice: four segments of more than four rows
-    routing = plain_moe.Route(EXPERTS, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(RoutingRule(EXPERTS, CHOSEN))(Tensor(scores), *DROPLESS)
     assert routing.counts_E.asnumpy()[2] == 23
     check(
         lambda *arrays: Native()(*arrays, routing),
@@ -374,7 +374,7 @@ def test_an_expert_with_most_of_the_rows_is_cut(threads: int, monkeypatch: pytes
 def test_the_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_experts, "_MOST_ROWS", 16)
     arrays, scores = layer_arrays(300, 8, 32, 24), uneven_scores(300, 8)
-    routing = plain_moe.Route(8, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(RoutingRule(8, CHOSEN))(Tensor(scores), *DROPLESS)
     found = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(native_experts, "host_threads", lambda threads=threads: HostThreads(threads))
@@ -385,7 +385,7 @@ def test_the_bits_do_not_depend_on_the_threads(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("frozen", ["gate", "up", "down"])
 def test_native_layers_leave_out_the_gradients_of_frozen_experts(frozen: str, multiplications: list[int]) -> None:
     arrays, scores = layer_arrays(30, 4, 8, 12), uneven_scores(30, 4)
-    routing = plain_moe.Route(4, CHOSEN)(Tensor(scores), *DROPLESS)
+    routing = plain_moe.Route(RoutingRule(4, CHOSEN))(Tensor(scores), *DROPLESS)
     weights = [Parameter(Tensor(array), name=name) for name, array in zip(NAMES, arrays[2:], strict=True)]
     layer, products, found = Native(), [], []
     for is_frozen in (False, True):

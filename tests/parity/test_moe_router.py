@@ -75,7 +75,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(
     )
     weights = random.standard_normal((TOKENS, CHOSEN)).astype(np.float32)
     sequence_weights = sequence_weights_of(random.random((ROWS, LENGTH)) < 0.7)
-    route_cell = plain_moe.Route(EXPERTS, CHOSEN)
+    route_cell = plain_moe.Route(RoutingRule(EXPERTS, CHOSEN))
     kernels = load_kernels(select_kernels(settings, "CPU"))
     ones = np.ones(HIDDEN, np.float32)
     cells = Router(settings, kernels), Gates(settings), RouterLosses(settings, kernels)

@@ -86,7 +86,7 @@ def test_experts_and_mtp_modules_give_the_same_loss(changes: dict, monkeypatch: 
     """Operator by operator, with the kernels whose routing is in the graph, and against the run's own on the host."""
     monkeypatch.setattr(moe_ascend.mint, "argsort", stable_argsort)
     monkeypatch.setattr(moe_ascend.mint, "index_select", lambda x, dim, index: mindspore.ops.gather(x, index, dim))
-    monkeypatch.setattr(moe_ascend, "grouped_product", one_product_each)
+    monkeypatch.setattr(moe_ascend, "_grouped_product", one_product_each)
     settings, data = settings_of(moe_config=EXPERTS, **changes), batch()
     plain = [KernelChoice(name, "", REFERENCE, "") for name in KERNELS]
     reference = load_kernels([*plain, KernelChoice("grouped_matmul", "", REFERENCE, "")])

@@ -20,6 +20,7 @@ from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
 from trainer.ops.dispatch import AllToAllDispatcher
+from trainer.ops.routing import RoutingRule
 from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
 
 if TYPE_CHECKING:
@@ -183,19 +184,6 @@ class ExpertBiases(nn.Cell):
         return self.matmul(share_NkE.sum(1), bias_ED)
 
 
-def route_of(settings: ModelConfig, kernels: KernelSet, *, safe_tokens: bool) -> nn.Cell:
-    """The kernel that chooses the experts as `moe_config` says."""
-    moe = settings.experts
-    return kernels.route(
-        moe.expert_num,
-        moe.num_experts_chosen,
-        groups=moe.n_group or 1,
-        chosen_groups=moe.topk_group or moe.n_group or 1,
-        group_score=moe.group_score,
-        safe_tokens=safe_tokens,
-    )
-
-
 class MoeLayer(nn.Cell):
     """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
 
@@ -233,14 +221,14 @@ class MoeLayer(nn.Cell):
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
-        self.route = route_of(settings, kernels, safe_tokens=bool(moe.use_gmm) and moe.enable_gmm_safe_tokens)
+        self.route = kernels.route(RoutingRule.of(moe))
         self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
         self.dispatch = None
         if expert_group is not None:
             self.dispatch = AllToAllDispatcher(expert_group, self.permute, self.unpermute)
         self.drop = kernels.dropout(settings.hidden_dropout)
         # Without a capacity and without safe tokens every row is one of an expert.
-        fills_rows = moe.effective_capacity is None and not (moe.use_gmm and moe.enable_gmm_safe_tokens)
+        fills_rows = moe.effective_capacity is None and not RoutingRule.of(moe).safe_tokens
         self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
 
     def construct(self, x_ND, weights, sequence_weights, dropped, capacity):

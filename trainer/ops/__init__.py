@@ -21,7 +21,7 @@ arithmetic of the routing):
 ==================  ==================================================  ==================================
 kernel              call                                                returns
 ==================  ==================================================  ==================================
-Route(E,k,rule)     (scores_NE, bias_E | None, capacity | None, policy) Routing: rows and counts of experts
+Route(rule)         (scores_NE, bias_E | None, capacity | None, policy) Routing: rows and counts of experts
 GroupedMatmul       (x_RI, weight_EOI, counts_E)                        y_RO
 Permute             (x_ND, token_R, row_Nk)                             the rows of all experts, [R, D]
 Unpermute           (y_RD, gates_Nk, token_R, row_Nk)                   sum of each token's rows, [N, D]

@@ -17,14 +17,11 @@ from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
 
 
 class Route(nn.Cell):
-    """(scores_NE, bias_E or None, capacity or None, drop_policy) -> Routing of tensors. No gradient flows through it.
+    """(scores_NE, bias_E or None, capacity or None, drop_policy) -> Routing of tensors, without a gradient."""
 
-    The arguments of the cell are those of `RoutingRule`.
-    """
-
-    def __init__(self, experts: int, chosen: int, **rule) -> None:
+    def __init__(self, rule: RoutingRule) -> None:
         super().__init__(auto_prefix=False)
-        self.rule = RoutingRule(experts, chosen, **rule)
+        self.rule = rule
 
     def construct(
         self, scores_NE: Tensor, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy

@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
@@ -31,13 +32,13 @@ from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SumExt
 
 from trainer.config.checks.parallel import degrees_of
-from trainer.models.moe import Gates, Router, SharedExperts, route_of
+from trainer.models.moe import Gates, Router, SharedExperts
 from trainer.models.spec.names import EXPERT_BIAS, layer_prefix
 from trainer.models.spec.shapes import balanced_layers, moe_shapes
 from trainer.ops.ascend.moe import Permute, Unpermute, stable_order
 from trainer.ops.measures import device_measures
 from trainer.ops.plain import Sharded, shard_operators
-from trainer.ops.routing import RoutingCounts
+from trainer.ops.routing import RoutingCounts, RoutingRule
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.collectives import all_to_all, all_to_all_rows, has_all_operators
 from trainer.parallel.mesh import Mesh
@@ -89,7 +90,8 @@ class ExpertChoice(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks, capacity: int | None) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.route = route_of(settings, kernels, safe_tokens=False)  # this mode sends a row of zeros to every expert
+        # This mode sends a row of zeros to every expert.
+        self.route = kernels.route(replace(RoutingRule.of(moe), safe_tokens=False))
         self.capacity, self.policy = capacity, moe.drop_policy
         self.length, self.experts, self.chosen = settings.seq_length, moe.expert_num, moe.num_experts_chosen
         self.every_11E = Tensor(np.arange(self.experts, dtype=np.int32)[None, None])

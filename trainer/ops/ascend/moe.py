@@ -21,11 +21,11 @@ class Route(nn.Cell):
     """As in plain_moe.py, but it returns a tuple, which a graph can hold. Stable sorts choose: operators for the best
     few define no order among equals."""
 
-    def __init__(self, experts: int, chosen: int, **rule) -> None:
+    def __init__(self, rule: RoutingRule) -> None:
         super().__init__(auto_prefix=False)
-        self.rule = RoutingRule(experts, chosen, **rule)
-        self.is_grouped = self.rule.is_grouped
-        self.of_experts, self.of_groups = OneHot(experts), OneHot(self.rule.groups)
+        self.rule = rule
+        self.is_grouped = rule.is_grouped
+        self.of_experts, self.of_groups = OneHot(rule.experts), OneHot(rule.groups)
 
     def construct(self, scores_NE, bias_E, capacity, drop_policy):
         rule, scores_NE = self.rule, ops.stop_gradient(scores_NE)
@@ -142,21 +142,21 @@ class _GroupedMatmulCore(nn.Cell):
         self.is_trained, self.reaches_all = trained, reaches_all
 
     def construct(self, x_RI, weight_EOI, counts_E):
-        return grouped_product(x_RI, mint.transpose(weight_EOI, 1, 2), counts_E, 0)
+        return _grouped_product(x_RI, mint.transpose(weight_EOI, 1, 2), counts_E, 0)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
-        grad_x = grouped_product(grad_RO, weight_EOI, counts_E, 0)
+        grad_x = _grouped_product(grad_RO, weight_EOI, counts_E, 0)
         no_grad_E = ops.zeros(counts_E.shape, counts_E.dtype)
         if not self.is_trained:
             return grad_x, ops.zeros(weight_EOI.shape, weight_EOI.dtype), no_grad_E
-        grad_weight = grouped_product(mint.transpose(grad_RO, 0, 1), x_RI, counts_E, 2)
+        grad_weight = _grouped_product(mint.transpose(grad_RO, 0, 1), x_RI, counts_E, 2)
         if self.reaches_all:
             return grad_x, grad_weight, no_grad_E
         # Zero for experts without rows, whatever the operator leaves there.
         return grad_x, ops.masked_fill(grad_weight, (counts_E == 0).reshape(-1, 1, 1), 0.0), no_grad_E
 
 
-def grouped_product(x, weight, counts_E, group_type: int):
+def _grouped_product(x, weight, counts_E, group_type: int):
     """Each group's rows of x times its weight; with group_type 2 each group's columns of x times its rows of `weight`,
     one matrix a group."""
     # By position, as a graph with keywords cannot be exported. Last: split_item 3, and sizes of groups, not their ends.
