@@ -77,7 +77,7 @@ def rotary_case(kernels: ModuleType, rotated: int = SIZE, interleaved: bool = Fa
     angles_Nd = np.repeat(half_Nd, 2, -1) if interleaved else np.concatenate([half_Nd, half_Nd], -1)
     cos_Nd, sin_Nd = np.cos(angles_Nd).astype(np.float32), np.sin(angles_Nd).astype(np.float32)
     rest = ((0, 0), (0, SIZE - rotated))
-    tables = kernels.rotary_tables(np.pad(cos_Nd, rest, constant_values=1), np.pad(sin_Nd, rest), HEADS)
+    tables = kernels.rotary_tables(np.pad(cos_Nd, rest, constant_values=1), np.pad(sin_Nd, rest))
 
     def plain(x: Tensor) -> Tensor:
         x_NHd = x.reshape(N, HEADS, SIZE)

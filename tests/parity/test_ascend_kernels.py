@@ -54,7 +54,7 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    tables = [room.rotary_tables(COS, SIN, HEADS) for room in (ascend, plain_kernels)]
+    tables = [plain_kernels.rotary_tables(COS, SIN, fused=fused) for fused in (True, False)]
     return {
         "rms_norm": Case(
             ascend.RmsNorm(WIDTH, EPS), plain_kernels.RmsNorm(WIDTH, EPS), [normal(N, WIDTH), normal(WIDTH)], (), (),

@@ -212,7 +212,7 @@ def test_rms_norm_keeps_it() -> None:
 def test_rotary_keeps_it() -> None:
     angles_Nh = RANDOM.uniform(0, 7, (N, SIZE // 2))
     cos_Nd, sin_Nd = (np.tile(table(angles_Nh), 2).astype(np.float32) for table in (np.cos, np.sin))
-    tables, kernel = plain_kernels.rotary_tables(cos_Nd, sin_Nd, H), plain_kernels.Rotary(SIZE)
+    tables, kernel = plain_kernels.rotary_tables(cos_Nd, sin_Nd), plain_kernels.Rotary(SIZE)
 
     def contract(x_NC: np.ndarray) -> np.ndarray:
         x_1NHd = x_NC.reshape(1, N, H, SIZE)  # BSND, all tokens as one row

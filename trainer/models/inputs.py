@@ -159,15 +159,15 @@ class InputBuilder:
         self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
         spec = model_spec(settings)
         self.mtp_modules = spec.mtp_modules
-        self.attention = spec.layers[0].attention
+        attention = spec.layers[0].attention
         self.masks = kernels.attention_masks(settings)
         if self.tensor is not None:
-            self.attention = self.attention.local(self.tensor.group.size)
-            heads = {"num_heads": self.attention.heads, "n_kv_heads": self.attention.kv_heads}
+            attention = attention.local(self.tensor.group.size)
+            heads = {"num_heads": attention.heads, "n_kv_heads": attention.kv_heads}
             self.masks = kernels.attention_masks(settings.model_copy(update=heads))
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.on_arrays = kernels.host_layers
-        self.rotary = Rotary(self.attention)
+        self.rotary = Rotary(attention)
         self._plain: tuple[tuple[int, int], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
@@ -213,10 +213,8 @@ class InputBuilder:
 
     def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
         """Returns the position tables of tokens at these positions, as the kernels take them."""
-        cos, sin = self.cos[positions_N], self.sin[positions_N]
-        heads, key_heads = self.attention.heads, self.attention.cache_heads
-        queries = self.kernels.rotary_tables(cos, sin, heads)
-        return (*queries, *(queries if key_heads == heads else self.kernels.rotary_tables(cos, sin, key_heads)))
+        tables = self.kernels.rotary_tables(self.cos[positions_N], self.sin[positions_N])
+        return (*tables, *tables)
 
     def _positions(self, batch: Batch) -> Positions:
         length = batch.input_ids.shape[1]

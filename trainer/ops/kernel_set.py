@@ -176,7 +176,7 @@ def load_kernels(
         split_heads=plain.SplitHeads,
         join_heads=plain.JoinHeads,
         write_rows=ascend.write_rows if on_ascend else plain.write_rows,
-        rotary_tables=partial((ascend if "rotary_embedding" in fused else plain).rotary_tables, dtype=rotary),
+        rotary_tables=partial(plain.rotary_tables, dtype=rotary, fused="rotary_embedding" in fused),
         attention_masks=attention.AttentionMasks,
         attention_options=attention_options,
         dropout=ascend_dropout.ShardedDropout if is_sharded else drawing.Dropout,

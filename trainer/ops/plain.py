@@ -389,10 +389,13 @@ def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
 # ---- position tables, masks and dropout masks, made on the host ------------------------------------------------------
 
 
-def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
-    """The tables that `Rotary` takes, [1, N, 1, d] float32, rounded to `dtype`. They serve any number of heads."""
-    tables = (Tensor(table[None, :, None, :]) for table in (cos_Nd, sin_Nd))
-    return tuple(table if dtype == mstype.float32 else table.astype(dtype).astype(mstype.float32) for table in tables)
+def rotary_tables(
+    cos_Nd: np.ndarray, sin_Nd: np.ndarray, dtype=mstype.float32, fused: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Returns the tables that `Rotary` takes for any number of heads, [1, N, 1, d], rounded to `dtype`; only the fused
+    operator takes them in it, otherwise they are float32."""
+    tables = (Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
+    return tuple(table if fused or dtype == mstype.float32 else table.astype(mstype.float32) for table in tables)
 
 
 class AttentionMasks:

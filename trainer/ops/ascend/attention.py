@@ -16,6 +16,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import FlashAttentionScore
 
+from trainer.models.spec.visibility import visible_keys
 from trainer.ops.ascend.dropout import DrawnMask
 from trainer.ops.plain import JoinHeads, Sharded, SplitHeads
 
@@ -72,10 +73,8 @@ class AttentionMasks:
         apart = all(len(set(row[begin])) == begin.sum() for row, begin in zip(segment_ids_BT, starts_BT, strict=True))
         too_long = window is not None and (ends - starts).max() > window
         if not apart or self.drops or too_long or len(ends) > _MOST_DOCUMENTS:
-            allowed_BTT = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & np.tri(length, dtype=bool)
-            if window is not None:
-                allowed_BTT &= ~np.tri(length, k=-window, dtype=bool)
-            return Tensor(~allowed_BTT[:, None]), None
+            tokens = np.arange(length)
+            return Tensor(~visible_keys(tokens, tokens, window, segment_ids_BT)[:, None]), None
         padding = (1 << (len(ends) - 1).bit_length()) - len(ends)
         return self.causal(), Tensor(np.pad(ends, (0, padding), mode="edge"), mstype.int64)
 

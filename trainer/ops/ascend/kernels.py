@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import numpy as np
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
@@ -161,11 +160,6 @@ class SwiGLU(Sharded):
     def bprop(self, gate_NF, up_NF, out, grad_NF):
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
         return mint.chunk(grad, 2, 1)
-
-
-def rotary_tables(cos_Nd: np.ndarray, sin_Nd: np.ndarray, heads: int, dtype=mstype.float32) -> tuple[Tensor, Tensor]:
-    """Returns the tables that the operator takes, [1, N, 1, d]: it repeats them for the heads itself."""
-    return tuple(Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
 
 
 # Always chosen: on an Ascend the plain operator is a legacy one (ACLOP), which is compiled for each shape.
