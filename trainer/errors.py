@@ -24,7 +24,9 @@ def working_directory() -> str:
         return "the working directory, which is gone"
 
 
-_LONGEST_VALUE, _LONGEST_PART = 200, 2000  # characters
+# characters
+_LONGEST_VALUE = 200
+_LONGEST_PART = 2000
 
 
 def shown(value: object) -> str:
@@ -33,7 +35,9 @@ def shown(value: object) -> str:
 
 
 def _shortened(text: str, longest: int) -> str:
-    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest // 2]} ... {text[-longest // 4 :]}"
 
 
 def _printable(text: str) -> str:
@@ -59,8 +63,15 @@ class TrainerError(Exception):
     _ABSENT = object()
 
     def __init__(self, rule: str, *, where: str = "", key: str = "", value: object = _ABSENT, fix: str = "") -> None:
-        self.rule, self.where, self.key, self.fix, self._given = rule, where, key, fix, value
-        self.value = None if value is self._ABSENT else value
+        self.rule = rule
+        self.where = where
+        self.key = key
+        self.fix = fix
+        self._given = value
+        if value is self._ABSENT:
+            self.value = None
+        else:
+            self.value = value
         subject = _printable(key)
         if value is not self._ABSENT:
             subject = f"{subject or 'value'} = {shown(value)}"

@@ -13,7 +13,9 @@ from typing import BinaryIO
 
 from trainer.errors import UserError, shown
 
-_LONGEST_NAME, _LONGEST_PATH = 255, 4095  # bytes, of Linux
+# bytes, of Linux
+_LONGEST_NAME = 255
+_LONGEST_PATH = 4095
 
 
 def open_file(path: str | Path) -> BinaryIO:
@@ -40,7 +42,10 @@ def read_bytes(path: str | Path, limit: int | None = None) -> bytes:
         OSError: As `open_file`, or the file is larger than `limit` bytes.
     """
     with open_file(path) as stream:
-        content = stream.read() if limit is None else stream.read(limit + 1)
+        if limit is None:
+            content = stream.read()
+        else:
+            content = stream.read(limit + 1)
     if limit is not None and len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes")
     return content
@@ -82,7 +87,9 @@ def why_missing(path: str | Path) -> str:
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
-        return "is a link to a file that is gone" if os.path.islink(path) else "does not exist"
+        if os.path.islink(path):
+            return "is a link to a file that is gone"
+        return "does not exist"
     except (OSError, ValueError) as error:
         return f"cannot be reached ({getattr(error, 'strerror', None) or error})"
     return ""

@@ -82,9 +82,13 @@ class LayerDropout:
             keep: Whether the next call for these probabilities takes what this one has drawn, a bit for each: to draw
                 takes ten times as long as to read.
         """
-        first_key, first_query, all_keys, all_groups = 0, 0, kv_heads, groups
+        first_key = 0
+        first_query = 0
+        all_keys = kv_heads
+        all_groups = groups
         if self.heads is not None:
-            all_keys, all_groups = self.heads.kv_heads, self.heads.heads // self.heads.kv_heads
+            all_keys = self.heads.kv_heads
+            all_groups = self.heads.heads // self.heads.kv_heads
             first_key, first_query = divmod(self.heads.number * self.heads.own_heads, all_groups)
         count = queries.stop - queries.start
         # The mask is [B * K, T * G, T].

@@ -88,7 +88,8 @@ class CpuEmbedding:
         if self.tensor is not None:
             grad_NE = self.tensor.gather(grad_NE)
             place_N, inside_N = self._local(ids_N, shape[0])
-            ids_N, grad_NE = place_N[inside_N], grad_NE[inside_N]
+            ids_N = place_N[inside_N]
+            grad_NE = grad_NE[inside_N]
         return ({EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)},)
 
     def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -172,7 +173,8 @@ class CpuMerge:
             store(grad_ND[tile.rows], factor_ND[tile.rows])
             grad_nC = tile.take(2 * self.hidden)
             self.linear.backward(call, factor_ND[tile.rows], grad_nC, tile)
-            of_embedded_nD, of_x_nD = of_embedded_ND[tile.rows], of_x_ND[tile.rows]
+            of_embedded_nD = of_embedded_ND[tile.rows]
+            of_x_nD = of_x_ND[tile.rows]
             of_embedded_nD[...] = grad_nC[:, : self.hidden]
             self.norm.backward(call, "enorm.weight", embedded_ND[tile.rows], of_embedded_nD, tile)
             of_x_nD[...] = grad_nC[:, self.hidden :]

@@ -116,7 +116,8 @@ class FusedLinearCrossEntropy:
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, grad: np.ndarray
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights from that of the loss; those saved are used up."""
-        of_input, of_weights = call.saved["input"], call.saved["weights"]
+        of_input = call.saved["input"]
+        of_weights = call.saved["weights"]
         for gradient in (of_input, *of_weights.values()):
             gradient.asnumpy()[...] *= grad
         return of_input, of_weights
@@ -139,8 +140,12 @@ class FusedLinearCrossEntropy:
         loss = 0.0
         for part in parts(slice(0, len(y_NE)), rows):
             size = part.stop - part.start
-            y_nE, valid_n1 = y_NE[part], valid_N1[part]
-            factor_nE = y_nE if narrow_nE is None else as_narrow(y_nE, narrow_nE[:size])
+            y_nE = y_NE[part]
+            valid_n1 = valid_N1[part]
+            if narrow_nE is None:
+                factor_nE = y_nE
+            else:
+                factor_nE = as_narrow(y_nE, narrow_nE[:size])
             grad_nV = None
             if grad_NE is not None:
                 grad_nV = (logits_nV if narrow_nV is None else narrow_nV)[:size]
@@ -250,7 +255,9 @@ class FusedLinearCrossEntropy:
         """Returns the gradient of x from that of the normed rows, which is used up."""
         maps = "mapping" in call.weights
         result, out_nD = empty(*x_nD.shape)
-        of_mapped_nE = grad_nE if maps else out_nD
+        of_mapped_nE = out_nD
+        if maps:
+            of_mapped_nE = grad_nE
 
         def compute(tile: Tile) -> None:
             into_nE = of_mapped_nE[tile.rows]

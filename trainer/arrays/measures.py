@@ -77,7 +77,9 @@ def of_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: 
     entropy_L = np.zeros(len(layers))
     if counts is not None:
         rows = [layers.index(layer) for layer in counts.layers]
-        kept[rows], requested[rows], entropy_L[rows] = counts.kept, counts.requested, counts.entropy_sum
+        kept[rows] = counts.kept
+        requested[rows] = counts.requested
+        entropy_L[rows] = counts.entropy_sum
     return RoutingCounts(tuple(layers), kept, requested, entropy_L)
 
 

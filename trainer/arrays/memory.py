@@ -85,7 +85,9 @@ def on_host(tensor: Tensor, rounded_to=mstype.float32) -> np.ndarray:
 
 
 def cast(tensor: Tensor, dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.astype(dtype)
+    if tensor.dtype == dtype:
+        return tensor
+    return tensor.astype(dtype)
 
 
 def parts(rows: slice, most: int) -> Iterator[slice]:
@@ -117,9 +119,12 @@ def add_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out
     scratch = np.empty((threads.threads, MOST_MOVED, y.shape[1]), np.float32)
 
     def add(tokens: slice, thread: int) -> None:
-        total, row = out[tokens], scratch[thread, : tokens.stop - tokens.start]
+        total = out[tokens]
+        row = scratch[thread, : tokens.stop - tokens.start]
         for choice in range(row_Nk.shape[1]):
-            into = row if choice else total
+            into = total
+            if choice:
+                into = row
             np.take(y, row_Nk[tokens, choice], axis=0, out=into, mode="clip")
             if gates_Nk is not None:
                 into *= gates_Nk[tokens, choice : choice + 1]

@@ -40,7 +40,9 @@ class CpuMlp:
         self.spec = spec
         self.scratch = scratch
         self.tensor = tensor
-        norm = RmsNorm(spec.hidden, spec.eps) if is_sublayer else None
+        norm = None
+        if is_sublayer:
+            norm = RmsNorm(spec.hidden, spec.eps)
         self.input = NormedInput(norm, MLP_NORM, scratch, tensor)
         gate, up, down = (
             Linear(f"{prefix}{name}_proj", spec.adapters.get(f"{prefix}{name}_proj")) for name in ("gate", "up", "down")
@@ -63,7 +65,8 @@ class CpuMlp:
 
     def compute(self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         """Computes a tile; `SublayerOutput.end_forward` follows all of them."""
-        dtype, width = call.weights[self.gate.weight].dtype, self.spec.width
+        dtype = call.weights[self.gate.weight].dtype
+        width = self.spec.width
         y_nD = self.input.forward(call, x_ND, tile, dtype)
         if call.save:
             gate_nF = call.saved["gate"][tile.rows]
@@ -92,7 +95,10 @@ class CpuMlp:
         if call.save:
             listed = {one.name: one for one in mlp_saved(self.spec, self.input.gathers)}
             listed.pop("normed", None)
-            rows = len(x_ND) if self.tensor is None else self.tensor.gathered_rows(len(x_ND))
+            if self.tensor is None:
+                rows = len(x_ND)
+            else:
+                rows = self.tensor.gathered_rows(len(x_ND))
             call.saved = allocate(listed.values(), {"stream": len(x_ND), "tokens": rows}, dtype)
         tokens = self.input.begin_forward(call, x_ND, dtype)
         self.output.begin_forward(call, x_ND, tokens)
@@ -101,7 +107,8 @@ class CpuMlp:
     def backward(self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
         result, out_ND = empty(*x_ND.shape)
-        gate_NF, up_NF = call.saved["gate"], call.saved["up"]
+        gate_NF = call.saved["gate"]
+        up_NF = call.saved["up"]
         dtype = gate_NF.dtype
         down = self.output.linear
         inner_NF = None
@@ -112,7 +119,8 @@ class CpuMlp:
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, linears)
 
         def compute(tile: Tile) -> None:
-            gate_nF, up_nF = gate_NF[tile.rows], up_NF[tile.rows]
+            gate_nF = gate_NF[tile.rows]
+            up_nF = up_NF[tile.rows]
             inner_nF = None
             if inner_NF is not None:
                 inner_nF = inner_NF[tile.rows]

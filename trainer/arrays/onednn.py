@@ -30,10 +30,18 @@ from trainer.storage.bfloat16 import as_bfloat16, as_float32
 BFLOAT16 = np.uint16
 """The dtype of arrays that hold numbers in bfloat16."""
 # Enumerations of dnnl_types.h.
-_CPU, _DTYPES = 1, {np.dtype(np.float32): 3, np.dtype(BFLOAT16): 2}
+_CPU = 1
+_DTYPES = {np.dtype(np.float32): 3, np.dtype(BFLOAT16): 2}
 _FORWARD = 64
-_SOFTMAX, _SWISH, _MULTIPLY = 0x30000, 0x2C, 0x1FFF1
-_SRC, _SRC_1, _WEIGHTS, _DST, _DIFF_SRC, _DIFF_DST = 1, 2, 33, 17, 129, 145
+_SOFTMAX = 0x30000
+_SWISH = 0x2C
+_MULTIPLY = 0x1FFF1
+_SRC = 1
+_SRC_1 = 2
+_WEIGHTS = 33
+_DST = 17
+_DIFF_SRC = 129
+_DIFF_DST = 145
 
 
 class Operators(Protocol):
@@ -74,7 +82,10 @@ def operators() -> Operators:
     """Those of the calling thread: oneDNN's engines and streams are not to be shared between threads."""
     if not hasattr(_OF_THREAD, "operators"):
         found = library()
-        _OF_THREAD.operators = NumpyOperators() if found is None else OneDnnOperators(found)
+        if found is None:
+            _OF_THREAD.operators = NumpyOperators()
+        else:
+            _OF_THREAD.operators = OneDnnOperators(found)
     return _OF_THREAD.operators
 
 
@@ -83,7 +94,8 @@ class NumpyOperators:
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         if a.dtype != np.float32:
-            a, b = _widened(a), _widened(b)
+            a = _widened(a)
+            b = _widened(b)
         if accumulate:
             out += np.matmul(a, b)
         elif out.dtype != np.float32:
@@ -101,7 +113,10 @@ class NumpyOperators:
         np.multiply(x, _widened(y), out=out)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        wide = out if out.dtype == x.dtype else np.empty_like(x)
+        if out.dtype == x.dtype:
+            wide = out
+        else:
+            wide = np.empty_like(x)
         np.subtract(x, x.max(-1, keepdims=True), out=wide)
         np.exp(wide, out=wide)
         wide /= wide.sum(-1, keepdims=True)
@@ -109,7 +124,10 @@ class NumpyOperators:
             self.cast(wide, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        wide = out if out.dtype == grad.dtype else np.empty_like(grad)
+        if out.dtype == grad.dtype:
+            wide = out
+        else:
+            wide = np.empty_like(grad)
         np.subtract(grad, np.einsum("...i,...i->...", y, grad)[..., None], out=wide)
         wide *= y
         if wide is not out:
@@ -124,7 +142,9 @@ class NumpyOperators:
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
-    return as_float32(x) if x.dtype == BFLOAT16 else x.astype(np.float32, copy=False)
+    if x.dtype == BFLOAT16:
+        return as_float32(x)
+    return x.astype(np.float32, copy=False)
 
 
 @functools.cache
@@ -149,9 +169,12 @@ class _Primitive:
     def __init__(
         self, library: ctypes.CDLL, primitive: ctypes.c_void_p, memories: Sequence[tuple[int, ctypes.c_void_p]]
     ) -> None:
-        self.library, self.primitive, self.memories = library, primitive, [memory for _, memory in memories]
+        self.library = library
+        self.primitive = primitive
+        self.memories = [memory for _, memory in memories]
         self.arguments = _array_of(_Argument, len(memories))(*(_Argument(place, memory) for place, memory in memories))
-        self.set_address, self.execute = library.dnnl_memory_set_data_handle, library.dnnl_primitive_execute
+        self.set_address = library.dnnl_memory_set_data_handle
+        self.execute = library.dnnl_primitive_execute
 
     def run(self, stream: ctypes.c_void_p, *arrays: np.ndarray) -> None:
         for memory, array in zip(self.memories, arrays, strict=True):
@@ -168,14 +191,17 @@ class OneDnnOperators:
     """`Operators` in oneDNN."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library, self.engine, self.stream = library, ctypes.c_void_p(), ctypes.c_void_p()
+        self.library = library
+        self.engine = ctypes.c_void_p()
+        self.stream = ctypes.c_void_p()
         _check(library.dnnl_engine_create(ctypes.byref(self.engine), _CPU, ctypes.c_size_t(0)))
         # Without a thread pool of oneDNN's interface the caller's thread computes.
         _check(library.dnnl_threadpool_interop_stream_create(ctypes.byref(self.stream), self.engine, None))
         self.made: dict[tuple, _Primitive] = {}
         self.gemm = {np.dtype(np.float32): _gemm(library, "sgemm"),
                      np.dtype(BFLOAT16): _gemm(library, "gemm_bf16bf16f32")}  # fmt: skip
-        self.emulates, self.casts = bfloat16_products() == "emulated", has_bfloat16_casts()
+        self.emulates = bfloat16_products() == "emulated"
+        self.casts = has_bfloat16_casts()
         self.wide = [np.empty(0, np.float32)] * 3
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
@@ -186,9 +212,13 @@ class OneDnnOperators:
             if min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
                 self._primitive_product(a, b, out, accumulate)
                 return
-        result = out if out.dtype == np.float32 else self._wide(2, out)
+        if out.dtype == np.float32:
+            result = out
+        else:
+            result = self._wide(2, out)
         if emulates:
-            a, b = self._widened(0, a), self._widened(1, b)
+            a = self._widened(0, a)
+            b = self._widened(1, b)
         self._product(a, b, result, accumulate)
         if result is not out:
             self.cast(result, out)
@@ -199,10 +229,15 @@ class OneDnnOperators:
             NumpyOperators().matmul(a, b, out, accumulate)
             return
         (way_a, step_a), (way_b, step_b), step = _layout(a), _layout(b), _layout(out)[1]
-        at_a, at_b, at_out, multiply = _address(a), _address(b), _address(out), self.gemm[a.dtype]
+        at_a = _address(a)
+        at_b = _address(b)
+        at_out = _address(out)
+        multiply = self.gemm[a.dtype]
         for place in range(1 if a.ndim == 2 else len(a)):
             if place:
-                at_a, at_b, at_out = at_a + a.strides[0], at_b + b.strides[0], at_out + out.strides[0]
+                at_a = at_a + a.strides[0]
+                at_b = at_b + b.strides[0]
+                at_out = at_out + out.strides[0]
             status = multiply(way_a, way_b, rows, columns, inner, 1.0, at_a, step_a, at_b, step_b, beta, at_out, step,
                               None)  # fmt: skip
             _check(status)
@@ -223,7 +258,9 @@ class OneDnnOperators:
             return
         key = ("cast", x.dtype, x.shape, x.strides, out.strides)
         if (primitive := self.made.get(key)) is None:
-            source, result, kind = self._description(x), self._description(out), ctypes.c_void_p()
+            source = self._description(x)
+            result = self._description(out)
+            kind = ctypes.c_void_p()
             _check(self.library.dnnl_reorder_primitive_desc_create(
                 ctypes.byref(kind), source, self.engine, result, self.engine, None))  # fmt: skip
             primitive = self._keep(key, kind, ((_SRC, source), (_DST, result)))
@@ -246,7 +283,8 @@ class OneDnnOperators:
             return
         key = ("softmax", x.shape, x.strides, out.dtype, out.strides)
         if (primitive := self.made.get(key)) is None:
-            source, result = self._description(x), self._description(out)
+            source = self._description(x)
+            result = self._description(out)
             primitive = self._make(
                 key, "softmax_forward", (_FORWARD, _SOFTMAX, source, result, x.ndim - 1),
                 ((_SRC, source), (_DST, result)),
@@ -299,7 +337,8 @@ class OneDnnOperators:
 
     def _description(self, array: np.ndarray) -> ctypes.c_void_p:
         dims = _array_of(ctypes.c_int64, array.ndim)
-        made, strides = ctypes.c_void_p(), [stride // array.itemsize for stride in array.strides]
+        made = ctypes.c_void_p()
+        strides = [stride // array.itemsize for stride in array.strides]
         _check(self.library.dnnl_memory_desc_create_with_strides(
             ctypes.byref(made), array.ndim, dims(*array.shape), _DTYPES[array.dtype], dims(*strides)))  # fmt: skip
         return made
@@ -323,7 +362,8 @@ class OneDnnOperators:
 
     def _sum(self) -> ctypes.c_void_p:
         """Attributes of a primitive that adds its result to what is there."""
-        after, attributes = ctypes.c_void_p(), ctypes.c_void_p()
+        after = ctypes.c_void_p()
+        attributes = ctypes.c_void_p()
         _check(self.library.dnnl_post_ops_create(ctypes.byref(after)))
         _check(self.library.dnnl_post_ops_append_sum(after, ctypes.c_float(1), 0, 0))
         _check(self.library.dnnl_primitive_attr_create(ctypes.byref(attributes)))
@@ -332,7 +372,8 @@ class OneDnnOperators:
         return attributes
 
     def _kind(self, name: str, arguments: Sequence, attributes: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
-        made, create = ctypes.c_void_p(), getattr(self.library, f"dnnl_{name}_primitive_desc_create")
+        made = ctypes.c_void_p()
+        create = getattr(self.library, f"dnnl_{name}_primitive_desc_create")
         _check(create(ctypes.byref(made), self.engine, *arguments, attributes))
         if attributes is not None:
             self.library.dnnl_primitive_attr_destroy(attributes)
@@ -354,7 +395,8 @@ class OneDnnOperators:
             for primitive in self.made.values():
                 primitive.close()
             self.made.clear()
-        made, memories = ctypes.c_void_p(), []
+        made = ctypes.c_void_p()
+        memories = []
         _check(self.library.dnnl_primitive_create(ctypes.byref(made), kind))
         self.library.dnnl_primitive_desc_destroy(kind)
         for place, description in places:
@@ -372,7 +414,9 @@ _SWISH_FACTORS = ctypes.c_float(1), ctypes.c_float(0)  # x sigmoid(1 x)
 
 def _gemm(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:
     """out = alpha a b + beta out in the thread of the caller, for matrices that are stored by rows."""
-    size, number, address = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+    size = ctypes.c_int64
+    number = ctypes.c_float
+    address = ctypes.c_void_p
     found = getattr(library, f"dnnl_threadpool_interop_{name}")
     found.argtypes = (
         *(ctypes.c_char,) * 2, *(size,) * 3, number, address, size, address, size, number, address, size, address,
@@ -397,7 +441,8 @@ def _address(array: np.ndarray) -> int:
 def _fixed_parts(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
     """Contiguous arrays of equal size in parts of `_PARTS`, and what remains."""
     flat = [array.reshape(-1) for array in arrays]
-    start, end = 0, flat[0].size
+    start = 0
+    end = flat[0].size
     while start < end:
         size = next((size for size in _PARTS if size <= end - start), end - start)
         yield tuple(array[start : start + size] for array in flat)

@@ -46,7 +46,9 @@ class Linear:
         Tensor-parallel ranks, which add the bias to the sum of their results, call it without `adds_bias`.
         """
         weights = call.weights
-        bias_O = weights.get(self.bias) if adds_bias else None
+        bias_O = None
+        if adds_bias:
+            bias_O = weights.get(self.bias)
         wide_nO = out_nO
         if out_nO.dtype != np.float32 and (bias_O is not None or self.adapter is not None):
             wide_nO = tile.take(out_nO.shape[1])
@@ -119,7 +121,8 @@ class Linear:
         """Writes the gradient of all rows of x, and adds those of the weights; for a matrix without an adapter.
         `grad_NO` and x are float32."""
         dtype = call.weights[self.weight].dtype
-        factor_NO, input_NI = grad_NO, x_NI
+        factor_NO = grad_NO
+        input_NI = x_NI
         if dtype != np.float32:
             factor_NO = empty(*grad_NO.shape, dtype=dtype)[1]
             input_NI = empty(*x_NI.shape, dtype=dtype)[1]
@@ -251,7 +254,10 @@ class NormedInput:
         if self.gathers:
             normed_ND = call.saved["normed"]
             return normed_ND, empty(*normed_ND.shape)[1]
-        into_ND = out_ND if self.tensor is None else empty(*x_ND.shape)[1]
+        if self.tensor is None:
+            into_ND = out_ND
+        else:
+            into_ND = empty(*x_ND.shape)[1]
         if self.tensor is None and not call.input_gradient and not call.gradients.wants(self.norm_name):
             into_ND = None
         if not call.gradients.wants(*(linear.weight for linear in linears)):
@@ -277,7 +283,10 @@ class NormedInput:
             if self.norm is None:
                 store(x_nD, y_nD)
             else:
-                wide_nD = y_nD if y_nD.dtype == np.float32 else tile.take(x_nD.shape[1])
+                if y_nD.dtype == np.float32:
+                    wide_nD = y_nD
+                else:
+                    wide_nD = tile.take(x_nD.shape[1])
                 self.norm(x_nD, call.weights[self.norm_name], call.saved["scale"][tile.rows, 0], wide_nD)
                 as_narrow(wide_nD, y_nD)
         return y_nD
@@ -357,7 +366,10 @@ class SublayerOutput:
                 out_nD[...] = x_ND[tile.rows]
             self.linear.forward(call, y_nI, out_nD, tile, accumulate=self.adds)
             return
-        added_nD = call.saved["output"][tile.rows] if "output" in call.saved else tile.take(out_nD.shape[1])
+        if "output" in call.saved:
+            added_nD = call.saved["output"][tile.rows]
+        else:
+            added_nD = tile.take(out_nD.shape[1])
         self.linear.forward(call, y_nI, added_nD, tile)
         self._add(call, x_ND[tile.rows], added_nD, out_nD, tile)
 
@@ -402,8 +414,14 @@ class SublayerOutput:
         if self._changes(call):
             local_ND = empty(*grad_ND.shape)[1]
             self.scratch.run(len(grad_ND), lambda tile: self._gradient(call, grad_ND, local_ND, tile))
-        every_ND = local_ND if self.tensor is None else self.tensor.gather(local_ND)
-        factor_ND = every_ND if dtype == np.float32 else empty(*every_ND.shape, dtype=dtype)[1]
+        if self.tensor is None:
+            every_ND = local_ND
+        else:
+            every_ND = self.tensor.gather(local_ND)
+        if dtype == np.float32:
+            factor_ND = every_ND
+        else:
+            factor_ND = empty(*every_ND.shape, dtype=dtype)[1]
         return OutputGradient(local_ND, every_ND, factor_ND)
 
     def _gradient(self, call: SublayerCall, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:

@@ -27,7 +27,9 @@ Gradients: TypeAlias = "dict[str, Tensor]"
 """Gradients of the trained weights of a sublayer, by their names in it."""
 
 ROWS = 256  # that a thread takes at once: products of fewer are slower
-_FEWEST_ROWS, _PRODUCT = 64, 1 << 27  # of a matrix's gradient, and multiplications, that a thread takes at once
+# of a matrix's gradient, and multiplications, that a thread takes at once
+_FEWEST_ROWS = 64
+_PRODUCT = 1 << 27
 _ALIGNED = 16  # numbers of float32: a cache line
 
 
@@ -78,7 +80,10 @@ class _ThreadMemory:
         size = 1
         for length in shape:
             size *= length
-        words = size if dtype == np.float32 else -(-size // 2)
+        if dtype == np.float32:
+            words = size
+        else:
+            words = -(-size // 2)
         start = self.used
         self.used += -(-words // _ALIGNED) * _ALIGNED
         if self.used > self.block.size:
@@ -118,11 +123,15 @@ class Tile:
 
     def narrowed(self, x_nI: np.ndarray, dtype: type) -> np.ndarray:
         """Returns the numbers of x in `dtype`: x itself where it has it already."""
-        return x_nI if x_nI.dtype == dtype else as_narrow(x_nI, self.take(x_nI.shape[1], dtype))
+        if x_nI.dtype == dtype:
+            return x_nI
+        return as_narrow(x_nI, self.take(x_nI.shape[1], dtype))
 
     def widened(self, x_nI: np.ndarray) -> np.ndarray:
         """Returns the numbers of x in float32: x itself where it is float32 already."""
-        return x_nI if x_nI.dtype == np.float32 else as_wide(x_nI, self.take(x_nI.shape[1]))
+        if x_nI.dtype == np.float32:
+            return x_nI
+        return as_wide(x_nI, self.take(x_nI.shape[1]))
 
 
 def shared_product(
@@ -141,7 +150,8 @@ def shared_product(
         else:
             np.matmul(x_nI, weight_OI[columns].T, out=out_nO[:, columns])
 
-    size, threads = len(weight_OI), host_threads()
+    size = len(weight_OI)
+    threads = host_threads()
     if threads.threads == 1 or x_nI.size * size < _SHARED_WORK:
         multiply(slice(None), 0)
     else:
@@ -177,7 +187,8 @@ class RmsNorm:
     ) -> None:  # fmt: skip
         """Replaces `grad_nD`, of the rows of a tile, by the gradient of x, and adds that of the weight `name`."""
         wide_nD = tile.widened(x_nD)
-        scale_n = self.scales(wide_nD) if scale_n is None else scale_n
+        if scale_n is None:
+            scale_n = self.scales(wide_nD)
         work_nD = tile.take(x_nD.shape[1])
         of_weight_D = self.gradient(wide_nD, call.weights[name], scale_n, grad_nD, work_nD)
         call.gradients.add_tile(name, tile, of_weight_D)
@@ -248,7 +259,10 @@ class WeightGradients:
         """Adds the bias `name`, whose gradient is the sum of the rows."""
         if name in self.trained:
             self.found[name], array = empty(grad_NO.shape[1])
-            wide = grad_NO if grad_NO.dtype == np.float32 else as_wide(grad_NO, np.empty(grad_NO.shape, np.float32))
+            if grad_NO.dtype == np.float32:
+                wide = grad_NO
+            else:
+                wide = as_wide(grad_NO, np.empty(grad_NO.shape, np.float32))
             np.sum(wide, 0, out=array)
 
     def add_tile(self, name: str, tile: Tile, gradient: np.ndarray) -> None:
@@ -292,7 +306,10 @@ def swiglu_gradient(
     wide_gate_nF = tile.widened(gate_nF)
     run.silu(wide_gate_nF, silu_nF)
     if inner_nF is not None:
-        wide_inner_nF = inner_nF if inner_nF.dtype == np.float32 else tile.take(width)
+        if inner_nF.dtype == np.float32:
+            wide_inner_nF = inner_nF
+        else:
+            wide_inner_nF = tile.take(width)
         run.multiply(silu_nF, up_nF, wide_inner_nF)
         as_narrow(wide_inner_nF, inner_nF)
     silu_nF *= grad_nF

@@ -68,7 +68,8 @@ class FunctionalDecoder(DecoderWiring):
         self.layers = nn.CellList([_Layer(settings, kernels, layer, tokens) for layer in numbers])
         self.merges = nn.CellList([MergeTokens(settings, kernels) for _ in range(modules)])
         self.heads = nn.CellList([Head(settings, kernels) for _ in range(1 + modules)])
-        self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
+        self.maps = settings.maps_embedding
+        self.mapping = EmbeddingMapping(kernels)
         self.gather_rows = kernels.gather_rows
 
     def construct(self, inputs, tables, masks, sequence_weights, mtp, dropped, weights):
@@ -114,7 +115,8 @@ class _Layer(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, layer: int, tokens: int) -> None:
         super().__init__()
         self.has_experts = settings.is_moe_layer(layer)
-        part, window = "attention" if self.has_experts else "block", kernels.window(settings, layer)
+        part = "attention" if self.has_experts else "block"
+        window = kernels.window(settings, layer)
         self.block = Block(settings, kernels, part, window)
         if self.has_experts:
             self.experts = MoeLayer(settings, kernels, compiled=False)
@@ -139,7 +141,8 @@ class StepGraph(nn.Cell):
 
     def __init__(self, decoder: FunctionalDecoder, structure: tuple, trained: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.forward, self.trained = _Flat(decoder, structure), trained
+        self.forward = _Flat(decoder, structure)
+        self.trained = trained
         self.step = mindspore.value_and_grad(self.forward, trained) if trained else self.forward
 
     def construct(self, *arguments):
@@ -149,7 +152,8 @@ class StepGraph(nn.Cell):
 class _Flat(nn.Cell):
     def __init__(self, decoder: FunctionalDecoder, structure: tuple) -> None:
         super().__init__(auto_prefix=False)
-        self.decoder, self.structure = decoder, structure
+        self.decoder = decoder
+        self.structure = structure
 
     def construct(self, *arguments):
         filled = ()
@@ -210,7 +214,8 @@ def export_step(
     `trained` has the names of the weights whose gradients the step computes.
     """
     settings = settings.model_copy(update={"seq_length": length})  # what the kernels of an Ascend rely on
-    zeros_BT, shapes = np.zeros((rows, length), np.int32), all_shapes(settings)
+    zeros_BT = np.zeros((rows, length), np.int32)
+    shapes = all_shapes(settings)
     inputs = InputBuilder(settings, kernels)(Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT))
     arguments, structure, names = flat_arguments(settings, kernels, inputs, layers, described_tensors(shapes))
     argnums = tuple(argnum for argnum, name in names.items() if name in trained)
@@ -244,7 +249,8 @@ def _input_groups(
 
 
 def _dropped(settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs) -> list[Tensor | None]:
-    tokens, hidden = inputs.ids_N.shape[0], settings.hidden_dropout
+    tokens = inputs.ids_N.shape[0]
+    hidden = settings.hidden_dropout
     stream = kernels.mask_form((tokens, settings.hidden_size)) if hidden else None
     scores = kernels.mask_form(inputs.scores_shape, of_scores=True) if settings.attention_dropout else None
     columns = attention_shapes(settings) | mlp_shapes(settings)

@@ -31,7 +31,8 @@ from trainer.semi_auto.network import semi_auto_rows
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
-_ROWS, _TOKENS = 2, 64
+_ROWS = 2
+_TOKENS = 64
 _NORM = "rms_norm"
 # The operators of each kernel in a graph: forward, backward. The gradient of a grouped product is grouped products.
 _OPERATORS = {
@@ -109,9 +110,18 @@ class _Kind(NamedTuple):
 
     @property
     def name(self) -> str:
-        what = "experts" if self.has_experts else "dense"
-        frozen = "" if not self.is_partly_frozen else ", partly frozen" if self.trained else ", frozen"
-        return f"multi-token prediction module, {what}{frozen}" if self.is_module else f"{what}{frozen}"
+        what = "dense"
+        if self.has_experts:
+            what = "experts"
+        if not self.is_partly_frozen:
+            frozen = ""
+        else:
+            frozen = ", frozen"
+            if self.trained:
+                frozen = ", partly frozen"
+        if self.is_module:
+            return f"multi-token prediction module, {what}{frozen}"
+        return f"{what}{frozen}"
 
     @property
     def is_partly_frozen(self) -> bool:
@@ -128,7 +138,8 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
             semi-automatic mode cannot do what is asked.
     """
     if config.classifier is not None:
-        key, kind = "model.arch.type", config.model.arch.type
+        key = "model.arch.type"
+        kind = config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
     config = in_job(config, world)
@@ -175,14 +186,19 @@ class _Graphs:
     """Operators of exported steps, each exported once."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, trained: frozenset[str]) -> None:
-        self.settings, self.kernels, self.trained = settings, kernels, trained
+        self.settings = settings
+        self.kernels = kernels
+        self.trained = trained
         self.known: dict[tuple[tuple[int, ...], bool], list[Node]] = {}
 
     def export(self, layers: Sequence[int], reached: bool) -> list[Node]:
         """A step with these layers; `reached`: a gradient flows to the input of the first."""
         key = tuple(layers), reached
         if key not in self.known:
-            trained = self.trained | {EMBEDDING} if reached else self.trained
+            if reached:
+                trained = self.trained | {EMBEDDING}
+            else:
+                trained = self.trained
             self.known[key] = export_step(self.settings, self.kernels, layers, trained, _ROWS, _TOKENS)
         return self.known[key]
 
@@ -217,7 +233,9 @@ def _fused(
         by_default = choice.asked.split(":")[0] in nobody_asked
         wanted = choice.fused or not (by_default or choice.asked.endswith("False"))
         for operator in _OPERATORS[choice.kernel]:
-            asked = _asked(spec, operator, choice.kernel, kinds, graphs) if wanted else 0
+            asked = 0
+            if wanted:
+                asked = _asked(spec, operator, choice.kernel, kinds, graphs)
             nodes = (node for graph in graphs.known.values() for node in graph if node.operator == operator)
             inputs = sorted({node.inputs for node in nodes})
             notes = [dtype_problem(operator, dtypes) for dtypes in inputs]
@@ -235,9 +253,15 @@ def _asked(
 ) -> int:
     """How often a step of the whole model has an operator if every kernel is the one that was asked for."""
     is_gradient = operator.endswith("Grad")
-    final = 1 if kernel == _NORM else 0
-    base = [] if not is_gradient else graphs.count([], any(kind.reached or kind.trained for kind in kinds))
-    total = final if not is_gradient else min(final, base[operator])
+    final = 0
+    if kernel == _NORM:
+        final = 1
+    if not is_gradient:
+        base = []
+        total = final
+    else:
+        base = graphs.count([], any(kind.reached or kind.trained for kind in kinds))
+        total = min(final, base[operator])
     for kind, layers in kinds.items():
         each = _in_layer(spec.layers[layers[0]], kernel)
         if kernel == "grouped_matmul" and each:
@@ -324,7 +348,9 @@ def audit_sections(audit: Audit) -> list[tuple[str, list[tuple[str, ...]]]]:
     others = [("operator", "count", "computed by")]
     others += [(each.operator, str(each.count), named[each.source]) for each in audit.others]
     others += [(f"all other {audit.checked - len(audit.others)}", "", "kernels of MindSpore")] if audit.others else []
-    verdict = f"missing: {', '.join(audit.missing)}" if audit.missing else "every fused operator asked for is there"
+    verdict = "every fused operator asked for is there"
+    if audit.missing:
+        verdict = f"missing: {', '.join(audit.missing)}"
     sections = [
         ("Layers", [("kind", "number"), *((name, str(number)) for name, number in audit.layers)]),
         ("Fused operators", fused),

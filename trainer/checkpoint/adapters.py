@@ -82,7 +82,9 @@ def starting_weights(
     """
     if not config.has_adapters:
         stored = stored_weights(config, notice, new_modules=new_modules, world=world)
-        return None if stored is None else stored.read(parts)
+        if stored is None:
+            return None
+        return stored.read(parts)
     base = base_weights(config, notice, new_modules=new_modules, world=world)
     found = base.read(parts)
     if config.adapter_id:
@@ -108,7 +110,9 @@ def base_weights(
 ) -> FittingWeights:
     """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
     found = stored_weights(config, notice, new_modules=new_modules, world=world)
-    return _from_seed(config, adapters=False) if found is None else found
+    if found is None:
+        return _from_seed(config, adapters=False)
+    return found
 
 
 def _from_seed(config: Config, adapters: bool) -> FittingWeights:
@@ -125,7 +129,10 @@ def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts 
         weights: Those of the run; where it has `parts` of them, the base model is read again for the digest.
     """
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
-    base = weights if parts is None else base_weights(config).arrays
+    if parts is None:
+        base = weights
+    else:
+        base = base_weights(config).arrays
     return record | {"digest": digest(base, config.decoder)}
 
 
@@ -149,7 +156,8 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, AnyArray] | Non
         UserError: There are no adapters, or they do not fit `pet_config` or `base`.
     """
     where = config.source.where("adapter_id")
-    file, numbers = path / f"{PART}.safetensors", base is not None
+    file = path / f"{PART}.safetensors"
+    numbers = base is not None
     if file.exists() and not (path / MARKER).exists() and not (path / "state.json").exists():
         tensors = read_safetensors(file, where, "adapter_id", numbers=numbers)
     else:
@@ -157,7 +165,8 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, AnyArray] | Non
             found = read_checkpoint(find_checkpoint(path, key="adapter_id"), parts=())
             path = found.path
             if not (path / file.name).exists():
-                rule, fix = "the checkpoint holds a whole model, not adapters", "give it as --load_checkpoint"
+                rule = "the checkpoint holds a whole model, not adapters"
+                fix = "give it as --load_checkpoint"
                 raise UserError(rule, value=str(path), fix=fix)
             tensors = model_part(path, PART, numbers)
         except UserError as error:
@@ -198,7 +207,8 @@ def check_base(before: BaseRecord, config: Config, base: Mapping[str, AnyArray])
 
 def _check_description(folder: Path, config: Config, where: str, key: str) -> None:
     """Checks that `adapter_config.json` agrees with `pet_config`."""
-    path, adapters = folder / CONFIG_FILE, config.decoder.pet_config
+    path = folder / CONFIG_FILE
+    adapters = config.decoder.pet_config
 
     def problem(rule: str, fix: str) -> UserError:
         return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
@@ -208,7 +218,8 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
     except (OSError, JsonError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
         raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error
-    others, theirs = found.model_extra, {"lora_rank": found.r, "lora_alpha": found.lora_alpha}
+    others = found.model_extra
+    theirs = {"lora_rank": found.r, "lora_alpha": found.lora_alpha}
     for name, value in _OURS.items():
         if name in others and others[name] != value and (others[name] or value):
             rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"

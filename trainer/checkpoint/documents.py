@@ -103,7 +103,8 @@ class RunState(OpenDocument):
 
     @model_validator(mode="after")
     def is_consistent(self) -> RunState:
-        step, batches = self.position.step, self.data.batches
+        step = self.position.step
+        batches = self.data.batches
         if self.optimizer.updates > step:
             raise ValueError(f"optimizer.updates is {self.optimizer.updates}, and position.step {step}")
         if batches is not None and self.position.batch >= max(batches, 1):
@@ -111,14 +112,18 @@ class RunState(OpenDocument):
         if self.optimizer.updates and not self.position.tokens:
             raise ValueError(f"position.tokens is 0, and optimizer.updates {self.optimizer.updates}")
         self._check_steps()
-        evaluated = max((0, *(each.step for each in self.evaluations.best))) if self.evaluations is not None else 0
+        evaluated = 0
+        if self.evaluations is not None:
+            evaluated = max((0, *(each.step for each in self.evaluations.best)))
         if evaluated > step:
             raise ValueError(f"evaluations.best names step {evaluated}, and position.step is {step}")
         return self
 
     def _check_steps(self) -> None:
         """Epoch and batch say how many steps were done since the data began."""
-        position, batches, window = self.position, self.data.batches, self.data.gradient_accumulation_steps
+        position = self.position
+        batches = self.data.batches
+        window = self.data.gradient_accumulation_steps
         if batches is None:
             return
         done = position.epoch * -(-batches // window) + -(-position.batch // window)
@@ -126,7 +131,9 @@ class RunState(OpenDocument):
         # Checkpoints of earlier versions do not say where the data began: --ignore_data_skip begins them anew.
         if position.step < done or (began is not None and position.step != began + done):
             found = f"position.epoch {position.epoch} and position.batch {position.batch} mean {done} steps"
-            since = f" after step {began}" if began else ""
+            since = ""
+            if began:
+                since = f" after step {began}"
             raise ValueError(f"{found}{since}, and position.step is {position.step}")
 
 

@@ -57,10 +57,15 @@ class EvalHistory:
         if early_stop is None or self.without_improvement < early_stop.patience:
             return ""
         count = self.without_improvement
-        evaluations = "the last evaluation" if count == 1 else f"the last {count} evaluations"
+        if count == 1:
+            evaluations = "the last evaluation"
+        else:
+            evaluations = f"the last {count} evaluations"
         if self.reference is None:
             return f"the loss of {evaluations} was not finite"
-        least = f" by more than {early_stop.min_delta:g}" if early_stop.min_delta else ""
+        least = ""
+        if early_stop.min_delta:
+            least = f" by more than {early_stop.min_delta:g}"
         reference = f"{self.reference.loss:.4f}, the loss at step {self.reference.step}"
         return f"the loss of {evaluations} did not fall below {reference}{least}"
 
@@ -77,7 +82,9 @@ def from_state(state: Mapping[str, Any] | None, step: int) -> EvalHistory:
     """The history in the state of a checkpoint of `step`; an empty one for a checkpoint from before there was one."""
     if state is None:
         return EvalHistory(step=step)
-    reference = Evaluated(**state["reference"]) if state["reference"] else None
+    reference = None
+    if state["reference"]:
+        reference = Evaluated(**state["reference"])
     return EvalHistory(
         state["step"], tuple(Evaluated(**each) for each in state["best"]), reference, state["without_improvement"]
     )

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from trainer.data.tokens.chat_template import ChatTemplate
 
 DTYPES = ("float32", "bfloat16", "float16")
-CONFIG, GENERATION, INDEX = "config.json", "generation_config.json", "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model",
@@ -56,12 +58,21 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
         return {}
     settings = settings or config.decoder
     tokenizer = _tokenizer_of(config)
-    template = None if tokenizer is None else _template_of(config, tokenizer)
+    if tokenizer is None:
+        template = None
+    else:
+        template = _template_of(config, tokenizer)
     ids = _special_ids(config, tokenizer)
     kind = saved_class(settings, config.model.arch.type)
-    described = {CONFIG: _json(config_json(settings, kind, dtype) | ids)} if kind else {}
+    if kind:
+        described = {CONFIG: _json(config_json(settings, kind, dtype) | ids)}
+    else:
+        described = {}
     # transformers warns of sampling keys beside do_sample False.
-    names = _SAMPLING if settings.do_sample else ("do_sample", "repetition_penalty")
+    if settings.do_sample:
+        names = _SAMPLING
+    else:
+        names = ("do_sample", "repetition_penalty")
     generation = {name: getattr(settings, name) for name in names} | ids
     if template is not None and template.turn_end_id is not None:
         generation["eos_token_id"] = _one_or_list([*tokenizer.eos_ids, template.turn_end_id], settings)
@@ -79,7 +90,9 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
 def class_on_disk(config: Config) -> str:
     """The class in whose names the weights are saved."""
     kind = config.model.arch.type
-    return kind if config.classifier is not None else saved_class(config.decoder, kind) or kind
+    if config.classifier is not None:
+        return kind
+    return saved_class(config.decoder, kind) or kind
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
@@ -92,7 +105,9 @@ def _with(content: bytes, key: str, value: str) -> bytes:
         described = json.loads(content)
     except ValueError:
         return content
-    return _json(described | {key: value}) if isinstance(described, dict) else content
+    if isinstance(described, dict):
+        return _json(described | {key: value})
+    return content
 
 
 def _tokenizer_of(config: Config) -> Tokenizer | None:
@@ -100,7 +115,9 @@ def _tokenizer_of(config: Config) -> Tokenizer | None:
     train = config.train_dataset
     unknown = not train.data_loader.reads_text and train.tokenizer.type == "bytes"
     too_small = train.tokenizer.type == "bytes" and config.decoder.vocab_size < ByteTokenizer.vocab_size
-    return None if unknown or too_small else load_tokenizer(config)
+    if unknown or too_small:
+        return None
+    return load_tokenizer(config)
 
 
 def _special_ids(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -112,7 +129,11 @@ def _special_ids(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
 
 def _one_or_list(tokens: Iterable[int], settings: ModelConfig) -> int | list[int] | None:
     found = [token for token in dict.fromkeys(tokens) if token < settings.vocab_size]
-    return found if len(found) > 1 else found[0] if found else None
+    if len(found) > 1:
+        return found
+    if found:
+        return found[0]
+    return None
 
 
 def _template_of(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -125,13 +146,15 @@ def _template_of(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 def _copied(config: Config, tokenizer: Tokenizer) -> Files:
     """The files of a tokenizer of Hugging Face, with a tokenizer_config.json where it has none."""
-    folder, path = tokenizer.folder, Path(config.train_dataset.tokenizer.path).expanduser()
+    folder = tokenizer.folder
+    path = Path(config.train_dataset.tokenizer.path).expanduser()
     sources = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
     sources |= {"tokenizer.json": path} if path.is_file() else {}
     try:
         found = {name: read_saved(source) for name, source in sources.items()}
     except OSError as error:
-        where, key = config.source.where("train_dataset.tokenizer.path"), "train_dataset.tokenizer.path"
+        where = config.source.where("train_dataset.tokenizer.path")
+        key = "train_dataset.tokenizer.path"
         rule = f"a file of the tokenizer cannot be read ({error.strerror})"
         fix = "make it readable, or copy the tokenizer again"
         raise UserError(rule, where=where, key=key, value=str(folder), fix=fix) from None
@@ -185,7 +208,12 @@ def parse_size(text: str) -> int:
         UserError: It is none.
     """
     found = _SHARD_SIZE.fullmatch(text.strip())
-    number, unit, binary = found.groups() if found is not None else ("0", "", "")
+    if found is not None:
+        number, unit, binary = found.groups()
+    else:
+        number = "0"
+        unit = ""
+        binary = ""
     size = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
     if size < 1:
         raise UserError("is not a size", key="--shard_size", value=text, fix="write 5GB, 500MB or 2GiB")
@@ -223,7 +251,11 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
         OSError: The disk is full or cannot be written.
         UserError: A number is beyond the range of float16.
     """
-    code, item_bytes = BFLOAT16 if dtype == "bfloat16" else CODES[dtype], _item_bytes(dtype)
+    if dtype == "bfloat16":
+        code = BFLOAT16
+    else:
+        code = CODES[dtype]
+    item_bytes = _item_bytes(dtype)
     entries = {name: Entry(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
 
     def converted() -> Iterator[np.ndarray]:
@@ -244,4 +276,6 @@ _CONVERTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _item_bytes(dtype: str) -> int:
-    return 4 if dtype == "float32" else 2
+    if dtype == "float32":
+        return 4
+    return 2

@@ -39,8 +39,11 @@ class Saver:
         on_saved: Callable[[Path, int], None],
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
-        self.folder, self.communicator = folder, communicator
-        self.in_background, self.on_saved, self.on_wait = in_background, on_saved, on_wait
+        self.folder = folder
+        self.communicator = communicator
+        self.in_background = in_background
+        self.on_saved = on_saved
+        self.on_wait = on_wait
         self.waited_seconds = 0.0
         self._stages: Stages | None = None
         self._step = 0
@@ -57,7 +60,8 @@ class Saver:
         """
         self.finish()
         began = time.perf_counter()
-        self._step, self._stages = step, make_stages()
+        self._step = step
+        self._stages = make_stages()
         if self.communicator.size == 1:
             stages = self._stages
             self._thread = _Thread(lambda: do_stages(stages, self.folder, self.communicator))
@@ -98,7 +102,8 @@ class Saver:
         self.waited_seconds += time.perf_counter() - began
 
     def _go_on(self) -> None:
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         path = self._next(thread.result(self.on_wait))
         if path is not None:
             self._stages = None
@@ -147,10 +152,12 @@ class _Thread:
     def result(self, on_wait: Callable[[], None]) -> Path | Done:
         """Waits for it, and calls `on_wait` every second unless it has written nothing for very long; raises what it
         raised. Nothing shows how far a flush is."""
-        written, wrote_at = self._written_bytes(), time.monotonic()
+        written = self._written_bytes()
+        wrote_at = time.monotonic()
         while self.is_alive():
             self._thread.join(_LOOK_SECONDS)
-            before, written = written, self._written_bytes()
+            before = written
+            written = self._written_bytes()
             if written != before:
                 wrote_at = time.monotonic()
             if self.is_alive() and time.monotonic() - wrote_at < _FLUSH_SECONDS:

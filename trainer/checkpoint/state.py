@@ -133,12 +133,14 @@ def save_stages(
                             for arrays in (saved.weights, saved.optimizer))  # fmt: skip
     documents: dict[str, Any] = {}
     if base is None:
-        part, shapes = "model", all_shapes(config.network)
+        part = "model"
+        shapes = all_shapes(config.network)
         kind = class_on_disk(config)
         found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, kind))
         documents |= files or {}
     else:
-        part, shapes = adapters.PART, adapter_shapes(config.decoder)
+        part = adapters.PART
+        shapes = adapter_shapes(config.decoder)
         found = _file_parts(weights, shapes, lambda parts: _under_names(parts, adapters.PREFIX))
         documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
     tensors = {part: found, OPTIMIZER: _file_parts(state_parts, optimizer_shapes(config), _under_names)}
@@ -192,7 +194,8 @@ def _file_parts(
 
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Shapes of the optimizer's arrays by `kind.parameter`."""
-    shapes, optimizer = trained_shapes(config), config.optimizer
+    shapes = trained_shapes(config)
+    optimizer = config.optimizer
     groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
     return {f"{kind}.{name}": shapes[name]
             for group in groups for kind in STATE_NAMES[group.rule] for name in group.parameters}  # fmt: skip
@@ -219,7 +222,8 @@ def checkpoint_to_resume(config: Config) -> Path:
     Raises:
         UserError: There is none.
     """
-    where, folder = config.source.where(_KEY), _resume_folder(config)
+    where = config.source.where(_KEY)
+    folder = _resume_folder(config)
     if isinstance(config.resume_training, str):
         named = behind_link(folder / config.resume_training)
         if not named.is_dir():
@@ -239,7 +243,10 @@ def checkpoint_to_resume(config: Config) -> Path:
 
 def _resume_folder(config: Config) -> Path:
     # With adapters load_checkpoint names the base model, which a checkpoint of adapters does not contain.
-    given = config.adapter_id if config.has_adapters else config.load_checkpoint
+    if config.has_adapters:
+        given = config.adapter_id
+    else:
+        given = config.load_checkpoint
     return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
@@ -273,7 +280,8 @@ def _resumed(
     _check_part(found, config, mismatch)
     weights = _weights_of(found, config, parts, world)
     state = read_state(found)
-    before, now = state.optimizer.type, config.optimizer.type
+    before = state.optimizer.type
+    now = config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
         raise mismatch(rule, f"use {before}, or {_NEW_RUN}")
@@ -283,8 +291,13 @@ def _resumed(
     arrays = _optimizer_arrays(found, config)
     position = _position(state, config, layout, mismatch)
     # Older checkpoints have no settings.
-    changes = changed_settings(state.settings, settings_record(config)) if state.settings is not None else ""
-    notices = (f"differs from the run that made {path.name}: {changes}",) if changes else ()
+    changes = ""
+    if state.settings is not None:
+        changes = changed_settings(state.settings, settings_record(config))
+    if changes:
+        notices = (f"differs from the run that made {path.name}: {changes}",)
+    else:
+        notices = ()
     if not found.has_checksums:
         notices += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
     if config.resume_training is True and behind_link(_resume_folder(config)) != path:
@@ -331,8 +344,12 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
     now = set(trained_shapes(config))
     if before == now:
         return
-    frozen, trained = sorted(before - now), sorted(now - before)
-    changes = [f"{first_of(frozen)} was trained and is frozen now"] if frozen else []
+    frozen = sorted(before - now)
+    trained = sorted(now - before)
+    if frozen:
+        changes = [f"{first_of(frozen)} was trained and is frozen now"]
+    else:
+        changes = []
     changes += [f"{first_of(trained)} was frozen and is trained now"] if trained else []
     rule = f"the checkpoint was made with another freeze setting: {'; '.join(changes)}"
     raise mismatch(rule, f"use the freeze section of the checkpoint's run, or {_NEW_RUN}")
@@ -340,21 +357,29 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
 
 def _part(config: Config) -> str:
     """The part of a checkpoint that has the run's weights."""
-    return adapters.PART if config.has_adapters else "model"
+    if config.has_adapters:
+        return adapters.PART
+    return "model"
 
 
 def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
     part = _part(config)
     if part not in found.tensors:
-        others = ("a whole model", "adapters") if part == adapters.PART else ("adapters", "a whole model")
-        change = "write" if part == "model" else "remove"
+        if part == adapters.PART:
+            others = ("a whole model", "adapters")
+        else:
+            others = ("adapters", "a whole model")
+        change = "remove"
+        if part == "model":
+            change = "write"
         rule = f"the checkpoint holds {others[0]}, and this run trains {others[1]}"
         raise mismatch(rule, f"{change} {SECTION}, or name another checkpoint")
 
 
 def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: World) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
-    tensors, where = found.tensors[_part(config)].arrays(), config.source.where(_KEY)
+    tensors = found.tensors[_part(config)].arrays()
+    where = config.source.where(_KEY)
     if not config.has_adapters:
         return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
     base = adapters.base_weights(config, world=world)
@@ -373,7 +398,8 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismat
     position = Position(**state.position.model_dump())
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens, data_from_step=position.step)
-    before, now = _ONE_RANK | state.data.model_dump(exclude_unset=True), _ONE_RANK | layout
+    before = _ONE_RANK | state.data.model_dump(exclude_unset=True)
+    now = _ONE_RANK | layout
     same = [key for key in before if key in now and key not in _BATCH_KEYS]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
     if changed:
@@ -398,14 +424,16 @@ def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any])
         layout["batch_size"] * layout["gradient_accumulation_steps"] * layout["ranks"] for layout in (before, now)
     )
     if size_before != size_now:
-        rule, ranks = f"a step took {size_before} sequences and would take {size_now}: {changes}", now["ranks"]
+        rule = f"a step took {size_before} sequences and would take {size_now}: {changes}"
+        ranks = now["ranks"]
         fix = f"start a number of ranks that divides {size_before}"
         if size_before % ranks == 0:
             product = f"batch_size x gradient_accumulation_steps = {size_before // ranks}"
             fix = f"choose {product} for {ranks} rank{'s' * (ranks > 1)}"
         raise UserError(rule, fix=f"{fix}, or {_FROM_BEGINNING}")
     if "rows" in before and "rows" in now:
-        was, is_now = _steps_of_epoch(before), _steps_of_epoch(now)
+        was = _steps_of_epoch(before)
+        is_now = _steps_of_epoch(now)
         if was != is_now:
             rule = f"an epoch of {now['rows']} sequences had {was} steps and would have {is_now}: {changes}"
             fix = f"change batch_size rather than gradient_accumulation_steps, or {_FROM_BEGINNING}"
@@ -430,7 +458,10 @@ def settings_record(config: Config) -> dict[str, Any]:
     was changed by mistake must not go unnoticed. Defaults are left out, so that a key that a later version adds is not
     a change.
     """
-    found = {"amp_level": config.amp_level} if config.amp_level is not None else {}
+    if config.amp_level is not None:
+        found = {"amp_level": config.amp_level}
+    else:
+        found = {}
     runner = config.runner_config
     for name in _KEYS:
         if getattr(runner, name) != type(runner).model_fields[name].default:
@@ -442,7 +473,8 @@ def settings_record(config: Config) -> dict[str, Any]:
 
 def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
     for name, field in type(section).model_fields.items():
-        value, dotted = getattr(section, name), f"{key}.{field.alias or name}"
+        value = getattr(section, name)
+        dotted = f"{key}.{field.alias or name}"
         if support_of(field)[0] != "supported" or (key == "model.model_config" and name in _PREDICTION):
             continue
         if isinstance(value, Section):
@@ -467,4 +499,6 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value)

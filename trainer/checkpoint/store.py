@@ -91,7 +91,9 @@ def complete_checkpoints(folder: Path) -> list[Path]:
 def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
     """The complete checkpoint of ``folder`` that was saved last, or None."""
     checkpoints = [path for path in complete_checkpoints(folder) if path not in without]
-    return checkpoints[-1] if checkpoints else None
+    if checkpoints:
+        return checkpoints[-1]
+    return None
 
 
 def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
@@ -118,10 +120,13 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
     if newest is not None:
         return newest
     if not path.is_dir():
-        kind = "a file" if path.is_file() else "a pipe, a socket or a device"
+        kind = "a pipe, a socket or a device"
+        if path.is_file():
+            kind = "a file"
         fix = "name a .safetensors file, or a folder such as output/checkpoints/step-00000100"
         raise UserError(f"is {kind}, not a checkpoint", key=key, value=str(path), fix=fix)
-    rule, fix = "the folder holds no complete checkpoint", "name a folder such as output/checkpoints/step-00000100"
+    rule = "the folder holds no complete checkpoint"
+    fix = "name a folder such as output/checkpoints/step-00000100"
     for renamed, marker in (*_renamed(path), *_renamed(path / "checkpoints")):
         rule = f"{rule} under the name of its step, but {renamed}"
         raise UserError(rule, key=key, value=str(path), fix=f"rename it to {folder_name(marker.step)}, or name it")
@@ -143,11 +148,14 @@ def _newest_whole(folder: Path) -> Path | None:
 def passed_over(checkpoint: Path) -> list[str]:
     """A note for each complete checkpoint beside this one that was saved later, but has no name of a step."""
     chosen = read_marker(checkpoint)
-    return [] if chosen is None else [
+    # fmt: skip
+    if chosen is None:
+        return []
+    return [
         f"{path} was saved after {checkpoint.name} and is passed over, as a run's checkpoint has another name: "
         f"rename it to {folder_name(marker.step)}, or name it: --resume_training {path.name}"
         for path, marker in _renamed(checkpoint.parent) if marker.save_number > chosen.save_number
-    ]  # fmt: skip
+    ]
 
 
 def _renamed(folder: Path) -> list[tuple[Path, Marker]]:
@@ -173,7 +181,9 @@ def behind_link(path: Path) -> Path:
         name = path.read_text(encoding="utf-8", errors="replace").strip()
     else:
         return path
-    return path.with_name(name) if _STEP_FOLDER.fullmatch(name) else path
+    if _STEP_FOLDER.fullmatch(name):
+        return path.with_name(name)
+    return path
 
 
 def prepare_folder(folder: Path) -> None:
@@ -222,14 +232,21 @@ def read_checkpoint(
     if not path.is_dir():
         raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
     marker = _whole_marker(path)
-    state, files = _read_state(path, marker), _files_of_parts(path, marker)
-    wanted = list(files) if parts is None else list(parts)
+    state = _read_state(path, marker)
+    files = _files_of_parts(path, marker)
+    if parts is None:
+        wanted = list(files)
+    else:
+        wanted = list(parts)
     tensors = {}
     for part in wanted:
         if part not in files:
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
-        checked = marker if checksums else marker.model_copy(update={"checksums": None})
+        if checksums:
+            checked = marker
+        else:
+            checked = marker.model_copy(update={"checksums": None})
         tensors[part] = StoredArrays(path, files[part], checked, world)
     return Checkpoint(path, marker.step, tensors, state, marker.checksums is not None)
 
@@ -258,7 +275,10 @@ def _whole_marker(path: Path) -> Marker:
         raise damaged(path, str(error)) from error
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
-        why = "its save was interrupted" if missing else error.strerror
+        if missing:
+            why = "its save was interrupted"
+        else:
+            why = error.strerror
         raise _incomplete(path, f"it has no readable {MARKER} file: {why}") from error
     named = _STEP_FOLDER.fullmatch(path.name)
     if named is not None and int(named[1]) != marker.step:
@@ -276,8 +296,14 @@ def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
             continue
         stem = name.removesuffix(ENDING)
         shard = _SHARD.fullmatch(stem)
-        part, ranks = (stem, 0) if shard is None else (shard[1], int(shard[3]))
-        names = [name] if shard is None else [shard_name(part, rank, ranks) + ENDING for rank in range(ranks)]
+        if shard is None:
+            part = stem
+            ranks = 0
+            names = [name]
+        else:
+            part = shard[1]
+            ranks = int(shard[3])
+            names = [shard_name(part, rank, ranks) + ENDING for rank in range(ranks)]
         if name not in names:
             raise damaged(path, f"{MARKER} names {name}: there is no such shard")
         if found.setdefault(part, names) != names:
@@ -293,9 +319,12 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
     def __init__(self, path: Path, names: list[str], marker: Marker, world: World = SINGLE_PROCESS) -> None:
         """Opens the files; raises UserError where one is missing or damaged."""
-        self.path, self.files = path, []
+        self.path = path
+        self.files = []
         for rank, name in enumerate(names):
-            whose = f", the shard of rank {rank} of {len(names)}" if len(names) > 1 else ""
+            whose = ""
+            if len(names) > 1:
+                whose = f", the shard of rank {rank} of {len(names)}"
             _check_file(path, name, marker, whose, world)
             try:
                 self.files.append(TensorFile(path / name))
@@ -315,7 +344,9 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
         def read(part: ArrayPart) -> np.ndarray:
             try:
-                return parts[0].read(part) if len(parts) == 1 else _read_flat(parts, part)
+                if len(parts) == 1:
+                    return parts[0].read(part)
+                return _read_flat(parts, part)
             except (OSError, TypeError) as error:  # numpy lacks some dtypes
                 raise damaged(self.path, f"{name} cannot be read ({error})") from error
 

@@ -73,7 +73,9 @@ def split_joined(weights: Mapping[str, AnyArray], settings: ModelConfig) -> dict
 
 
 def _renamed(name: str) -> str:
-    pieces = _PUBLISHED | _RENAMED if name.startswith("transformer.") else _RENAMED
+    pieces = _RENAMED
+    if name.startswith("transformer."):
+        pieces = _PUBLISHED | _RENAMED
     for theirs, ours in pieces.items():
         name = name.replace(theirs, ours)
     return name
@@ -84,7 +86,8 @@ def _split(name: str, array: AnyArray, settings: ModelConfig) -> Iterator[tuple[
     module, _, kind = name.rpartition(".")
     joined = next((joined for joined in _JOINED if module.endswith(f".{joined}")), "")
     size = settings.head_size
-    queries, keys = settings.num_heads * size, settings.kv_heads * size
+    queries = settings.num_heads * size
+    keys = settings.kv_heads * size
     if not joined:
         yield name, array
         return
@@ -161,7 +164,10 @@ def from_disk(weights: Mapping[str, AnyArray], shapes: Shapes) -> dict[str, AnyA
         if _EXPERTS not in name:
             found[name] = arrays[0]
         elif form == FUSED:
-            start = shape[1] if name.endswith(_MATRICES[1]) else 0  # up, which is below gate
+            # up, which is below gate
+            start = 0
+            if name.endswith(_MATRICES[1]):
+                start = shape[1]
             found[name] = arrays[0][:, start : start + shape[1]]
         else:
             found[name] = stacked(arrays)
@@ -190,7 +196,9 @@ def disk_parts(parts: Mapping[str, ArrayPart], kind: str) -> dict[str, list[Disk
 
     `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
     """
-    form = FAMILIES[kind].expert_names if kind in FAMILIES else ONE_BY_ONE
+    form = ONE_BY_ONE
+    if kind in FAMILIES:
+        form = FAMILIES[kind].expert_names
     found: dict[str, list[DiskPart]] = {}
     for name, part in parts.items():
         tensors = _tensors(name, part.whole, form)

@@ -52,7 +52,9 @@ def verify(path: Path) -> list[Finding]:
     try:
         path = behind_link(path)
         if not path.is_dir():
-            rule = "there is no such folder" if not path.exists() else "is not a folder"
+            rule = "is not a folder"
+            if not path.exists():
+                rule = "there is no such folder"
             raise UserError(rule, key="verify", value=str(path), fix="name a checkpoint, a folder of them or a cache")
         found = [_check(each) for each in _folders(path)]
     except OSError as error:
@@ -69,8 +71,15 @@ def verify(path: Path) -> list[Finding]:
 def finding_lines(found: list[Finding]) -> Iterator[str]:
     """A line for each folder, and one for all."""
     for one in found:
-        word = "interrupted" if one.is_interrupted else "damaged" if one.problem else "whole"
-        unsure = "" if one.has_checksums else "; saved without checksums: only lengths were checked"
+        if one.is_interrupted:
+            word = "interrupted"
+        else:
+            word = "whole"
+            if one.problem:
+                word = "damaged"
+        unsure = "; saved without checksums: only lengths were checked"
+        if one.has_checksums:
+            unsure = ""
         yield f"{word:<12}{one.path}: {one.problem or one.note}{unsure}"
     damaged = sum(bool(one.problem) for one in found)
     text = f"{sum(not one.is_interrupted for one in found)} checked, {damaged or 'none'} damaged"
@@ -130,13 +139,20 @@ def _check(path: Path) -> Finding:
         return Finding(path, "", note, is_checkpoint=False)
     was_complete = (path / MARKER).exists()
     try:
-        found = _check_complete(path) if was_complete else None
+        found = None
+        if was_complete:
+            found = _check_complete(path)
     except (UserError, OSError) as error:
-        rule = error.rule if isinstance(error, UserError) else f"{error.filename} cannot be read ({error.strerror})"
+        if isinstance(error, UserError):
+            rule = error.rule
+        else:
+            rule = f"{error.filename} cannot be read ({error.strerror})"
         found = Finding(path, rule.removeprefix("the checkpoint is damaged: "))
     if found is not None and (not found.problem or (path / MARKER).exists()):
         return found
-    why = "it was removed meanwhile" if was_complete else "a save or a removal was interrupted"
+    why = "a save or a removal was interrupted"
+    if was_complete:
+        why = "it was removed meanwhile"
     return Finding(path, "", f"it has no {MARKER} file: {why}", is_interrupted=True)
 
 
@@ -158,7 +174,9 @@ def _description_problem(path: Path) -> str:
     try:
         parse_json(read_bytes(path / CONFIG_FILE), AdapterDescription, CONFIG_FILE)
     except FileNotFoundError:
-        return f"{CONFIG_FILE} is missing" if (path / f"{PART}.safetensors").exists() else ""
+        if (path / f"{PART}.safetensors").exists():
+            return f"{CONFIG_FILE} is missing"
+        return ""
     except JsonError as error:
         return str(error)
     return ""

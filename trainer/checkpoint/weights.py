@@ -55,7 +55,9 @@ def stored_weights(
     if not config.load_checkpoint:
         return None
     found, absent, biases = _fitting_model(config, notice, new_modules=new_modules, world=world)
-    names = absent if new_modules else biases
+    names = biases
+    if new_modules:
+        names = absent
     new = [parameter for name, parameter in parameter_specs(config.network).items() if name in names]
     return found._replace(arrays=found.arrays | from_seed(new, config.decoder, config.seed))
 
@@ -105,7 +107,9 @@ class FittingWeights(NamedTuple):
         """Names the first of the tensors, whichever parts are read."""
         bad = [name for name, array in self.tensors.items() if not all(map(is_finite, row_blocks(array)))]
         rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
-        fix = use_another(self.path) if (self.path / MARKER).exists() else "use another checkpoint"
+        fix = "use another checkpoint"
+        if (self.path / MARKER).exists():
+            fix = use_another(self.path)
         return UserError(rule, where=self.where, key=self.key, value=str(self.path), fix=fix)
 
 
@@ -119,8 +123,10 @@ def _fitting_model(
 ) -> tuple[FittingWeights, set[str], set[str]]:
     """The weights of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
     those. `numbers` as in `read_weights`."""
-    path, where = Path(config.load_checkpoint).expanduser(), config.source.where("load_checkpoint")
-    weights, compare = read_weights(path, where, numbers=numbers, world=world), numbers
+    path = Path(config.load_checkpoint).expanduser()
+    where = config.source.where("load_checkpoint")
+    weights = read_weights(path, where, numbers=numbers, world=world)
+    compare = numbers
     if config.classifier is not None:
         shapes = parameter_shapes(config.network)
         return _fitting(weights, shapes, config.network, path, where, compare=compare), set(), set()
@@ -186,7 +192,9 @@ def _is_copy(name: str, weights: Mapping[str, AnyArray], settings: ModelConfig, 
         return _is_equal(weights[name], weights[shared], compare)
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
-            whole = EMBEDDING if settings.tie_word_embeddings else main
+            whole = main
+            if settings.tie_word_embeddings:
+                whole = EMBEDDING
             return whole in weights and _is_equal(weights[name], weights[whole], compare)
     return False
 
@@ -220,7 +228,10 @@ def read_weights(
         UserError: There are no readable weights.
     """
     path = behind_link(path)
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if path.is_file():
+        files = [path]
+    else:
+        files = sorted(path.glob("*.safetensors"))
     if files and not any((path / name).exists() for name in _OUR_FILES):
         weights: dict[str, StoredArray] = {}
         file_of: dict[str, Path] = {}
@@ -266,14 +277,21 @@ def check_weights(
     missing = [name for name in shapes if name not in weights]
     unknown = [name for name in weights if name not in shapes and name != HEAD and not name.endswith(_BUFFERS)]
     other = [name for name in shapes if name in weights and weights[name].shape != tuple(shapes[name])]
-    problems = [f"lacks {first_of(missing)}"] if missing else []
+    if missing:
+        problems = [f"lacks {first_of(missing)}"]
+    else:
+        problems = []
     if unknown:
         problems.append(f"holds {first_of(unknown)}, which this model does not have")
     if other:
-        theirs, ours = weights[other[0]].shape, tuple(shapes[other[0]])
+        theirs = weights[other[0]].shape
+        ours = tuple(shapes[other[0]])
         problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if problems:
-        fix = "" if settings is None or other else fix_for(missing, unknown, settings)
+        if settings is None or other:
+            fix = ""
+        else:
+            fix = fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
         rule = f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix)
@@ -338,7 +356,12 @@ def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str
     if not unused or layers != modules:
         return set(), ""
     depth = max(unused) - settings.num_layers + 1
-    one, them = ("module", "it") if len(unused) == 1 else ("modules", "them")
+    if len(unused) == 1:
+        one = "module"
+        them = "it"
+    else:
+        one = "modules"
+        them = "them"
     text = f"not loaded from the checkpoint: the multi-token prediction {one} ({layer_text(unused)})"
     return {name for name in beyond if _layer(name) in unused}, f"{text}; mtp_depth: {depth} would use {them}"
 
@@ -356,7 +379,8 @@ def missing_modules(names: Iterable[str], settings: ModelConfig, trains: bool) -
     prefixes = tuple(layer_prefix(layer) for layer in missing)
     text = f"the checkpoint has no multi-token prediction module: {layer_text(missing)}"
     starts = f"(mtp_depth {settings.mtp_depth}) {'starts' if len(missing) == 1 else 'start'} from the seed"
-    starts = starts if trains else f"(mtp_depth {settings.mtp_depth}); only training uses it"
+    if not trains:
+        starts = f"(mtp_depth {settings.mtp_depth}); only training uses it"
     return {name for name in parameter_shapes(settings) if name.startswith(prefixes)}, f"{text} {starts}"
 
 
@@ -387,4 +411,6 @@ def _modules(names: Iterable[str]) -> set[int]:
 def _layer(name: str) -> int:
     """The layer of a tensor; -1 for a tensor outside the layers."""
     number = name.removeprefix(_LAYERS).partition(".")[0]
-    return int(number) if name.startswith(_LAYERS) and number.isdecimal() else -1
+    if name.startswith(_LAYERS) and number.isdecimal():
+        return int(number)
+    return -1

@@ -181,7 +181,9 @@ def checkpoint_stages(
     agreed = partial(_agreed, rank=rank, ranks=ranks, folder=folder, needed_bytes=needed_bytes)
 
     def prepare() -> str:
-        return _begin(path, {part: own[part] for part in shared}, needed_bytes, stage) if first else ""
+        if first:
+            return _begin(path, {part: own[part] for part in shared}, needed_bytes, stage)
+        return ""
 
     unfinished = folder / agreed((yield Work(prepare)))[0]
 
@@ -236,7 +238,9 @@ def _begin(path: Path, shared: Mapping[str, FileParts], needed_bytes: int, stage
 
 
 def _as_bytes(content: Mapping[str, object] | bytes) -> bytes:
-    return content if isinstance(content, bytes) else json.dumps(content, indent=1).encode()
+    if isinstance(content, bytes):
+        return content
+    return json.dumps(content, indent=1).encode()
 
 
 def _remove_older(folder: Path, keep_max: int, best_steps: Sequence[int], stage: OnStage) -> None:
@@ -288,7 +292,9 @@ def _agreed(every: list[Done], rank: int, ranks: int, folder: Path, needed_bytes
         with contextlib.suppress(OSError):
             _clear_leftovers(folder)
     number, (reason, fix, free_bytes) = failures[0]
-    who = f" by rank {number}" if ranks > 1 else ""
+    who = ""
+    if ranks > 1:
+        who = f" by rank {number}"
     if free_bytes is not None:
         reason += f": it needs {needed_bytes:,} bytes and {free_bytes:,} are free"
     rule = f"a checkpoint cannot be written{who}: {reason}; earlier checkpoints are untouched"
@@ -342,7 +348,9 @@ def _move_in_place(
     """Renames the temporary folder and marks it complete."""
     folder = path.parent
     newest = store.newest_complete(folder)
-    newest_marker = store.read_marker(newest) if newest else None
+    newest_marker = None
+    if newest:
+        newest_marker = store.read_marker(newest)
     if path.exists():  # saved before: the older save stays complete under another name until the end
         path.rename(path.with_name(path.name + REPLACED))
         stage("moved older save away")

@@ -234,7 +234,9 @@ def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
         texts = tuple(reader.values(shown, given, "TEXT"))
     elif flag.kind == "value" or given is not None or reader.next_is_value():
         texts = (reader.value(shown, given, example),)
-    text = texts[0] if texts else "True"
+    text = "True"
+    if texts:
+        text = texts[0]
     if flag.kind == "bool" and text.lower() not in ("true", "false"):
         fix = f"write {shown}, {shown} False or --no-{flag.name}"
         raise UserError("must be True or False", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
@@ -264,7 +266,9 @@ def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
     from trainer.config.checks.problem import nearest
 
     shown = f"--{name}"
-    key = name[3:] if name.startswith("no-") else name
+    key = name
+    if name.startswith("no-"):
+        key = name[3:]
     removes = given in _NULLS or (given is None and reader.tokens[:1] and reader.tokens[0] in _NULLS)
     if "." not in key and not is_top_level(key) and not removes:
         flags = [flag.name for flag in FLAGS] + ["config", "options"]

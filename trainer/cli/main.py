@@ -126,7 +126,10 @@ def dispatch(argv: list[str]) -> int:
         if error.errno not in _OF_PATHS:
             raise
         rule = f"the system does not let us read or write it: {error.strerror}"
-        path = {"value": error.filename} if error.filename is not None else {}
+        if error.filename is not None:
+            path = {"value": error.filename}
+        else:
+            path = {}
         raise UserError(rule, key="path", fix="make it readable and writable, or name another path", **path) from None
 
 
@@ -137,7 +140,12 @@ def _dispatch(argv: list[str]) -> int:
         code = _run(group, ["--help"], None)
         _print_panel(NO_EFFECT)  # Typer would put it before the commands
         return code
-    name, rest = (argv[0], argv[1:]) if argv and not argv[0].startswith("-") else ("train", argv)
+    if argv and not argv[0].startswith("-"):
+        name = argv[0]
+        rest = argv[1:]
+    else:
+        name = "train"
+        rest = argv
     command = group.commands.get(name)
     if command is None:
         raise _no_such_command(name, [other for other, known in group.commands.items() if not known.hidden])
@@ -162,7 +170,10 @@ def _no_such_command(name: str, commands: list[str]) -> UserError:
     if name.endswith((".yaml", ".yml")):
         return UserError("the YAML file comes after --config", key=name, fix=f"write --config {name}")
     near = difflib.get_close_matches(name, commands, 1)
-    fix = f"use {near[0]}" if near else f"use one of {', '.join(commands)}, or flags only to train"
+    if near:
+        fix = f"use {near[0]}"
+    else:
+        fix = f"use one of {', '.join(commands)}, or flags only to train"
     return UserError("no such command", key=name, fix=fix)
 
 
@@ -180,7 +191,10 @@ def _dispatch_launch(command: Any, rest: list[str]) -> int:
 
 def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | None) -> int:
     usage_error = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
-    name = "run_trainer.py" if hasattr(command, "commands") else f"run_trainer.py {command.name}"
+    if hasattr(command, "commands"):
+        name = "run_trainer.py"
+    else:
+        name = f"run_trainer.py {command.name}"
     try:
         # Calling the command would turn Ctrl-C into an exit code without a message.
         with command.make_context(name, list(args), obj=arguments) as context:
@@ -195,7 +209,9 @@ def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | N
         if isinstance(error, typer.BadParameter) and error.param is not None and "valid integer" in says:
             raise UserError("must be an integer", key=error.param.opts[0], fix="write for example 8") from None
         raise UserError(says.rstrip("."), fix=f"see {name} --help") from None
-    return code if isinstance(code, int) else EXIT_OK
+    if isinstance(code, int):
+        return code
+    return EXIT_OK
 
 
 def _add_flags(command: Any, template_of: Any, left_out: str = "") -> None:
@@ -205,7 +221,10 @@ def _add_flags(command: Any, template_of: Any, left_out: str = "") -> None:
         command.params += [template, options]
     for panel, flags in PANELS.items():
         for flag in flags if panel != left_out else ():
-            metavar = "BOOL" if flag.kind == "bool" else flag.metavar
+            if flag.kind == "bool":
+                metavar = "BOOL"
+            else:
+                metavar = flag.metavar
             command.params.append(_option(template, flag.name, flag.help, metavar, panel))
 
 
@@ -217,7 +236,10 @@ def _print_panel(title: str) -> None:
 
     table = Table.grid(padding=(0, 2))
     for flag in PANELS[title]:
-        metavar = "BOOL" if flag.kind == "bool" else flag.metavar
+        if flag.kind == "bool":
+            metavar = "BOOL"
+        else:
+            metavar = flag.metavar
         table.add_row(f"[bold cyan]--{flag.name}[/]", f"[bold yellow]{metavar}[/]", flag.help)
     Console().print(Panel(table, title=title, title_align="left", border_style="dim"))
 
@@ -403,7 +425,9 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
 
     world = as_rank(described_world(config, world), rank)
     # An image classifier has nothing to audit, which the audit itself says.
-    found = audit_there(config, world) if config.classifier is None else ""
+    found = ""
+    if config.classifier is None:
+        found = audit_there(config, world)
     if isinstance(found, str):  # in this process, whose front end compiles for a CPU: bad input is reported there
         from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
@@ -414,7 +438,9 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
         print(json.dumps(found["values"], indent=1))
     else:
         print_sections(found["sections"])
-    return EXIT_RUN_FAILED if found["missing"] else EXIT_OK
+    if found["missing"]:
+        return EXIT_RUN_FAILED
+    return EXIT_OK
 
 
 def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank: int) -> int:
@@ -436,7 +462,9 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
         print_sections(dry_run_sections(found))
     failure = found.measurement.failure
     if failure is not None:
-        return EXIT_BAD_INPUT if failure.is_user_error else EXIT_RUN_FAILED
+        if failure.is_user_error:
+            return EXIT_BAD_INPUT
+        return EXIT_RUN_FAILED
     found.check()
     return EXIT_OK
 

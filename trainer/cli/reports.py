@@ -60,7 +60,9 @@ def _compare(
         write_page(comparison, folder / "compare.html", loss)
         if not json_:
             print(folder / "compare.html", folder / "compare.png", sep="\n")
-    return EXIT_RUN_FAILED if exact and any(comparison.differences) else EXIT_OK
+    if exact and any(comparison.differences):
+        return EXIT_RUN_FAILED
+    return EXIT_OK
 
 
 @reports.command("runs")

@@ -48,9 +48,14 @@ def _verify(
     from trainer.checkpoint.verify import finding_dict, finding_lines, verify
 
     found = verify(user_path(folder, "DIR"))
-    lines = [json.dumps([finding_dict(one) for one in found], indent=1)] if json_ else finding_lines(found)
+    if json_:
+        lines = [json.dumps([finding_dict(one) for one in found], indent=1)]
+    else:
+        lines = finding_lines(found)
     print(*lines, sep="\n")
-    return EXIT_RUN_FAILED if any(one.problem for one in found) else EXIT_OK
+    if any(one.problem for one in found):
+        return EXIT_RUN_FAILED
+    return EXIT_OK
 
 
 @tools.command("convert")

@@ -18,7 +18,8 @@ def device_defaults(config: Config, device: str) -> dict[str, Any]:
     """The keys below `model_config` that the file leaves to the device, with their values there."""
     if device != "Ascend" or config.classifier is not None:
         return {}
-    settings, moe = config.decoder, config.decoder.experts
+    settings = config.decoder
+    moe = config.decoder.experts
     found: dict[str, Any] = {}
     if settings.compute_dtype is None and config.amp_level is None:
         found["compute_dtype"] = "bfloat16"
@@ -53,8 +54,11 @@ def device_default_notice(config: Config, device: str) -> str:
     """
     if device != "Ascend" or config.classifier is not None:
         return ""
-    settings, moe = config.decoder, config.decoder.experts
+    settings = config.decoder
+    moe = config.decoder.experts
     values = {"compute_dtype": settings.compute_dtype, "use_flash_attention": settings.use_flash_attention}
     values |= {} if moe is None else {"moe_config.use_gmm": moe.use_gmm}
     found = [f"{key} {value}" for key, value in values.items() if value and not config.source.where(f"{_MODEL}.{key}")]
-    return f"defaults of an {device}: {', '.join(found)}" if found else ""
+    if found:
+        return f"defaults of an {device}: {', '.join(found)}"
+    return ""

@@ -52,7 +52,8 @@ def _written(settings: ModelConfig, kind: str) -> dict[str, Any]:
     """The values of all keys of a class; without those of experts where the model has none."""
     family = FAMILIES[kind]
     writers = {**_WRITTEN, **family.written}
-    of_model, of_experts = yaml_names(ModelConfig), yaml_names(MoEConfig)
+    of_model = yaml_names(ModelConfig)
+    of_experts = yaml_names(MoEConfig)
     found: dict[str, Any] = {}
     for key in (*family.defaults, *family.optional_experts, *family.written):
         if settings.experts is None and key in of_experts:
@@ -161,7 +162,10 @@ def _difference(fact: _Fact, ours: Any, theirs: Any) -> str:
         return ""
     if not ours:
         return fact.absent
-    text = fact.present if not theirs else fact.other or fact.present
+    if not theirs:
+        text = fact.present
+    else:
+        text = fact.other or fact.present
     return text.format(ours)
 
 

@@ -24,12 +24,17 @@ def layer_numbers(written: Any, num_layers: int, modules: int = 0) -> list[int]:
     Raises:
         LayerError: It names no layers, or layers that the model does not have.
     """
-    parts = written if isinstance(written, list) else [written]
+    if isinstance(written, list):
+        parts = written
+    else:
+        parts = [written]
     numbers = {number for part in parts for number in _numbers(part)}
     beyond = sorted(number for number in numbers if not 0 <= number < num_layers + modules)
     if beyond:
         rule = f"there is no layer {beyond[-1]}: the model's layers are {all_layers(num_layers)}"
-        kind = "module" if modules == 1 else "modules"
+        kind = "modules"
+        if modules == 1:
+            kind = "module"
         mtp = layer_text(range(num_layers, num_layers + modules)).removeprefix("layers ").removeprefix("layer ")
         raise LayerError(f"{rule}, and its multi-token prediction {kind} (mtp_depth) {mtp}" if modules else rule)
     if not numbers:
@@ -49,7 +54,8 @@ def _numbers(part: Any) -> Iterable[int]:
         found = _RANGE.fullmatch(piece.strip())
         if not found:
             raise LayerError(f"{part!r} is no layer: write a number such as 3 or a range such as 0-3")
-        first, last = int(found[1]), int(found[2] or found[1])
+        first = int(found[1])
+        last = int(found[2] or found[1])
         if last < first:
             raise LayerError(f"the range {piece.strip()} ends before it begins")
         # A range far beyond any model is not worth its memory: its ends say what is wrong with it.
@@ -59,7 +65,9 @@ def _numbers(part: Any) -> Iterable[int]:
 
 def all_layers(num_layers: int) -> str:
     """``0 to 3``, or ``0`` for a single one."""
-    return f"0 to {num_layers - 1}" if num_layers > 1 else "0"
+    if num_layers > 1:
+        return f"0 to {num_layers - 1}"
+    return "0"
 
 
 def layer_text(layers: Iterable[int]) -> str:

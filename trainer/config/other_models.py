@@ -112,7 +112,9 @@ def is_known_effect(key: str) -> bool:
 def effect_of(key: str, found: Mapping[str, Any]) -> str:
     """What such a key of a config.json does; empty where its value changes nothing."""
     changes_nothing, what = _NUMBERS[key]
-    return "" if changes_nothing(found[key], found) else what
+    if changes_nothing(found[key], found):
+        return ""
+    return what
 
 
 def differences(found: Mapping[str, Any]) -> Iterator[str]:
@@ -124,7 +126,10 @@ def differences(found: Mapping[str, Any]) -> Iterator[str]:
         if key in found and (what := effect_of(key, found)):
             yield f"{key} {found[key]} means {what}"
     kinds = found.get("layer_types")
-    others = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"}) if isinstance(kinds, list) else []
+    if isinstance(kinds, list):
+        others = sorted(set(map(str, kinds)) - {"full_attention", "sliding_attention"})
+    else:
+        others = []
     if others:
         yield f"layer_types has layers of {', '.join(others)}"
     if found.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu"):

@@ -38,5 +38,9 @@ def asked_dtype(settings: ModelConfig, amp_level: str | None, key: str) -> str:
 
 def level_dtype(settings: ModelConfig, amp_level: str, key: str) -> str:
     """Dtype of a part by the amp_level alone; half is float16, MindSpore's default, or bfloat16 as compute_dtype."""
-    half = "bfloat16" if settings.compute_dtype == "bfloat16" else "float16"
-    return half if key in HALF_PARTS[amp_level] else "float32"
+    half = "float16"
+    if settings.compute_dtype == "bfloat16":
+        half = "bfloat16"
+    if key in HALF_PARTS[amp_level]:
+        return half
+    return "float32"

@@ -45,7 +45,10 @@ class _Choice:
     def add(self, pattern: str, layers: list[int]) -> None:
         """Adds the sublayers that a pattern means."""
         plain = pattern.strip().lower()
-        sublayers = [plain] if plain in SUBLAYERS else [name for name in SUBLAYERS if _WORDS[name].search(plain)]
+        if plain in SUBLAYERS:
+            sublayers = [plain]
+        else:
+            sublayers = [name for name in SUBLAYERS if _WORDS[name].search(plain)]
         for sublayer in sublayers:
             self.layers[sublayer].update(layers)
             if plain != sublayer:
@@ -56,7 +59,8 @@ class _Choice:
 
 def recomputed_parts(config: Config) -> tuple[Part, ...]:
     """For each layer what of it is computed again; the configuration has passed `recompute_problems`."""
-    settings, count = config.recompute_config, config.decoder.num_layers
+    settings = config.recompute_config
+    count = config.decoder.num_layers
     whole = _layers(True if config.recompute else settings.recompute, config)
     selected = _sublayers(settings.select_recompute, config)
     excluded = _sublayers(settings.select_recompute_exclude, config, SUBLAYERS)
@@ -88,11 +92,14 @@ def _layers(written: Any, config: Config) -> list[int]:
 
     In a pipeline a list with a number for each stage counts layers of each, as in MindSpore Transformers.
     """
-    num_layers, counted = config.decoder.num_layers, counts_per_stage(config, written)
+    num_layers = config.decoder.num_layers
+    counted = counts_per_stage(config, written)
     if counted is not None:
         return counted
     if isinstance(written, bool) or written == []:
-        return list(range(num_layers)) if written else []
+        if written:
+            return list(range(num_layers))
+        return []
     if isinstance(written, (str, list)):
         return layer_numbers(written, num_layers)
     if not 0 <= written <= num_layers:
@@ -106,7 +113,8 @@ def _sublayers(written: Any, config: Config, meant: tuple[str, ...] = ("mlp",)) 
     Without a pattern `meant` is: to select, the feed-forward sublayer, as MindSpore Transformers then takes
     feed_forward.mul and its activation.
     """
-    choice, everywhere = _Choice(), list(range(config.decoder.num_layers))
+    choice = _Choice()
+    everywhere = list(range(config.decoder.num_layers))
     if isinstance(written, str):
         written = [written]
     named = isinstance(written, list) and any(isinstance(item, str) and not item[:1].isdigit() for item in written)
@@ -153,7 +161,9 @@ def recompute_notices(config: Config) -> Iterator[str]:
         yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
     for name in ("select_recompute", "select_recompute_exclude"):
         choice = _sublayers(getattr(settings, name), config)
-        verb = "kept" if name == "select_recompute_exclude" else "computed again"
+        verb = "computed again"
+        if name == "select_recompute_exclude":
+            verb = "kept"
         for sublayer, patterns in choice.guessed.items():
             if patterns and choice.layers[sublayer]:
                 layers = layer_text(choice.layers[sublayer])
@@ -170,4 +180,6 @@ def recompute_text(parts: tuple[Part, ...]) -> str:
         layers = [layer for layer, found in enumerate(parts) if found == part]
         if layers:
             phrases.append(f"{name} of {layer_text(layers)}")
-    return f"{'; '.join(phrases)}: computed again in the backward pass" if phrases else ""
+    if phrases:
+        return f"{'; '.join(phrases)}: computed again in the backward pass"
+    return ""

@@ -16,8 +16,10 @@ def part_sizes(config: Config) -> list[list[int]]:
 
     Each has an equal share plus its `offset`. Without offsets the last ones take what does not divide evenly.
     """
-    settings, stages = config.decoder, config.parallel_config.pipeline_stage
-    parts, written = settings.pp_interleave_num, settings.offset
+    settings = config.decoder
+    stages = config.parallel_config.pipeline_stage
+    parts = settings.pp_interleave_num
+    written = settings.offset
     share, rest = divmod(settings.num_layers, stages * parts)
     if isinstance(written, int):
         sizes = [share + written + (number >= stages * parts - rest) for number in range(stages * parts)]
@@ -46,7 +48,8 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
 
     Only a job with a pipeline has such lists; elsewhere a list numbers layers.
     """
-    stages, parts = config.parallel_config.pipeline_stage, config.decoder.pp_interleave_num
+    stages = config.parallel_config.pipeline_stage
+    parts = config.decoder.pp_interleave_num
     if stages == 1 or not config.use_parallel or not isinstance(written, list) or not written:
         return None
     rows = _rows(written)
@@ -57,7 +60,10 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
     first = 0
     for number, sizes in enumerate(part_sizes(config)):
         for stage, size in enumerate(sizes):
-            count = rows[number][stage] if len(rows) == parts else rows[0][stage] * (number == 0)
+            if len(rows) == parts:
+                count = rows[number][stage]
+            else:
+                count = rows[0][stage] * (number == 0)
             chosen += range(first, first + min(count, size))
             first += size
     return chosen
@@ -65,13 +71,18 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
 
 def stage_problems(config: Config) -> Iterator[Problem]:
     """Offsets that do not fit the stages, or leave layers over."""
-    settings, stages = config.decoder, config.parallel_config.pipeline_stage
-    written, parts = settings.offset, settings.pp_interleave_num
+    settings = config.decoder
+    stages = config.parallel_config.pipeline_stage
+    written = settings.offset
+    parts = settings.pp_interleave_num
     if stages == 1 or isinstance(written, int) or not config.use_parallel:
         return
     rows = _rows(written)
     if len(rows) != parts or any(len(row) != stages for row in rows):
-        shape = f"{parts} lists of {stages} numbers" if parts > 1 else f"a list of {stages} numbers"
+        if parts > 1:
+            shape = f"{parts} lists of {stages} numbers"
+        else:
+            shape = f"a list of {stages} numbers"
         yield problem(config, _KEY, f"{stages} stages of {parts} parts need {shape}", "write one for each stage, or 0")
         return
     sizes = [size for row in part_sizes(config) for size in row]
@@ -81,4 +92,6 @@ def stage_problems(config: Config) -> Iterator[Problem]:
 
 
 def _rows(written: Any) -> list[list[int]]:
-    return written if written and isinstance(written[0], list) else [written]
+    if written and isinstance(written[0], list):
+        return written
+    return [written]

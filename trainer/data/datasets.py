@@ -82,7 +82,8 @@ def check_tokenizer(config: Config, section: str) -> None:
 
 def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, Any]:
     """The settings on which the meaning of a position in the training data depends."""
-    train, runner = config.train_dataset, config.runner_config
+    train = config.train_dataset
+    runner = config.runner_config
     return {
         "seed": config.seed,
         "batch_size": runner.batch_size,
@@ -100,7 +101,9 @@ def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, 
 def batch_size(config: Config, section: str) -> int:
     """Sequences of a micro-batch of a section."""
     own = getattr(config, section).batch_size
-    return own if section == EVAL and own is not None else config.runner_config.batch_size
+    if section == EVAL and own is not None:
+        return own
+    return config.runner_config.batch_size
 
 
 def _build_eval(config: Config, progress: Progress | None, notice: Notice | None) -> SequenceDataset:
@@ -131,7 +134,9 @@ def _build_section(
 
         return build_mindrecord(config, section)
     opened = open_token_files(config, section, progress, notice)
-    limit = wanted.data_loader.num_samples if len(opened) == 1 else None
+    limit = None
+    if len(opened) == 1:
+        limit = wanted.data_loader.num_samples
     built = [_build_source(config, section, source, file, limit, notice) for source, _, file in opened]
     if len(opened) == 1:
         return built[0]
@@ -145,11 +150,16 @@ def open_token_files(
 
     Arguments and errors as of `build_datasets`.
     """
-    tokenizer, cache = find_tokenizer(config, section), _find_cache(config, section)
+    tokenizer = find_tokenizer(config, section)
+    cache = _find_cache(config, section)
     _check_vocabulary(config, f"the tokenizer has {tokenizer.vocab_size} tokens", tokenizer.vocab_size)
-    sources, opened = find_sources(config, section), []
-    template = load_chat_template(config, section, tokenizer) if sources[0][0].kind == RECORDS else None
-    how, num_rendered = {"template": template, "train_on": trained_part(config, section)}, 0
+    sources = find_sources(config, section)
+    opened = []
+    template = None
+    if sources[0][0].kind == RECORDS:
+        template = load_chat_template(config, section, tokenizer)
+    how = {"template": template, "train_on": trained_part(config, section)}
+    num_rendered = 0
     for source, weight in sources:
         for told in source.notices if notice is not None else ():
             notice(told)
@@ -165,9 +175,12 @@ def _build_source(
     config: Config, section: str, source: Source, token_file: TokenFile, limit: int | None, notice: Notice | None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Packs the documents of a source to at most `limit` sequences, and those held out of it."""
-    wanted, seq_length = getattr(config, section), config.decoder.seq_length
+    wanted = getattr(config, section)
+    seq_length = config.decoder.seq_length
     packing = wanted.packing or ("whole" if token_file.meta.num_conversations else "cut")
-    documents, held_out, fitted = split.whole(token_file.offsets), None, None
+    documents = split.whole(token_file.offsets)
+    held_out = None
+    fitted = None
     if packing == "cut" and wanted.overlong != "truncate" and notice is not None:
         notice(f"{source.name} is cut every {seq_length} tokens: {section}.overlong = {wanted.overlong} has no effect.")
     if packing != "cut":
@@ -194,7 +207,8 @@ def _blend(
     notice: Notice | None,
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Blends the data sets of several sources by weight; an evaluation reads each of their sequences once."""
-    names, weights = [source.name for source, _ in sources], [weight for _, weight in sources]
+    names = [source.name for source, _ in sources]
+    weights = [weight for _, weight in sources]
     if section == EVAL and len(set(weights)) > 1 and notice is not None:
         notice("An evaluation reads every sequence of its sources once: the weights in eval_dataset have no effect.")
     limit = getattr(config, section).data_loader.num_samples
@@ -207,7 +221,8 @@ def _blend(
             raise UserError(rule, where=config.source.where(f"{key}.path"), key=key, value=share.name, fix=fix)
         if section == TRAIN and not share.epoch_sequences:
             rule = f"this weight gives {share.name} none of the {blended.num_sequences} sequences of an epoch"
-            key, fix = f"{key}.weight", "raise it, or remove the source"
+            key = f"{key}.weight"
+            fix = "raise it, or remove the source"
             raise UserError(rule, where=config.source.where(key), key=key, value=share.weight, fix=fix)
     held_out = [data for _, data in built if data is not None]
     return blended, BlendedDataset(held_out, names, None) if held_out else None
@@ -215,7 +230,8 @@ def _blend(
 
 def _fitted(config: Config, section: str, samples: Spans, source: Source, notice: Notice | None) -> Fitted:
     """Makes samples fit a sequence as the section's `overlong` says."""
-    overlong, seq_length = getattr(config, section).overlong, config.decoder.seq_length
+    overlong = getattr(config, section).overlong
+    seq_length = config.decoder.seq_length
     key = f"{section}.overlong"
     is_long = samples.lengths > seq_length
     if overlong == "error" and is_long.any():
@@ -229,7 +245,9 @@ def _fitted(config: Config, section: str, samples: Spans, source: Source, notice
         fix = "set it to truncate, or a larger model.model_config.seq_length"
         raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
     if notice is not None and (fitted.truncated or fitted.dropped):
-        done = "dropped" if fitted.dropped else "truncated: they lose the beginning of their prompt"
+        done = "truncated: they lose the beginning of their prompt"
+        if fitted.dropped:
+            done = "dropped"
         count = f"{fitted.dropped or fitted.truncated:,} of {len(samples.lengths):,} samples"
         notice(f"{count} of {source.name} are longer than a sequence ({seq_length} tokens) and are {done}.")
     return fitted
@@ -239,7 +257,8 @@ def _hold_out(config: Config, documents: Spans, packing: str, notice: Notice | N
     """Splits the documents of ``train_dataset`` into (training, held out)."""
     fraction = config.train_dataset.held_out
     if packing != "cut" and len(documents.lengths) < 2:
-        key, rule = f"{TRAIN}.held_out", "a sample stays whole, and there is only one"
+        key = f"{TRAIN}.held_out"
+        rule = "a sample stays whole, and there is only one"
         fix = f"remove it, use more data, or set {TRAIN}.packing to cut"
         raise UserError(rule, where=config.source.where(key), key=key, value=fraction, fix=fix)
     train, held_out = split.hold_out(documents, fraction, config.seed)
@@ -253,9 +272,11 @@ def _hold_out(config: Config, documents: Spans, packing: str, notice: Notice | N
 def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, SyntheticDataset | None]:
     """Numbers the sequences of a seed: training data from 0 on, then held-out data, then ``eval_dataset``."""
     wanted = getattr(config, section)
-    size, held_out_size = wanted.data_loader.num_samples, 0
+    size = wanted.data_loader.num_samples
+    held_out_size = 0
     if size is None:
-        key, where = f"{section}.data_loader.num_samples", config.source.where(f"{section}.data_loader.type")
+        key = f"{section}.data_loader.num_samples"
+        where = config.source.where(f"{section}.data_loader.type")
         fix = f"set {key} to the number of sequences of an epoch"
         raise UserError("SyntheticDataset needs a number of sequences", where=where, key=key, value=None, fix=fix)
     if section == TRAIN and wanted.held_out and size > 1:
@@ -271,7 +292,9 @@ def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, Syntheti
 
 def _find_cache(config: Config, section: str) -> Cache:
     """The folder of token files; train_dataset gives what eval_dataset leaves out."""
-    owner = section if getattr(config, section).cache_dir is not None else TRAIN
+    owner = TRAIN
+    if getattr(config, section).cache_dir is not None:
+        owner = section
     key = f"{owner}.cache_dir"
     folder = getattr(config, owner).cache_dir or DEFAULT_CACHE_DIR
     return Cache(Path(os.path.expanduser(folder)), key, config.source.where(key))
@@ -287,7 +310,8 @@ def find_tokenizer(config: Config, section: str) -> Tokenizer:
     key = "eval_dataset.tokenizer"
     rule = "a model must be evaluated with the tokenizer of its training, and train_dataset.tokenizer is another one"
     fix = "leave eval_dataset.tokenizer out, which then is train_dataset.tokenizer"
-    where, value = config.source.where(f"{key}.type"), config.eval_dataset.tokenizer.path
+    where = config.source.where(f"{key}.type")
+    value = config.eval_dataset.tokenizer.path
     raise UserError(rule, where=where, key=key, value=value, fix=fix)
 
 
@@ -302,7 +326,9 @@ def _check_vocabulary(config: Config, what: str, tokens: int) -> None:
 
 def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None:
     """Checks that text to be cut fills a sequence, and the sequences a batch."""
-    wanted, seq_length, num_sequences = getattr(config, section), config.decoder.seq_length, dataset.num_sequences
+    wanted = getattr(config, section)
+    seq_length = config.decoder.seq_length
+    num_sequences = dataset.num_sequences
     is_cut = dataset.packing is not None and dataset.packing.packing == "cut"
     if is_cut and dataset.num_tokens <= seq_length:
         key = "model.model_config.seq_length"
@@ -312,7 +338,9 @@ def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None
         raise UserError(rule, where=config.source.where(key), key=key, value=seq_length, fix=fix)
     size = batch_size(config, section)
     if wanted.drop_remainder and num_sequences < size:
-        key = f"{EVAL}.batch_size" if section == EVAL and wanted.batch_size is not None else "runner_config.batch_size"
+        key = "runner_config.batch_size"
+        if section == EVAL and wanted.batch_size is not None:
+            key = f"{EVAL}.batch_size"
         rule = f"{section} has {num_sequences} {config.network.sequences_text}, fewer than one batch"
         fix = f"set it to at most {num_sequences}, or {section}.drop_remainder to False, or use more data"
         raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)

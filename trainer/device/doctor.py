@@ -70,11 +70,15 @@ def checks(output_dir: Path = Path("output"), deep: bool = False) -> list[Check]
         check_disk(output_dir),
         check_msrun(Path(sys.executable).parent, os.environ.get("PATH", "")),
     ]
-    return found + [check_deep()] if deep else found
+    if deep:
+        return found + [check_deep()]
+    return found
 
 
 def exit_code(found: Sequence[Check]) -> int:
-    return EXIT_RUN_FAILED if any(check.verdict == "fail" for check in found) else EXIT_OK
+    if any(check.verdict == "fail" for check in found):
+        return EXIT_RUN_FAILED
+    return EXIT_OK
 
 
 def to_json(found: Sequence[Check]) -> str:
@@ -146,7 +150,10 @@ def find_ascend(root: Path, environment: Mapping[str, str]) -> AscendParts:
 def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path | None = None) -> list[str]:
     """Why a run cannot use an Ascend; empty when it can. `package`: MindSpore's folder; None: look."""
     found = find_ascend(root, environment)
-    missing = [] if found.cards else ["no card (/dev/davinci0)"]
+    if found.cards:
+        missing = []
+    else:
+        missing = ["no card (/dev/davinci0)"]
     # A container may have the cards and the driver's libraries without its tool.
     if not (found.driver or (root / "usr/local/Ascend/driver").is_dir()):
         missing.append("no driver (npu-smi, /usr/local/Ascend/driver)")
@@ -154,7 +161,9 @@ def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path
         missing.append("no CANN libraries (/usr/local/Ascend, ASCEND_HOME_PATH)")
     if package is None:
         spec = importlib.util.find_spec("mindspore")
-        package = Path(spec.origin).parent if spec and spec.origin else None
+        package = None
+        if spec and spec.origin:
+            package = Path(spec.origin).parent
     if package is None or not any((package / "lib/plugin").glob("libmindspore_ascend.so*")):
         missing.append("no Ascend plugin in the mindspore package")
     return missing
@@ -169,7 +178,9 @@ def check_device(root: Path, environment: Mapping[str, str]) -> Check:
     """
     cards, smi, toolkit = find_ascend(root, environment)
     if cards or smi:
-        cards_text = f"{cards} Ascend card{'s' if cards != 1 else ''}" if cards else "npu-smi"
+        cards_text = "npu-smi"
+        if cards:
+            cards_text = f"{cards} Ascend card{'s' if cards != 1 else ''}"
         if not toolkit:
             fix = "install CANN, then source its set_env.sh; until then use --device_target CPU"
             return Check("device", "warn", f"{cards_text}, but no CANN toolkit in /usr/local/Ascend", fix)
@@ -196,7 +207,9 @@ def check_cores(usable: int, present: int) -> Check:
 def check_memory(available_bytes: int, cgroup_left_bytes: int | None) -> Check:
     """Memory that is left, on the machine or within the container's limit, whichever is less."""
     limited = cgroup_left_bytes is not None and cgroup_left_bytes < available_bytes
-    left_bytes = cgroup_left_bytes if limited else available_bytes
+    left_bytes = available_bytes
+    if limited:
+        left_bytes = cgroup_left_bytes
     found = f"{left_bytes / _GIB:.1f} GiB available{' within the limit of the container' if limited else ''}"
     if left_bytes < 1 * _GIB:  # importing MindSpore takes 0.4 GiB, a small model as much again
         return Check("memory", "fail", found, "free 1 GiB at least: MindSpore alone takes almost half of it")
@@ -254,7 +267,9 @@ def memory_left_bytes(root: Path = Path("/")) -> int:
     """Memory that is left, on the machine or within the container's limit, whichever is less."""
     limited = cgroup_memory_left_bytes(root)
     available = _available_memory_bytes()
-    return available if limited is None else min(available, limited)
+    if limited is None:
+        return available
+    return min(available, limited)
 
 
 def most_memory_bytes(root: Path = Path("/")) -> int:
@@ -343,5 +358,7 @@ def _gpu_name(environment: Mapping[str, str]) -> str:
         command = [smi, "--query-gpu=name", "--format=csv,noheader"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_SECONDS)
-            return result.stdout.strip().partition("\n")[0] if result.returncode == 0 else ""
+            if result.returncode == 0:
+                return result.stdout.strip().partition("\n")[0]
+            return ""
     return ""

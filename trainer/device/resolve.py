@@ -38,7 +38,10 @@ def resolve_device(config: Config) -> str:
             fix="use --device_target CPU, remove the key to take the best device there is, or add --device_fallback;"
             " `run_trainer.py doctor` looks at this machine",
         )
-    device = "CPU" if lacks else wanted or "Ascend"
+    if lacks:
+        device = "CPU"
+    else:
+        device = wanted or "Ascend"
     device_calls(config, device)
     jit_options(config, device)
     return device
@@ -99,4 +102,6 @@ def _lacks(config: Config) -> str:
     if wanted == "GPU":
         return _NO_GPU
     missing = missing_for_ascend(Path("/"), os.environ)
-    return f"this machine cannot run on an Ascend: {', '.join(missing)}" if missing else ""
+    if missing:
+        return f"this machine cannot run on an Ascend: {', '.join(missing)}"
+    return ""

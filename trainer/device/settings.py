@@ -80,9 +80,16 @@ def device_calls(config: Config, device: str) -> tuple[Call, ...]:
         found.append(Call("runtime.launch_blocking"))
     cores = context.affinity_cpu_list
     if cores is not None and cores != "":
-        key = "module_to_cpu_dict" if isinstance(cores, dict) else "affinity_cpu_list"
-        listed = [cores] if isinstance(cores, str) else cores
-        arguments = (("", cores),) if isinstance(cores, bool) else (("", True), (key, listed))
+        key = "affinity_cpu_list"
+        if isinstance(cores, dict):
+            key = "module_to_cpu_dict"
+        listed = cores
+        if isinstance(cores, str):
+            listed = [cores]
+        if isinstance(cores, bool):
+            arguments = (("", cores),)
+        else:
+            arguments = (("", True), (key, listed))
         found.append(Call("runtime.set_cpu_affinity", arguments))
     return (*found, *_ascend(config))
 
@@ -106,7 +113,9 @@ def jit_options(config: Config, device: str) -> dict[str, str]:
             raise _error(config, name, own, f"jit_config says {found[name]}", "remove one of the two")
     for name, value in found.items():
         if value not in _JIT[name]:
-            key = name if getattr(context, name) is not None else "jit_config"
+            key = "jit_config"
+            if getattr(context, name) is not None:
+                key = name
             rule = f"{name} of mindspore.jit is one of {', '.join(_JIT[name])}"
             raise _error(config, key, getattr(context, key), rule, f"write {_JIT[name][-1]}")
     return found
@@ -135,7 +144,9 @@ def _memory(config: Config) -> list[Call]:
         arguments.append((name, size))
     if config.context.memory_optimize_level is not None:
         arguments.append(("optimize_level", config.context.memory_optimize_level))
-    return [Call("runtime.set_memory", tuple(arguments))] if arguments else []
+    if arguments:
+        return [Call("runtime.set_memory", tuple(arguments))]
+    return []
 
 
 def _ascend(config: Config) -> list[Call]:

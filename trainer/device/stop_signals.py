@@ -64,7 +64,9 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES[self.received] if self.received else EXIT_OK
+        if self.received:
+            return EXIT_CODES[self.received]
+        return EXIT_OK
 
 
 def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threading.Thread:
@@ -79,7 +81,9 @@ def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threadi
         ended: The thread ends soon after this is set; None: with the process.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
-    wait_seconds = _FOREVER if ended is None else _WAIT_SECONDS
+    wait_seconds = _WAIT_SECONDS
+    if ended is None:
+        wait_seconds = _FOREVER
 
     def forward() -> None:
         while ended is None or not ended.is_set():
@@ -97,7 +101,8 @@ def signals_in_a_thread() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before, ended = signal.pthread_sigmask(signal.SIG_BLOCK, ()), threading.Event()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    ended = threading.Event()
     receiver = receive_signals_in_a_thread(ended)
     try:
         yield

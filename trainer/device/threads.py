@@ -78,8 +78,14 @@ class HostThreads:
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        self.threads = min(len(os.sched_getaffinity(0)), _MOST_HOST_THREADS) if threads is None else threads
-        self.pool = ThreadPoolExecutor(self.threads - 1, "host") if self.threads > 1 else None
+        if threads is None:
+            self.threads = min(len(os.sched_getaffinity(0)), _MOST_HOST_THREADS)
+        else:
+            self.threads = threads
+        if self.threads > 1:
+            self.pool = ThreadPoolExecutor(self.threads - 1, "host")
+        else:
+            self.pool = None
         self.at_work = threading.local()  # whether a thread is inside `run`
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
@@ -106,7 +112,9 @@ class HostThreads:
             finally:
                 self.at_work.number = None
 
-        used = min(self.threads, len(items)) if self.pool else 1
+        used = 1
+        if self.pool:
+            used = min(self.threads, len(items))
         others = [self.pool.submit(take, thread) for thread in range(1, used)]
         take(0)
         for other in others:

@@ -44,9 +44,17 @@ class Run:
         say: Callable[[str], None],
         libraries: ctypes.CDLL,
     ) -> None:
-        self.config, self.world, self.steps, self.options, self.say = config, world, steps, options, say
-        self.libraries, self.reads, self.collectives, self.base_bytes = libraries, {}, [], 0
-        self.order, self.kernels = ExecutionOrder(), {}
+        self.config = config
+        self.world = world
+        self.steps = steps
+        self.options = options
+        self.say = say
+        self.libraries = libraries
+        self.reads = {}
+        self.collectives = []
+        self.base_bytes = 0
+        self.order = ExecutionOrder()
+        self.kernels = {}
 
     def measured_steps(self, step: Callable[[int], None]) -> None:
         """Calls `step` with the numbers of the steps; the last one is measured."""
@@ -92,7 +100,10 @@ def failure_of(error: Exception) -> Failure:
     places = (ours(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__)))
     text = str(error).strip() or type(error).__name__
     names = (found[1] for pattern in _OPERATORS if (found := re.search(pattern, text)))
-    message = text if isinstance(error, TrainerError) else f"{type(error).__name__}: {_first_lines(text)}"
+    if isinstance(error, TrainerError):
+        message = text
+    else:
+        message = f"{type(error).__name__}: {_first_lines(text)}"
     return Failure(next(names, ""), next(filter(None, places), ""), message, isinstance(error, UserError))
 
 

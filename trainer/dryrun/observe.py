@@ -28,7 +28,9 @@ _VARIANT = re.compile("^DistComm|^InnerComm|(IntoTensor|Tensor|Single)(Uneven)?$
 @contextlib.contextmanager
 def host_reads() -> Iterator[dict[str, tuple[int, int]]]:
     """Fills the yielded dict: for each line of this project how often it reads a tensor, and how many bytes."""
-    counts, sizes, found = Counter(), Counter(), {}
+    counts = Counter()
+    sizes = Counter()
+    found = {}
     inside = threading.local()  # a reader that calls another one reads once
     originals = {name: getattr(mindspore.Tensor, name) for name in _READERS}
 
@@ -110,7 +112,9 @@ def _rows(name: str) -> Iterator[dict[str, str]]:
 
 
 def _collective(row: Mapping[str, str]) -> Collective:
-    end = "output" if row["primitive"] == "Receive" else "input"
+    end = "input"
+    if row["primitive"] == "Receive":
+        end = "output"
     ranks = tuple(map(int, row["comm_rank"].split()))
     name = _VARIANT.sub("", row["primitive"])
     return Collective(name, row[f"{end}_type"].lower(), int(row[f"{end}_size"]), ranks)

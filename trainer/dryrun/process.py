@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 from trainer.dryrun.stand_ins import LIBRARY, stand_ins
 
-CASES, RESULTS, LOG = "cases.json", "results.jsonl", "log.txt"
+CASES = "cases.json"
+RESULTS = "results.jsonl"
+LOG = "log.txt"
 """Files of the folder that the two processes share."""
 TRAIN = "trainer.dryrun.tasks:train"
 
@@ -104,7 +106,9 @@ def run_cases(
     Raises:
         UserError, RunError: As of `stand_ins`.
     """
-    toolkit, found, left = stand_ins(), {}, dict(cases)
+    toolkit = stand_ins()
+    found = {}
+    left = dict(cases)
     while left:
         with tempfile.TemporaryDirectory(prefix="dryrun-") as name:
             done, current = _run_process(Path(name), left, ranks, rank, tell, toolkit, python)
@@ -121,7 +125,8 @@ def _run_process(
     job = {"ranks": ranks, "rank": rank, "cases": {name: case._asdict() for name, case in cases.items()}}
     (folder / CASES).write_text(json.dumps(job))
     (folder / RESULTS).touch()
-    found, current = {}, None
+    found = {}
+    current = None
     with (folder / LOG).open("w") as log:
         process = subprocess.Popen(
             [*python, "-m", "trainer.dryrun.worker", str(folder)],
@@ -133,7 +138,8 @@ def _run_process(
                 event = json.loads(line)
                 current = event["case"]
                 if "measurement" in event:
-                    found[current], current = _measurement(event["measurement"]), None
+                    found[current] = _measurement(event["measurement"])
+                    current = None
                 else:
                     tell(current, event["says"])
         finally:
@@ -150,7 +156,8 @@ def _run_process(
 def environment(given: Mapping[str, str], toolkit: Path, ranks: int, rank: int) -> dict[str, str]:
     """The environment of a process on the dry Ascend backend."""
     kept = {name: value for name, value in given.items() if not name.startswith(_OF_A_JOB)}
-    libraries, package = toolkit / "lib64", Path(__file__).resolve().parents[2]
+    libraries = toolkit / "lib64"
+    package = Path(__file__).resolve().parents[2]
     paths = {
         "LD_LIBRARY_PATH": [libraries, given.get("LD_LIBRARY_PATH")],
         "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, _entries(given.get("PYTHONPATH")))],
@@ -193,5 +200,8 @@ def _measurement(values: Mapping[str, Any]) -> Measurement:
 
 def _why_dead(code: int, log: Path) -> str:
     lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
-    ended = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    if code < 0:
+        ended = f"was killed by signal {-code}"
+    else:
+        ended = f"ended with exit code {code}"
     return "\n".join((f"the process {ended}; the last it said:", *lines[-_LOG_LINES:]))

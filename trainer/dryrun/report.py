@@ -32,7 +32,8 @@ _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device alone
 _GRAPH_LAYER_BYTES = 64 << 20  # of the one graph of semi-automatic mode, while MindSpore compiles it
 _DEVICE_BYTES = 60 * _GIB  # what MindSpore takes of a device of 64 GB
-_NAME, _STEP = "ascend", "step"
+_NAME = "ascend"
+_STEP = "step"
 _MODEL = "model.model_config"
 
 
@@ -52,12 +53,15 @@ class DryRun(NamedTuple):
 
     @property
     def device_bytes(self) -> int:
-        return _DEVICE_BYTES if self.limit_bytes is None else self.limit_bytes
+        if self.limit_bytes is None:
+            return _DEVICE_BYTES
+        return self.limit_bytes
 
     def check(self) -> None:
         """Raises a RunError where a device would run out of memory."""
         if self.exceeds_memory:
-            peak, limit = size(self.measurement.peak_bytes), size(self.device_bytes)
+            peak = size(self.measurement.peak_bytes)
+            limit = size(self.device_bytes)
             rule = f"a device would run out of memory: this rank needs {peak} of {limit}"
             fix = "recompute more, use a smaller batch or more ranks, or a device with more memory"
             raise RunError(rule, key="context.max_device_memory", fix=fix)
@@ -78,7 +82,9 @@ def as_rank(world: World, rank: int) -> World:
     """
     if not 0 <= rank < world.size:
         last = world.size - 1
-        rule = f"a job of {world.size} ranks has the ranks 0 to {last}" if last else "a job of one rank has rank 0"
+        rule = "a job of one rank has rank 0"
+        if last:
+            rule = f"a job of {world.size} ranks has the ranks 0 to {last}"
         fix = f"write --rank {last} or less, or set the number with --ranks"
         raise UserError(rule, where="flag --rank", key="--rank", value=rank, fix=fix)
     return world._replace(rank=rank, local_rank=rank % world.local_size)
@@ -132,10 +138,13 @@ def audit_there(config: Config, world: World) -> dict[str, Any] | str:
         return error.rule
     except OSError as error:  # the folder of the libraries cannot be written
         return str(error)
-    found, step = measured[_NAME], measured.get(_STEP)
+    found = measured[_NAME]
+    step = measured.get(_STEP)
     if found.failure is not None:
         return found.failure.message
-    return found.found if step is None else _with_collectives(found.found, config, world, step)
+    if step is None:
+        return found.found
+    return _with_collectives(found.found, config, world, step)
 
 
 def _with_collectives(audit: dict[str, Any], config: Config, world: World, step: Measurement) -> dict[str, Any]:
@@ -166,7 +175,8 @@ def collective_rows(
     collectives: Sequence[Collective], groups: Mapping[tuple[int, ...], str]
 ) -> list[tuple[str, str, int, int]]:
     """Of the collectives of a step: name, group, number of calls and bytes that this rank gives in all of them."""
-    calls, sizes = Counter(), Counter()
+    calls = Counter()
+    sizes = Counter()
     for each in collectives:
         name = groups.get(each.ranks, "")
         kind = each.name, f"{name}: {ranks_text(each.ranks)}" if name else ranks_text(each.ranks)
@@ -190,7 +200,9 @@ def _text_without_files(config: Config) -> str:
 
 def _check_memory(config: Config, world: World, left_bytes: int) -> None:
     one_graph = config.classifier is None and runs_semi_auto(config, world)
-    layers = config.decoder.num_layers if one_graph else 0
+    layers = 0
+    if one_graph:
+        layers = config.decoder.num_layers
     needed = _HOST_BYTES + layers * _GRAPH_LAYER_BYTES
     if needed > left_bytes:
         rule = f"a dry run takes about {size(needed)} of this machine's memory, of which {size(left_bytes)} are left"
@@ -212,7 +224,8 @@ def dry_run_dict(found: DryRun) -> dict[str, Any]:
 
 def dry_run_sections(found: DryRun) -> list[Section]:
     """For people: what failed, or what a step takes."""
-    measured, title = found.measurement, f"Dry run on an Ascend, rank {found.world.rank} of {found.world.size}"
+    measured = found.measurement
+    title = f"Dry run on an Ascend, rank {found.world.rank} of {found.world.size}"
     if measured.failure is not None:
         failure = measured.failure
         rows = [("failed", failure.message)]
@@ -232,13 +245,19 @@ def dry_run_sections(found: DryRun) -> list[Section]:
 
 def _memory_text(found: DryRun) -> str:
     text = size(found.measurement.peak_bytes)
-    name = "a device's" if found.limit_bytes is None else "max_device_memory"
+    name = "max_device_memory"
+    if found.limit_bytes is None:
+        name = "a device's"
     text += f", {'ABOVE' if found.exceeds_memory else 'of'} {name} {size(found.device_bytes)}"
     if found.planned_bytes is None:
         return text
-    rough = " (rough below 1 GiB)" if found.planned_bytes < _GIB else ""
+    rough = ""
+    if found.planned_bytes < _GIB:
+        rough = " (rough below 1 GiB)"
     return f"{text}; the plan estimates {size(found.planned_bytes)}{rough}"
 
 
 def _bytes_text(number: int) -> str:
-    return size(number) if number >= 1 << 20 else f"{number:,} bytes"
+    if number >= 1 << 20:
+        return size(number)
+    return f"{number:,} bytes"

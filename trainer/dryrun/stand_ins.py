@@ -29,12 +29,15 @@ _OBJECTS = frozenset((
 ))  # fmt: skip
 _TOOLKIT = "cann"  # MindSpore looks for CANN's folder by this name, in the path of the library
 # MindSpore's Python package asks for the version of CANN there.
-_VERSION_FILE, _VERSION = Path("python/hccl/sys_version.py"), "__sys_version__ = '8.5.0'\n"
+_VERSION_FILE = Path("python/hccl/sys_version.py")
+_VERSION = "__sys_version__ = '8.5.0'\n"
 
 
 def missing_compiler() -> str:
     """Why the libraries cannot be built here; empty where they can be."""
-    return "" if shutil.which(_COMPILER) else f"a dry run builds small libraries with {_COMPILER}, which is not here"
+    if shutil.which(_COMPILER):
+        return ""
+    return f"a dry run builds small libraries with {_COMPILER}, which is not here"
 
 
 def stand_ins(cache: Path | None = None) -> Path:
@@ -44,7 +47,8 @@ def stand_ins(cache: Path | None = None) -> Path:
         UserError: There is no compiler.
         RunError: It cannot build them.
     """
-    cache = cache_folder(os.environ) if cache is None else cache
+    if cache is None:
+        cache = cache_folder(os.environ)
     digest = hashlib.sha256(" ".join((*_FLAGS, *_NAMES, _VERSION)).encode())
     for path in sorted(SOURCES.iterdir()):
         digest.update(path.read_bytes())
@@ -87,7 +91,10 @@ def _build(folder: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode:
         lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
-        text = lines[0] if lines else f"exit code {result.returncode}"
+        if lines:
+            text = lines[0]
+        else:
+            text = f"exit code {result.returncode}"
         raise RunError(f"{_COMPILER} cannot build the libraries of a dry run: {text}", fix="use GCC 9 or later")
     for name in _NAMES:
         (libraries / f"lib{name}.so").symlink_to(LIBRARY)

@@ -51,7 +51,8 @@ def prepare_process(config: Config, world: World) -> None:
 def _even_counts(config: Config, counts: Tensor, group: collectives.Group) -> np.ndarray:
     """As `exchange_counts`, whose counts are all zeros here, of tokens that go to all experts alike."""
     collectives.exchange_counts(counts, group)
-    settings, section = config.decoder, config.parallel_config
+    settings = config.decoder
+    section = config.parallel_config
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     rows = tokens * settings.experts.num_experts_chosen // section.model_parallel
     return np.full((2, group.size, counts.size // group.size), rows // counts.size)
@@ -86,7 +87,10 @@ def _schedule(update: int) -> float:
 
 def parameters_of(step: Any) -> int:
     """Numbers in all parameters of this rank."""
-    parameters = step.parameters.own if isinstance(step, GraphStep) else step.model.parameters_by_name
+    if isinstance(step, GraphStep):
+        parameters = step.parameters.own
+    else:
+        parameters = step.model.parameters_by_name
     return sum(parameter.size for parameter in parameters.values())
 
 
@@ -102,15 +106,18 @@ def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
 def batch_of(run: Run, rows: int, seed: int) -> Batch | ImageBatch:
     if run.config.classifier is None:
         return tokens_batch(run, rows, seed)
-    settings, stream = run.config.classifier, np.random.default_rng(seed)
+    settings = run.config.classifier
+    stream = np.random.default_rng(seed)
     pixels = stream.integers(0, 256, (rows, settings.pixels)).astype(np.uint8)
     return ImageBatch(pixels, stream.integers(0, settings.classes, rows).astype(np.int32))
 
 
 def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
     """Sequences of random tokens, each with as many documents of one length as the option `documents` says."""
-    settings, documents = run.config.decoder, run.options.get("documents", 1)
-    length, stream = settings.seq_length, np.random.default_rng(seed)
+    settings = run.config.decoder
+    documents = run.options.get("documents", 1)
+    length = settings.seq_length
+    stream = np.random.default_rng(seed)
     ids = stream.integers(0, settings.vocab_size, (rows, length + 1)).astype(np.int32)
     places = np.arange(length, dtype=np.int32)
     size = -(-length // documents)
@@ -121,12 +128,19 @@ def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
 def evaluation(run: Run) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
     graph = runs_semi_auto(run.config, run.world)
-    session = open_step(run) if graph else open_session(run.config, None, run.world, "Ascend")
+    if graph:
+        session = open_step(run)
+    else:
+        session = open_session(run.config, None, run.world, "Ascend")
     if not graph:  # another rank may have the losses, and it is not there
         session.communicator.all_sum = lambda sums: [sums[0], max(sums[1], 1), *sums[2:]]
     rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
-    found, pipeline = None, session.pipeline
-    model = session.model if pipeline is None else pipeline.evaluate
+    found = None
+    pipeline = session.pipeline
+    if pipeline is None:
+        model = session.model
+    else:
+        model = pipeline.evaluate
 
     def one(number: int) -> None:
         nonlocal found

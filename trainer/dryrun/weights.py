@@ -21,7 +21,8 @@ _REFERENCES_OF_A_NEW_TENSOR = 4  # as `Parameter` counts them
 def leave_weights_empty() -> None:
     """From now on this process allocates new parameters on the device and draws, copies and compares none."""
     for module in (decoder, classifier):
-        module.initial_value, module.Tensor = _empty_weight, _tensor
+        module.initial_value = _empty_weight
+        module.Tensor = _tensor
     session.check_same_weights = lambda *arguments: None
     Optimizer.new_array = _empty_state
     shards.ShardedParameters.start = _start_empty
@@ -40,7 +41,9 @@ def _empty_weight(
 
 def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:
     # A tensor of a tensor would be a copy in the host's memory.
-    return value if isinstance(value, mindspore.Tensor) else mindspore.Tensor(value, *more, **named)
+    if isinstance(value, mindspore.Tensor):
+        return value
+    return mindspore.Tensor(value, *more, **named)
 
 
 def _empty_state(self: Optimizer, shape: tuple[int, ...], name: str) -> Parameter:

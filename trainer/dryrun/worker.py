@@ -55,7 +55,10 @@ def measure(
     """Runs a case; whatever it raises is its result."""
     from trainer.dryrun.tasks import prepare_process
 
-    began, failure, found, results = time.perf_counter(), None, {}, {}
+    began = time.perf_counter()
+    failure = None
+    found = {}
+    results = {}
     try:
         config = in_job(parse_config(name, case["config"]), world)
         prepare_process(config, world)

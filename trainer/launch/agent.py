@@ -38,7 +38,9 @@ def main() -> int:
     except OSError:
         return _STARTED_TOO_LATE
     channel = Channel(connection)
-    role = "scheduler" if os.environ.get("MS_ROLE") == "MS_SCHED" else "worker"
+    role = "worker"
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        role = "scheduler"
     channel.send({"hello": role, "rank": int(os.environ.get("RANK_ID", "0")), "pid": os.getpid()})
     return _Agent(channel).serve()
 
@@ -110,7 +112,10 @@ class _Agent:
             log = open(spec["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it
             if spec.get("terminal"):
                 self.terminal = WorkerTerminal(log, spec["terminal"]["pipe"], spec["terminal"]["size"])
-            output = log if self.terminal is None else self.terminal.slave
+            if self.terminal is None:
+                output = log
+            else:
+                output = self.terminal.slave
             self.process = start_session(spec["command"], environment, output)
         except OSError as error:
             self.channel.send({"ended": 127, "at_seconds": time.monotonic(), "why": str(error)})

@@ -64,7 +64,9 @@ class LaunchOptions:
     @property
     def ranks(self) -> range:
         """The ranks of this node, as msrun numbers them."""
-        first = self.node_rank * self.local_worker_num if self.nodes > 1 else 0
+        first = 0
+        if self.nodes > 1:
+            first = self.node_rank * self.local_worker_num
         return range(first, first + self.local_worker_num)
 
     @property
@@ -77,11 +79,15 @@ class LaunchOptions:
         """Seconds from the start to the first finished step that count as a hang; 0: none do."""
         if self.start_timeout is not None:
             return self.start_timeout
-        return START_SECONDS if self.script is None else 0.0
+        if self.script is None:
+            return START_SECONDS
+        return 0.0
 
     @property
     def script_name(self) -> str:
-        return PROGRAM.name if self.script is None else self.script.name
+        if self.script is None:
+            return PROGRAM.name
+        return self.script.name
 
 
 DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
@@ -101,7 +107,9 @@ def find_script(name: str) -> Path | None:
         return None
     for path in (given, REPOSITORY / given):
         if path.is_file():
-            return None if path.resolve() == PROGRAM else path.absolute()
+            if path.resolve() == PROGRAM:
+                return None
+            return path.absolute()
     raise UserError(
         f"there is no such file, neither in {working_directory()} nor in {REPOSITORY}",
         key="script",
@@ -117,7 +125,10 @@ def visible_devices() -> tuple[int, ...]:
         UserError: It is no list of numbers.
     """
     text = os.environ.get(DEVICES_VARIABLE, "")
-    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if text.strip():
+        words = [word.strip() for word in text.split(",")]
+    else:
+        words = []
     if not all(word.isascii() and word.isdecimal() for word in words):
         rule = "must be numbers with commas between them, where a rank that is lost is left out"
         raise UserError(rule, key=DEVICES_VARIABLE, value=text, fix="write 0,1,2,3 for the range 0-3")
@@ -210,7 +221,9 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output_dir", "--output-dir", nargs="?")
     output_dir = parser.parse_known_args(arguments)[0].output_dir
-    return replace(options, log_dir=Path(output_dir) / LOG_FOLDER) if output_dir else options
+    if output_dir:
+        return replace(options, log_dir=Path(output_dir) / LOG_FOLDER)
+    return options
 
 
 def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -220,15 +233,24 @@ def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        name, equals, string = token[2:].partition("=") if token.startswith("--") else ("", "", "")
+        if token.startswith("--"):
+            name, equals, string = token[2:].partition("=")
+        else:
+            name = ""
+            equals = ""
+            string = ""
         name = name.replace("-", "_")
-        name = "nproc" if name == "worker_num" else name
+        if name == "worker_num":
+            name = "nproc"
         if name in (*_SWITCHES, "help") and not equals:
             own[name] = "True"
         elif name in _OPTIONS:
             if not equals and not tokens:
                 raise UserError("needs a value", where=f"flag {token}", fix=f"write {token} {_OPTIONS[name].metavar}")
-            own[name] = string if equals else tokens.pop(0)
+            if equals:
+                own[name] = string
+            else:
+                own[name] = tokens.pop(0)
         else:
             others.append(token)
     return own, others

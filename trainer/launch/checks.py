@@ -91,7 +91,9 @@ def _check_counts(options: LaunchOptions) -> None:
         raise _error("local_worker_num", local, rule, fix)
     if not 0 <= node < options.nodes:
         several = f"the nodes are 0 to {options.nodes - 1}"
-        rule = several if options.nodes > 1 else "with all workers on one node it is 0"
+        rule = "with all workers on one node it is 0"
+        if options.nodes > 1:
+            rule = several
         raise _error("node_rank", node, rule, "number the nodes from 0, or lower local_worker_num")
 
 
@@ -126,7 +128,9 @@ def _resolved(host: str) -> list[str]:
 
 def _addresses(host: str) -> list[str]:
     key = "master_addr"
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    bare = host
+    if host.startswith("[") and host.endswith("]"):
+        bare = host[1:-1]
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(bare))]
     if re.fullmatch(r"[\d.]+", bare) or not _HOST_NAME.match(bare):
@@ -155,7 +159,9 @@ def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
         raise _error("master_addr", options.master_addr, rule, fix)
     if port is None or not reason:
         return
-    rule = "this user may not listen there" if reason == errno.EACCES else "is in use on this machine"
+    rule = "is in use on this machine"
+    if reason == errno.EACCES:
+        rule = "this user may not listen there"
     fix = "give another one; with one node leave it out, and a free one is picked"
     raise _error("master_port", port, rule, fix)
 
@@ -170,7 +176,9 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
     command = [word for word in arguments.rest if word != "train"]
     if command:
         rule = "only trainings, evaluations and predictions run on several ranks"
-        fix = "write `plan --ranks 8` to plan a job" if command[0] == "plan" else "leave `launch` out"
+        fix = "leave `launch` out"
+        if command[0] == "plan":
+            fix = "write `plan --ranks 8` to plan a job"
         raise UserError(rule, where="launch", key=command[0], fix=fix)
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
@@ -187,7 +195,9 @@ def _check_memory(options: LaunchOptions, plan: Plan, left_bytes: int | None) ->
     if options.force or plan.device != "CPU":  # other devices have memory of their own
         return
     worker_bytes = plan.memory_bytes["total"]
-    left = memory_left_bytes() if left_bytes is None else left_bytes
+    left = left_bytes
+    if left_bytes is None:
+        left = memory_left_bytes()
     workers = options.local_worker_num
     if worker_bytes * workers <= left:
         return
@@ -197,6 +207,8 @@ def _check_memory(options: LaunchOptions, plan: Plan, left_bytes: int | None) ->
         f" and {left / _MIB:,.0f} MiB are left"
     )
     fitting = left // worker_bytes
-    fewer = f"start {fitting}, or spread them over more nodes; " if fitting else ""
+    fewer = ""
+    if fitting:
+        fewer = f"start {fitting}, or spread them over more nodes; "
     fix = f"{fewer}a smaller runner_config.batch_size and recompute_config need less; --force starts anyway"
     raise _error("nproc", options.worker_num, rule, fix)

@@ -119,17 +119,26 @@ def _start_and_restart(
     while True:
         nodes = _nodes(options, continuation, restart.number, name)
         try:
-            outcome = _gather(nodes, signals) if restart.number else None
+            outcome = None
+            if restart.number:
+                outcome = _gather(nodes, signals)
             if outcome is None:
-                attempt = options if continuation is None else continuation.resumed(options, nodes.resume)
+                if continuation is None:
+                    attempt = options
+                else:
+                    attempt = continuation.resumed(options, nodes.resume)
                 outcome = _supervise(attempt, files, nodes, restart, signals)
         finally:
             nodes.close()
         if restart.number >= options.max_restarts or continuation is None or not may_restart(outcome):
             return outcome.exit_code
         first_node = options.node_rank == 0
-        name = continuation.newest() if first_node else ""
-        lost = lost_rank(before, outcome) if options.elastic else None
+        name = ""
+        if first_node:
+            name = continuation.newest()
+        lost = None
+        if options.elastic:
+            lost = lost_rank(before, outcome)
         if stop_signal(signals) is not None:
             _tell("the job was told to end and does not start again")
             return outcome.exit_code
@@ -142,7 +151,9 @@ def _start_and_restart(
             _tell(f"rank {lost} is taken for lost: the job goes on with worker_num {options.worker_num}")
         reason = f"{outcome.words}: {how(outcome.exit_code)}"
         restart = Restart(restart.number + 1, options.max_restarts, reason, options.worker_num)
-        since = (name or "where the job began") if first_node else "the checkpoint that node 0 names"
+        since = "the checkpoint that node 0 names"
+        if first_node:
+            since = name or "where the job began"
         _tell(f"restart {restart.number} of {restart.most}, from {since}")
         before = outcome
 
@@ -225,7 +236,10 @@ def worker_specs(
 ) -> dict[int | None, Message]:
     """Returns what each agent starts, by rank: command, environment, cores and log; the scheduler's under None."""
     cores = sorted(os.sched_getaffinity(0))
-    program = trainer_command() if options.script is None else [sys.executable, "-u", str(options.script)]
+    if options.script is None:
+        program = trainer_command()
+    else:
+        program = [sys.executable, "-u", str(options.script)]
     # Variables that only msrun and the agents get.
     without = [SOCKET_VARIABLE, SECRET_VARIABLE, *([ENCODING_VARIABLE] if ENCODING_VARIABLE not in os.environ else [])]
     specs: dict[int | None, Message] = {}
@@ -318,7 +332,10 @@ def status(folder: Path, as_json: bool = False) -> int:
     """Prints what a job does or how it ended; exit code 0 while it runs and where it ended well, else 1."""
     path, state = find_job(folder)
     lost = state.exit_code is None and not is_alive(state.launcher)
-    words = "lost: its launcher is gone, and its workers with it" if lost else state.outcome or "runs"
+    if lost:
+        words = "lost: its launcher is gone, and its workers with it"
+    else:
+        words = state.outcome or "runs"
     if as_json:
         print(json.dumps({**asdict(state), "running": state.exit_code is None and not lost, "lost": lost}, indent=1))
     else:
@@ -329,7 +346,9 @@ def status(folder: Path, as_json: bool = False) -> int:
         print(f"  {shlex.join(state.command)}; {until - state.began:.0f} s; launcher: process {state.launcher.pid}")
         for worker in state.workers:
             print(f"  {_worker_line(worker, lost)}")
-    return EXIT_RUN_FAILED if lost or state.exit_code else EXIT_OK
+    if lost or state.exit_code:
+        return EXIT_RUN_FAILED
+    return EXIT_OK
 
 
 def _worker_line(worker: WorkerState, lost: bool) -> str:

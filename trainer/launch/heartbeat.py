@@ -122,5 +122,7 @@ def _rank() -> int:
 def _open_beat_file() -> int | None:
     job = os.environ.get(JOB_VARIABLE)
     with contextlib.suppress(OSError):
-        return os.open(beat_file(Path(job), _rank()), os.O_WRONLY | os.O_CREAT, 0o644) if job else None
+        if job:
+            return os.open(beat_file(Path(job), _rank()), os.O_WRONLY | os.O_CREAT, 0o644)
+        return None
     return None

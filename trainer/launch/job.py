@@ -43,7 +43,9 @@ class JobFiles:
 
     def log(self, rank: int | None) -> Path:
         """Of a worker, or of the scheduler, whose rank is None."""
-        return self.folder / "scheduler.log" if rank is None else self.log_dir / f"rank-{rank}.log"
+        if rank is None:
+            return self.folder / "scheduler.log"
+        return self.log_dir / f"rank-{rank}.log"
 
     @property
     def msrun_log(self) -> Path:
@@ -183,7 +185,9 @@ class End:
 
     @property
     def name(self) -> str:
-        return self.process if self.rank is None else f"rank {self.rank}"
+        if self.rank is None:
+            return self.process
+        return f"rank {self.rank}"
 
 
 @dataclass
@@ -224,12 +228,16 @@ def lost_rank(before: Outcome | None, last: Outcome) -> int | None:
     """The rank that failed first twice, without a step since the first time: it is taken for lost for good."""
     if before is None or before.first is None or last.first is None or last.progressed:
         return None
-    return last.first.rank if last.first.rank == before.first.rank else None
+    if last.first.rank == before.first.rank:
+        return last.first.rank
+    return None
 
 
 def shell_code(returncode: int) -> int:
     """The exit code that a shell gives for that of `subprocess`."""
-    return 128 - returncode if returncode < 0 else returncode
+    if returncode < 0:
+        return 128 - returncode
+    return returncode
 
 
 def how(exit_code: int) -> str:
@@ -284,7 +292,9 @@ def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[
         tail = [f"  | {line}" for line in last_lines(log)]
         found = _NO_HEARTBEAT.search("\n".join(tail))
         if found:
-            of_ranks = f" of rank {found[1].replace(', ', ' and ')}" if found[1] else ""
+            of_ranks = ""
+            if found[1]:
+                of_ranks = f" of rank {found[1].replace(', ', ' and ')}"
             lines += [
                 f"  MindSpore's scheduler got no heartbeat{of_ranks} in time: the machine was suspended or overloaded.",
                 "  Fix: go on with --resume_training. A job outlives an hour of that where the environment has no"

@@ -135,7 +135,10 @@ class WorkerPool:
                 worker.kill()
 
     def _register(self, channel: Channel, message: Message) -> None:
-        worker = self.scheduler if message.get("hello") == "scheduler" else self.workers.get(message.get("rank", -1))
+        if message.get("hello") == "scheduler":
+            worker = self.scheduler
+        else:
+            worker = self.workers.get(message.get("rank", -1))
         if worker is None or worker.channel is not None or self.closing or worker.rank not in self.specs:
             channel.send({"release": True})
         else:

@@ -29,7 +29,10 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
         plan_of: Raises UserError where a configuration does not fit a world.
     """
     if config is None or not config.trains:
-        shared = options.log_dir if config is None else Path(config.output_dir)
+        if config is None:
+            shared = options.log_dir
+        else:
+            shared = Path(config.output_dir)
         return Continuation(shared, lambda: "", lambda given, name: given, lambda given, name: None)
     folder = Path(config.output_dir).expanduser().absolute() / "checkpoints"
     before = _saved(folder)  # of an earlier training, which may have used the folder too
@@ -44,7 +47,10 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
                 print(f"note: {path} is left out: {error.rule}", file=sys.stderr)
         return ""
 
-    key = "adapter_id" if config.has_adapters else "load_checkpoint"  # that is the base model's then
+    # that is the base model's then
+    key = "load_checkpoint"
+    if config.has_adapters:
+        key = "adapter_id"
 
     def resumed(given: LaunchOptions, name: str) -> LaunchOptions:
         if not name:

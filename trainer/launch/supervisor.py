@@ -232,7 +232,9 @@ class Supervisor:
 
     def _check_received_signal(self, now: float) -> None:
         """Takes a signal that came to one rank for one to the job: all ranks of a training act on it together."""
-        received = self.pool.received_signal() if self.stop.signal is None else None
+        received = None
+        if self.stop.signal is None:
+            received = self.pool.received_signal()
         if received is not None:
             rank, number = received
             self._stop(number, now, f"rank {rank}")
@@ -256,7 +258,9 @@ class Supervisor:
             stop.source = source
             stop.at_seconds = now
             name = signal.Signals(number).name
-            who = f"{name}, which {source} received" if source else name
+            who = name
+            if source:
+                who = f"{name}, which {source} received"
             again = "send it again to end them without saving"
             self.screen.print([f"{who}: the workers finish their step and save; {again}."])
             self.pool.forward_signal(number)
@@ -321,13 +325,18 @@ class Supervisor:
             if now - timers.dumped_at > scaled(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
             return
-        limit = self.options.hang_timeout if self.pool.stepped else self.options.start_limit
+        if self.pool.stepped:
+            limit = self.options.hang_timeout
+        else:
+            limit = self.options.start_limit
         if self.msrun is None or not limit or now - timers.last_sign_at <= limit:
             return
         if self.pool.stepped:
             hang = f"no step was finished for {limit:g} s (--hang_timeout)"
         else:
-            since = "the start" if timers.moved_at is None else "the last text that was tokenized"
+            since = "the last text that was tokenized"
+            if timers.moved_at is None:
+                since = "the start"
             hang = f"the first step was not finished within {limit:g} s of {since} (--start_timeout)"
         self.failures.hang = hang
         self.failures.stopped_lines = self._stopped_lines()
@@ -368,7 +377,9 @@ class Supervisor:
 
     def _ends(self) -> list[End]:
         ends = [worker.end for worker in self.pool.all if worker.end is not None]
-        return ends if self.failures.msrun is None else [*ends, self.failures.msrun]
+        if self.failures.msrun is None:
+            return ends
+        return [*ends, self.failures.msrun]
 
     def _show(self, now: float) -> None:
         started = sum(worker.process is not None for worker in self.pool.workers.values())
@@ -427,12 +438,17 @@ class Supervisor:
         if first is None:
             lines = report(outcome, None, 0.0)
         else:
-            log = self.files.msrun_log if first is self.failures.msrun else self.files.log(first.rank)
+            if first is self.failures.msrun:
+                log = self.files.msrun_log
+            else:
+                log = self.files.log(first.rank)
             lines = report(outcome, log, first.at_seconds - self.timers.started_at)
         if self.failures.hang:
             lines += self.failures.stopped_lines
             where = self.files.log_dir
             lines.append(f"  Ranks that still answer have their Python stacks at the end of their logs: {where}")
-            option = "hang_timeout" if self.pool.stepped else "start_timeout"
+            option = "start_timeout"
+            if self.pool.stepped:
+                option = "hang_timeout"
             lines.append(f"  Fix: if a step may take that long, give a larger --{option}; 0 is no limit.")
         return lines

@@ -37,7 +37,9 @@ class PlainText:
         """Returns the last line, where it has no end."""
         text = self._final(self._rest)
         self._rest = b""
-        return text + b"\n" if text.strip() else b""
+        if text.strip():
+            return text + b"\n"
+        return b""
 
     @staticmethod
     def _final(line: bytes) -> bytes:
@@ -240,7 +242,9 @@ class Screen:
     def print(self, lines: list[str]) -> None:
         """Prints lines of the launcher; on a terminal it first clears the line that is drawn there."""
         self._waiting = ""
-        clear = _CLEAR_LINE if sys.stderr.isatty() else ""
+        clear = ""
+        if sys.stderr.isatty():
+            clear = _CLEAR_LINE
         for line in lines:
             self._write(f"{clear}{line}\n")
 

@@ -114,7 +114,9 @@ class ListeningSocket:
 
     @property
     def sources(self) -> list[socket.socket]:
-        return [] if self.starved else [self._socket]
+        if self.starved:
+            return []
+        return [self._socket]
 
     def accept(self, most: int = 1024) -> list[tuple[socket.socket, Any]]:
         """Returns waiting connections, at most so many, each with the address of its other end."""

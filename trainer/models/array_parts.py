@@ -81,7 +81,10 @@ class ArrayParts:
         recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards | None, shard: ModelShard | None,
     ) -> None:  # fmt: skip
         self.settings = settings
-        tensor = None if shard is None else shard.tensor
+        if shard is None:
+            tensor = None
+        else:
+            tensor = shard.tensor
         self.spec = model_spec(settings)
         if tensor is not None:
             self.spec = self.spec.local(tensor.group.size, tensor.group.rank)
@@ -89,7 +92,10 @@ class ArrayParts:
         self.parameters = parameters
         self.dropout = dropout
         self.predicts = weights is None
-        self.unsharded = contextlib.nullcontext if weights is None else weights.unsharded
+        if weights is None:
+            self.unsharded = contextlib.nullcontext
+        else:
+            self.unsharded = weights.unsharded
         self.scratch = Scratch(shares_products=self.predicts)
         self.vocabulary = settings.vocab_size
         self.is_sharded = shard is not None
@@ -115,7 +121,9 @@ class ArrayParts:
         self.save = self._saving(recomputed)
         modules = self.spec.module_layers
         self.norms = [FINAL_NORM, *(layer_prefix(layer) + MTP_NORM for layer in modules)]
-        head = EMBEDDING if self.spec.tied else HEAD
+        head = HEAD
+        if self.spec.tied:
+            head = EMBEDDING
         self.heads = [
             self._part({"norm": norm, "weight": head, "mapping": MAPPING_OUT}, narrow=["weight", "mapping"])
             for norm in self.norms
@@ -145,10 +153,15 @@ class ArrayParts:
         if isinstance(layer.mlp, MoeSpec):
             sublayers: tuple[str, ...] = ("attention", "experts")
         else:
-            sublayers = SUBLAYERS if again in SUBLAYERS else ("block",)
+            if again in SUBLAYERS:
+                sublayers = SUBLAYERS
+            else:
+                sublayers = ("block",)
         found = {}
         for part in sublayers:
-            sublayer = "mlp" if part == "experts" else part
+            sublayer = part
+            if part == "experts":
+                sublayer = "mlp"
             of_part = {name: full for name, full in names.items() if part == "block" or sublayer_of(name) == sublayer}
             found[part] = self._part(of_part, narrow)
         return found
@@ -167,7 +180,9 @@ class ArrayParts:
     def attention_of(self, spec: AttentionSpec) -> CpuAttention:
         """Returns the functions of the layers with this attention."""
         if spec not in self.attentions:
-            merged = replace(spec, adapters={}) if self.predicts else spec
+            merged = spec
+            if self.predicts:
+                merged = replace(spec, adapters={})
             self.attentions[spec] = CpuAttention(merged, self.scratch, self.tensor, self.context, not self.predicts)
         return self.attentions[spec]
 
@@ -176,7 +191,9 @@ class ArrayParts:
         if isinstance(spec, MoeSpec):
             return self.experts.moe
         if spec not in self.mlps:
-            merged = replace(spec, adapters={}) if self.predicts else spec
+            merged = spec
+            if self.predicts:
+                merged = replace(spec, adapters={})
             self.mlps[spec] = CpuMlp(merged, self.scratch, self.tensor)
         return self.mlps[spec]
 
@@ -187,7 +204,8 @@ class ArrayParts:
         return run_part(self.mapping, self.mapping_weights, (x_NE,))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        spec, trains = self.spec.layers[number], call.statistics is not None
+        spec = self.spec.layers[number]
+        trains = call.statistics is not None
         dropout = self.dropout.layer_dropout(spec, number, call.dropout, call.inputs)
         aux_loss = z_loss = None
         for name, weights in self.layers[number].items():
@@ -215,7 +233,10 @@ class ArrayParts:
         return run_part(self.merge, self.merges[module], (embedded_ND, x_ND))
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        labels = call.inputs.mtp[number - 1] if number else call.inputs
+        if number:
+            labels = call.inputs.mtp[number - 1]
+        else:
+            labels = call.inputs
         arrays = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
         return run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
 
@@ -294,7 +315,8 @@ class ArrayParts:
 
         Threads share the sequences, and go through all layers without waiting.
         """
-        rows, threads = len(call.cache.positions_BQ), host_threads()
+        rows = len(call.cache.positions_BQ)
+        threads = host_threads()
         # With less to compute, threads would wait for each other: only one at a time is in Python.
         if self.is_sharded or rows == 1 or len(x_ND) * self.multiplications < _SHARED_WORK:
             return self._predict_layers(layers, x_ND, call, 0)
@@ -315,7 +337,8 @@ class ArrayParts:
     ) -> np.ndarray:
         rows = slice(0, len(x_ND))
         for layer in layers:
-            spec, weights = self.spec.layers[layer], self.merged_calls[layer]
+            spec = self.spec.layers[layer]
+            weights = self.merged_calls[layer]
             mask = call.masks[spec.attention.window is not None]
             tile = self.scratch.tile(rows, thread)
             x_ND = self.attention_of(spec.attention).predict(weights, x_ND, call.tables, layer, call.cache, mask, tile)
@@ -359,7 +382,8 @@ class _Experts:
             return
         tensor = experts = None
         if shard is not None:
-            tensor, experts = shard.tensor, shard.experts
+            tensor = shard.tensor
+            experts = shard.experts
             if tensor is not None and predicts:
                 tensor = tensor._replace(shares_rows=False)
             if shard.sharing is not None:
@@ -376,10 +400,13 @@ class _Experts:
         if statistics is None:
             return MoeInputs()
         weights = call.inputs.sequence_weights
-        tokens_B1, valid_N1 = weights.tokens_B1.asnumpy(), weights.valid_N1.asnumpy()
+        tokens_B1 = weights.tokens_B1.asnumpy()
+        valid_N1 = weights.valid_N1.asnumpy()
         shared = None
         if self.token_ranks is not None:
             shared = self.token_ranks.of(len(tokens_B1), len(valid_N1))
-        shares = statistics.load.of_layer(layer) if statistics.load is not None else None
+        shares = None
+        if statistics.load is not None:
+            shares = statistics.load.of_layer(layer)
         capacity = self.settings.experts.capacity(x_ND.shape[0] * self.sharing)
         return MoeInputs(RouterLabels(tokens_B1, valid_N1, shared), capacity, shares)

@@ -52,10 +52,12 @@ class AttentionLayer(nn.Cell):
         tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
-        names, spec = block_names(settings), attention_spec(settings)
+        names = block_names(settings)
+        spec = attention_spec(settings)
         if tensor is not None:
             spec = spec.local(tensor.group.size)
-        self.qk_norm, self.head_size = spec.head_norm, spec.head_size
+        self.qk_norm = spec.head_norm
+        self.head_size = spec.head_size
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.enter = None if tensor is None else tensor.enter()
@@ -67,7 +69,8 @@ class AttentionLayer(nn.Cell):
         self.key_norm = kernels.head_norm(self.head_size, spec.eps)
         turned = self.head_size, spec.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*turned) for _ in range(2))
-        self.heads, self.cache_heads = spec.heads, spec.kv_heads
+        self.heads = spec.heads
+        self.cache_heads = spec.kv_heads
         options = kernels.attention_options(settings, window)
         self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, **options)
         self.has_post_norm = spec.post_norm
@@ -94,7 +97,9 @@ class AttentionLayer(nn.Cell):
         return y_ND if self.enter is None else self.enter(y_ND)
 
     def heads_of(self, y_ND, query_tables, key_tables, weights):
-        q_NC, k_NK, v_NK = self.query(y_ND, weights), self.key(y_ND, weights), self.value(y_ND, weights)
+        q_NC = self.query(y_ND, weights)
+        k_NK = self.key(y_ND, weights)
+        v_NK = self.value(y_ND, weights)
         if self.qk_norm:
             q_NC = self.query_norm(q_NC, weights[self.q_norm])
             k_NK = self.key_norm(k_NK, weights[self.k_norm])
@@ -103,7 +108,9 @@ class AttentionLayer(nn.Cell):
 
     def over_cache(self, attend, q_NC, cached, mask, weights):
         """The same over cached keys and values [B, S, K], for prediction; `attend` is `cached_attention`."""
-        rows, heads, kv_heads = cached[0].shape[0], self.heads, self.cache_heads
+        rows = cached[0].shape[0]
+        heads = self.heads
+        kv_heads = self.cache_heads
         out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
         return self.added(out_BQC.reshape(q_NC.shape), weights)
 
@@ -128,12 +135,14 @@ class MlpLayer(nn.Cell):
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        names, spec = block_names(settings), mlp_spec(settings)
+        names = block_names(settings)
+        spec = mlp_spec(settings)
         self.norm_weight = names.index("post_attention_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.enter = None if tensor is None else tensor.enter()
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
-        self.down, self.swiglu = Projection("mlp.down_proj", settings, kernels, tensor), kernels.swiglu()
+        self.down = Projection("mlp.down_proj", settings, kernels, tensor)
+        self.swiglu = kernels.swiglu()
         self.has_post_norm = spec.post_norm
         self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.post_norm_weight = names.index(POST_MLP_NORM) if self.has_post_norm else None
@@ -171,13 +180,16 @@ class Block(nn.Cell):
         tensor: TensorParallel | None = None,
     ) -> None:
         super().__init__()
-        self.has_attention, self.has_mlp = part in ("block", "attention"), part in ("block", "mlp")
+        self.has_attention = part in ("block", "attention")
+        self.has_mlp = part in ("block", "mlp")
         if self.has_attention:
             layer = AttentionLayer if latent_spec(settings) is None else LatentAttentionLayer
-            self.attention, self.add_attention = layer(settings, kernels, window, tensor), P.Add()
+            self.attention = layer(settings, kernels, window, tensor)
+            self.add_attention = P.Add()
             self.drop_attention = kernels.dropout(settings.hidden_dropout)
         if self.has_mlp:
-            self.mlp, self.add_mlp = MlpLayer(settings, kernels, tensor), P.Add()
+            self.mlp = MlpLayer(settings, kernels, tensor)
+            self.add_mlp = P.Add()
             self.drop_mlp = kernels.dropout(settings.hidden_dropout)
 
     def construct(
@@ -204,7 +216,8 @@ class Block(nn.Cell):
         The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
         (Korthikanti et al. 2022, section 4.2) data * tensor.
         """
-        row, rows = (tokens, 1), "all" if tokens > data else "data"
+        row = (tokens, 1)
+        rows = "all" if tokens > data else "data"
         if self.has_attention:
             self.attention.shard_over(data, tensor, tokens)
             self.drop_attention.shard_over(data, tensor, rows)
@@ -238,7 +251,8 @@ class EmbeddingMapping(nn.Cell):
 
     def __init__(self, kernels: KernelSet) -> None:
         super().__init__()
-        self.linear, self.cast = kernels.linear(), P.Cast()
+        self.linear = kernels.linear()
+        self.cast = P.Cast()
 
     def construct(self, x_NI, weight_OI):
         return self.cast(self.linear(x_NI, weight_OI), x_NI.dtype)
@@ -254,7 +268,8 @@ class HeadInput(nn.Cell):
         super().__init__()
         self.enter = None if tensor is None else tensor.enter()
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
-        self.maps, self.mapping = settings.maps_embedding, EmbeddingMapping(kernels)
+        self.maps = settings.maps_embedding
+        self.mapping = EmbeddingMapping(kernels)
 
     def construct(self, x_ND, norm_E, mapping_ED=None):
         y_NE = self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
@@ -283,7 +298,8 @@ class MergeTokens(nn.Cell):
         super().__init__()
         sizes = settings.hidden_size, settings.rms_norm_eps
         self.final_norm, self.embedding_norm, self.hidden_norm = (kernels.rms_norm(*sizes) for _ in range(3))
-        self.concat, self.project = P.Concat(1), kernels.linear()
+        self.concat = P.Concat(1)
+        self.project = kernels.linear()
         self.cast = P.Cast()
 
     def construct(self, embedded_ND, hidden_ND, final_norm_D, enorm_D, hnorm_D, weight_DC):

@@ -82,7 +82,10 @@ class CellParts:
         self.kernels = kernels
         self.compute_weights = weights
         self.masks = dropout
-        self.tensor = None if shard is None else shard.tensor
+        if shard is None:
+            self.tensor = None
+        else:
+            self.tensor = shard.tensor
         part = _vocab_shard(settings.vocab_size, self.tensor)
         self.spec = model_spec(settings)
         layers = range(len(self.spec.layers))
@@ -93,7 +96,10 @@ class CellParts:
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor)
         self.head_product = kernels.linear()
-        self.moe = MoeLayer(settings, kernels, compiled, shard) if settings.moe_layers else None
+        if settings.moe_layers:
+            self.moe = MoeLayer(settings, kernels, compiled, shard)
+        else:
+            self.moe = None
         self.layers = self._layers(recomputed, compiled, trained)
         modules = self.spec.module_layers
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
@@ -101,8 +107,14 @@ class CellParts:
         self.mapping_in, self.mapping_out = map(weights.get, (MAPPING_IN, MAPPING_OUT))
         self.embedding_rows = Differentiable(EmbeddingRows(kernels, self.tensor, part), compiled).plain
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
-        self.head_loss = self._head_loss(compiled, part) if self.final_norm is not None else None
-        self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain if modules else None
+        if self.final_norm is not None:
+            self.head_loss = self._head_loss(compiled, part)
+        else:
+            self.head_loss = None
+        if modules:
+            self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain
+        else:
+            self.merge = None
 
     def _head_loss(self, compiled: bool, part: VocabShard | None) -> Callable:
         """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
@@ -130,24 +142,37 @@ class CellParts:
         A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
         layer that another rank has is empty here, but a gradient may flow through it.
         """
-        settings, kernels = self.settings, self.kernels
+        settings = self.settings
+        kernels = self.kernels
 
         @functools.cache
         def function(name: str, window: int | None) -> Differentiable:
             is_own = name == "block" and window is None
-            block = self.block if is_own else Block(settings, kernels, name, window, self.tensor)
+            if is_own:
+                block = self.block
+            else:
+                block = Block(settings, kernels, name, window, self.tensor)
             return Differentiable(block, compiled)
 
         first = self.spec.first_reached(trained)
         layers: list[dict[str, LayerPart | MoePart]] = []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
-            experts = self._parameters(layer, moe_shapes(self.settings)) if self.settings.is_moe_layer(layer) else ()
+            if self.settings.is_moe_layer(layer):
+                experts = self._parameters(layer, moe_shapes(self.settings))
+            else:
+                experts = ()
             reached = layer >= first
             parts: dict[str, LayerPart | MoePart] = {}
             if all(weight is None for weight in weights):
                 layers.append(parts)
                 continue
-            sublayers = ("attention",) if experts else SUBLAYERS if again in SUBLAYERS and reached else ("block",)
+            if experts:
+                sublayers = ("attention",)
+            else:
+                if again in SUBLAYERS and reached:
+                    sublayers = SUBLAYERS
+                else:
+                    sublayers = ("block",)
             for name in sublayers:
                 named = zip(block_weights(self.settings), weights, strict=True)
                 own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
@@ -168,9 +193,14 @@ class CellParts:
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
         # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
         whole = call is None and self.tensor is None
-        look_up = self.kernels.gather_rows if whole else self.embedding_rows
+        if whole:
+            look_up = self.kernels.gather_rows
+        else:
+            look_up = self.embedding_rows
         x_NE = look_up(_view(self.embedding), ids_N)
-        return x_NE if self.mapping_in is None else self.map_embedding(x_NE, _view(self.mapping_in))
+        if self.mapping_in is None:
+            return x_NE
+        return self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
@@ -193,9 +223,15 @@ class CellParts:
         return x_ND, aux_loss, z_loss
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
-        labels = call.inputs.mtp[number - 1] if number else call.inputs
+        if number:
+            labels = call.inputs.mtp[number - 1]
+        else:
+            labels = call.inputs
         weights = _view(self.norms[number]), _view(self.head_weight)
-        mapping = () if self.mapping_out is None else (_view(self.mapping_out),)
+        if self.mapping_out is None:
+            mapping = ()
+        else:
+            mapping = (_view(self.mapping_out),)
         return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1, *mapping)
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
@@ -203,21 +239,29 @@ class CellParts:
         masks = self._dropout_masks(dropout, layer, inputs, part)
         adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs), strict=True)
         own = [adapter_mask if part in ("block", sublayer_of(name)) else None for name, adapter_mask in adapters]
-        mask = inputs.window_mask if self.settings.has_window(layer) else inputs.mask
+        if self.settings.has_window(layer):
+            mask = inputs.window_mask
+        else:
+            mask = inputs.mask
         return (*inputs.tables, *mask, *masks), own
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
-        hidden, attention = self.settings.hidden_dropout, self.settings.attention_dropout
+        hidden = self.settings.hidden_dropout
+        attention = self.settings.attention_dropout
         if key is None or (hidden == 0 and attention == 0):
             return _NO_DROPOUT
-        sites, rows = dropout_sites(self.settings, layer), self.masks.rows(inputs)
+        sites = dropout_sites(self.settings, layer)
+        rows = self.masks.rows(inputs)
         stream = self.masks.tokens(inputs), self.settings.hidden_size
 
         def mask(draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
             drops = rate > 0 and part in ("block", sublayer)
-            return draw(key, sites[site], shape, rate, own) if drops else None
+            if drops:
+                return draw(key, sites[site], shape, rate, own)
+            return None
 
-        heads, draw_scores = self.masks.heads, self.kernels.draw_attention_mask
+        heads = self.masks.heads
+        draw_scores = self.kernels.draw_attention_mask
         return DropoutMasks(
             mask(draw_scores, "attention", "probabilities", inputs.scores_shape, attention, heads),
             mask(self.kernels.draw_mask, "attention", "attention_output", stream, hidden, rows),
@@ -239,7 +283,8 @@ class CellParts:
         attention = self.spec.layers[0].attention
         if self.tensor is not None:
             attention = attention.local(self.tensor.group.size)
-        layers, widths = self.spec.num_layers, attention.cache_widths
+        layers = self.spec.num_layers
+        widths = attention.cache_widths
         return CellCache(layers, widths, self.kernels, rows, self.cached_length(tokens))
 
     def cached_length(self, positions: int) -> int:
@@ -264,7 +309,10 @@ class CellParts:
             mask = call.masks[self.settings.has_window(layer)]
             x_ND = x_ND + attention.over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
             experts = self.layers[layer].get("experts")
-            x_ND = x_ND + self.block.mlp(x_ND, weights) if experts is None else experts(x_ND)[0]
+            if experts is None:
+                x_ND = x_ND + self.block.mlp(x_ND, weights)
+            else:
+                x_ND = experts(x_ND)[0]
         return x_ND
 
     def predict_logits(self, x_ND: Tensor, ends_B: np.ndarray) -> np.ndarray:

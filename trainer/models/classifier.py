@@ -64,7 +64,8 @@ class Layers(nn.Cell):
         super().__init__()
         # One instance for every call site: see trainer/ops/__init__.py.
         self.linears = nn.CellList([kernels.linear() for _ in settings.sizes[1:]])
-        self.last, self.relu = len(settings.sizes) - 2, P.ReLU()
+        self.last = len(settings.sizes) - 2
+        self.relu = P.ReLU()
 
     def construct(self, x_BP, *weights):
         x = x_BP
@@ -114,7 +115,8 @@ class Classifier(nn.Cell):
         frozen: Collection[str] = (),
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.settings, self.kernels = settings, kernels
+        self.settings = settings
+        self.kernels = kernels
         specs = parameter_specs(settings)
         self.parameters_by_name = {
             name: Parameter(Tensor(initial_value(spec, settings, seed)), name, requires_grad=name not in frozen)

@@ -104,7 +104,9 @@ class ComputeWeights:
 
     def unsharded(self, parameters: Sequence[Parameter] | None = None) -> contextlib.AbstractContextManager[None]:
         """Within it these weights are complete, by default all of them; all ranks enter it together."""
-        return contextlib.nullcontext() if self.sharded is None else self.sharded.unsharded(parameters)
+        if self.sharded is None:
+            return contextlib.nullcontext()
+        return self.sharded.unsharded(parameters)
 
     def get(self, name: str) -> Parameter | None:
         """What a product takes, and what its gradient comes from: the copy, or the parameter where there is none."""
@@ -182,7 +184,10 @@ class ShardedWeights:
 
     def reshard(self, names: Iterable[str]) -> None:
         """Frees what other ranks have of these parameters, but for what is being gathered."""
-        coming = () if self.pending is None else self.pending.names
+        if self.pending is None:
+            coming = ()
+        else:
+            coming = self.pending.names
         for name in names:
             if name in coming:
                 continue
@@ -203,7 +208,8 @@ class ShardedWeights:
 
     def _take_pending(self) -> Sequence[str]:
         """Waits for what is being gathered, and returns its names."""
-        pending, self.pending = self.pending, None
+        pending = self.pending
+        self.pending = None
         if pending is None:
             return ()
         pending.wait()

@@ -59,9 +59,11 @@ class DecoderWiring(nn.Cell):
     def __init__(self, settings: ModelConfig, num_layers: int, mtp_modules: int) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.num_layers, self.mtp_modules = num_layers, mtp_modules
+        self.num_layers = num_layers
+        self.mtp_modules = mtp_modules
         self.mtp_factor = settings.mtp_loss_factor / max(1, mtp_modules)
-        self.aux_factor, self.z_factor = settings.balance_factor, moe.z_loss_factor if moe else 0.0
+        self.aux_factor = settings.balance_factor
+        self.z_factor = moe.z_loss_factor if moe else 0.0
 
     def losses(self, ids_N, mtp_modules, call):
         """Returns the fields of `LossSums` but the last, with so many of the modules."""
@@ -137,7 +139,8 @@ class Decoder(DecoderWiring):
     ) -> None:
         spec = model_spec(settings)
         super().__init__(settings, spec.num_layers, spec.mtp_modules)
-        self.shard, self.tensor = shard, None if shard is None else shard.tensor
+        self.shard = shard
+        self.tensor = None if shard is None else shard.tensor
         specs = spec.parameters()
         self.parameters_by_name = {
             name: Parameter(
@@ -149,7 +152,8 @@ class Decoder(DecoderWiring):
             if shard is None or shard.holds(name)
         }
         dropout = DropoutShards(settings, shard)
-        self.settings, self.kernels = settings, kernels
+        self.settings = settings
+        self.kernels = kernels
         # The multi-token prediction modules use these of the main model again.
         shared = (HEAD, MAPPING_IN, MAPPING_OUT) if self.mtp_modules else ()
         self.compute_weights = ComputeWeights(
@@ -169,8 +173,10 @@ class Decoder(DecoderWiring):
             self.parts = CellParts(
                 settings, kernels, self.compute_weights, compiled, again, trained, dropout, shard
             )
-        self.run_embedding, self.run_layer = self.parts.run_embedding, self.parts.run_layer
-        self.run_merge, self.run_head = self.parts.run_merge, self.parts.run_head
+        self.run_embedding = self.parts.run_embedding
+        self.run_layer = self.parts.run_layer
+        self.run_merge = self.parts.run_merge
+        self.run_head = self.parts.run_head
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:

@@ -43,16 +43,19 @@ class DropoutShards:
         if shard is not None:
             self.tensor = shard.tensor
             self.sequence = shard.tokens
-        self.rank, self.ranks = 0, 1
+        self.rank = 0
+        self.ranks = 1
         if self.tensor is not None:
-            self.rank, self.ranks = self.tensor.group.rank, self.tensor.group.size
+            self.rank = self.tensor.group.rank
+            self.ranks = self.tensor.group.size
         sharing = self.sequence.ulysses  # divides the heads of a rank once more
         self.heads = None
         if self.ranks * sharing > 1:
             number = self.rank * sharing + self.sequence.rank % sharing
             spec = attention_spec(settings)
             local = spec.local(self.ranks)
-            heads, kv_heads = local.heads // sharing, max(1, local.kv_heads // sharing)
+            heads = local.heads // sharing
+            kv_heads = max(1, local.kv_heads // sharing)
             self.heads = OwnHeads(number, spec.heads, spec.kv_heads, heads, kv_heads)
 
     def tokens(self, inputs: ModelInputs) -> int:
@@ -64,7 +67,10 @@ class DropoutShards:
         if self.tensor is None or not self.tensor.shares_rows:
             return self.whole_rows(inputs)
         own = self.tensor.rows(inputs.ids_N.shape[0])
-        rows = own if inputs.rows is None else inputs.rows[own]
+        if inputs.rows is None:
+            rows = own
+        else:
+            rows = inputs.rows[own]
         return MaskPart(self._number(self.rank), (rows, slice(None)))
 
     def columns(self, inputs: ModelInputs, width: int) -> MaskPart | None:
@@ -118,7 +124,10 @@ def _site(number: int, rate: float, width: int, part: MaskPart | None) -> Dropou
         return DropoutSite(number, rate, width)
     rows, columns = part.places
     if isinstance(rows, slice):
-        rows = None if rows == slice(None) else np.arange(rows.start, rows.stop)
+        if rows == slice(None):
+            rows = None
+        else:
+            rows = np.arange(rows.start, rows.stop)
     return DropoutSite(number, rate, width, columns, rows)
 
 
@@ -139,7 +148,8 @@ class AdapterMasks:
         """Returns the masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
         if key is None or not self.names:
             return [None] * len(self.names)
-        targets, rate = layer_targets(self.settings, layer), adapter_spec(self.settings).dropout
+        targets = layer_targets(self.settings, layer)
+        rate = adapter_spec(self.settings).dropout
         sites = dropout_sites(self.settings, layer)
         found: list[Tensor | None] = []
         for name in self.names:

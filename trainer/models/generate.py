@@ -74,7 +74,8 @@ def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, 
     if sampling.top_p < 1.0:
         # A token is kept while the more likely ones add up to less than top_p, so the first always is.
         keep = np.cumsum(probabilities) - probabilities < sampling.top_p
-        order, probabilities = order[keep], probabilities[keep] / probabilities[keep].sum()
+        order = order[keep]
+        probabilities = probabilities[keep] / probabilities[keep].sum()
     stream = np.random.Generator(np.random.Philox(key=[sampling.seed, 0x9E], counter=[0, 0, row, position]))
     return int(order[np.searchsorted(np.cumsum(probabilities), stream.random(), side="right").clip(max=len(order) - 1)])
 
@@ -115,7 +116,10 @@ class Generator:
         self.agree = agree
         settings = model.settings
         self.chunks = chunks or [StageChunk(range(settings.num_layers))]
-        self.windows = [None, settings.sliding_window] if settings.window_layers else [None]
+        if settings.window_layers:
+            self.windows = [None, settings.sliding_window]
+        else:
+            self.windows = [None]
         if native is None:
             native = model.kernels.host_layers
         self.parts: ArrayParts | CellParts = model.parts
@@ -153,7 +157,10 @@ class Generator:
             ])  # fmt: skip
             for row, token in enumerate(chosen):
                 if token is not None:
-                    left[row] = 0 if token in self.eos_ids else left[row] - 1
+                    if token in self.eos_ids:
+                        left[row] = 0
+                    else:
+                        left[row] = left[row] - 1
                     rows[row].append(token)
             if all(token is None for token in chosen):
                 return
@@ -172,11 +179,13 @@ class Generator:
         """Logits [B, V] after the last token of each prompt; `ids_BQ` may have anything after it."""
         logits_BV = None
         for first in range(0, ids_BQ.shape[1], _MOST_PROMPT_TOKENS):
-            piece_BQ, last_B = ids_BQ[:, first : first + _MOST_PROMPT_TOKENS], lengths_B - 1 - first
+            piece_BQ = ids_BQ[:, first : first + _MOST_PROMPT_TOKENS]
+            last_B = lengths_B - 1 - first
             ends_B = (0 <= last_B) & (last_B < piece_BQ.shape[1])
             last_B = last_B.clip(0, piece_BQ.shape[1] - 1)
             of_piece_BV = self.forward(cache, piece_BQ, np.full_like(lengths_B, first), last_B)
-            logits_BV = of_piece_BV if logits_BV is None else logits_BV
+            if logits_BV is None:
+                logits_BV = of_piece_BV
             logits_BV[ends_B] = of_piece_BV[ends_B]
         return logits_BV
 
@@ -194,7 +203,10 @@ class Generator:
         call = PredictionCall(self.tables(positions_BQ.reshape(-1)), masks, cache)
         logits_BV = None
         for chunk in self.chunks:
-            x_ND = parts.embed_tokens(ids_BQ.reshape(-1)) if chunk.receive is None else chunk.receive()
+            if chunk.receive is None:
+                x_ND = parts.embed_tokens(ids_BQ.reshape(-1))
+            else:
+                x_ND = chunk.receive()
             x_ND = parts.predict_layers(chunk.layers, x_ND, call)
             if chunk.send is None:
                 logits_BV = parts.predict_logits(x_ND, (np.arange(rows) * width + last_B).astype(np.int32))

@@ -155,8 +155,14 @@ class InputBuilder:
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: ModelShard | None = None) -> None:
-        self.settings, self.kernels = settings, kernels
-        self.part, self.tensor = (SequencePart(0, 1), None) if shard is None else (shard.tokens, shard.tensor)
+        self.settings = settings
+        self.kernels = kernels
+        if shard is None:
+            self.part = SequencePart(0, 1)
+            self.tensor = None
+        else:
+            self.part = shard.tokens
+            self.tensor = shard.tensor
         spec = model_spec(settings)
         self.mtp_modules = spec.mtp_modules
         attention = spec.layers[0].attention
@@ -221,10 +227,16 @@ class InputBuilder:
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
             return self._plain[1]
-        positions_N, window = self.part.of(batch.positions).reshape(-1), self.settings.sliding_window
-        make = partial(query_blocks, shard=self.part.ring) if self.on_arrays else self.masks
+        positions_N = self.part.of(batch.positions).reshape(-1)
+        window = self.settings.sliding_window
+        if self.on_arrays:
+            make = partial(query_blocks, shard=self.part.ring)
+        else:
+            make = self.masks
         mask = make(batch.segment_ids)
-        window_mask = make(batch.segment_ids, window=window) if self.settings.window_layers else None
+        window_mask = None
+        if self.settings.window_layers:
+            window_mask = make(batch.segment_ids, window=window)
         if self.on_arrays:
             found = (), (None, None), None, TokenPositions(self.rotation(positions_N), mask, window_mask)
         else:
@@ -236,9 +248,11 @@ class InputBuilder:
 
 def _mtp_inputs(batch: Batch, offset: int, part: SequencePart) -> MtpInputs:
     """Tokens and labels `offset` positions after those of a part, in the same document."""
-    ids_BT, labels_BT = np.zeros_like(batch.input_ids), _mtp_labels(batch, offset)
+    ids_BT = np.zeros_like(batch.input_ids)
+    labels_BT = _mtp_labels(batch, offset)
     ids_BT[:, : max(0, ids_BT.shape[1] - offset)] = batch.input_ids[:, offset:]
-    ids_BT, labels_BT = part.of(ids_BT), part.of(labels_BT)
+    ids_BT = part.of(ids_BT)
+    labels_BT = part.of(labels_BT)
     valid_BT = labels_BT != IGNORE_INDEX
     return MtpInputs(
         Tensor(ids_BT.reshape(-1)),

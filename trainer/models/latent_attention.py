@@ -52,7 +52,9 @@ class LatentAttentionLayer(nn.Cell):
         spec = attention_spec(settings)
         if tensor is not None:
             spec = spec.local(tensor.group.size)
-        names, heads, latent = block_names(settings), spec.heads, spec.latent
+        names = block_names(settings)
+        heads = spec.heads
+        latent = spec.latent
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.has_query_latent = latent.query_rank is not None
@@ -78,12 +80,18 @@ class LatentAttentionLayer(nn.Cell):
             heads, heads, spec.head_size, value_size=spec.value_size, scale=self.scale,
             **kernels.attention_options(settings, window),
         )  # fmt: skip
-        self.heads, self.latent = heads, latent.key_value_rank
-        self.plain, self.rotated, self.value = latent.nope_size, latent.rope_size, spec.value_size
+        self.heads = heads
+        self.latent = latent.key_value_rank
+        self.plain = latent.nope_size
+        self.rotated = latent.rope_size
+        self.value = spec.value_size
         self.cut_query = kernels.split_heads(heads, self.plain)
-        self.cut_down, self.cut_key_value = kernels.split_heads(1, self.latent), kernels.split_heads(heads, self.plain)
-        self.join_query, self.join_key = kernels.join_heads(heads), kernels.join_heads(heads, shared=True)
-        self.join_absorbed, self.cut_absorbed = kernels.join_heads(heads), kernels.split_heads(heads, self.plain)
+        self.cut_down = kernels.split_heads(1, self.latent)
+        self.cut_key_value = kernels.split_heads(heads, self.plain)
+        self.join_query = kernels.join_heads(heads)
+        self.join_key = kernels.join_heads(heads, shared=True)
+        self.join_absorbed = kernels.join_heads(heads)
+        self.cut_absorbed = kernels.split_heads(heads, self.plain)
         self.join_cached = kernels.join_heads(1)
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
@@ -119,7 +127,9 @@ class LatentAttentionLayer(nn.Cell):
         `attend` is `cached_attention`. q_NC has the new tokens of all sequences.
         """
         latent_BSL, key_BSR = cached
-        rows, seen, tokens = latent_BSL.shape[0], latent_BSL.shape[1], q_NC.shape[0]
+        rows = latent_BSL.shape[0]
+        seen = latent_BSL.shape[1]
+        tokens = q_NC.shape[0]
         matrix = self.key_value.matrix(weights)
         matrix = matrix if matrix.dtype == q_NC.dtype else matrix.astype(q_NC.dtype)
         matrix = matrix.reshape(self.heads, -1, self.latent)
@@ -127,7 +137,8 @@ class LatentAttentionLayer(nn.Cell):
         plain = plain.reshape(tokens, self.heads, -1).transpose(1, 0, 2) @ matrix[:, : self.plain]
         queries = self.join_absorbed(plain.transpose(1, 0, 2).reshape(tokens, -1), turned)
         keys = self.join_cached(latent_BSL.reshape(rows * seen, -1), key_BSR.reshape(rows * seen, -1))
-        queries, keys = queries.reshape(rows, -1, queries.shape[1]), keys.reshape(rows, seen, -1)
+        queries = queries.reshape(rows, -1, queries.shape[1])
+        keys = keys.reshape(rows, seen, -1)
         out = attend(queries, keys, latent_BSL, mask, self.heads, 1, scale=self.scale)
         out = out.reshape(tokens, self.heads, self.latent).transpose(1, 0, 2)
         out = (out @ matrix[:, self.plain :].transpose(0, 2, 1)).transpose(1, 0, 2)

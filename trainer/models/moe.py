@@ -37,9 +37,11 @@ class Router(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:
         super().__init__()
         self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
-        self.product, self.cast = kernels.router_linear(), P.Cast()
+        self.product = kernels.router_linear()
+        self.cast = P.Cast()
         self.sigmoid_scores = settings.experts.score_function == "sigmoid"
-        self.softmax, self.sigmoid = P.Softmax(), P.Sigmoid()
+        self.softmax = P.Softmax()
+        self.sigmoid = P.Sigmoid()
 
     def construct(self, x_ND, norm_D, router_ED):
         y_ND = self.norm(x_ND, norm_D)
@@ -61,9 +63,13 @@ class Gates(nn.Cell):
     def __init__(self, settings: ModelConfig) -> None:
         super().__init__()
         moe = settings.experts
-        self.normalised, self.factor = moe.norm_topk_prob, moe.routed_scaling_factor
-        self.gather, self.matmul = P.GatherD(), P.MatMul()
-        self.add, self.divide, self.multiply = P.Add(), P.Div(), P.Mul()
+        self.normalised = moe.norm_topk_prob
+        self.factor = moe.routed_scaling_factor
+        self.gather = P.GatherD()
+        self.matmul = P.MatMul()
+        self.add = P.Add()
+        self.divide = P.Div()
+        self.multiply = P.Mul()
         self.ones_kk = Tensor(np.ones((moe.num_experts_chosen,) * 2, np.float32))
 
     def construct(self, scores_NE, experts_Nk):
@@ -99,11 +105,14 @@ class RouterLosses(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, sharing: Group | None = None) -> None:
         super().__init__()
         moe = settings.experts
-        self.experts, self.even = moe.expert_num, moe.expert_num / moe.num_experts_chosen
-        self.normalise, self.with_z = moe.score_function == "sigmoid", moe.z_loss_factor > 0
+        self.experts = moe.expert_num
+        self.even = moe.expert_num / moe.num_experts_chosen
+        self.normalise = moe.score_function == "sigmoid"
+        self.with_z = moe.z_loss_factor > 0
         self.of_step = moe.balances_step
         self.one_hot = kernels.one_hot(self.experts)
-        self.matmul, self.matmul_at = P.MatMul(), P.MatMul(transpose_a=True)
+        self.matmul = P.MatMul()
+        self.matmul_at = P.MatMul(transpose_a=True)
         self.ones_EE = Tensor(np.ones((self.experts, self.experts), np.float32))
         self.ones_E1 = Tensor(np.ones((self.experts, 1), np.float32))
         self.no_loss = Tensor(0.0, mstype.float32)
@@ -139,10 +148,17 @@ class SharedExperts(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, rows: TensorParallel | None = None) -> None:
         super().__init__()
         self.enter, self.leave = (None, None) if rows is None else (rows.enter(), rows.leave())
-        self.gate, self.up, self.down = kernels.linear(), kernels.linear(), kernels.linear()
-        self.swiglu, self.has_gate = kernels.swiglu(), settings.has_shared_gate
-        self.score, self.sigmoid, self.spread, self.cast = kernels.router_linear(), P.Sigmoid(), P.MatMul(), P.Cast()
-        self.ones_1D, self.multiply = Tensor(np.ones((1, settings.hidden_size), np.float32)), P.Mul()
+        self.gate = kernels.linear()
+        self.up = kernels.linear()
+        self.down = kernels.linear()
+        self.swiglu = kernels.swiglu()
+        self.has_gate = settings.has_shared_gate
+        self.score = kernels.router_linear()
+        self.sigmoid = P.Sigmoid()
+        self.spread = P.MatMul()
+        self.cast = P.Cast()
+        self.ones_1D = Tensor(np.ones((1, settings.hidden_size), np.float32))
+        self.multiply = P.Mul()
 
     def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
         whole_ND = y_ND if self.enter is None else self.enter(y_ND)
@@ -174,7 +190,9 @@ class ExpertBiases(nn.Cell):
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, experts: int) -> None:
         super().__init__()
-        self.one_hot, self.matmul, self.cast = kernels.one_hot(experts), P.MatMul(), P.Cast()
+        self.one_hot = kernels.one_hot(experts)
+        self.matmul = P.MatMul()
+        self.cast = P.Cast()
         self.drops = settings.experts.effective_capacity is not None
 
     def construct(self, gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED):
@@ -196,15 +214,18 @@ class MoeLayer(nn.Cell):
         self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, shard: ModelShard | None = None
     ) -> None:
         super().__init__(auto_prefix=False)
-        moe, names = settings.experts, list(moe_shapes(settings))
+        moe = settings.experts
+        names = list(moe_shapes(settings))
         tensor, sharing, expert_group = (None,) * 3 if shard is None else (shard.tensor, shard.sharing, shard.experts)
         rows = None if tensor is None else tensor._replace(shares_rows=True)
         self.divide = self.join = None
         self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
         if tensor is not None and not tensor.shares_rows:
-            self.divide, self.join = DivideRows(tensor.group), JoinRows(tensor.group)
+            self.divide = DivideRows(tensor.group)
+            self.join = JoinRows(tensor.group)
             self.sharing //= tensor.group.size
-        self.drop_policy, self.has_shared = moe.drop_policy, settings.shared_expert_size > 0
+        self.drop_policy = moe.drop_policy
+        self.has_shared = settings.shared_expert_size > 0
         self.losses_of_step = moe.balances_step
         self.first = names.index("mlp.experts.gate_proj.weight")
         self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else None
@@ -222,7 +243,8 @@ class MoeLayer(nn.Cell):
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
         self.route = kernels.route(RoutingRule.of(moe))
-        self.permute, self.unpermute = kernels.permute(), kernels.unpermute()
+        self.permute = kernels.permute()
+        self.unpermute = kernels.unpermute()
         self.dispatch = None
         if expert_group is not None:
             self.dispatch = AllToAllDispatcher(expert_group, self.permute, self.unpermute)
@@ -280,8 +302,12 @@ class MoeLayer(nn.Cell):
 
     def routed(self, y_ND, gates_Nk, routing, weights):
         """The sum of each token's experts, all of which are here, weighted by their gates."""
-        gate_EFD, up_EFD, down_EDF = weights[self.first], weights[self.first + 1], weights[self.first + 2]
-        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
+        gate_EFD = weights[self.first]
+        up_EFD = weights[self.first + 1]
+        down_EDF = weights[self.first + 2]
+        row_Nk = routing[1]
+        token_R = routing[2]
+        counts_E = routing[3]
         rows_RD = self.permute(y_ND, token_R, row_Nk)
         inner_RF = self.swiglu(self.gate(rows_RD, gate_EFD, counts_E), self.up(rows_RD, up_EFD, counts_E))
         added_ND = self.unpermute(self.down(inner_RF, down_EDF, counts_E), gates_Nk, token_R, row_Nk)
@@ -321,7 +347,10 @@ class MoePart:
         reached: bool,
         recomputed: bool,
     ) -> None:
-        self.function, self.layer, self.weights, self.capacity = function, layer, weights, capacity
+        self.function = function
+        self.layer = layer
+        self.weights = weights
+        self.capacity = capacity
         self.keeps_activations = reached and not recomputed
 
     def __call__(
@@ -350,7 +379,8 @@ class MoePart:
             # Views of all: hooks of a parameter would be called in the gradient within the cell's bprop, too.
             trained = [views[argnum].view(views[argnum].shape) for argnum in argnums]
             x_ND, aux_loss, z_loss = call(x_ND, *trained)
-            routing, scores_NE = call.routing, call.scores_NE
+            routing = call.routing
+            scores_NE = call.scores_NE
         statistics.routings.append((self.layer, routing, scores_NE))
         return x_ND, aux_loss, z_loss
 
@@ -363,7 +393,9 @@ class _RecomputedExperts(nn.Cell):
 
     def __init__(self, compute: Callable, views: Sequence[Tensor], argnums: Sequence[int]) -> None:
         super().__init__(auto_prefix=False)
-        self.compute, self.views, self.argnums = compute, views, argnums
+        self.compute = compute
+        self.views = views
+        self.argnums = argnums
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
 
     def construct(self, x_ND, *trained):
@@ -378,5 +410,6 @@ class _RecomputedExperts(nn.Cell):
         return self.compute(x_ND, views, self.routing)[:3]
 
     def bprop(self, x_ND, *trained_out_grads):
-        trained, grads = trained_out_grads[: len(self.argnums)], trained_out_grads[-1]
+        trained = trained_out_grads[: len(self.argnums)]
+        grads = trained_out_grads[-1]
         return self.gradients(self.again)(x_ND, *trained, grads)

@@ -39,7 +39,8 @@ class Projection(nn.Cell):
     ) -> None:
         super().__init__()
         argnums = {entry: argnum for argnum, entry in enumerate(block_names(settings))}
-        self.weight, self.has_bias = argnums[f"{name}.weight"], f"{name}.bias" in argnums
+        self.weight = argnums[f"{name}.weight"]
+        self.has_bias = f"{name}.bias" in argnums
         self.leaves = tensor is not None
         self.linear = kernels.linear()
         if self.leaves:
@@ -51,9 +52,12 @@ class Projection(nn.Cell):
         if self.has_adapter:
             self.a, self.b = (argnums[part] for part in adapter_names(name))
             self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
-            self.down, self.up, self.scale = kernels.linear(), kernels.linear(), adapter.scale
+            self.down = kernels.linear()
+            self.up = kernels.linear()
+            self.scale = adapter.scale
             self.drop = kernels.dropout(adapter.dropout)
-            self.scale_up, self.add = P.Mul(), P.Add()
+            self.scale_up = P.Mul()
+            self.add = P.Add()
 
     def matrix(self, weights):
         """The matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""

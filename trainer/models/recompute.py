@@ -36,7 +36,8 @@ class Differentiable:
     """
 
     def __init__(self, cell: nn.Cell, compiled: Compiled) -> None:
-        self.cell, self.compiled = cell, compiled
+        self.cell = cell
+        self.compiled = compiled
         self.plain = compile_cell(cell, compiled)
         self._forms: dict[tuple[type[nn.Cell], tuple[int, ...]], Callable] = {}
 
@@ -96,7 +97,8 @@ class LayerPart:
     def __init__(
         self, function: Differentiable, weights: Sequence[Parameter | None], *, reached: bool, recomputed: bool
     ) -> None:
-        self.function, self.weights = function, weights
+        self.function = function
+        self.weights = weights
         self.keeps_activations = reached and not recomputed
 
     def __call__(self, x_ND: Tensor, constants: Constants) -> Tensor:
@@ -126,7 +128,9 @@ class RecomputedCall(nn.Cell):
 
     def __init__(self, part: LayerPart, views: Sequence[Tensor | None], constants: Constants) -> None:
         super().__init__(auto_prefix=False)
-        self.part, self.views, self.constants = part, views, constants
+        self.part = part
+        self.views = views
+        self.constants = constants
 
     def construct(self, x_ND, *trained):
         before, after = self.constants()
@@ -135,7 +139,8 @@ class RecomputedCall(nn.Cell):
     def bprop(self, x_ND, *trained_out_grad):
         grad_ND = trained_out_grad[-1]
         before, after = self.constants()
-        argnums, arguments = self.part.argnums(len(before), trained=True), [*before, *self.views, *after]
+        argnums = self.part.argnums(len(before), trained=True)
+        arguments = [*before, *self.views, *after]
         others = [argument for argnum, argument in enumerate(arguments) if argnum not in argnums]
         trained = [arguments[argnum] for argnum in argnums]
         return self.part.function.gradients_at(argnums)(x_ND, *trained, *others, grad_ND)
@@ -146,7 +151,8 @@ class _Stopped(nn.Cell):
 
     def __init__(self, cell: nn.Cell, argnums: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.cell, self.argnums = cell, argnums
+        self.cell = cell
+        self.argnums = argnums
 
     def construct(self, x_ND, *arguments):
         stopped = ()
@@ -177,10 +183,13 @@ class _ReorderedArguments(nn.Cell):
 
     def __init__(self, cell: nn.Cell, argnums: tuple[int, ...]) -> None:
         super().__init__(auto_prefix=False)
-        self.cell, self.argnums = cell, argnums
+        self.cell = cell
+        self.argnums = argnums
 
     def construct(self, x_ND, *arguments):
-        ordered, first, other = (), 0, len(self.argnums)
+        ordered = ()
+        first = 0
+        other = len(self.argnums)
         for argnum in range(len(arguments)):
             if argnum in self.argnums:
                 ordered += (arguments[first],)

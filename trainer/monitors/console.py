@@ -39,11 +39,18 @@ class LineMonitor(Monitor):
         release: Callable[[], None] | None = None,
         details: DetailLines = no_details,
     ) -> None:
-        self._write, self._step_line, self._details, self._release = write, step_line, details, release
-        self._eta, self._every, self._first_step, self._last_step = Eta(), every, 1, 0
+        self._write = write
+        self._step_line = step_line
+        self._details = details
+        self._release = release
+        self._eta = Eta()
+        self._every = every
+        self._first_step = 1
+        self._last_step = 0
 
     def on_start(self, info: RunInfo) -> None:
-        self._first_step, self._last_step = info.start_step + 1, info.last_step
+        self._first_step = info.start_step + 1
+        self._last_step = info.last_step
         self._write(wording.start_line(info))
 
     def on_step(self, metrics: StepMetrics) -> None:
@@ -127,7 +134,8 @@ def console_monitor(
 
     Elsewhere a line is printed every `per_print_times` steps. `stream` is standard output when None.
     """
-    stream = sys.stdout if stream is None else stream
+    if stream is None:
+        stream = sys.stdout
     if log_format == "rich" and stream.isatty():
         from rich.console import Console
 

@@ -20,7 +20,8 @@ def make_folder(folder: Path, where: str = "") -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        rule, fix = f"the folder cannot be made: {error.strerror}", "choose a folder you may write to"
+        rule = f"the folder cannot be made: {error.strerror}"
+        fix = "choose a folder you may write to"
         raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from error
 
 
@@ -41,7 +42,8 @@ def write_text(path: Path, text: str) -> None:
 
 def write_failure(path: Path, error: OSError, what: str = "the file", key: str = "") -> RunError:
     """The error for a file of a run that cannot be written."""
-    rule, fix = f"{what} cannot be written: {error.strerror or error}", "free space or choose another output_dir"
+    rule = f"{what} cannot be written: {error.strerror or error}"
+    fix = "free space or choose another output_dir"
     return RunError(rule, key=key or path.name, value=str(path), fix=fix)
 
 
@@ -58,7 +60,8 @@ def claimed_folder(folder: Path, where: str = "") -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            rule, fix = "another run writes there", "give this run another --output_dir, or end the other one first"
+            rule = "another run writes there"
+            fix = "give this run another --output_dir, or end the other one first"
             raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from None
         except OSError:
             pass  # a file system without locks

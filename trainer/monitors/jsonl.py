@@ -143,4 +143,6 @@ def parse_line(line: str) -> dict[str, object] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+    if isinstance(record, dict) and isinstance(record.get("step"), int):
+        return record
+    return None

@@ -113,7 +113,10 @@ class LiveState:
         metrics = self._newest
         info = self._info
         if info is not None:
-            step = info.start_step if metrics is None else metrics.step
+            if metrics is None:
+                step = info.start_step
+            else:
+                step = metrics.step
             yield Part(_STEP, f"step {step:>{len(str(info.last_step))}}/{info.last_step}", "")
         name, done, total = self._activity
         if name:
@@ -145,7 +148,10 @@ class LiveState:
 
         assert self._info is not None, "it has begun"
         first = self._info.start_step
-        step = first if self._newest is None else self._newest.step
+        if self._newest is None:
+            step = first
+        else:
+            step = self._newest.step
         return ProgressBar(max(1, self._info.last_step - first), step - first, columns, complete_style="cyan")
 
     def fitted(self, columns: int) -> list[Part]:
@@ -268,5 +274,7 @@ def plain_line(parts: Sequence[Part]) -> str:
 def in_notebook() -> bool:
     """Checks whether a Jupyter kernel runs this program."""
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
+    shell = None
+    if ipython is not None:
+        shell = ipython.get_ipython()
     return getattr(shell, "kernel", None) is not None

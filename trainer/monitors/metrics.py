@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from trainer.ops.routing import RouterRates
 
-DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY = "drop_rate", "load_imbalance", "router_entropy"
+DROP_RATE = "drop_rate"
+LOAD_IMBALANCE = "load_imbalance"
+ROUTER_ENTROPY = "router_entropy"
 """Fields of metrics.jsonl, each a list with a number for each MoE layer."""
 
 _STEP_FIELDS = (
@@ -146,7 +148,10 @@ class Monitor:
 
 def step_record(metrics: StepMetrics) -> dict[str, object]:
     """The fields of a step in metrics.jsonl, in order."""
-    skipped = {"skipped": metrics.skipped} if metrics.skipped else {}
+    if metrics.skipped:
+        skipped = {"skipped": metrics.skipped}
+    else:
+        skipped = {}
     fields = {name: getattr(metrics, name) for name in _STEP_FIELDS}
     if metrics.mfu is None:
         del fields["mfu"]
@@ -181,7 +186,9 @@ def peak_rss_bytes() -> int:
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform == "darwin":
+        return peak
+    return peak * 1024
 
 
 class Totals(Monitor):
@@ -220,7 +227,12 @@ class Totals(Monitor):
 
     def summary(self, outcome: str, paths: Mapping[str, Path], save_wait_seconds: float = 0.0) -> RunSummary:
         """The summary of the run so far."""
-        start_step, total_steps = (self._info.start_step, self._info.total_steps) if self._info else (0, 0)
+        if self._info:
+            start_step = self._info.start_step
+            total_steps = self._info.total_steps
+        else:
+            start_step = 0
+            total_steps = 0
         return RunSummary(
             outcome=outcome,
             steps=len(self._rates),
@@ -248,4 +260,7 @@ def steady_rate(rates: array[float]) -> float | None:
     tokens/s wherever one number stands for a run."""
     import numpy as np
 
-    return float(np.median(np.array(rates[1:] or rates))) if rates else None  # sorting a million takes half a second
+    # sorting a million takes half a second
+    if rates:
+        return float(np.median(np.array(rates[1:] or rates)))
+    return None

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from trainer.config import Config
 
 _PROJECT = "run_trainer"
-_MOST_PARAMETERS, _LONGEST_PARAMETER = 100, 500  # of a request of MLflow; characters
+# of a request of MLflow; characters
+_MOST_PARAMETERS = 100
+_LONGEST_PARAMETER = 500
 
 
 class _Service:
@@ -35,13 +37,17 @@ class _Service:
     name = ""
 
     def __init__(self, config: Config) -> None:
-        self.config, self.layers, self.folder = config, config.decoder.moe_layers, Path()
+        self.config = config
+        self.layers = config.decoder.moe_layers
+        self.folder = Path()
 
     def start(self, info: RunInfo) -> None:
         self.folder = info.output_dir.absolute()
         known = ""
         with contextlib.suppress(OSError, ValueError):
-            known = self._name_file().read_text(encoding="utf-8").strip() if info.start_step else ""
+            known = ""
+            if info.start_step:
+                known = self._name_file().read_text(encoding="utf-8").strip()
         self.open(self.folder.name, known)
 
     def open(self, title: str, known: str) -> None:
@@ -106,14 +112,18 @@ class Mlflow(_Service):
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
-        self.client, self.metric = MlflowClient(), Metric
+        self.client = MlflowClient()
+        self.metric = Metric
         if known:
             self.run = known
             self.client.update_run(known, status="RUNNING")
             return
         wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
         found = self.client.get_experiment_by_name(wanted)
-        experiment = found.experiment_id if found else self.client.create_experiment(wanted)
+        if found:
+            experiment = found.experiment_id
+        else:
+            experiment = self.client.create_experiment(wanted)
         self.run = self.client.create_run(experiment, run_name=os.environ.get("MLFLOW_RUN_NAME", title)).info.run_id
         self.remember(self.run)
         keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flat(values(self.config))]
@@ -125,7 +135,12 @@ class Mlflow(_Service):
         self.client.log_batch(self.run, [self.metric(name, value, now, step) for name, value in numbers.items()])
 
     def close(self, outcome: str) -> None:
-        status = "FAILED" if outcome == "failed" else "KILLED" if outcome.startswith("stopped by") else "FINISHED"
+        if outcome == "failed":
+            status = "FAILED"
+        else:
+            status = "FINISHED"
+            if outcome.startswith("stopped by"):
+                status = "KILLED"
         self.client.set_terminated(self.run, status)
 
 
@@ -138,7 +153,10 @@ class SwanLab(_Service):
         import swanlab
 
         mode = os.environ.get("SWANLAB_MODE", "online")
-        resumes = {"id": known, "resume": "allow"} if known and mode in ("online", "cloud") else {}
+        if known and mode in ("online", "cloud"):
+            resumes = {"id": known, "resume": "allow"}
+        else:
+            resumes = {}
         self.run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", _PROJECT), name=os.environ.get("SWANLAB_EXP_NAME", title),
             mode=mode, log_dir=os.environ.get("SWANLAB_LOG_DIR", str(self.folder / "swanlog")),
@@ -151,7 +169,9 @@ class SwanLab(_Service):
         self.run.log(dict(numbers), step=step)
 
     def close(self, outcome: str) -> None:
-        state = "crashed" if outcome == "failed" else "success"
+        state = "success"
+        if outcome == "failed":
+            state = "crashed"
         self.run.finish(state, **({"error": outcome} if outcome == "failed" else {}))
 
 

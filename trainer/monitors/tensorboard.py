@@ -34,10 +34,15 @@ class TensorBoard:
     """
 
     def __init__(self, config: Config) -> None:
-        self._config, self._section = config, config.tensorboard
+        self._config = config
+        self._section = config.tensorboard
         self._state = TrainingState(config)
         self._layers = config.decoder.moe_layers
-        self._waiting, self._event, self._summary, self._writer = 0, None, None, None  # messages, and what writes them
+        # messages, and what writes them
+        self._waiting = 0
+        self._event = None
+        self._summary = None
+        self._writer = None
         self._info: RunInfo | None = None
 
     def start(self, info: RunInfo) -> None:
@@ -46,7 +51,9 @@ class TensorBoard:
 
         folder = Path(self._section.tensorboard_dir).expanduser() / "rank_0"
         folder.mkdir(parents=True, exist_ok=True)
-        self._info, self._event, self._summary = info, event_pb2.Event, summary_pb2.Summary
+        self._info = info
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
         self._writer = EventsWriter(str(folder / "events"))
         self._state.on_start(info)
         if info.start_step == 0:
@@ -95,14 +102,20 @@ class TensorBoard:
         from trainer.config.read.dump import dump_values, values
 
         for key, value in values(config).items():
-            page = dump_values({key: value}, "") if isinstance(value, (dict, list)) else str(value)
-            shown = f"```\n{page}```" if isinstance(value, (dict, list)) else page
+            if isinstance(value, (dict, list)):
+                page = dump_values({key: value}, "")
+            else:
+                page = str(value)
+            shown = page
+            if isinstance(value, (dict, list)):
+                shown = f"```\n{page}```"
             self._write(1, summary=text(key, shown))
 
 
 def step_tags(metrics: StepMetrics, config: Config, info: RunInfo) -> tuple[dict[str, float], dict[str, float]]:
     """The values of a step by tag: those that are also shown over samples, and the others."""
-    section, seconds = config.tensorboard, max(metrics.step_seconds, 1e-9)
+    section = config.tensorboard
+    seconds = max(metrics.step_seconds, 1e-9)
     main = {"learning-rate": metrics.lr, "batch-size": float(info.samples_per_step), "loss": metrics.loss}
     if metrics.global_norm is not None:
         main["grad-norm"] = metrics.global_norm

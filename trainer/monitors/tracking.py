@@ -51,10 +51,15 @@ class TrackerMonitor(Monitor):
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], notice: Callable[[str], None], every: int = 1) -> None:
-        self._name, self._make, self._notice, self._every = name, make, notice, every
+        self._name = name
+        self._make = make
+        self._notice = notice
+        self._every = every
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None
-        self._failure, self._left_out, self._told = "", 0, False
+        self._failure = ""
+        self._left_out = 0
+        self._told = False
         self._always: tuple[int, ...] = ()
 
     def on_start(self, info: RunInfo) -> None:
@@ -77,7 +82,8 @@ class TrackerMonitor(Monitor):
             return
         if summary is not None and summary.save_wait_seconds:
             self._put("wait", {"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         deadline = time.monotonic() + _END_SECONDS
         while thread.is_alive():  # a full queue is worked off first
             try:
@@ -118,7 +124,8 @@ class TrackerMonitor(Monitor):
                 try:
                     event, value = self._events.get(timeout=_FLUSH_SECONDS)
                 except queue.Empty:
-                    event, value = "", None
+                    event = ""
+                    value = None
                 if event:
                     getattr(tracker, event)(value)
                 if event == "close":
@@ -128,7 +135,10 @@ class TrackerMonitor(Monitor):
                     flushed = time.monotonic()
         except BaseException as error:  # some packages end a process by SystemExit
             text = " ".join(str(error).split())
-            self._failure = f"{type(error).__name__}: {text}" if text else type(error).__name__
+            if text:
+                self._failure = f"{type(error).__name__}: {text}"
+            else:
+                self._failure = type(error).__name__
 
 
 def numbers_of(record: Mapping[str, object], layers: Sequence[int] = ()) -> dict[str, float]:
@@ -141,7 +151,10 @@ def numbers_of(record: Mapping[str, object], layers: Sequence[int] = ()) -> dict
         if isinstance(value, Mapping):
             found |= {f"{name}/{below}": number for below, number in value.items()}
         elif isinstance(value, (list, tuple)):
-            places = layers if len(layers) == len(value) else range(len(value))
+            if len(layers) == len(value):
+                places = layers
+            else:
+                places = range(len(value))
             found |= {f"{name}/layer_{place}": number for place, number in zip(places, value, strict=True)}
         else:
             found[name] = value

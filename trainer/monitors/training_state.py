@@ -12,7 +12,8 @@ from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics
 if TYPE_CHECKING:
     from trainer.config import Config
 
-LOCAL_NORM, WEIGHT_NORM = "local_norm", "weight_norm"
+LOCAL_NORM = "local_norm"
+WEIGHT_NORM = "weight_norm"
 OPTIMIZER_NORMS = {"exp_avg": "adam_m_norm", "exp_avg_sq": "adam_v_norm"}
 """Arrays of AdamW -> tags of MindSpore Transformers and fields of metrics.jsonl."""
 _FORMATS = {LOCAL_NORM: "local_norm_format", WEIGHT_NORM: "weight_state_format",
@@ -28,7 +29,10 @@ class TrainingState:
         self._outlets = {name: section.outlets(key) for name, key in _FORMATS.items()}
         if not written:  # as MindSpore Transformers does
             self._outlets = {name: frozenset(["log"] if where else ()) for name, where in self._outlets.items()}
-        self._baseline = section.throughput_baseline if section.monitor_on else None
+        if section.monitor_on:
+            self._baseline = section.throughput_baseline
+        else:
+            self._baseline = None
         self._samples = 0.0
         patterns = [read_pattern(text) for text in section.patterns]
         self.is_selected: Callable[[str], bool] = lru_cache(maxsize=None)(
@@ -55,7 +59,9 @@ class TrainingState:
         if not self.is_due(metrics.step):
             return found
         for name, where in self._outlets.items():
-            value = metrics.details.get(name) if outlet in where else None
+            value = None
+            if outlet in where:
+                value = metrics.details.get(name)
             if isinstance(value, Mapping):
                 found |= {f"{name}/{each}": norm for each, norm in value.items() if self.is_selected(each)}
             elif value is not None:
@@ -69,7 +75,8 @@ class StateLog(Monitor):
     """Prints what goes to ``log``, in the form of MindSpore Transformers."""
 
     def __init__(self, state: TrainingState, write: Callable[[str], None]) -> None:
-        self._state, self._write = state, write
+        self._state = state
+        self._write = write
 
     def on_start(self, info: RunInfo) -> None:
         self._state.on_start(info)

@@ -15,7 +15,15 @@ def count(number: float) -> str:
         # The limit leaves room for rounding, so that 999999 is 1.00M and not 1000k.
         if number < limit * 0.9995:
             scaled = number / divisor
-            digits = 0 if not unit else (2 if scaled < 9.995 else 1 if scaled < 99.95 else 0)
+            if not unit:
+                digits = 0
+            else:
+                if scaled < 9.995:
+                    digits = 2
+                else:
+                    digits = 0
+                    if scaled < 99.95:
+                        digits = 1
             return f"{scaled:.{digits}f}{unit}"
     return str(number)
 
@@ -25,7 +33,9 @@ def duration(seconds: float) -> str:
     if not seconds < float("inf"):
         return "?"
     if seconds < 9.95:
-        return f"{seconds:.2g}s" if seconds >= 0.1 else f"{seconds * 1000:.0f}ms"
+        if seconds >= 0.1:
+            return f"{seconds:.2g}s"
+        return f"{seconds * 1000:.0f}ms"
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -92,7 +102,10 @@ def mindformers_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
     """The line of MindSpore Transformers, for tools that read its logs; without a norm when none was requested."""
     epochs = f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}]"
     steps = f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]"
-    norm = "" if metrics.global_norm is None else f", global_norm: {metrics.global_norm:.3f}"
+    if metrics.global_norm is None:
+        norm = ""
+    else:
+        norm = f", global_norm: {metrics.global_norm:.3f}"
     more = "".join(f", {name}: {value:.6f}" for name, value in metrics.extra.items())
     scale = f"overflow cond: {metrics.overflow}, loss_scale: {float(metrics.loss_scale)}"
     return (
@@ -116,7 +129,9 @@ def _scientific(number: float) -> str:
     """Like ``5.0e-05`` or ``2.5641026e-08``: float32's eight digits without trailing zeros."""
     mantissa, _, exponent = f"{number:.7e}".partition("e")
     mantissa = mantissa.rstrip("0")
-    return f"{mantissa}0e{exponent}" if mantissa.endswith(".") else f"{mantissa}e{exponent}"
+    if mantissa.endswith("."):
+        return f"{mantissa}0e{exponent}"
+    return f"{mantissa}e{exponent}"
 
 
 def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]:
@@ -136,7 +151,9 @@ def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]
 
 def eval_line(metrics: EvalMetrics) -> str:
     """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; without a step outside training."""
-    name = f"eval at step {metrics.step}" if metrics.step else "eval"
+    name = "eval"
+    if metrics.step:
+        name = f"eval at step {metrics.step}"
     if metrics.accuracy is not None:
         images = f"{count(metrics.tokens)} images in {duration(metrics.seconds)}"
         return f"{name}: loss {metrics.loss:.4f}, accuracy {100 * metrics.accuracy:.2f} % ({images})"
@@ -146,18 +163,26 @@ def eval_line(metrics: EvalMetrics) -> str:
 
 def start_line(info: RunInfo) -> str:
     """``training: steps 51 to 100 of 200 (2 epochs of 100), continuing output/checkpoints/step-00000050``."""
-    epochs = f" ({info.epochs} epochs of {info.steps_per_epoch})" if info.epochs > 1 else ""
-    origin = f", continuing {info.resumed_from}" if info.resumed_from else ""
+    epochs = ""
+    if info.epochs > 1:
+        epochs = f" ({info.epochs} epochs of {info.steps_per_epoch})"
+    origin = ""
+    if info.resumed_from:
+        origin = f", continuing {info.resumed_from}"
     return f"training: steps {info.start_step + 1} to {info.last_step} of {info.total_steps}{epochs}{origin}"
 
 
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     """The closing summary as (name, value) rows, without what the run did not do."""
-    done = f"{summary.steps} steps" if summary.steps != 1 else "1 step"
+    done = "1 step"
+    if summary.steps != 1:
+        done = f"{summary.steps} steps"
     where = f"{summary.outcome} at step {summary.last_step} of {summary.total_steps}"
     rows = [("run", f"{where}: {done} in {duration(summary.seconds)}")]
     if summary.steps:
-        after = f" (median; first step {duration(summary.first_step_seconds)})" if summary.steps > 1 else ""
+        after = ""
+        if summary.steps > 1:
+            after = f" (median; first step {duration(summary.first_step_seconds)})"
         rows.append((summary.labels, f"{count(summary.tokens)}, {rate(summary)}{after}"))
     if summary.skipped:
         reasons = ", ".join(f"{number} x {reason}" for reason, number in summary.skipped.items())
@@ -165,7 +190,8 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
     if summary.first_loss is not None and summary.last_loss is not None:
         rows.append(("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}"))
     if summary.best_eval and summary.last_eval:
-        best, last = summary.best_eval, summary.last_eval
+        best = summary.best_eval
+        last = summary.last_eval
         last_text = f"last {last.loss:.4f} at step {last.step}"
         rows.append(("eval loss", f"best {best.loss:.4f} at step {best.step}, {last_text}"))
         if last.accuracy is not None:

@@ -32,14 +32,19 @@ class AllToAllDispatcher:
     """
 
     def __init__(self, group: DeviceGroup, permute: nn.Cell, unpermute: nn.Cell) -> None:
-        self.group, self.permute, self.unpermute = group, permute, unpermute
+        self.group = group
+        self.permute = permute
+        self.unpermute = unpermute
 
     def __call__(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, compute: Compute) -> Tensor:
         """The weighted sums of all experts of each token, [N, D]; `routing` has tensors."""
-        row_Nk, token_R, counts_E = routing[1], routing[2], routing[3]
+        row_Nk = routing[1]
+        token_R = routing[2]
+        counts_E = routing[3]
         rows_RD = self.permute(y_ND, token_R, row_Nk)
         counts_Se, theirs_Se = exchange_counts(counts_E, self.group)
-        send_S, receive_S = counts_Se.sum(1), theirs_Se.sum(1)
+        send_S = counts_Se.sum(1)
+        receive_S = theirs_Se.sum(1)
         rows = None
         if not receive_S.any():
             theirs_Se[0, 0] = rows = 1  # a row of zeros: an Ascend's operators may not take none
@@ -58,7 +63,10 @@ class _RowExchange(nn.Cell):
 
     def __init__(self, group: DeviceGroup, send_S: np.ndarray, receive_S: np.ndarray, rows: int | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.group, self.send_S, self.receive_S, self.rows = group, send_S, receive_S, rows
+        self.group = group
+        self.send_S = send_S
+        self.receive_S = receive_S
+        self.rows = rows
 
     def construct(self, rows_RD: Tensor) -> Tensor:
         return exchange_rows(rows_RD, self.send_S, self.receive_S, self.group, self.rows)

@@ -83,7 +83,9 @@ def scores_mask(
     mask that one rank with all heads would draw."""
     if own is None:
         return dropout_mask(key, site, shape, rate)
-    rows, length, group = shape[0] // own.own_kv_heads, shape[2], own.heads // own.kv_heads
+    rows = shape[0] // own.own_kv_heads
+    length = shape[2]
+    group = own.heads // own.kv_heads
     whole = dropout_mask(key, site, (rows * own.kv_heads, length * group, length), rate)
     first_key, first_query = divmod(own.number * own.own_heads, group)
     keys = slice(first_key, first_key + own.own_kv_heads)

@@ -10,7 +10,8 @@ from typing import Literal, NamedTuple
 
 _VERSION = (3, 10)  # the interface that `trainer.arrays.onednn` calls is that of these releases
 # dnnl_cpu_isa_t: sets of instructions, each with the bits of those that it contains.
-_AVX512, _BFLOAT16 = 0x27, 0xE7
+_AVX512 = 0x27
+_BFLOAT16 = 0xE7
 
 
 class OneDnn(NamedTuple):
@@ -58,7 +59,9 @@ def bfloat16_products() -> Literal["oneDNN", "emulated", ""]:
     products of rounded numbers; empty where there is no library."""
     if library() is None:
         return ""
-    return "oneDNN" if _has(_BFLOAT16) else "emulated"
+    if _has(_BFLOAT16):
+        return "oneDNN"
+    return "emulated"
 
 
 def _has(instructions: int) -> bool:

@@ -36,7 +36,11 @@ class InDtype(nn.Cell):
 
     def __init__(self, kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> None:
         super().__init__()
-        self.kernel, self.inside, self.outside, self.first, self.cast = kernel, inside, outside, first, P.Cast()
+        self.kernel = kernel
+        self.inside = inside
+        self.outside = outside
+        self.first = first
+        self.cast = P.Cast()
 
     def construct(self, *tensors):
         if self.first:
@@ -141,10 +145,12 @@ def load_kernels(
     on_ascend = "rms_norm" in fused  # it is fused on every Ascend
     drawing = ascend_dropout if on_ascend else plain
     if "attention" in fused:
-        attention, draw_attention_mask = ascend_attention, ascend_dropout.draw_attention_mask
+        attention = ascend_attention
+        draw_attention_mask = ascend_dropout.draw_attention_mask
         attention_options = attention.sharded_attention_options if is_sharded else attention.attention_options
     else:
-        attention, draw_attention_mask = plain, drawing.draw_factors
+        attention = plain
+        draw_attention_mask = drawing.draw_factors
         attention_options = ascend_dropout.plain_attention_options if is_sharded else plain.attention_options
 
     product = partial(_product, compute=compute)

@@ -16,7 +16,9 @@ from trainer.ops.ascend import measures as of_device
 
 def device_measures() -> ModuleType:
     """The functions for the current device: a CPU's compute arrays, those of other devices leave tensors there."""
-    return of_host if mindspore.get_context("device_target") == "CPU" else of_device
+    if mindspore.get_context("device_target") == "CPU":
+        return of_host
+    return of_device
 
 
 def read_together(values: Sequence[Tensor | np.ndarray | float]) -> list[np.ndarray]:

@@ -96,8 +96,13 @@ class RmsNorm(nn.Cell):
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
-        self.eps, self.square, self.mean = eps, P.Square(), MeanExt()
-        self.add, self.rsqrt, self.scale, self.weigh = P.Add(), P.Rsqrt(), P.Mul(), P.Mul()
+        self.eps = eps
+        self.square = P.Square()
+        self.mean = MeanExt()
+        self.add = P.Add()
+        self.rsqrt = P.Rsqrt()
+        self.scale = P.Mul()
+        self.weigh = P.Mul()
 
     def construct(self, x_ND, weight_D):
         rstd_N1 = self.rsqrt(self.add(self.mean(self.square(x_ND), (-1,), True), self.eps))
@@ -115,7 +120,9 @@ class HeadNorm(nn.Cell):
 
     def __init__(self, norm: nn.Cell, head_size: int) -> None:
         super().__init__()
-        self.norm, self.head_size, self.reshape = norm, head_size, P.Reshape()
+        self.norm = norm
+        self.head_size = head_size
+        self.reshape = P.Reshape()
 
     def construct(self, x_NC, weight_d):
         tokens, columns = x_NC.shape
@@ -142,17 +149,29 @@ class Rotary(Sharded):
 
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
-        self.head_size, self.turned_size = head_size, rotated_size or head_size
+        self.head_size = head_size
+        self.turned_size = rotated_size or head_size
         self.pairs = (self.turned_size // 2, 2) if interleaved else (2, self.turned_size // 2)
         self.axis = 4 if interleaved else 3  # of the two numbers of a pair
-        self.reshape, self.with_cos, self.add = P.Reshape(), P.Mul(), P.Add()
-        self.cut, self.cut_table, self.clear, self.concat = SplitWithSize(), SplitWithSize(), P.Mul(), P.Concat(3)
-        self.halves, self.halves_of_table, self.negate = SplitWithSize(), SplitWithSize(), P.Neg()
-        self.with_first, self.with_second, self.join = P.Mul(), P.Mul(), P.Concat(self.axis)
+        self.reshape = P.Reshape()
+        self.with_cos = P.Mul()
+        self.add = P.Add()
+        self.cut = SplitWithSize()
+        self.cut_table = SplitWithSize()
+        self.clear = P.Mul()
+        self.concat = P.Concat(3)
+        self.halves = SplitWithSize()
+        self.halves_of_table = SplitWithSize()
+        self.negate = P.Neg()
+        self.with_first = P.Mul()
+        self.with_second = P.Mul()
+        self.join = P.Concat(self.axis)
 
     def construct(self, x_NC, cos_BT1d, sin_BT1d):
-        cos_BT1d, sin_BT1d = ops.stop_gradient(cos_BT1d), ops.stop_gradient(sin_BT1d)
-        rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
+        cos_BT1d = ops.stop_gradient(cos_BT1d)
+        sin_BT1d = ops.stop_gradient(sin_BT1d)
+        rows = cos_BT1d.shape[0]
+        length = cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
         out_BTHd = self.add(self.with_cos(x_BTHd, cos_BT1d), self.turned(x_BTHd, sin_BT1d))
         return self.reshape(out_BTHd, x_NC.shape)
@@ -179,13 +198,19 @@ class SplitHeads(Sharded):
 
     def __init__(self, heads: int, first: int) -> None:
         super().__init__()
-        self.heads, self.first, self.reshape, self.cut, self.same = heads, first, P.Reshape(), SplitWithSize(), P.Mul()
+        self.heads = heads
+        self.first = first
+        self.reshape = P.Reshape()
+        self.cut = SplitWithSize()
+        self.same = P.Mul()
 
     def construct(self, x_NC):
-        tokens, width = x_NC.shape[0], x_NC.shape[1] // self.heads
+        tokens = x_NC.shape[0]
+        width = x_NC.shape[1] // self.heads
         x_NHw = self.reshape(x_NC, (tokens, self.heads, width))
         first, rest = self.cut(x_NHw, (self.first, width - self.first), 2)
-        first, rest = self.reshape(first, (tokens, -1)), self.reshape(rest, (tokens, -1))
+        first = self.reshape(first, (tokens, -1))
+        rest = self.reshape(rest, (tokens, -1))
         if self.heads == 1:  # they may be concatenated with others; of several heads the reshapes copy
             return self.same(first, 1.0), self.same(rest, 1.0)
         return first, rest
@@ -198,8 +223,11 @@ class JoinHeads(Sharded):
 
     def __init__(self, heads: int, *, shared: bool = False) -> None:
         super().__init__()
-        self.heads, self.shared = heads, shared
-        self.reshape, self.repeat, self.concat = P.Reshape(), P.Tile(), P.Concat(2)
+        self.heads = heads
+        self.shared = shared
+        self.reshape = P.Reshape()
+        self.repeat = P.Tile()
+        self.concat = P.Concat(2)
 
     def construct(self, x_NA, y_NB):
         tokens = x_NA.shape[0]
@@ -219,7 +247,9 @@ class SwiGLU(Sharded):
 
     def __init__(self) -> None:
         super().__init__()
-        self.silu, self.multiply, self.silu_grad = SiLU(), P.Mul(), SiLUGrad()
+        self.silu = SiLU()
+        self.multiply = P.Mul()
+        self.silu_grad = SiLUGrad()
 
     def construct(self, gate_NF, up_NF):
         return self.multiply(self.silu(gate_NF), up_NF)
@@ -255,18 +285,35 @@ class Attention(Sharded):
         value_size: int | None = None, scale: float | None = None, draw: nn.Cell | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.dtype, self.softmax_dtype = heads, kv_heads, dtype, softmax_dtype
-        self.value_size, self.factor = value_size or head_size, head_size**-0.5 if scale is None else scale
-        self.reshape, self.cast, self.to_heads, self.from_heads = P.Reshape(), P.Cast(), P.Transpose(), P.Transpose()
-        self.scale, self.score, self.add_bias = P.Mul(), P.BatchMatMul(transpose_b=True), P.Add()
-        self.softmax, self.drop, self.mix, self.draw = P.Softmax(), P.Mul(), P.BatchMatMul(), draw
-        self.cut, self.cut_bias, self.join = SplitWithSize(), SplitWithSize(), P.Concat(2)
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.dtype = dtype
+        self.softmax_dtype = softmax_dtype
+        self.value_size = value_size or head_size
+        self.factor = head_size**-0.5 if scale is None else scale
+        self.reshape = P.Reshape()
+        self.cast = P.Cast()
+        self.to_heads = P.Transpose()
+        self.from_heads = P.Transpose()
+        self.scale = P.Mul()
+        self.score = P.BatchMatMul(transpose_b=True)
+        self.add_bias = P.Add()
+        self.softmax = P.Softmax()
+        self.drop = P.Mul()
+        self.mix = P.BatchMatMul()
+        self.draw = draw
+        self.cut = SplitWithSize()
+        self.cut_bias = SplitWithSize()
+        self.join = P.Concat(2)
 
     def construct(self, q_NC, k_NK, v_NK, bias_B1TT, more_mask, dropout):
-        rows, length = bias_B1TT.shape[0], bias_B1TT.shape[2]
+        rows = bias_B1TT.shape[0]
+        length = bias_B1TT.shape[2]
         group = self.heads // self.kv_heads
         bias = ops.stop_gradient(self.reshape(bias_B1TT, (rows, 1, length, 1, length)))
-        q, k, v = self.split(self.scale(q_NC, self.factor), rows), self.split(k_NK, rows), self.split(v_NK, rows)
+        q = self.split(self.scale(q_NC, self.factor), rows)
+        k = self.split(k_NK, rows)
+        v = self.split(v_NK, rows)
         q = self.reshape(q, (rows, self.kv_heads, length * group, k.shape[3]))
         mask = None
         if dropout is not None:
@@ -284,16 +331,19 @@ class Attention(Sharded):
 
     def in_quarters(self, q, k, v, bias, mask):
         """Each quarter of the tokens with the keys up to its end; the last one has what is left of a division."""
-        length, group = k.shape[2], self.heads // self.kv_heads
+        length = k.shape[2]
+        group = self.heads // self.kv_heads
         quarter = length // _QUARTERS
         sizes = (quarter, quarter, quarter, length - 3 * quarter)
         of_rows = (quarter * group, quarter * group, quarter * group, sizes[3] * group)
-        q_parts, bias_parts = self.cut(q, of_rows, 2), self.cut_bias(bias, sizes, 2)
+        q_parts = self.cut(q, of_rows, 2)
+        bias_parts = self.cut_bias(bias, sizes, 2)
         mask_parts = (None,) * _QUARTERS if mask is None else self.cut(mask, of_rows, 2)
         out = ()
         for part in range(_QUARTERS - 1):
             keys = ((part + 1) * quarter, length - (part + 1) * quarter)
-            k_part, v_part = self.cut(k, keys, 2)[0], self.cut(v, keys, 2)[0]
+            k_part = self.cut(k, keys, 2)[0]
+            v_part = self.cut(v, keys, 2)[0]
             bias_part = self.cut_bias(bias_parts[part], keys, 4)[0]
             mask_part = None if mask is None else self.cut(mask_parts[part], keys, 3)[0]
             out += (self.attend(q_parts[part], k_part, v_part, bias_part, mask_part),)
@@ -336,12 +386,23 @@ class CrossEntropy(Sharded):
 
     def __init__(self, dtype=mstype.float32) -> None:
         super().__init__()
-        self.dtype, self.cast, self.logits = dtype, P.Cast(), P.MatMul(transpose_b=True)
-        self.largest, self.centre, self.exp = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp()
-        self.total, self.less_one, self.log = SumExt(), P.Sub(), P.Log1p()
-        self.one_hot, self.pick, self.picked = P.OneHot(), P.Mul(), SumExt()
-        self.difference, self.weigh, self.sum = P.Sub(), P.Mul(), SumExt()
-        self.on, self.off = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.dtype = dtype
+        self.cast = P.Cast()
+        self.logits = P.MatMul(transpose_b=True)
+        self.largest = P.ReduceMax(keep_dims=True)
+        self.centre = P.Sub()
+        self.exp = P.Exp()
+        self.total = SumExt()
+        self.less_one = P.Sub()
+        self.log = P.Log1p()
+        self.one_hot = P.OneHot()
+        self.pick = P.Mul()
+        self.picked = SumExt()
+        self.difference = P.Sub()
+        self.weigh = P.Mul()
+        self.sum = SumExt()
+        self.on = Tensor(1.0, mstype.float32)
+        self.off = Tensor(0.0, mstype.float32)
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
         logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
@@ -402,7 +463,8 @@ class AttentionMasks:
     """Makes the bias that `Attention` takes from the documents that the tokens belong to."""
 
     def __init__(self, settings: ModelConfig) -> None:
-        self.heads, self.kv_heads = settings.num_heads, settings.kv_heads
+        self.heads = settings.num_heads
+        self.kv_heads = settings.kv_heads
 
     def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, None]:
         """Causal and within a document: float32 [B, 1, T, T], 0 where a query sees a key; and None.
@@ -447,8 +509,11 @@ class RotaryTables(Sharded):
 
     def __init__(self, fused: bool, dtype: mstype.Type) -> None:
         super().__init__(auto_prefix=False)
-        self.fused, self.dtype = fused, dtype
-        self.gather, self.reshape, self.cast = P.Gather(), P.Reshape(), P.Cast()
+        self.fused = fused
+        self.dtype = dtype
+        self.gather = P.Gather()
+        self.reshape = P.Reshape()
+        self.cast = P.Cast()
 
     def construct(self, cos_Pd, sin_Pd, positions_BT):
         return self.table(cos_Pd, positions_BT), self.table(sin_Pd, positions_BT)
@@ -468,12 +533,16 @@ class AttentionMask(Sharded):
 
     def __init__(self, fused: bool, length: int, window: int | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.fused, self.length = fused, length
+        self.fused = fused
+        self.length = length
         tokens = np.arange(length)
         self.hidden_11TT = Tensor(~visible_keys(tokens, tokens, window)[None, None])
-        self.reshape, self.differs, self.either, self.cast, self.bias = (
-            P.Reshape(), P.NotEqual(), P.LogicalOr(), P.Cast(), P.Mul()
-        )  # fmt: skip
+        # fmt: skip
+        self.reshape = P.Reshape()
+        self.differs = P.NotEqual()
+        self.either = P.LogicalOr()
+        self.cast = P.Cast()
+        self.bias = P.Mul()
         self.least = float(np.finfo(np.float32).min)
 
     def construct(self, segment_ids_BT):
@@ -508,7 +577,8 @@ def cached_attention(
         ops.transpose(x.reshape(rows, -1, kv_heads, x.shape[-1] // kv_heads), (0, 2, 1, 3))
         for x in (q_BQC * scale, k_BSK, v_BSV)
     )
-    q, of_scores = q.reshape(rows, kv_heads, -1, width // heads), (rows, kv_heads, queries, heads // kv_heads, -1)
+    q = q.reshape(rows, kv_heads, -1, width // heads)
+    of_scores = (rows, kv_heads, queries, heads // kv_heads, -1)
     scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))).astype(softmax_dtype).astype(mstype.float32)
     probabilities = ops.softmax(scores.reshape(of_scores) + bias, -1).astype(softmax_dtype).astype(v.dtype)
     out = ops.matmul(probabilities.reshape(rows, kv_heads, -1, k.shape[2]), v)

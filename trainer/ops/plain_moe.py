@@ -42,15 +42,19 @@ class GroupedMatmul(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, x_RI, weight_EOI, counts_E):
-        x, weight = on_host(x_RI), on_host(weight_EOI, x_RI.dtype)
+        x = on_host(x_RI)
+        weight = on_host(weight_EOI, x_RI.dtype)
         y = np.zeros((len(x), weight.shape[1]), np.float32)
         for expert, rows in expert_rows(counts_E.asnumpy()):
             y[rows] = x[rows] @ weight[expert].T
         return cast(Tensor.from_numpy(y), x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
-        x, weight, grad = on_host(x_RI), on_host(weight_EOI, x_RI.dtype), on_host(grad_RO)
-        grad_x, grad_weight = np.zeros(x.shape, np.float32), np.zeros(weight.shape, np.float32)
+        x = on_host(x_RI)
+        weight = on_host(weight_EOI, x_RI.dtype)
+        grad = on_host(grad_RO)
+        grad_x = np.zeros(x.shape, np.float32)
+        grad_weight = np.zeros(weight.shape, np.float32)
         for expert, rows in expert_rows(counts_E.asnumpy()):
             grad_x[rows] = grad[rows] @ weight[expert]
             grad_weight[expert] = grad[rows].T @ x[rows]
@@ -82,7 +86,8 @@ class Unpermute(nn.Cell):
         return cast(Tensor.from_numpy(sums), y_RD.dtype)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
-        y, row = on_host(y_RD), row_Nk.asnumpy()
+        y = on_host(y_RD)
+        row = row_Nk.asnumpy()
         gate_R = np.zeros(len(y), np.float32)
         gate_R[row] = on_host(gates_Nk)
         grad_y = _rows_of_tokens(on_host(grad_ND), token_R.asnumpy())

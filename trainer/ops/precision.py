@@ -77,7 +77,13 @@ def resolve_precision(
 
     def part(key: str) -> PartDtype:
         dtype = asked_dtype(settings, amp_level, key)
-        why = key if getattr(settings, key) is not None else f"amp_level {amp_level}" if amp_level else _DEFAULT.why
+        if getattr(settings, key) is not None:
+            why = key
+        else:
+            if amp_level:
+                why = f"amp_level {amp_level}"
+            else:
+                why = _DEFAULT.why
         if has_narrow_products and key == "compute_dtype":
             return PartDtype(dtype, f"{why}; {narrow.why}")
         if has_narrow_products and dtype != "float32":
@@ -85,7 +91,10 @@ def resolve_precision(
         if dtype != "float32" and narrow.nothing_else:
             return PartDtype("float32", f"{why} asks for {dtype}, {narrow.why}")
         if dtype == "bfloat16" and device == "CPU":
-            reason = "of which a CPU has matrix products alone" if narrow.by else narrow.why
+            if narrow.by:
+                reason = "of which a CPU has matrix products alone"
+            else:
+                reason = narrow.why
             return PartDtype("float32", f"{why} asks for bfloat16, {reason}")
         return PartDtype(dtype, why)
 

@@ -130,18 +130,25 @@ def route(
     requested_E = np.bincount(flat, minlength=rule.experts)
     groups = flat
     if capacity is not None and (shared is not None or requested_E.max(initial=0) > capacity):
-        probability_Nk = np.take_along_axis(scores_NE, experts_Nk, 1) if drop_policy == "probability" else None
+        probability_Nk = None
+        if drop_policy == "probability":
+            probability_Nk = np.take_along_axis(scores_NE, experts_Nk, 1)
         over = _over_capacity(experts_Nk, rule.experts, capacity, probability_Nk, shared)
         groups = np.where(over, rule.experts, flat)
     kept_E = np.bincount(groups, minlength=rule.experts)[: rule.experts]
-    counts_E = np.maximum(kept_E, 1) if rule.safe_tokens else kept_E
+    counts_E = kept_E
+    if rule.safe_tokens:
+        counts_E = np.maximum(kept_E, 1)
     row_Nk, token_R = _rows(groups, kept_E, counts_E, scores_NE.shape[0], rule)
     return Routing(experts_Nk, row_Nk, token_R, counts_E, requested_E, kept_E)
 
 
 def choose_experts(rule: RoutingRule, scores_NE: np.ndarray, bias_E: np.ndarray | None = None) -> np.ndarray:
     """The k best experts of each token, [N, k] int32, the best first; of equal ones that with the lower number."""
-    choice_NE = np.array(scores_NE) if bias_E is None else scores_NE + bias_E
+    if bias_E is None:
+        choice_NE = np.array(scores_NE)
+    else:
+        choice_NE = scores_NE + bias_E
     if rule.is_grouped:
         allowed_NG = np.zeros((len(choice_NE), rule.groups), bool)
         in_groups = choice_NE.reshape(-1, rule.groups, rule.experts // rule.groups)
@@ -155,7 +162,8 @@ def choose_experts(rule: RoutingRule, scores_NE: np.ndarray, bias_E: np.ndarray 
 
 def _best(scores: np.ndarray, number: int) -> np.ndarray:
     """Indices of the best scores in each row, int32. Overwrites the scores."""
-    indices, rows = np.empty((len(scores), number), np.int32), np.arange(len(scores))
+    indices = np.empty((len(scores), number), np.int32)
+    rows = np.arange(len(scores))
     for choice in range(number):
         indices[:, choice] = scores.argmax(1)
         scores[rows, indices[:, choice]] = -np.inf
@@ -171,7 +179,10 @@ def _over_capacity(
 ) -> np.ndarray:
     """Whether each assignment finds its expert full, one of so many."""
     if shared is not None:
-        whole_Nk = None if probability_Nk is None else shared.whole(probability_Nk)
+        if probability_Nk is None:
+            whole_Nk = None
+        else:
+            whole_Nk = shared.whole(probability_Nk)
         over = _over_capacity(shared.whole(experts_Nk), number, capacity, whole_Nk, None)
         return over.reshape(-1, experts_Nk.shape[1])[shared.own_n].ravel()
     experts = experts_Nk.ravel()
@@ -230,7 +241,8 @@ def rows_of_experts(counts_Se: np.ndarray) -> Routing:
     """
     expert_Q = np.repeat(np.tile(np.arange(counts_Se.shape[1], dtype=np.int32), len(counts_Se)), counts_Se.ravel())
     token_Q = _sorted_by_expert(expert_Q, counts_Se.shape[1]).astype(np.int32)
-    row_Q, counts_e = np.empty_like(token_Q), counts_Se.sum(0)
+    row_Q = np.empty_like(token_Q)
+    counts_e = counts_Se.sum(0)
     row_Q[token_Q] = np.arange(len(token_Q), dtype=np.int32)
     return Routing(expert_Q[:, None], row_Q[:, None], token_Q, counts_e, counts_e, counts_e)
 
@@ -301,7 +313,8 @@ class WindowLoad:
     """
 
     def __init__(self, sums: Callable[[Sequence[Any]], list[Any]]) -> None:
-        self.sums, self.requested = sums, dict[int, Any]()
+        self.sums = sums
+        self.requested = dict[int, Any]()
 
     def start(self) -> None:
         """Begins a step."""

@@ -61,26 +61,39 @@ def select_kernels(
     if isinstance(settings, ClassifierConfig):
         return ()
     dtypes = precision or resolve_precision(settings, None, device)
-    kernels = _KERNELS if settings.experts is None else _KERNELS + _EXPERT_KERNELS
+    if settings.experts is None:
+        kernels = _KERNELS
+    else:
+        kernels = _KERNELS + _EXPERT_KERNELS
     return tuple(_choose(kernel, switch, operator, settings, device, dtypes) for kernel, switch, operator in kernels)
 
 
 def _choose(
     kernel: str, switch: str | None, operator: str, settings: ModelConfig, device: str, precision: Precision
 ) -> KernelChoice:
-    section = settings.experts if (kernel, switch, operator) in _EXPERT_KERNELS else settings
+    section = settings
+    if (kernel, switch, operator) in _EXPERT_KERNELS:
+        section = settings.experts
     wanted = switch is None or bool(getattr(section, switch))
-    asked = f"{switch}: {wanted}" if switch else "(automatic)"
+    asked = "(automatic)"
+    if switch:
+        asked = f"{switch}: {wanted}"
     if device != "Ascend":
-        why = f"{operator} exists only on Ascend" if wanted else f"{switch} is off"
+        if wanted:
+            why = f"{operator} exists only on Ascend"
+        else:
+            why = f"{switch} is off"
         return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
     if not wanted and kernel != "grouped_matmul":
         return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
     obstacle = _obstacle(kernel, settings, precision)
     if obstacle:
         return KernelChoice(kernel, asked, REFERENCE, obstacle)
-    more = "; its softmax is float32" if kernel == "attention" else ""
-    more = more if wanted else f"; {switch} False only keeps the capacity, experts never compute on the host"
+    more = ""
+    if kernel == "attention":
+        more = "; its softmax is float32"
+    if not wanted:
+        more = f"; {switch} False only keeps the capacity, experts never compute on the host"
     return KernelChoice(kernel, asked, operator, f"fused operator of {device}{more}")
 
 
@@ -145,7 +158,9 @@ def precision_on_cpu(config: Config, native: bool) -> Precision:
 def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts:
     """Who multiplies numbers of a narrow dtype on a CPU; only native layers do so in bfloat16."""
     if not native:
-        what = "MindSpore's semi-automatic mode" if compiled else "context.mode 1"
+        what = "context.mode 1"
+        if compiled:
+            what = "MindSpore's semi-automatic mode"
         return NarrowProducts("", f"which a CPU does not compute with {what}")
     if dtype == "float16":
         return NarrowProducts("emulated", "float32 products of rounded numbers")
@@ -207,7 +222,8 @@ def part_dtypes(
     master = PartDtype("float32", f"master weights (asked: {asked})")
     fused_softmax = PartDtype("float32", "inside flash_attention_score")
     fused = any(choice.kernel == "attention" and choice.fused for choice in choices)
-    products, others = precision.compute, {}
+    products = precision.compute
+    others = {}
     if precision.by:
         if settings.experts is not None:
             others = {"routed experts": PartDtype("float32", f"a CPU has no {products.dtype} kernels of them")}

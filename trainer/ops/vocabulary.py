@@ -39,7 +39,9 @@ class VocabShardRows(nn.Cell):
 
     def __init__(self, part: VocabShard, gather_rows: Callable) -> None:
         super().__init__()
-        self.first, self.gather_rows, self.matmul = part.first, gather_rows, P.MatMul()
+        self.first = part.first
+        self.gather_rows = gather_rows
+        self.matmul = P.MatMul()
 
     def construct(self, weight_VE, ids_N):
         place_N, inside_N = local_token_ids(ids_N, self.first, weight_VE.shape[0])

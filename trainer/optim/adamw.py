@@ -37,16 +37,22 @@ class AdamW(Optimizer):
         super().__init__(parameters, groups, STATE_NAMES["AdamW"], shards)
 
     def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
-        return np.zeros(shape, np.float32) if self.apply.takes_arrays else super().new_array(shape, name)
+        if self.apply.takes_arrays:
+            return np.zeros(shape, np.float32)
+        return super().new_array(shape, name)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
-        items = self._arrays(gradients, scale) if self.apply.takes_arrays else self._tensors(gradients, scale)
+        if self.apply.takes_arrays:
+            items = self._arrays(gradients, scale)
+        else:
+            items = self._tensors(gradients, scale)
         self.apply(items, lr, self.updates)
         self.all_gather()
 
     def _tensors(self, gradients: Sequence[Tensor], scale: float | Sequence[float]) -> Iterator[AdamWItem]:
-        first, second = self.state["exp_avg"], self.state["exp_avg_sq"]
+        first = self.state["exp_avg"]
+        second = self.state["exp_avg_sq"]
         for name, parameter, gradient in self.scaled(gradients, scale):
             yield AdamWItem(parameter, first[name], second[name], gradient, self.decay[name])
 
@@ -54,10 +60,12 @@ class AdamW(Optimizer):
         """On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter."""
         scales = one_for_each(scale, len(gradients))
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
-            weight, gradient = parameter.asnumpy().reshape(-1), gradient.asnumpy().reshape(-1)
+            weight = parameter.asnumpy().reshape(-1)
+            gradient = gradient.asnumpy().reshape(-1)
             if name in self.own_ranges:
                 own = self.own_ranges[name]
-                gradient = gradient if gradient.size < weight.size else gradient[own]
+                if not (gradient.size < weight.size):
+                    gradient = gradient[own]
                 weight = weight[own]
             first, second = (self.state[kind][name].reshape(-1) for kind in ("exp_avg", "exp_avg_sq"))
             yield AdamWItem(weight, first, second, gradient, self.decay[name], factor)

@@ -35,9 +35,13 @@ class Optimizer(ABC):
         state_names: Sequence[str],
         shards: Mapping[str, OptimizerShard] | None = None,
     ) -> None:
-        self.parameters, self.shards = dict(parameters), dict(shards or {})
+        self.parameters = dict(parameters)
+        self.shards = dict(shards or {})
         # A slice is a view, which copy_ refuses on a CPU; ops.assign is a legacy kernel on an Ascend.
-        self.assign = ops.assign if mindspore.get_context("device_target") == "CPU" else Parameter.copy_
+        if mindspore.get_context("device_target") == "CPU":
+            self.assign = ops.assign
+        else:
+            self.assign = Parameter.copy_
         # Of the parameters whose state is sharded.
         self.own_ranges = {name: shard.own_range(self.parameters[name].size) for name, shard in self.shards.items()}
         self.own_copies: dict[str, Parameter] = {}  # for updates by operators: copies of these ranges, made when needed
@@ -77,7 +81,8 @@ class Optimizer(ABC):
         factors = {scale: scalar(scale) for scale in set(scales)}
         for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
             if name in self.own_ranges:
-                gradient, own = self.slice_own(gradient, name), self.slice_own(parameter, name)
+                gradient = self.slice_own(gradient, name)
+                own = self.slice_own(parameter, name)
                 if name not in self.own_copies:
                     self.own_copies[name] = Parameter(own, name=f"own.{name}", requires_grad=False)
                 parameter = self.own_copies[name]
@@ -95,7 +100,9 @@ class Optimizer(ABC):
         """After an update: completes the sharded parameters with the ranges that the other ranks have updated."""
         for shard in dict.fromkeys(self.shards.values()):
             names = [name for name, each in self.shards.items() if each == shard]
-            ranges = [self.own_copies[name] for name in names] if self.own_copies else None
+            ranges = None
+            if self.own_copies:
+                ranges = [self.own_copies[name] for name in names]
             shard.all_gather([self.parameters[name] for name in names], ranges)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
@@ -125,7 +132,9 @@ class Optimizer(ABC):
 
 
 def one_for_each(scale: float | Sequence[float], count: int) -> list[float]:
-    return [float(scale)] * count if isinstance(scale, (int, float)) else list(scale)
+    if isinstance(scale, (int, float)):
+        return [float(scale)] * count
+    return list(scale)
 
 
 def scalar(number: float) -> Tensor:

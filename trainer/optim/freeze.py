@@ -56,7 +56,8 @@ def frozen_names(config: Config) -> frozenset[str]:
     Raises:
         UserError: A pattern matches nothing, a layer does not exist, or nothing would be left to train.
     """
-    shapes, settings = all_shapes(config.network), config.freeze
+    shapes = all_shapes(config.network)
+    settings = config.freeze
     items = list(_items("freeze.include", settings.include))
     if settings.embeddings:
         items.append(_Item("freeze.embeddings", True, "embeddings", None))
@@ -79,14 +80,16 @@ def frozen_names(config: Config) -> frozenset[str]:
 
 def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights that an optimizer changes, in forward order."""
-    frozen, shapes = frozen_names(config), all_shapes(config.network)
+    frozen = frozen_names(config)
+    shapes = all_shapes(config.network)
     return {name: shape for name, shape in shapes.items() if name not in frozen and not is_buffer(name)}
 
 
 def freeze_notices(config: Config) -> Iterator[str]:
     """Effects of freezing that a reader of the file may not expect."""
     if config.trains and config.freeze != FreezeConfig.model_construct():
-        shapes, frozen = all_shapes(config.network), frozen_names(config)
+        shapes = all_shapes(config.network)
+        frozen = frozen_names(config)
         every, left = (sum(math.prod(shapes[name]) for name in names) for names in (shapes, frozen))
         yield f"freeze: {left:,} of {every:,} weights are frozen"
         if config.decoder.tie_word_embeddings and EMBEDDING in frozen:
@@ -128,7 +131,8 @@ def _items(key: str, written: Any) -> Iterator[_Item]:
 def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
     """The weights that an entry selects."""
     if item.kind in ("embeddings", "layers") and config.classifier is not None:
-        rule, fix = "this short form works for decoders only", f"write a pattern, for example '{next(iter(shapes))}'"
+        rule = "this short form works for decoders only"
+        fix = f"write a pattern, for example '{next(iter(shapes))}'"
         raise _error(config, item.key, item.value, rule, fix)
     if item.kind == "embeddings":
         return [EMBEDDING]
@@ -159,7 +163,9 @@ def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
     ours = re.sub(r"\w+", lambda word: _OTHER_WORDS[word[0]] if word[0] in _OTHER_WORDS else word[0], pattern)
     if ours != pattern:
         found = any(fnmatchcase(name, ours) for name in shapes)
-        return f"the names are Hugging Face's: write '{ours}'" if found else _nearest(ours, shapes)
+        if found:
+            return f"the names are Hugging Face's: write '{ours}'"
+        return _nearest(ours, shapes)
     if _PLAIN_LAYERS.fullmatch(pattern):
         return f"write layers: {pattern.strip()}"
     for wider in (f"{pattern}.*", f"{pattern}*", f"*{pattern}", f"*{pattern}*"):

@@ -60,9 +60,14 @@ class Muon(Optimizer):
         self.adamw = AdamW(others, groups, settings, shards=of_others)
         buffers = {name: self.new_array(self.state_shape(name), f"momentum_buffer.{name}") for name in self.matrices}
         self.state = {"momentum_buffer": buffers, **self.adamw.state}
-        self.momentum, self.nesterov = scalar(settings.momentum), settings.nesterov
-        self.steps, self.rms = settings.ns_steps, settings.matched_adamw_rms
-        self.iterate = mindspore.jit(_newton_schulz) if compiled else _newton_schulz
+        self.momentum = scalar(settings.momentum)
+        self.nesterov = settings.nesterov
+        self.steps = settings.ns_steps
+        self.rms = settings.matched_adamw_rms
+        if compiled:
+            self.iterate = mindspore.jit(_newton_schulz)
+        else:
+            self.iterate = _newton_schulz
         self.eps = scalar(_EPS)
         self.coefficients = tuple(scalar(coefficient) for coefficient in _COEFFICIENTS)
 
@@ -85,7 +90,9 @@ class Muon(Optimizer):
             gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
         buffer.copy_(buffer * self.momentum + gradient)
-        direction = gradient + buffer * self.momentum if self.nesterov else buffer
+        direction = buffer
+        if self.nesterov:
+            direction = gradient + buffer * self.momentum
         if shard is not None:
             direction = shard.gather(direction, matrix.size).reshape(matrix.shape)
         if self.parts is not None:
@@ -99,8 +106,11 @@ class Muon(Optimizer):
             direction = self.parts.own(name, direction)
         weights = matrix
         if shard is not None and shard.shards_weights:
-            weights, direction = self.slice_own(matrix, name), self.slice_own(direction, name)
-        kept = weights * scalar(1 - lr * self.decay[name]) if self.decay[name] else weights
+            weights = self.slice_own(matrix, name)
+            direction = self.slice_own(direction, name)
+        kept = weights
+        if self.decay[name]:
+            kept = weights * scalar(1 - lr * self.decay[name])
         updated = kept - direction * step
         if weights is matrix:
             matrix.copy_(updated)
@@ -116,13 +126,17 @@ class Muon(Optimizer):
     def orthogonal(self, direction: Tensor) -> Tensor:
         """Nearly U V^T of the singular value decomposition U S V^T: singular values between about 0.7 and 1.2."""
         tall = direction.shape[0] > direction.shape[1]
-        x = ops.transpose(direction, (1, 0)) if tall else direction
+        x = direction
+        if tall:
+            x = ops.transpose(direction, (1, 0))
         # The Frobenius norm bounds the largest singular value, which must be at most 1.
         norm = ops.sqrt(P.MatMul(transpose_b=True)(x.reshape(1, -1), x.reshape(1, -1)).reshape(()))
         x = x / (norm + self.eps)
         for _ in range(self.steps):
             x = self.iterate(x, *self.coefficients)
-        return ops.transpose(x, (1, 0)) if tall else x
+        if tall:
+            return ops.transpose(x, (1, 0))
+        return x
 
     def load_state(
         self, arrays: Mapping[str, AnyArray], updates: int, part_of: Callable[[str], ArrayPart] | None = None

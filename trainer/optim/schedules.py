@@ -63,7 +63,9 @@ def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] =
 def schedule_total_steps(section: Any, total_steps: int) -> int:
     """T of the formulas: the section's own ``total_steps``, or the run's where the section says -1 or nothing."""
     own = section.total_steps
-    return total_steps if own is None or own == -1 else own
+    if own is None or own == -1:
+        return total_steps
+    return own
 
 
 def warmup_steps(section: Any, total_steps: int) -> int:
@@ -88,7 +90,8 @@ def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
     """warmup_lr_init + (lr - warmup_lr_init) * t / w before step w; ``after(t)`` from step w on."""
     section = inputs.section
     steps = warmup_steps(section, inputs.total_steps)
-    start, rise = section.warmup_lr_init, section.learning_rate - section.warmup_lr_init
+    start = section.warmup_lr_init
+    rise = section.learning_rate - section.warmup_lr_init
     return lambda step: start + rise * step / steps if step < steps else after(step)
 
 
@@ -100,7 +103,8 @@ def _constant_warm_up(inputs: _Inputs) -> Schedule:
 
 def _linear_with_warm_up(inputs: _Inputs) -> Schedule:
     """LinearWithWarmUpLR. After warm-up: lr * max(0, (T - t) / max(1, T - w)); the end is always 0."""
-    peak, total = inputs.section.learning_rate, inputs.total_steps
+    peak = inputs.section.learning_rate
+    total = inputs.total_steps
     steps = max(1, total - warmup_steps(inputs.section, total))
     return _warm_up(inputs, lambda step: peak * max(0.0, (total - step) / steps))
 
@@ -133,14 +137,19 @@ def _cosine_with_restarts(inputs: _Inputs) -> Schedule:
 
 def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Callable[[float], float]) -> Schedule:
     """The common part of both; ``half_waves`` turns the progress (t - w) / (T - w) into an angle in units of pi."""
-    section, total = inputs.section, inputs.total_steps
+    section = inputs.section
+    total = inputs.total_steps
     first = warmup_steps(section, total)
     steps = max(1, total - first)
-    cut = total if decay_steps is None else min(decay_steps, total)
+    if decay_steps is None:
+        cut = total
+    else:
+        cut = min(decay_steps, total)
     if cut < min(first, total):
         by_ratio = decay_steps != section.decay_steps
         _refuse_inside_warm_up(inputs, "decay_ratio" if by_ratio else "decay_steps", "end", cut)
-    end, fall = section.lr_end, section.learning_rate - section.lr_end
+    end = section.lr_end
+    fall = section.learning_rate - section.lr_end
     curve = _warm_up(inputs, lambda step: end + fall * _half_cosine(half_waves((step - first) / steps)))
     return lambda step: end if step >= cut else curve(step)
 
@@ -152,15 +161,22 @@ def _polynomial_with_warm_up(inputs: _Inputs) -> Schedule:
     Transformers' base turns negative (and with power 1 its learning rate too), ours is lr_end; beyond T both are
     lr_end. ``lr_end`` must be below ``learning_rate``.
     """
-    section, total = inputs.section, inputs.total_steps
+    section = inputs.section
+    total = inputs.total_steps
     _check_end_below_peak(inputs)
     first = warmup_steps(section, total)
-    steps = section.decay_steps if section.decay_steps is not None else max(1, total - first)
-    end, fall = section.lr_end, section.learning_rate - section.lr_end
+    if section.decay_steps is not None:
+        steps = section.decay_steps
+    else:
+        steps = max(1, total - first)
+    end = section.lr_end
+    fall = section.learning_rate - section.lr_end
 
     def decay(step: int) -> float:
         remaining = 1.0 - (step - first) / steps
-        return end if step > total or remaining <= 0.0 else end + fall * remaining**section.power
+        if step > total or remaining <= 0.0:
+            return end
+        return end + fall * remaining**section.power
 
     return _warm_up(inputs, decay)
 
@@ -172,7 +188,8 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
     default, here or in MindSpore Transformers. Beyond T, where MindSpore Transformers' line goes on below zero, ours is
     lr_end. s before the end of warm-up is an error (MindSpore Transformers jumps).
     """
-    section, total = inputs.section, inputs.total_steps
+    section = inputs.section
+    total = inputs.total_steps
     _check_end_below_peak(inputs)
     start = section.decay_start_steps
     if section.decay_start_ratio is not None:
@@ -184,11 +201,15 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
     if start < warmup_steps(section, total):
         by_ratio = section.decay_start_ratio is not None
         _refuse_inside_warm_up(inputs, "decay_start_ratio" if by_ratio else "decay_start_steps", "start", start)
-    peak, end, steps = section.learning_rate, section.lr_end, max(1, total - start)
+    peak = section.learning_rate
+    end = section.lr_end
+    steps = max(1, total - start)
 
     def stable_then_decay(step: int) -> float:
         progress = min(1.0, max(0.0, (step - start) / steps))
-        return end if progress == 1.0 else peak - (peak - end) * progress
+        if progress == 1.0:
+            return end
+        return peak - (peak - end) * progress
 
     return _warm_up(inputs, stable_then_decay)
 
@@ -204,19 +225,27 @@ def _constant_with_cool_down(inputs: _Inputs) -> Schedule:
     """
     section = inputs.section
     given = _steps(inputs, section.decay_steps, section.decay_ratio)
-    decay_steps = inputs.total_steps if given is None else given
+    decay_steps = given
+    if given is None:
+        decay_steps = inputs.total_steps
     decay_start = warmup_steps(section, inputs.total_steps) + (section.keep_steps or 0)
     decay_end = decay_start + decay_steps
     final_end = decay_end + (section.final_steps or 0)
-    peak, end = section.learning_rate, section.lr_end1
-    last = end if section.lr_end2 is None else section.lr_end2
+    peak = section.learning_rate
+    end = section.lr_end1
+    if section.lr_end2 is None:
+        last = end
+    else:
+        last = section.lr_end2
 
     def phases(step: int) -> float:
         if step < decay_start:
             return peak
         if step < decay_end:
             return end + (peak - end) * _half_cosine(2.0 * section.num_cycles * (step - decay_start) / decay_steps)
-        return end if step < final_end else last
+        if step < final_end:
+            return end
+        return last
 
     return _warm_up(inputs, phases)
 
@@ -243,11 +272,13 @@ def _cosine_annealing_warm_restarts(inputs: _Inputs) -> Schedule:
     fall = section.base_lr - low
 
     def learning_rate(step: int) -> float:
-        since, period = step, section.t_0
+        since = step
+        period = section.t_0
         if section.t_mult == 1:
             since %= period
         while since >= period:
-            since, period = since - period, period * section.t_mult
+            since = since - period
+            period = period * section.t_mult
         return low + fall * _half_cosine(since / period)
 
     return learning_rate
@@ -264,7 +295,9 @@ def _steps(inputs: _Inputs, steps: int | None, ratio: float | None) -> int | Non
     A ratio of 0 counts as not given, as MindSpore Transformers' documentation says; its code would give a schedule that
     is lr_end from step 0 on.
     """
-    return max(1, int(inputs.total_steps * ratio)) if ratio else steps
+    if ratio:
+        return max(1, int(inputs.total_steps * ratio))
+    return steps
 
 
 def _refuse_inside_warm_up(inputs: _Inputs, name: str, event: str, step: int) -> NoReturn:

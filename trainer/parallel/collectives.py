@@ -62,8 +62,10 @@ class DeviceGroup:
     on_host = False
 
     def __init__(self, ranks: Sequence[int], rank: int, name: str) -> None:
-        self.ranks, self.name = tuple(ranks), name
-        self.rank, self.size = self.ranks.index(rank), len(self.ranks)
+        self.ranks = tuple(ranks)
+        self.name = name
+        self.rank = self.ranks.index(rank)
+        self.size = len(self.ranks)
 
     def part(self, ranks: Sequence[int], name: str) -> DeviceGroup:
         make_group(name, ranks)
@@ -125,7 +127,9 @@ def _serialized_init() -> Iterator[None]:
     if not hasattr(os, "sched_setaffinity"):
         yield
         return
-    cores, policy, threads = os.sched_getaffinity(0), os.sched_getscheduler(0), set(os.listdir("/proc/self/task"))
+    cores = os.sched_getaffinity(0)
+    policy = os.sched_getscheduler(0)
+    threads = set(os.listdir("/proc/self/task"))
     rank = int(os.environ.get("DEVICE_ID", "0"))
     with contextlib.suppress(OSError):  # a container may forbid it: joining then takes longer
         os.sched_setaffinity(0, {sorted(cores)[rank % len(cores)]})
@@ -288,9 +292,11 @@ def gather_parts(group: Group, own: Tensor) -> list[Tensor]:
 
 def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
     """As `all_gather_ranges`, in buckets: while one is put into its place the next one travels."""
-    rank, ranks = group.rank, group.size
+    rank = group.rank
+    ranks = group.size
     given = [tensor.reshape(-1)[range_of_rank(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
-    pairs, under_way = iter(zip(tensors, given, strict=True)), None
+    pairs = iter(zip(tensors, given, strict=True))
+    under_way = None
     for bucket in buckets(tensors, BUCKET_BYTES):
         parts = [_filled(part, tensor.size, ranks) for tensor, part in itertools.islice(pairs, len(bucket))]
         started = start_all_gather(parts[0] if len(parts) == 1 else ops.concat(parts), group)
@@ -349,7 +355,8 @@ class _Pair(nn.Cell):
 
     def __init__(self, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.forward, self.backward = forward, backward
+        self.forward = forward
+        self.backward = backward
 
     def construct(self, x: Tensor) -> Tensor:
         return self.forward(x)
@@ -427,7 +434,8 @@ def exchange_rows(
         receive: How many come from each.
         least: Rows of the result, zeros after what comes; None: just what comes.
     """
-    total, sent = int(receive.sum()), int(send.sum())
+    total = int(receive.sum())
+    sent = int(send.sum())
     came = mint.empty((total, *rows.shape[1:]), dtype=rows.dtype)
     given = mint.narrow(rows, 0, 0, sent) if 0 < sent < rows.shape[0] else rows
     ops.communication.all_to_all_single(came, given, receive.tolist(), send.tolist(), group=group.name)
@@ -462,7 +470,8 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _own_rows(group: Group) -> Callable[[Tensor], Tensor]:
-    rank, ranks = group.rank, group.size
+    rank = group.rank
+    ranks = group.size
 
     def own_rows(x: Tensor) -> Tensor:
         number = x.shape[0] // ranks

@@ -60,7 +60,10 @@ class Communicator:
         layout: ModelLayout | None = None,
         where: MeshCoordinate | None = None,
     ) -> None:
-        self.group = _group_of_one() if group is None else group
+        if group is None:
+            self.group = _group_of_one()
+        else:
+            self.group = group
         self.groups = groups
         self.layout = layout
         self.where = where
@@ -91,7 +94,9 @@ class Communicator:
         """The same over the ranks that compute the same layers."""
         if self.groups is None:
             return self.sums(values)
-        return list(values) if self.groups.stage is None else _sums(values, self.groups.stage)
+        if self.groups.stage is None:
+            return list(values)
+        return _sums(values, self.groups.stage)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
         """The data of every rank, in the order of ranks."""
@@ -110,7 +115,10 @@ class Communicator:
     ) -> GradientReducer:
         """Sums the gradients of these parameters over the ranks, step by step; the arguments are those of
         `GradientReducer`."""
-        groups = [] if self.size == 1 else [self.groups_of(name) for name in parameters]
+        if self.size == 1:
+            groups = []
+        else:
+            groups = [self.groups_of(name) for name in parameters]
         return GradientReducer(
             list(parameters.values()), is_sharded, groups,
             scatters=scatters, overlaps=not self.group.on_host, in_float32=in_float32,
@@ -128,7 +136,9 @@ class Communicator:
         if self.groups is None:
             return self.group
         is_expert = "expert_dp" in self.layout.parameters[name].sums
-        return self.groups.expert_dp if is_expert else self.groups.dp_cp
+        if is_expert:
+            return self.groups.expert_dp
+        return self.groups.dp_cp
 
     def counted(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do. Of
@@ -178,7 +188,9 @@ def check_same_values(own: Mapping[str, object], what: str, communicator: Commun
     Raises:
         RunError: Values differ. The message names the ranks that differ from the first rank that has a name.
     """
-    first, differing, right = {}, set(), set()
+    first = {}
+    differing = set()
+    right = set()
     for rank, data in enumerate(communicator.gather_bytes(json.dumps(own).encode())):
         for name, value in json.loads(data).items():
             first_rank, first_value = first.setdefault(name, (rank, value))

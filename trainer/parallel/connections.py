@@ -26,7 +26,9 @@ from typing import Protocol
 
 from trainer.errors import RunError
 
-_NONCE_BYTES, _RANK_BYTES, _MAC_BYTES = 32, 4, 32
+_NONCE_BYTES = 32
+_RANK_BYTES = 4
+_MAC_BYTES = 32
 _BUFFER_BYTES = 4 << 20  # what the system holds for a pair at most; it may allow less
 _RING_BYTES = 1 << 20  # of memory that two ranks share, for each direction
 _PORTIONS = 4  # of a ring: what is written is said after each, what is read, too
@@ -82,13 +84,23 @@ class MemoryLink:
     """
 
     def __init__(self, connection: socket.socket, memory: mmap.mmap, first: bool) -> None:
-        self.socket, self.size = connection, len(memory) // 2
+        self.socket = connection
+        self.size = len(memory) // 2
         rings = memoryview(memory)[: self.size], memoryview(memory)[self.size :]
-        self.outgoing, self.incoming = rings if first else rings[::-1]
-        self.write_at, self.free = 0, self.size  # of `outgoing`
-        self.read_at, self.unread = 0, 0  # of `incoming`
+        if first:
+            self.outgoing, self.incoming = rings
+        else:
+            self.outgoing, self.incoming = rings[::-1]
+        # of `outgoing`
+        self.write_at = 0
+        self.free = self.size
+        # of `incoming`
+        self.read_at = 0
+        self.unread = 0
         self.unsaid = 0  # bytes read of which the other end knows nothing
-        self.notices, self.heard = bytearray(), bytearray()  # to be sent; received, but for their end
+        # to be sent; received, but for their end
+        self.notices = bytearray()
+        self.heard = bytearray()
         self.ended = False  # the other end is closed
 
     def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
@@ -96,7 +108,8 @@ class MemoryLink:
         while receives and self.unread:
             count = min(len(receives[0]), self.unread, self.size - self.read_at)
             receives[0][:count] = self.incoming[self.read_at : self.read_at + count]
-            self.read_at, self.unread = (self.read_at + count) % self.size, self.unread - count
+            self.read_at = (self.read_at + count) % self.size
+            self.unread = self.unread - count
             self._say_read(count)
             _drop(receives, count)
         if self.ended and (sends or receives):  # what it has written before is read
@@ -104,7 +117,8 @@ class MemoryLink:
         while sends and self.free:
             count = min(len(sends[0]), self.free, self.size - self.write_at, self.size // _PORTIONS)
             self.outgoing[self.write_at : self.write_at + count] = sends[0][:count]
-            self.write_at, self.free = (self.write_at + count) % self.size, self.free - count
+            self.write_at = (self.write_at + count) % self.size
+            self.free = self.free - count
             self._say(count)  # at once: the other end reads while this one writes
             _drop(sends, count)
         self._say(0)
@@ -159,7 +173,9 @@ class Connections:
     def __init__(
         self, rank: int, sockets: Mapping[int, socket.socket], memories: Mapping[int, mmap.mmap] | None = None
     ) -> None:
-        self.rank, self.sockets, self.memories = rank, dict(sockets), dict(memories or {})
+        self.rank = rank
+        self.sockets = dict(sockets)
+        self.memories = dict(memories or {})
         for each in self.sockets.values():
             each.setblocking(False)
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -183,7 +199,8 @@ class Connections:
         Raises:
             RunError: Another rank has ended.
         """
-        poll, by_descriptor = select.poll(), {}
+        poll = select.poll()
+        by_descriptor = {}
         for rank in {*outgoing, *incoming}:
             work = [[each for each in buffers.get(rank, ()) if len(each)] for buffers in (outgoing, incoming)]
             if any(work) and (events := self._advance(rank, *work)):

@@ -130,7 +130,9 @@ class GradientReducer:
         if self.overlaps or not (self.scatters and self.is_sharded[place]):
             return gradient
         own = self._scatter(place, gradient)
-        return own if self.in_float32 else own.astype(gradient.dtype)
+        if self.in_float32:
+            return own
+        return own.astype(gradient.dtype)
 
     def summed(self, total: list[Tensor]) -> Reduced:
         """For the same: the sum over the ranks of what was added up."""
@@ -148,7 +150,9 @@ class GradientReducer:
         return replace(part, gradients=()), add_gradients(total, part.gradients)
 
     def _reduced(self, gradients: list[Tensor]) -> Reduced:
-        seconds = self.seconds if self.groups and not self.overlaps else None
+        seconds = None
+        if self.groups and not self.overlaps:
+            seconds = self.seconds
         self.seconds = 0.0
         return Reduced(gradients, seconds)
 
@@ -192,8 +196,14 @@ class GradientReducer:
             if place not in places:
                 reduced[place] = gradient
                 return
-            dtypes[place] = mstype.float32 if self.in_float32 else gradient.dtype
-            ready[place] = gradient if total is None else total[place] + gradient
+            if self.in_float32:
+                dtypes[place] = mstype.float32
+            else:
+                dtypes[place] = gradient.dtype
+            if total is None:
+                ready[place] = gradient
+            else:
+                ready[place] = total[place] + gradient
             if total is not None:
                 total[place] = None
             while len(under_way) < len(self.buckets) and ready.keys() >= set(self.buckets[len(under_way)]):
@@ -205,7 +215,10 @@ class GradientReducer:
         part = with_gradients_as_they_come(self.parameters, arrived, backward)
         for bucket, started in zip(self.buckets, under_way, strict=True):
             for place, gradient in zip(bucket, self._parts(bucket, started.wait()), strict=True):
-                reduced[place] = gradient if gradient.dtype == dtypes[place] else gradient.astype(dtypes[place])
+                if gradient.dtype == dtypes[place]:
+                    reduced[place] = gradient
+                else:
+                    reduced[place] = gradient.astype(dtypes[place])
         return part, reduced
 
     def _start(self, bucket: list[int], gradients: list[Tensor]) -> Started:
@@ -227,7 +240,10 @@ class GradientReducer:
         started = collectives.Started(rows[0] if len(rows) == 1 else ops.concat(rows, -1))
         for kind, group in groups.items():
             scatters = self.is_sharded[bucket[0]] and kind in _SCATTERING
-            start = collectives.start_reduce_scatter if scatters else collectives.start_all_reduce
+            if scatters:
+                start = collectives.start_reduce_scatter
+            else:
+                start = collectives.start_all_reduce
             started = start(started.wait(), group)
         return started
 
@@ -332,11 +348,13 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: 
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for place in reversed(range(len(sizes))):
-        kind, size = kinds[place], FLOAT32_BYTES * sizes[place]
+        kind = kinds[place]
+        size = FLOAT32_BYTES * sizes[place]
         bucket, used = filling.pop(kind, ([], 0))
         if bucket and used + size > bucket_bytes:
             buckets.append(bucket)
-            bucket, used = [], 0
+            bucket = []
+            used = 0
         filling[kind] = ([*bucket, place], used + size)
     # What is left holds the gradients that come last.
     return buckets + sorted((bucket for bucket, _ in filling.values()), key=min, reverse=True)

@@ -27,8 +27,10 @@ class HostGroup:
     on_host = True
 
     def __init__(self, connections: Connections, ranks: Sequence[int]) -> None:
-        self.connections, self.ranks = connections, tuple(ranks)
-        self.rank, self.size = self.ranks.index(connections.rank), len(self.ranks)
+        self.connections = connections
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(connections.rank)
+        self.size = len(self.ranks)
         self._memory = np.empty(0, np.uint8)  # for what other ranks send to be summed
 
     def part(self, ranks: Sequence[int], name: str = "") -> HostGroup:
@@ -59,7 +61,9 @@ class HostGroup:
 
     def all_reduce(self, array: np.ndarray) -> np.ndarray:
         """The sum over all ranks, in the dtype of the array; sums of float16 are made in float32."""
-        return array if self.size == 1 else self.all_reduce_into(array, np.empty(array.shape, array.dtype))
+        if self.size == 1:
+            return array
+        return self.all_reduce_into(array, np.empty(array.shape, array.dtype))
 
     def all_reduce_into(self, array: np.ndarray, out: np.ndarray) -> np.ndarray:
         """The same into a contiguous array that is there, `array` itself too: other memory, which the system makes
@@ -156,7 +160,8 @@ class HostGroup:
 def _sum(rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
     """The sum of the rows, from the first to the last."""
     first, *others = _each(rows)
-    out = np.empty_like(first) if out is None else out
+    if out is None:
+        out = np.empty_like(first)
     if not others:
         np.copyto(out, first)
         return out

@@ -73,10 +73,12 @@ class ModelLayout:
     def shard(self, name: str, where: MeshCoordinate) -> Shard:
         """The part of a parameter that a rank of one of its stages holds."""
         one = self.parameters[name]
-        shape, start = list(one.shape), [0] * len(one.shape)
+        shape = list(one.shape)
+        start = [0] * len(one.shape)
         if one.parts > 1:
             own = range_of_rank(one.shape[one.dimension], self._part(one, where), one.parts)
-            start[one.dimension], shape[one.dimension] = own.start, own.stop - own.start
+            start[one.dimension] = own.start
+            shape[one.dimension] = own.stop - own.start
         return Shard(tuple(start), tuple(shape))
 
     def part(self, name: str, where: MeshCoordinate) -> ArrayPart:
@@ -177,5 +179,8 @@ def _stages_of(
         found |= {name: (stage,) for name in found if prefixes and name.startswith(prefixes)}
     # Multi-token prediction modules look tokens up on the last stage.
     shared = last and (spec.mtp_modules or spec.tied)
-    found[EMBEDDING] = (0, last) if shared else (0,)
+    if shared:
+        found[EMBEDDING] = (0, last)
+    else:
+        found[EMBEDDING] = (0,)
     return found | {name: (0,) for name in found if name == MAPPING_IN}

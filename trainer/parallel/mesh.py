@@ -132,8 +132,10 @@ def group_ranks(
         ulysses: Neighbours of a context group that exchange heads; one of each such group is in a ring.
     """
     degrees = mesh.degrees
-    tensor, per_stage = degrees.model_parallel, mesh.size // degrees.pipeline_stage
-    first, replica = rank - rank % per_stage, tensor * degrees.context_parallel
+    tensor = degrees.model_parallel
+    per_stage = mesh.size // degrees.pipeline_stage
+    first = rank - rank % per_stage
+    replica = tensor * degrees.context_parallel
     stage = range(first, first + per_stage)
     stages, tp, cp = (mesh.group_of(kind, rank) for kind in ("pp", "tp", "cp"))
     copies = tensor // min(tensor, kv_heads or tensor)
@@ -171,7 +173,8 @@ class ModelCopy(NamedTuple):
 def model_copy(mesh: Mesh, rank: int) -> ModelCopy:
     """The copy of the model that a rank belongs to; ranks of a context group each have one."""
     degrees = mesh.degrees
-    per_stage, width = mesh.size // degrees.pipeline_stage, math.lcm(degrees.model_parallel, degrees.expert_parallel)
+    per_stage = mesh.size // degrees.pipeline_stage
+    width = math.lcm(degrees.model_parallel, degrees.expert_parallel)
     number = rank % per_stage // width
     starts = range(number * width, mesh.size, per_stage)
     return ModelCopy(number, per_stage // width, [start + place for start in starts for place in range(width)])
@@ -203,14 +206,21 @@ def degree_mismatch(
             " and ".join(f"{name} {new}" for name, new in choice._asdict().items() if new != getattr(degrees, name))
             for choice in nearest_degrees(degrees, ranks, may_change)
         ]
-        change = f"set {'; or '.join(choices)}" if choices else ""
-        key = "data_parallel" if degrees.data_parallel > 1 or len(used) > 1 else next(iter(used))
+        change = ""
+        if choices:
+            change = f"set {'; or '.join(choices)}"
+        if degrees.data_parallel > 1 or len(used) > 1:
+            key = "data_parallel"
+        else:
+            key = next(iter(used))
         return DegreeMismatch(key, f"{rule}, and this job has {ranks}", change, degrees.ranks)
     product = degrees.data_parallel * degrees.context_parallel * degrees.model_parallel
     if product % degrees.expert_parallel:
         divisors = _divisors(product)
         near = sorted(divisors, key=lambda size: (abs(math.log(size / degrees.expert_parallel)), size))[:2]
-        tensor = " x model_parallel" if degrees.model_parallel > 1 else ""
+        tensor = ""
+        if degrees.model_parallel > 1:
+            tensor = " x model_parallel"
         rule = f"must divide data_parallel x context_parallel{tensor} = {product}, the ranks that share"
         rule += " a layer's experts"
         return DegreeMismatch("expert_parallel", rule, f"set it to {' or '.join(map(str, sorted(near)))}", 0)

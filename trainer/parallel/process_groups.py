@@ -53,7 +53,10 @@ def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None, ulysse
     groups = {}
     for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads, ulysses).items():
         if len(ranks) == world.size:
-            groups[kind] = world if world.size > 1 else None
+            if world.size > 1:
+                groups[kind] = world
+            else:
+                groups[kind] = None
         elif len(ranks) > 1:
             key = tuple(ranks)
             made[key] = made.get(key) or world.part(ranks, "-".join(["ranks", *map(str, ranks)]))

@@ -106,7 +106,10 @@ def _turns(micro_batches: Sequence[int], stages: int) -> list[Sequence[int]]:
 
 
 def _actions(stages: int, micro_batches: int, chunks: int, stage: int) -> Iterator[Action]:
-    whole = micro_batches if chunks == 1 else micro_batches - micro_batches % stages
+    if chunks == 1:
+        whole = micro_batches
+    else:
+        whole = micro_batches - micro_batches % stages
     behind = stages - stage - 1
     yield from _alternating(stages, range(whole), chunks, behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
     left = range(whole, micro_batches)
@@ -115,7 +118,10 @@ def _actions(stages: int, micro_batches: int, chunks: int, stage: int) -> Iterat
 
 def _alternating(stages: int, micro_batches: range, chunks: int, warm_up: int) -> Iterator[Action]:
     """`warm_up` forward passes, then one forward and one backward pass in turn, then the backward passes left."""
-    turns = [micro_batches] if chunks == 1 else _turns(micro_batches, stages)
+    if chunks == 1:
+        turns = [micro_batches]
+    else:
+        turns = _turns(micro_batches, stages)
     forward = [Action("forward", n, chunk) for turn in turns for chunk in range(chunks) for n in turn]
     backward = [Action("backward", n, chunk) for turn in turns for chunk in reversed(range(chunks)) for n in turn]
     warm_up = min(warm_up, len(forward))
@@ -183,7 +189,9 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
                 awaited = [one for one in (needed, own if action.kind == "backward" else None) if one is not None]
                 if not all(one in ended for one in awaited):
                     break
-                free = slots[stage][-1].end if slots[stage] else 0.0
+                free = 0.0
+                if slots[stage]:
+                    free = slots[stage][-1].end
                 start = max([free, *(ended[one] for one in awaited)])
                 end = start + getattr(cost(stage, action.chunk), action.kind)
                 slots[stage].append(Slot(start, end, action))

@@ -57,7 +57,9 @@ class ArrayPart(NamedTuple):
 
     @property
     def range(self) -> slice:
-        return slice(0, math.prod(self.shard.shape)) if self.flat is None else self.flat
+        if self.flat is None:
+            return slice(0, math.prod(self.shard.shape))
+        return self.flat
 
     @property
     def size(self) -> int:
@@ -66,19 +68,26 @@ class ArrayPart(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of an array of these numbers: that of the shard, or flat."""
-        return self.shard.shape if self.flat is None else (self.size,)
+        if self.flat is None:
+            return self.shard.shape
+        return (self.size,)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Consecutive numbers: where they begin in the flattened whole and in the flattened part, and how many."""
         start, shape = self.shard
         cut = [axis for axis, size in enumerate(shape) if size != self.whole[axis]]
-        last = cut[-1] if cut else 0  # all axes after it are whole
+        # all axes after it are whole
+        last = 0
+        if cut:
+            last = cut[-1]
         inner = math.prod(self.whole[last + 1 :])
         length = math.prod(shape[last:])
-        at, end = self.range.start, self.range.stop
+        at = self.range.start
+        end = self.range.stop
         while at < end:
             row, within = divmod(at, length)
-            position, stride = 0, math.prod(self.whole[last:])
+            position = 0
+            stride = math.prod(self.whole[last:])
             for axis in reversed(range(last)):
                 row, index = divmod(row, shape[axis])
                 position += (start[axis] + index) * stride
@@ -97,13 +106,17 @@ class ArrayPart(NamedTuple):
         (first, *start), (count, *shape) = self.shard
         of_row = math.prod(shape)
         for number, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            low, high = max(begin, first), min(end, first + count)
+            low = max(begin, first)
+            high = min(end, first + count)
             at = (low - first) * of_row  # of the block in the flattened shard
             mine = slice(max(at, self.range.start), min((high - first) * of_row, self.range.stop))
             if low < high and mine.start < mine.stop:
                 shard = Shard((low - begin, *start), (high - low, *shape))
                 is_all = mine.stop - mine.start == (high - low) * of_row
-                flat = None if is_all else slice(mine.start - at, mine.stop - at)
+                if is_all:
+                    flat = None
+                else:
+                    flat = slice(mine.start - at, mine.stop - at)
                 part = ArrayPart((end - begin, *self.whole[1:]), shard, flat)
                 yield number, part, slice(mine.start - self.range.start, mine.stop - self.range.start)
 
@@ -128,7 +141,9 @@ class PartOfArray(NamedTuple):
 
 def as_part(array: np.ndarray | PartOfArray) -> PartOfArray:
     """The array as a part, which is all of it."""
-    return array if isinstance(array, PartOfArray) else PartOfArray(whole_array(array.shape), array)
+    if isinstance(array, PartOfArray):
+        return array
+    return PartOfArray(whole_array(array.shape), array)
 
 
 class OptimizerShard(NamedTuple):
@@ -182,12 +197,14 @@ def bytes_sent(kind: Collective, given: int, ranks: int, rank: int = 0, *, on_ho
 
 def buckets(arrays: Sequence[Array], bucket_bytes: int) -> Iterator[list[Array]]:
     """Groups consecutive arrays into buckets of up to so many bytes in float32; a larger array has its own bucket."""
-    bucket, used = [], 0
+    bucket = []
+    used = 0
     for array in arrays:
         size = FLOAT32_BYTES * array.size
         if bucket and used + size > bucket_bytes:
             yield bucket
-            bucket, used = [], 0
+            bucket = []
+            used = 0
         bucket.append(array)
         used += size
     if bucket:

@@ -97,7 +97,9 @@ class _Sender:
     """Writes to one stage in a thread of its own."""
 
     def __init__(self, stage: int, to: int, connection: socket.socket) -> None:
-        self.stage, self.to, self.connection = stage, to, connection
+        self.stage = stage
+        self.to = to
+        self.connection = connection
         self.queue: queue.SimpleQueue[tuple[Tensor | None, np.ndarray] | None] = queue.SimpleQueue()
         self.lost = False
         self.thread = threading.Thread(target=self._run, name=f"pipeline sender to stage {to}", daemon=True)
@@ -135,7 +137,9 @@ class DeviceLink:
     """
 
     def __init__(self, group: DeviceGroup, chunks: int, width: int, shares: int = 1) -> None:
-        self.stage, self.width, self.shares = group.rank, width, shares
+        self.stage = group.rank
+        self.width = width
+        self.shares = shares
         self.groups: dict[tuple[int, int], DeviceGroup] = {}
         self.sends: list[Any] = []
         for sender, taker in directions(group.size, chunks):

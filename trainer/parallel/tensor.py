@@ -88,7 +88,9 @@ class LeaveAfter(nn.Cell):
 
     def __init__(self, tensor: TensorParallel) -> None:
         super().__init__()
-        self.leave, self.shares_rows, self.depend = tensor.leave(), tensor.shares_rows, P.Depend()
+        self.leave = tensor.leave()
+        self.shares_rows = tensor.shares_rows
+        self.depend = P.Depend()
         self.gather = AllGather(tensor.group) if tensor.shares_rows else None
 
     def construct(self, x, made_from):
@@ -140,7 +142,8 @@ class MatrixParts(NamedTuple):
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """The matrix, or a tensor like it, of which each rank has such a part; all ranks call it."""
-        one, group = self.shard.layout.parameters[name], self.shard.tensor.group
+        one = self.shard.layout.parameters[name]
+        group = self.shard.tensor.group
         if not self._is_cut(name):
             return part
         parts = gather_parts(group, part)

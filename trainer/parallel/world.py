@@ -57,7 +57,9 @@ def world_from_environment(environment: Mapping[str, str] | None = None) -> Worl
     Raises:
         UserError: The variables contradict each other, as when a job was started by hand.
     """
-    variables = os.environ if environment is None else environment
+    variables = environment
+    if environment is None:
+        variables = os.environ
     if "MS_WORKER_NUM" not in variables:
         return SINGLE_PROCESS
     size = _number(variables, "MS_WORKER_NUM", 1)
@@ -66,15 +68,23 @@ def world_from_environment(environment: Mapping[str, str] | None = None) -> Worl
         fix = "start the job with `run_trainer.py launch`, or unset MS_WORKER_NUM for a single process"
         raise UserError(rule, where="environment", key="RANK_ID", fix=fix)
     rank = _number(variables, "RANK_ID", 0, size)
-    local_size = _number(variables, LOCAL_SIZE_VARIABLE, 1, size + 1) if LOCAL_SIZE_VARIABLE in variables else size
-    local_rank = _number(variables, "DEVICE_ID", 0) if "DEVICE_ID" in variables else rank % local_size
+    local_size = size
+    if LOCAL_SIZE_VARIABLE in variables:
+        local_size = _number(variables, LOCAL_SIZE_VARIABLE, 1, size + 1)
+    if "DEVICE_ID" in variables:
+        local_rank = _number(variables, "DEVICE_ID", 0)
+    else:
+        local_rank = rank % local_size
     return World(rank, size, local_rank, local_size)
 
 
 def _number(variables: Mapping[str, str], name: str, least: int, end: int | None = None) -> int:
     """Reads an integer that must be at least `least` and below `end`."""
     text = variables[name]
-    bounds = f"at least {least}" if end is None else f"from {least} to {end - 1}"
+    if end is None:
+        bounds = f"at least {least}"
+    else:
+        bounds = f"from {least} to {end - 1}"
     if not text.isdecimal() or not least <= int(text) or (end is not None and int(text) >= end):
         fix = "start the job with `run_trainer.py launch`, which sets it"
         raise UserError(f"must be an integer, {bounds}", where="environment", key=name, value=text, fix=fix)

@@ -56,7 +56,10 @@ class ActivationMemory:
         self.config = config
         self.held = held
         self.narrow = narrow
-        self.rounded = narrow if narrow < _WIDE else 0
+        if narrow < _WIDE:
+            self.rounded = narrow
+        else:
+            self.rounded = 0
         """Bytes of the rounded copy of a number that is not rounded already."""
         self.spec: ModelSpec = model_spec(config.decoder).local(held.tensor)
         self.is_tensor_parallel = held.tensor > 1
@@ -85,7 +88,8 @@ class ActivationMemory:
         Args:
             gradients: Bytes of those that come layer by layer, by the names of their weights; of others nothing.
         """
-        spec, passes = self.spec, self.held.passes
+        spec = self.spec
+        passes = self.held.passes
         again = recomputed_parts(self.config)
         again += again[-1:] * spec.mtp_modules  # multi-token prediction modules recompute what the last layer does
         first = spec.first_reached(trained_shapes(self.config))
@@ -118,7 +122,10 @@ class ActivationMemory:
     def layer(self, layer: LayerSpec, recomputed: str) -> SublayerBytes:
         """Returns the bytes of a layer, of which "block", "attention", "mlp" or nothing ("") is recomputed."""
         sublayers = {"attention": self.attention(layer), "mlp": self.mlp(layer)}
-        redone = SUBLAYERS if recomputed == "block" else (recomputed,)
+        if recomputed == "block":
+            redone = SUBLAYERS
+        else:
+            redone = (recomputed,)
         if recomputed == "block" and not layer.is_moe:  # its sublayers are one part, of which the input is kept
             whole = sum(one.kept for one in sublayers.values())
             most = max(one.working for one in sublayers.values())
@@ -126,7 +133,10 @@ class ActivationMemory:
         kept = 0
         working = 0
         for name, one in sublayers.items():
-            remains = self.stream if name in redone else one.kept
+            if name in redone:
+                remains = self.stream
+            else:
+                remains = one.kept
             kept += remains
             working = max(working, one.working + one.kept - remains)
         return SublayerBytes(kept, working)
@@ -134,7 +144,8 @@ class ActivationMemory:
     def attention(self, layer: LayerSpec) -> SublayerBytes:
         """Returns the bytes of an attention sublayer, whose working memory is that of
         `trainer.arrays.attention.sublayer`."""
-        spec, tokens = layer.attention, self.rows["tokens"]
+        spec = layer.attention
+        tokens = self.rows["tokens"]
         saved = {one.name: one for one in self._attention_saved(spec)}
         of_heads = sum(saved[name].width * self.rows[saved[name].rows] for name in "qkv")
         working = self._dense_working(spec, layer) + self.narrow * saved["heads"].width * tokens
@@ -174,7 +185,9 @@ class ActivationMemory:
         gathers = self.expert_ranks > 1 and self.config.decoder.experts.moe_token_dispatcher_type == "allgather"
         kept = self._bytes(moe_saved(spec, self.is_tensor_parallel, gathers, self.expert_ranks))
         # Gradients of the input, by each sum, and of the rows of the experts, which ranks exchange; the SwiGLU.
-        exchanges = 3 if self.expert_ranks > 1 else 1
+        exchanges = 1
+        if self.expert_ranks > 1:
+            exchanges = 3
         working = _WIDE * spec.hidden * (2 * self.rows["routed"] + exchanges * self.rows["experts"])
         working += 2 * self.stream + self.narrow * spec.shared_width * self.rows["tokens"]
         return SublayerBytes(self.stream + kept, working)
@@ -195,7 +208,8 @@ class ActivationMemory:
     def head(self, trains: bool) -> int:
         """Returns the bytes of the head: its input, normed rows and in a training their gradient, and the logits of
         some rows."""
-        spec, tokens = self.spec, self.rows["tokens"]
+        spec = self.spec
+        tokens = self.rows["tokens"]
         rows = logit_rows(tokens, spec.vocabulary)
         logits = _WIDE * rows * spec.vocabulary
         logits += self.rounded * spec.embedding * (rows + spec.vocabulary)  # what their product takes

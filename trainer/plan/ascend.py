@@ -58,7 +58,8 @@ def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     moe = config.decoder.experts
     if degrees.expert_parallel > 1 and moe.moe_token_dispatcher_type == "allgather":
-        key, rule = f"{_MODEL}.moe_config.moe_token_dispatcher_type", "not yet supported on an Ascend"
+        key = f"{_MODEL}.moe_config.moe_token_dispatcher_type"
+        rule = "not yet supported on an Ascend"
         yield problem(config, key, rule, "write alltoall")
     if degrees.model_parallel * degrees.context_parallel > 1 and moe.effective_capacity is not None:
         rule = "not yet supported where ranks of an Ascend share the tokens of a sequence"
@@ -67,13 +68,16 @@ def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
 
 def _context_problems(config: Config) -> Iterator[Problem]:
     """There ranks that share a sequence gather keys and values and run flash_attention_score."""
-    key, settings = "parallel_config.context_parallel", config.decoder
+    key = "parallel_config.context_parallel"
+    settings = config.decoder
     if ulysses_degree(config) > 1:
-        where, fix = "parallel_config.context_parallel_algo", "set it to colossalai_cp"
+        where = "parallel_config.context_parallel_algo"
+        fix = "set it to colossalai_cp"
         rule = "on an Ascend the ranks gather keys and values; on CPUs alone they exchange heads"
         yield problem(config, where, rule, fix)
     if settings.attention_dropout:
-        rule, fix = "not yet supported with context_parallel on an Ascend", "set it to 0, or context_parallel to 1"
+        rule = "not yet supported with context_parallel on an Ascend"
+        fix = "set it to 0, or context_parallel to 1"
         yield problem(config, f"{_MODEL}.attention_dropout", rule, fix)
     if latent_spec(settings) is not None:
         rule = "on an Ascend ranks do not share the tokens of a sequence with latent attention (MLA), on CPUs they do"

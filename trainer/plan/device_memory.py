@@ -58,9 +58,18 @@ def device_memory(
         states: Arrays of a weight's size that each update rule keeps.
     """
     degrees = degrees_of(config, world)
-    stages = range(degrees.pipeline_stage) if stage is None else [stage]
-    held = None if runs_semi_auto(config, world) else held_parts(config, world)
-    trained = trained_shapes(config) if trains else {}
+    if stage is None:
+        stages = range(degrees.pipeline_stage)
+    else:
+        stages = [stage]
+    if runs_semi_auto(config, world):
+        held = None
+    else:
+        held = held_parts(config, world)
+    if trains:
+        trained = trained_shapes(config)
+    else:
+        trained = {}
     every = (_stage(config, world, degrees, trained, states, one, held[one] if held else None) for one in stages)
     return max(every, key=lambda parts: parts["total"])
 
@@ -80,25 +89,22 @@ def _stage(
     own: Held | None,
 ) -> dict[str, int]:
     """`own`: what a rank has in explicit mode; None in semi-automatic mode. `trained` is empty where nothing trains."""
-    trains, is_graph = bool(trained), own is None
-    settings, stages = config.decoder, degrees.pipeline_stage
-    held = all_shapes(settings) if own is None else own.shapes
-    names = _names_of_stage(config, stage, stages) if own is None else list(held)
+    trains = bool(trained)
+    is_graph = own is None
+    settings = config.decoder
+    stages = degrees.pipeline_stage
+    if own is None:
+        held = all_shapes(settings)
+        names = _names_of_stage(config, stage, stages)
+    else:
+        held = own.shapes
+        names = list(held)
     least = shard_threshold_bytes(config)
     shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
-        parts = _parts(held[name], degrees) if is_graph else 1
-        whole = math.prod(held[name]) * _FLOAT32_BYTES // parts
-        # Ranks that share a sequence have the same weights, as ranks with other data have.
-        same = degrees.data_parallel * degrees.context_parallel
-        if is_graph:
-            copies = degrees.ranks // degrees.pipeline_stage // parts
-            same = copies if _has_copies_in_tensor_group(held[name], degrees) else min(same, copies)
-        elif ".experts." in name:
-            same = degrees.ranks // degrees.pipeline_stage // degrees.expert_parallel
-        return -(-whole // same) if shared and whole >= least else whole
+        return _local_bytes(name, held[name], degrees, is_graph, least if shared else None)
 
     parts = {"weights": sum(size(name, shares_weights) for name in names)}
     half = resolve_precision(settings, config.amp_level, "Ascend").compute.dtype != "float32"
@@ -112,7 +118,9 @@ def _stage(
     trained = {name: shape for name, shape in trained.items() if name in of_stage}
     groups = parameter_groups(trained, config.optimizer.weight_decay, config.optimizer.type)
     of_trained = [name for name in trained if not is_buffer(name)]
-    micro_batches = config.parallel_config.micro_batch_num if stages > 1 else 1
+    micro_batches = 1
+    if stages > 1:
+        micro_batches = config.parallel_config.micro_batch_num
     adds_up = max(config.runner_config.gradient_accumulation_steps, micro_batches) > 1
     level = sharing_level(config)
     shares_sums = shares_state and level != "level1" or shares_weights and not adds_up
@@ -126,20 +134,49 @@ def _stage(
     if is_graph:
         shares = shares_weights and degrees.data_parallel * degrees.context_parallel > 1
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
-        copies, kept, parts["masks and tables"] = graph.copies, graph.activations, graph.constants
+        copies = graph.copies
+        kept = graph.activations
+        parts["masks and tables"] = graph.constants
         if shares_weights:
-            whole = {name: matrices[name] for name in matrices if _has_copies_in_tensor_group(held[name], degrees)}
-            waiting = _largest_layer(whole)
+            unsharded = {name: matrices[name] for name in matrices if _has_copies_in_tensor_group(held[name], degrees)}
+            waiting = _largest_layer(unsharded)
             if level != "level3" or not adds_up:
                 # The gradients of all these wait for the end of the backward pass, when the copies have been freed.
-                waiting += sum(whole.values()) - (0 if adds_up else sum(size(name, shares_sums) for name in whole))
-                copies = max(copies - sum(whole.values()) // 2, 0)
+                waiting += sum(unsharded.values())
+                if not adds_up:
+                    waiting -= sum(size(name, shares_sums) for name in unsharded)
+                copies = max(copies - sum(unsharded.values()) // 2, 0)
     else:
         kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
-    parts["activations"] = waiting + kept if adds_up else max(kept - parts["gradients"], waiting)
+    if adds_up:
+        parts["activations"] = waiting + kept
+    else:
+        parts["activations"] = max(kept - parts["gradients"], waiting)
     return parts | {"total": sum(parts.values())}
+
+
+def _local_bytes(name: str, shape: tuple[int, ...], degrees: Degrees, is_graph: bool, threshold: int | None) -> int:
+    """Returns the bytes of a rank's float32 shard; data-parallel ranks shard what has at least `threshold` bytes."""
+    parts = 1
+    if is_graph:
+        parts = _parts(shape, degrees)
+    local_bytes = math.prod(shape) * _FLOAT32_BYTES // parts
+    if threshold is None or local_bytes < threshold:
+        return local_bytes
+    # Ranks that share a sequence have the same weights, as ranks with other data have.
+    replicas = degrees.data_parallel * degrees.context_parallel
+    ranks = degrees.ranks // degrees.pipeline_stage
+    if is_graph:
+        copies = ranks // parts
+        if _has_copies_in_tensor_group(shape, degrees):
+            replicas = copies
+        else:
+            replicas = min(replicas, copies)
+    elif ".experts." in name:
+        replicas = ranks // degrees.expert_parallel
+    return -(-local_bytes // replicas)
 
 
 def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], half: bool) -> int:
@@ -150,7 +187,8 @@ def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], hal
 
 def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
     """The parameters of a stage in semi-automatic mode, in which the first one alone has a tied embedding."""
-    spec, last = model_spec(config.decoder), stage == stages - 1
+    spec = model_spec(config.decoder)
+    last = stage == stages - 1
     layers = set(stage_layers(config)[stage] if stages > 1 else range(spec.num_layers))
     layers |= set(spec.module_layers if last else ())
     found = []
@@ -163,14 +201,18 @@ def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
 
 def _layer_of(name: str) -> int | None:
     found = _LAYER.match(name)
-    return int(found[1]) if found else None
+    if found:
+        return int(found[1])
+    return None
 
 
 def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
     """Into how many parts a parameter is cut by the other degrees than data_parallel."""
     if len(shape) == 1:
         return 1
-    return degrees.expert_parallel if len(shape) == 3 else degrees.model_parallel
+    if len(shape) == 3:
+        return degrees.expert_parallel
+    return degrees.model_parallel
 
 
 def _has_copies_in_tensor_group(shape: tuple[int, ...], degrees: Degrees) -> bool:
@@ -197,7 +239,9 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
     gradients come then."""
     settings = config.decoder
     tokens = micro_batch_tokens(config, degrees)
-    rows = degrees.model_parallel if config.parallel_config.use_seq_parallel else 1
+    rows = 1
+    if config.parallel_config.use_seq_parallel:
+        rows = degrees.model_parallel
     spec = model_spec(settings).local(degrees.model_parallel)
     again = recomputed_parts(config) + ("",) * spec.mtp_modules
     first = spec.first_reached(trained_shapes(config))
@@ -208,11 +252,15 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
         sizes = _kept_of_layer(settings, spec.layers[layer], half, rows, degrees.context_parallel)
         sizes["block"] = sum(sizes.values())
         part = again[layer]
-        remains = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows if part else 0
+        remains = 0
+        if part:
+            remains = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows
         kept += passes * (sizes["block"] - remains)
         largest = max(largest, 0 if part else sizes["block"])
         again_largest = max(again_largest, sizes[part] if part else 0)
-    head = _head(spec, tokens, half) if own.has_head else 0
+    head = 0
+    if own.has_head:
+        head = _head(spec, tokens, half)
     held = _constants(settings, spec.layers[0].attention, tokens, half)
     # The compiled forward and backward pass each hold the constants that they were given last.
     head += 2 * held
@@ -222,7 +270,9 @@ def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradie
     # MindSpore holds what a compiled block kept last.
     forward = tokens * (kept + largest) + max(head, backward)
     # With the head: what its compiled pieces computed last, and its gradient.
-    return max(forward, tokens * (kept + again_largest) + gradients_of_layer + head) if again_largest else forward
+    if again_largest:
+        return max(forward, tokens * (kept + again_largest) + gradients_of_layer + head)
+    return forward
 
 
 def _head(spec: ModelSpec, tokens: int, half: bool) -> int:
@@ -242,7 +292,10 @@ def _widens(settings: ModelConfig, half: bool) -> bool:
 
 def _constants(settings: ModelConfig, attention: AttentionSpec, tokens: int, half: bool) -> int:
     """Returns the bytes of the position tables and masks that a block is given; `attention` is that of the rank."""
-    heads = 2 if settings.use_fused_rope else attention.heads + attention.kv_heads
+    if settings.use_fused_rope:
+        heads = 2
+    else:
+        heads = attention.heads + attention.kv_heads
     tables = 8 * heads * attention.head_size
     if is_flash(settings, half):
         return tokens * tables + _FLASH_MASK_BYTES
@@ -261,11 +314,16 @@ def _kept_of_layer(
         rows: Ranks that share the rows of the residual stream.
         sequence_ranks: Those that share a sequence: each gathers keys and values of all its tokens.
     """
-    width, spec = 2 if half else 4, layer.attention
+    width = 4
+    if half:
+        width = 2
+    spec = layer.attention
     hidden = spec.hidden
     streams = (4 + width) * hidden // rows  # residual stream and its norm
     streams += width * hidden * (rows > 1)  # gathered
-    queries, keys, values = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.heads * spec.value_size
+    queries = spec.heads * spec.head_size
+    keys = spec.kv_heads * spec.head_size
+    values = spec.heads * spec.value_size
     if spec.latent is not None:
         # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
         heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)

@@ -90,7 +90,8 @@ def division(config: Config, world: World) -> Division | None:
     degrees = degrees_of(config, world)
     if not degrees.divide_model or config.classifier is not None:
         return None
-    mesh, layout = Mesh(degrees), layout_of(config, world)
+    mesh = Mesh(degrees)
+    layout = layout_of(config, world)
     return Division(
         "rank = ((pp x DP + dp) x CP + cp) x TP + tp",
         tuple(_groups(config, world, layout)),
@@ -104,7 +105,9 @@ def division(config: Config, world: World) -> Division | None:
 def layout_of(config: Config, world: World) -> ModelLayout:
     """How the degrees of a job divide the parameters of the decoder."""
     degrees = degrees_of(config, world)
-    stages = stage_layers(config) if degrees.pipeline_stage > 1 else None
+    stages = None
+    if degrees.pipeline_stage > 1:
+        stages = stage_layers(config)
     rows = config.parallel_config.use_seq_parallel
     layout = model_layout(config.decoder, degrees, sequence_parallel=rows, stage_layers=stages)
     if not runs_semi_auto(config, world):
@@ -143,11 +146,17 @@ class Held(NamedTuple):
 
 def held_parts(config: Config, world: World) -> list[Held]:
     """Of the fullest rank of each stage of a pipeline; without one that of every rank."""
-    spec, degrees = model_spec(config.decoder), degrees_of(config, world)
+    spec = model_spec(config.decoder)
+    degrees = degrees_of(config, world)
     if config.classifier is not None or runs_semi_auto(config, world):
         return [Held(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
-    stages, layout, found = degrees.pipeline_stage, layout_of(config, world), []
-    rows = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
+    stages = degrees.pipeline_stage
+    layout = layout_of(config, world)
+    found = []
+    if stages > 1:
+        rows = chunk_layers(config)
+    else:
+        rows = [[list(range(spec.num_layers))]]
     schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
     for stage, chunks in enumerate(rows):
         is_last = stage == stages - 1
@@ -162,17 +171,23 @@ def held_parts(config: Config, world: World) -> list[Held]:
 def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan]:
     """Of more than one rank; kinds with the same ranks have one entry."""
     degrees = layout.degrees
-    unused = () if config.decoder.experts else ("tp_cp", "ep", "expert_dp")
+    if config.decoder.experts:
+        unused = ()
+    else:
+        unused = ("tp_cp", "ep", "expert_dp")
     unused += () if 1 < ulysses_degree(config) < degrees.context_parallel else ("ulysses", "ring")
     unused += ("embedding",) if len(layout.parameters[EMBEDDING].stages) == 1 else ()
     found: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
     for_first, for_last = (groups_of(config, world, rank) for rank in (0, degrees.ranks - 1))
     for name in (name for name in _GROUPS if name not in unused):
-        first, last = for_first[name], for_last[name]
+        first = for_first[name]
+        last = for_last[name]
         if len(first) == 1:
             continue
         key = tuple(first), tuple(last)
-        names = f"{found[key].name}, {name}" if key in found else name
+        names = name
+        if key in found:
+            names = f"{found[key].name}, {name}"
         # The stages between the first and the last one have no embedding.
         number = degrees.ranks // (degrees.pipeline_stage if name == "embedding" else len(first))
         found[key] = GroupPlan(names, len(first), number, ranks_text(first), ranks_text(last))
@@ -180,11 +195,19 @@ def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan
 
 
 def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]:
-    spec, stages = model_spec(config.decoder), mesh.degrees.pipeline_stage
-    chunks = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
-    per_stage, weights = mesh.size // stages, [0] * stages
+    spec = model_spec(config.decoder)
+    stages = mesh.degrees.pipeline_stage
+    if stages > 1:
+        chunks = chunk_layers(config)
+    else:
+        chunks = [[list(range(spec.num_layers))]]
+    per_stage = mesh.size // stages
+    weights = [0] * stages
     for name, one in layout.parameters.items():
-        size = 0 if is_buffer(name) else math.prod(layout.shard(name, fullest_rank(mesh.degrees, one.stages[0])).shape)
+        if is_buffer(name):
+            size = 0
+        else:
+            size = math.prod(layout.shard(name, fullest_rank(mesh.degrees, one.stages[0])).shape)
         for stage in one.stages:
             weights[stage] += size
     last = ["norm", "head"]
@@ -192,7 +215,10 @@ def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]
         last.append(f"{spec.mtp_modules} MTP")
     found = []
     for stage, layers in enumerate(chunks):
-        ends = ["embedding"] if stage in layout.parameters[EMBEDDING].stages else []
+        if stage in layout.parameters[EMBEDDING].stages:
+            ends = ["embedding"]
+        else:
+            ends = []
         found.append(
             StageShare(
                 stage,
@@ -206,7 +232,8 @@ def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]
 
 
 def _of_group(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) -> list[RankShare]:
-    degrees, size = mesh.degrees, mesh.size
+    degrees = mesh.degrees
+    size = mesh.size
     tensor = degrees.model_parallel
     number, width = {
         "tp": (tensor, 1), "cp": (degrees.context_parallel, tensor), "ep": (degrees.expert_parallel, 1),
@@ -218,7 +245,9 @@ def _of_group(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) 
 
 
 def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
-    spec, tensor, parts = model_spec(config.decoder), degrees.model_parallel, {}
+    spec = model_spec(config.decoder)
+    tensor = degrees.model_parallel
+    parts = {}
     attention = spec.layers[0].attention
     widths = {"columns": 0, "shared": 0}
     for layer in spec.layers:
@@ -234,7 +263,10 @@ def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
     kv_heads = attention.shared_kv_heads
     if kv_heads is not None:
         copies = tensor // min(tensor, kv_heads)
-        parts["kv heads"] = own(kv_heads) if copies == 1 else f"{rank // copies} (on {copies} ranks)"
+        if copies == 1:
+            parts["kv heads"] = own(kv_heads)
+        else:
+            parts["kv heads"] = f"{rank // copies} (on {copies} ranks)"
     parts |= {name: own(width) for name, width in widths.items() if width}
     parts["vocabulary"] = own(spec.vocabulary)
     if config.parallel_config.use_seq_parallel:
@@ -251,7 +283,9 @@ def _context_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str
 
 
 def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
-    number = config.decoder.experts.expert_num if config.decoder.experts else 0
+    number = 0
+    if config.decoder.experts:
+        number = config.decoder.experts.expert_num
     return {"experts of a layer": _range_text(range_of_rank(number, rank, degrees.expert_parallel))}
 
 
@@ -276,11 +310,15 @@ def _blocks_text(starts: range, width: int) -> str:
     if len(starts) > 1 and starts.step == width:
         return ranks_text(range(starts[0], starts[-1] + width))
     texts = [ranks_text(range(start, start + width)) for start in (*starts[:2], *starts[2:][-1:])]
-    return ", ".join(texts) if len(starts) <= 2 else f"{texts[0]}, {texts[1]} ... {texts[2]}"
+    if len(starts) <= 2:
+        return ", ".join(texts)
+    return f"{texts[0]}, {texts[1]} ... {texts[2]}"
 
 
 def _range_text(part: slice) -> str:
     """``0-1023``: both ends count."""
     if part.stop <= part.start:
         return "none"
-    return str(part.start) if part.stop == part.start + 1 else f"{part.start}-{part.stop - 1}"
+    if part.stop == part.start + 1:
+        return str(part.start)
+    return f"{part.start}-{part.stop - 1}"

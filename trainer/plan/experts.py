@@ -21,11 +21,19 @@ _POLICIES = {"position": "the last of a micro-batch", "probability": "those with
 def experts_plan(config: Config) -> dict[str, str]:
     """Lines of the plan's section on experts, by name; empty for a dense model without MTP modules."""
     settings = config.decoder
-    found = _experts(config, settings.experts) if settings.experts is not None else {}
+    if settings.experts is not None:
+        found = _experts(config, settings.experts)
+    else:
+        found = {}
     number = model_spec(settings).mtp_modules
     if number:
-        modules = "1 module" if number == 1 else f"{number} modules"
-        kind = " with experts" if settings.experts is not None else ""
+        if number == 1:
+            modules = "1 module"
+        else:
+            modules = f"{number} modules"
+        kind = ""
+        if settings.experts is not None:
+            kind = " with experts"
         found["further tokens"] = f"{modules}{kind}, losses times {settings.mtp_loss_factor:g}, in training only"
     return found
 
@@ -44,7 +52,10 @@ def _experts(config: Config, moe: MoEConfig) -> dict[str, str]:
     found["layers"] = f"{layer_text(layers) or 'none'} of {settings.num_layers}"
     if len(layers) < settings.num_layers:
         found["layers"] += f"; the others are dense, of width {settings.ffn_size}"
-    found["tokens"] = _tokens(config, moe) if config.trains else "none is dropped"
+    if config.trains:
+        found["tokens"] = _tokens(config, moe)
+    else:
+        found["tokens"] = "none is dropped"
     if config.trains:
         found["balance"] = _balance(config, moe)
     return found
@@ -54,7 +65,9 @@ def _tokens(config: Config, moe: MoEConfig) -> str:
     tokens = config.runner_config.batch_size * config.decoder.seq_length
     capacity = moe.capacity(tokens)
     if capacity is None:
-        why = "use_gmm" if moe.use_gmm else "no capacity_factor"
+        why = "no capacity_factor"
+        if moe.use_gmm:
+            why = "use_gmm"
         return f"none is dropped ({why})"
     fair = moe.num_experts_chosen * tokens / moe.expert_num
     return (
@@ -65,8 +78,13 @@ def _tokens(config: Config, moe: MoEConfig) -> str:
 
 def _balance(config: Config, moe: MoEConfig) -> str:
     factor = config.decoder.balance_factor
-    which = "loss of the whole step" if moe.balances_step else "loss"
-    parts = [f"{which} times {factor:g}"] if factor else []
+    which = "loss"
+    if moe.balances_step:
+        which = "loss of the whole step"
+    if factor:
+        parts = [f"{which} times {factor:g}"]
+    else:
+        parts = []
     if moe.z_loss_factor:
         parts.append(f"z loss times {moe.z_loss_factor:g}")
     if moe.balance_via_topk_bias and moe.topk_bias_update_rate:
@@ -74,7 +92,9 @@ def _balance(config: Config, moe: MoEConfig) -> str:
         layers = balanced_layers(config.decoder, frozen_names(config))
         if len(layers) < len(config.decoder.moe_layers):
             some = f"{moved} in {layer_text(layers)}, where the router is trained"
-            moved = some if layers else "which stays, as the routers are frozen"
+            moved = "which stays, as the routers are frozen"
+            if layers:
+                moved = some
         parts.append(f"an expert bias, {moved}")
     return ", ".join(parts) or "none"
 

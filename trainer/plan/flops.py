@@ -67,7 +67,9 @@ def _decoder_products(config: Config) -> Iterator[_Products]:
         first = spec.first_reached(parameters.keys() - frozen)
     for layer in range(len(spec.layers)):
         yield from _layer_products(spec, layer, config.decoder.seq_length, frozen, trains and layer >= first)
-    head = EMBEDDING if spec.tied else HEAD
+    head = HEAD
+    if spec.tied:
+        head = EMBEDDING
     for name, passes in ((MAPPING_IN, 1), (MAPPING_OUT, 1), (head, 1 + spec.mtp_modules)):
         if name in parameters:
             reached = trains and (name != MAPPING_IN or EMBEDDING not in frozen)
@@ -93,5 +95,8 @@ def _layer_products(
 def keys_seen(length: int, window: int | None) -> float:
     """Returns how many keys a query sees, mean over a sequence of so many tokens: those before it and its own, within
     the window where there is one."""
-    seen = length if window is None else min(window, length)
+    if window is None:
+        seen = length
+    else:
+        seen = min(window, length)
     return seen - seen * (seen - 1) / (2 * length)

@@ -83,20 +83,25 @@ def graph_memory(
         shares: Whether data-parallel ranks share the weights.
         adds_up: Whether the gradients of several micro-batches are summed.
     """
-    settings, share = config.decoder, degrees.model_parallel
-    width = 2 if half else _FLOAT32_BYTES
+    settings = config.decoder
+    share = degrees.model_parallel
+    width = _FLOAT32_BYTES
+    if half:
+        width = 2
     tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
     modules = model_spec(settings).mtp_modules
     again = recomputed_parts(config)
     again += again[-1:] * modules
-    chunks, is_last = chunks_of(config, degrees, stage), stage == degrees.pipeline_stage - 1
+    chunks = chunks_of(config, degrees, stage)
+    is_last = stage == degrees.pipeline_stage - 1
     mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if is_flash(settings, half) else 4)
     keeps_gathered = shares and sharing_level(config) != "level3"
     copies = kept = working = 0
     for chunk in chunks:
         kept += mask * chunk.under_way
         for layer in chunk.layers:
-            part, first = again[layer], layer == chunk.layers[0]
+            part = again[layer]
+            first = layer == chunk.layers[0]
             sublayers = sublayers_of(config, layer, half, share)
             kept += tokens * chunk.under_way * kept_bytes(config, sublayers, part, share, first and chunk.receives)
             remade = _remade(config, part, share)
@@ -105,7 +110,10 @@ def graph_memory(
             inside = sum(sublayers[name].kept for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
-            transient = 0 if keeps_gathered else max((own[name] for name in remade), default=0)
+            if keeps_gathered:
+                transient = 0
+            else:
+                transient = max((own[name] for name in remade), default=0)
             if part == "block" and shares and not adds_up:
                 # Gradients that wait to be reduced, in half precision and in float32, beside what is gathered.
                 layer_bytes = sum(_copies(matrices, layer, _FLOAT32_BYTES).values())
@@ -128,19 +136,25 @@ def graph_memory(
 
 def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
     """The parts of a stage, and what each has under way at the most."""
-    stages, spec = degrees.pipeline_stage, model_spec(config.decoder)
+    stages = degrees.pipeline_stage
+    spec = model_spec(config.decoder)
     extra = spec.mtp_modules  # on the last stage
     if stages == 1:
         return [Chunk(range(len(spec.layers)), 1, receives=False)]
-    sizes, micro_batches = part_sizes(config), config.parallel_config.micro_batch_num
+    sizes = part_sizes(config)
+    micro_batches = config.parallel_config.micro_batch_num
     parts = len(sizes)
     behind = stages - stage - 1
-    under_way = behind + 1 if parts == 1 else 2 * behind + (parts - 1) * stages + 1
+    if parts == 1:
+        under_way = behind + 1
+    else:
+        under_way = 2 * behind + (parts - 1) * stages + 1
     under_way = min(under_way, micro_batches * parts)
     counts = [0] * parts
     for number in range(under_way):  # all stages' micro-batches of a part, then those of the next part
         counts[number // stages % parts] += 1
-    found, first = [], 0
+    found = []
+    first = 0
     for part, row in enumerate(sizes):
         begin = first + sum(row[:stage])
         end = begin + row[stage] + (extra if part == parts - 1 and stage == stages - 1 else 0)
@@ -151,7 +165,8 @@ def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
 
 def kept_bytes(config: Config, sublayers: Mapping[str, Sublayer], part: str, share: int, received: bool) -> int:
     """Bytes that a layer keeps for a token from its forward to its backward pass."""
-    attention, mlp = sublayers["attention"], sublayers["mlp"]
+    attention = sublayers["attention"]
+    mlp = sublayers["mlp"]
     section = config.recompute_config
     # Results of communication that is not repeated are kept, and what lies before the last one.
     keeps_sent = share > 1 and not section.mp_comm_recompute
@@ -170,8 +185,12 @@ def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
     """The sublayers whose backward pass computes them and their copies of weights again."""
     if part == "block":
         whole = share == 1 or config.recompute_config.mp_comm_recompute
-        return ("attention", "mlp") if whole else ("mlp",)
-    return (part,) if part else ()
+        if whole:
+            return ("attention", "mlp")
+        return ("mlp",)
+    if part:
+        return (part,)
+    return ()
 
 
 def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, int]:
@@ -192,9 +211,14 @@ def is_flash(settings: ModelConfig, half: bool) -> bool:
 def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str, Sublayer]:
     """What the sublayers of a layer have for a token; the residual stream is float32, and sequence parallelism shares
     it."""
-    settings, width = config.decoder, 2 if half else _FLOAT32_BYTES
+    settings = config.decoder
+    width = _FLOAT32_BYTES
+    if half:
+        width = 2
     hidden = settings.hidden_size
-    shared = share if config.parallel_config.use_seq_parallel else 1
+    shared = 1
+    if config.parallel_config.use_seq_parallel:
+        shared = share
     stream = _FLOAT32_BYTES * hidden // shared
     # Every product of a rank needs all tokens; a layer that gathers them again keeps its part.
     normed = width * hidden // (shared if layer in gathered_again(config) else 1)
@@ -205,17 +229,23 @@ def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str
         return {"attention": attention, "mlp": Sublayer(stream, normed, inside, inside)}
     columns = settings.ffn_size // share
     if settings.use_fused_swiglu and half:  # gate and up side by side, and their product
-        inside, backward = 3 * width * columns, 6 * width * columns
+        inside = 3 * width * columns
+        backward = 6 * width * columns
     else:  # gate, its SiLU and up in float32, and the product; gradients of two of them
-        inside, backward = (3 * _FLOAT32_BYTES + width) * columns, 5 * _FLOAT32_BYTES * columns
+        inside = (3 * _FLOAT32_BYTES + width) * columns
+        backward = 5 * _FLOAT32_BYTES * columns
     return {"attention": attention, "mlp": Sublayer(stream, normed, inside, backward)}
 
 
 def _heads(settings: ModelConfig, half: bool) -> int:
     """Bytes of queries, keys, values and results of all heads for a token."""
-    width = 2 if half else _FLOAT32_BYTES
+    width = _FLOAT32_BYTES
+    if half:
+        width = 2
     spec = attention_spec(settings)
-    queries, keys, values = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.heads * spec.value_size
+    queries = spec.heads * spec.head_size
+    keys = spec.kv_heads * spec.head_size
+    values = spec.heads * spec.value_size
     if spec.latent is not None:
         # Before and after their norms; queries, keys and values of all heads, cut, rotated and joined.
         heads = width * (2 * spec.latent.down_size + 5 * queries + 2 * values)

@@ -64,7 +64,10 @@ def memory_estimate(
 def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
     on_host = on_arrays(config, device, world)
     own_bytes = _OwnBytes(config, world)
-    weights = own_bytes.weights(held.shapes) if trains else _bytes(held.shapes)
+    if trains:
+        weights = own_bytes.weights(held.shapes)
+    else:
+        weights = _bytes(held.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES}
     parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
@@ -72,13 +75,17 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
         parts["text samples"] = _sampling_bytes(config, held, weights)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
-        copies = _merged_bytes(held) if device == "CPU" else 0
+        copies = 0
+        if device == "CPU":
+            copies = _merged_bytes(held)
         parts |= {"matrices merged with adapters": copies} if copies else {}
     if config.run_mode == "eval" and on_host:
         parts["activations"] = ActivationMemory(config, world, held, _product_bytes(config, world)).evaluation_peak()
     if trains:
         degrees = degrees_of(config, world)
-        copies = 1 if micro_batches(config, degrees) == 1 else 2
+        copies = 2
+        if micro_batches(config, degrees) == 1:
+            copies = 1
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = own_bytes.gradients(trained, copies)
         parts["optimizer state"] = own_bytes.optimizer_state(trained)
@@ -97,17 +104,25 @@ class _OwnBytes:
     """What a rank has of what enable_parallel_optimizer divides: equal parts of every parameter above the threshold."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world, self.degrees = config, world, degrees_of(config, world)
-        self.level = sharing_level(config) if shards_optimizer(config, world) else ""
+        self.config = config
+        self.world = world
+        self.degrees = degrees_of(config, world)
+        if shards_optimizer(config, world):
+            self.level = sharing_level(config)
+        else:
+            self.level = ""
         self.least = shard_threshold_bytes(config)
 
     def part(self, name: str, shape: tuple[int, ...]) -> int:
         """Bytes of the rank's range of a parameter."""
-        size, degrees = _bytes({name: shape}), self.degrees
+        size = _bytes({name: shape})
+        degrees = self.degrees
         ranks = degrees.data_parallel * degrees.context_parallel
         if is_expert(name):
             ranks = ranks * degrees.model_parallel // degrees.expert_parallel
-        return size if size < self.least or not self.level else -(-size // ranks)
+        if size < self.least or not self.level:
+            return size
+        return -(-size // ranks)
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         if self.level != "level3":
@@ -152,7 +167,9 @@ def _coming_gradients(held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tu
 
 def _product_bytes(config: Config, world: World) -> int:
     """Of a number that products of whole layers on arrays take."""
-    return _FLOAT32_BYTES if precision_of(config, "CPU", world).compute.dtype == "float32" else 2
+    if precision_of(config, "CPU", world).compute.dtype == "float32":
+        return _FLOAT32_BYTES
+    return 2
 
 
 def _operator_bytes(config: Config, held: Held, world: World) -> int:
@@ -171,7 +188,9 @@ def _operator_bytes(config: Config, held: Held, world: World) -> int:
 def _cache_bytes(config: Config, device: str) -> int:
     """What prediction keeps of the tokens of a batch: float32 on a CPU, elsewhere in the dtype of the products."""
     settings = config.decoder
-    rows = settings.batch_size if config.run_mode == "predict" else 1
+    rows = 1
+    if config.run_mode == "predict":
+        rows = settings.batch_size
     tokens = rows * (settings.max_decode_length or settings.seq_length)
     dtype = precision_of(config, device).compute.dtype
     numbers = tokens * settings.num_layers * sum(attention_spec(settings).cache_widths)
@@ -184,7 +203,8 @@ def _sampling_bytes(config: Config, held: Held, own_bytes: int) -> int:
     Args:
         own_bytes: Of the weights that the rank has between two samples.
     """
-    settings, given = config.decoder, config.sample_prompt
+    settings = config.decoder
+    given = config.sample_prompt
     new = settings.max_new_tokens or MOST_SAMPLED_TOKENS
     # A token is a byte of the prompt or more.
     longest = max(len(prompt.encode()) for prompt in ([given] if isinstance(given, str) else given))
@@ -215,11 +235,17 @@ def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_
     Raises:
         UserError: They do.
     """
-    needed, most = fixed_bytes(parts) * ranks, most_memory_bytes() if most_bytes is None else most_bytes
+    needed = fixed_bytes(parts) * ranks
+    most = most_bytes
+    if most_bytes is None:
+        most = most_memory_bytes()
     if needed <= most:
         return
     gib = 1 << 30
-    who = "of the model" if ranks == 1 else f"of the {ranks} ranks of this host"
+    if ranks == 1:
+        who = "of the model"
+    else:
+        who = f"of the {ranks} ranks of this host"
     rule = (
         f"weights, gradients and optimizer state {who} alone take {needed / gib:,.1f} GiB of memory,"
         f" and this machine has {most / gib:,.1f} GiB"
@@ -230,11 +256,15 @@ def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_
 
 def memory_notices(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
     """Says when `ranks` ranks on this host will probably not fit in `left_bytes` (None: what is available now)."""
-    left_bytes = memory_left_bytes() if left_bytes is None else left_bytes
+    if left_bytes is None:
+        left_bytes = memory_left_bytes()
     total_bytes = rank_bytes * ranks
     if total_bytes > left_bytes:
         mib = 1 << 20
-        who = "the run needs" if ranks == 1 else f"the {ranks} ranks of this host need"
+        if ranks == 1:
+            who = "the run needs"
+        else:
+            who = f"the {ranks} ranks of this host need"
         yield (
             f"{who} about {total_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
             " a smaller runner_config.batch_size with more gradient_accumulation_steps, or recompute_config.recompute,"

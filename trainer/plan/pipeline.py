@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _MOST_SIMULATED = 4  # times the stages: with more micro-batches the middle of the schedule repeats itself
 _MOST_DRAWN = 16  # micro-batches
-_BLUES, _GREENS = ("#9ecae1", "#4292c6", "#2171b5", "#08519c"), ("#c7e9c0", "#74c476", "#31a354", "#006d2c")
+_BLUES = ("#9ecae1", "#4292c6", "#2171b5", "#08519c")
+_GREENS = ("#c7e9c0", "#74c476", "#31a354", "#006d2c")
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
     """None for a job without a pipeline."""
     if stages == 1 or config.classifier is not None:
         return None
-    chunks, micro_batches = config.decoder.pp_interleave_num, config.parallel_config.micro_batch_num
+    chunks = config.decoder.pp_interleave_num
+    micro_batches = config.parallel_config.micro_batch_num
     costs = chunk_costs(config)
     busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
     schedule = one_forward_one_backward(stages, min(micro_batches, _MOST_SIMULATED * stages), chunks)
@@ -96,7 +98,8 @@ def chunk_costs(config: Config) -> list[list[Cost]]:
 
     A backward pass takes twice the forward pass, and once more what it recomputes.
     """
-    again, rows = recomputed_parts(config), chunk_layers(config)
+    again = recomputed_parts(config)
+    rows = chunk_layers(config)
     spec = model_spec(config.decoder)
     sizes = [_active_matrices(layer) for layer in spec.layers]
     head = spec.vocabulary * spec.embedding * (1 + spec.mtp_modules)
@@ -107,7 +110,8 @@ def chunk_costs(config: Config) -> list[list[Cost]]:
         return Cost(forward, 2 * forward + sum(sizes[layer] for layer in layers if again[layer]))
 
     costs = [[cost(layers) for layers in row] for row in rows]
-    last, more = costs[-1][-1], head + sum(modules)
+    last = costs[-1][-1]
+    more = head + sum(modules)
     costs[-1][-1] = Cost(last.forward + more, last.backward + 2 * more)
     return costs
 
@@ -132,9 +136,12 @@ def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> s
         raise mistake("this job has no pipeline to draw", "set parallel_config.pipeline_stage, in a job of some ranks")
     if picture.suffix.lower() != ".png":
         raise mistake("names a PNG file", "write for example schedule.png")
-    stages, micro_batches, chunks = len(plan.stages), plan.micro_batches, plan.chunks
+    stages = len(plan.stages)
+    micro_batches = plan.micro_batches
+    chunks = plan.chunks
     drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
-    schedule, costs = one_forward_one_backward(stages, drawn, chunks), chunk_costs(config)
+    schedule = one_forward_one_backward(stages, drawn, chunks)
+    costs = chunk_costs(config)
     shortened = drawn < micro_batches
     title = f"{stages} stages, {drawn} micro-batches" + (f" where a step has {micro_batches}" if shortened else "")
     title += f", {chunks} chunks a stage" if chunks > 1 else ""
@@ -165,7 +172,13 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
 
 
 def _label(action: Action, chunks: int) -> str:
-    letter = "" if chunks == 1 else chr(ord("a") + action.chunk) if chunks <= 26 else f"/{action.chunk}"
+    if chunks == 1:
+        letter = ""
+    else:
+        if chunks <= 26:
+            letter = chr(ord("a") + action.chunk)
+        else:
+            letter = f"/{action.chunk}"
     return f"{'F' if action.kind == 'forward' else 'B'}{action.micro_batch}{letter}"
 
 
@@ -185,7 +198,9 @@ def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: P
             shade = action.chunk * shades // schedule.chunks
             colour = (_BLUES if action.kind == "forward" else _GREENS)[shade]
             axis.barh(stage, end - start, left=start, height=0.9, color=colour, edgecolor="white", linewidth=0.6)
-            ink = "white" if shade > 1 else "black"
+            ink = "black"
+            if shade > 1:
+                ink = "white"
             label = str(action.micro_batch)
             axis.text((start + end) / 2, stage, label, ha="center", va="center", fontsize=8, color=ink)
     axis.set_yticks(range(schedule.stages), [f"stage {stage}" for stage in range(schedule.stages)])

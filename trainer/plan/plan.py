@@ -209,7 +209,11 @@ def plan_run(
     """
     degrees = degrees_of(config, world)
     notices = _notices(config, world, backend, device, memory_bytes)
-    data, steps_per_epoch = _open_data(config, backend, progress, notices) if opens_data else (None, 0)
+    if opens_data:
+        data, steps_per_epoch = _open_data(config, backend, progress, notices)
+    else:
+        data = None
+        steps_per_epoch = 0
     return Plan(
         run_mode=config.run_mode,
         device=device,
@@ -237,8 +241,13 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
     precision = precision_of(config, device, world)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
-    inactive = 0 if config.classifier is not None else inactive_weights(model_spec(config.decoder))
-    shapes = trained_shapes(config) if config.trains else every
+    if config.classifier is not None:
+        inactive = 0
+    else:
+        inactive = inactive_weights(model_spec(config.decoder))
+    shapes = every
+    if config.trains:
+        shapes = trained_shapes(config)
     groups: tuple[ParameterGroup, ...] = ()
     recomputed: tuple[str, ...] = ()
     if config.trains:
@@ -300,7 +309,10 @@ def _steps_plan(config: Config, world: World, backend: TrainingBackend, steps_pe
 def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
     """Epochs, their steps, and the step at which the run ends, where an epoch has so many steps."""
     runner = config.runner_config
-    epochs = -(-runner.max_steps // steps) if runner.max_steps and steps else runner.epochs
+    if runner.max_steps and steps:
+        epochs = -(-runner.max_steps // steps)
+    else:
+        epochs = runner.epochs
     total = min(runner.max_steps or steps * epochs, steps * epochs)
     return epochs, total, min(total, runner.stop_step or total)
 
@@ -347,7 +359,9 @@ def _record_notices(config: Config) -> Iterator[Notice]:
         if not found:
             near = ", ".join(get_close_matches(text, names, n=3, cutoff=0.0))
             where = config.source.where(f"{key}.{number}") or config.source.where(key)
-            place = f" ({where})" if where else ""
+            place = ""
+            if where:
+                place = f" ({where})"
             yield Notice(f"{key} {text!r}{place} matches no trained parameter; the nearest names are {near}", "ignored")
     if section.invert and len(matched) == len(names):
         yield Notice(f"{key} matches every trained parameter, and invert leaves none to record", "ignored")
@@ -362,7 +376,9 @@ def _eval_rows(data: EvalBatches | None) -> int | None:
     if data is None:
         return None
     most = (data.max_batches or 0) * data.loader.global_batch_size
-    return min(data.dataset.num_sequences, most) if most else data.dataset.num_sequences
+    if most:
+        return min(data.dataset.num_sequences, most)
+    return data.dataset.num_sequences
 
 
 def _learning_rates(config: Config, total: int, last: int) -> tuple[tuple[int, float], ...]:

@@ -58,7 +58,10 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
         verbose: With every kernel, dtype, parameter group, learning rate and part of the memory, and the reason of
             every ignored key.
     """
-    found = [_notes(plan.notices, verbose)] if plan.notices else []
+    if plan.notices:
+        found = [_notes(plan.notices, verbose)]
+    else:
+        found = []
     found.append(("run", _run_rows(plan)))
     found.append(("model", _model_rows(plan, verbose)))
     if plan.division is not None:
@@ -75,7 +78,9 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
         rows = [("", ""), ("data", counted(plan.data.eval_rows, _unit(plan.data)))]
         found.append(("evaluation", rows + (_packing_rows(plan.data) if plan.run_mode == "eval" else [])))
     found += _details(plan) if verbose else ()
-    return [*found, _memory(plan, verbose)] if plan.memory_bytes else found
+    if plan.memory_bytes:
+        return [*found, _memory(plan, verbose)]
+    return found
 
 
 def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
@@ -99,14 +104,20 @@ def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
 def _run_rows(plan: Plan) -> Rows:
     rows: Rows = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
     if plan.ranks > 1:
-        hosts = "" if plan.host_ranks == plan.ranks else f", {plan.host_ranks} of them on this host"
+        if plan.host_ranks == plan.ranks:
+            hosts = ""
+        else:
+            hosts = f", {plan.host_ranks} of them on this host"
         degrees = ", ".join(f"{name} {size}" for name, size in plan.degrees.items())
         rows.append(("ranks", f"{plan.ranks}{hosts}: {degrees}"))
     rows += [("execution", plan.execution), ("output_dir", plan.output_dir)]
     if plan.resumes is not None:
         done = plan.resumes.step >= plan.steps.last_step
         batch = f"epoch {plan.resumes.epoch + 1}, micro-batch {plan.resumes.batch + 1}"
-        left = "no step is left" if done else f"continues with step {plan.resumes.step + 1} ({batch})"
+        if done:
+            left = "no step is left"
+        else:
+            left = f"continues with step {plan.resumes.step + 1} ({batch})"
         rows.append(("resumes", f"{plan.resumes.checkpoint}: step {plan.resumes.step} is done, {left}"))
     return rows
 
@@ -169,14 +180,18 @@ def _traffic(traffic: TrafficPlan) -> Section:
         calls.setdefault(key, []).append(f"{one.calls:,} {one.collective}")
         sent[key] = sent.get(key, 0) + one.bytes
     rows = [(*key, ", ".join(calls[key]), _mib(size)) for key, size in sent.items()]
-    of = f" of stage {traffic.stage}" if len(traffic.stage_bytes) > 1 else ""
+    of = ""
+    if len(traffic.stage_bytes) > 1:
+        of = f" of stage {traffic.stage}"
     total = ("all", "", "", _mib(sum(sent.values())))
     return f"a rank{of} sends in a step", [("group", "what", "collectives", "MiB"), *rows, total]
 
 
 def _mib(size: int) -> str:
     value = size / (1 << 20)
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def _shortened(rows: Rows) -> Rows:
@@ -216,12 +231,17 @@ def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
 
 
 def _unit(data: DataPlan) -> str:
-    return "sequences" if data.labels == "tokens" else data.labels
+    if data.labels == "tokens":
+        return "sequences"
+    return data.labels
 
 
 def _steps(steps: StepsPlan) -> str:
     """Those of a run of whole epochs, or of so many steps; and where this run ends before."""
-    ends = "" if steps.last_step == steps.total_steps else f"; this run ends after step {steps.last_step}"
+    if steps.last_step == steps.total_steps:
+        ends = ""
+    else:
+        ends = f"; this run ends after step {steps.last_step}"
     if steps.total_steps == steps.steps_per_epoch * steps.epochs:
         return f"{steps.steps_per_epoch:,} an epoch x {steps.epochs} = {steps.total_steps:,}{ends}"
     return f"{steps.total_steps:,}; an epoch has {steps.steps_per_epoch:,}{ends}"
@@ -274,7 +294,9 @@ def _attention(settings: ModelConfig) -> str:
     latent = attention.latent
     if latent is None:
         return ""
-    queries = f"queries from {latent.query_rank:,} numbers, " if latent.query_rank else ""
+    queries = ""
+    if latent.query_rank:
+        queries = f"queries from {latent.query_rank:,} numbers, "
     cached = f"prediction caches {sum(attention.cache_widths):,} numbers a token and layer"
     return f"multi-head latent: {queries}keys and values from {latent.key_value_rank:,}; {cached}"
 
@@ -291,8 +313,13 @@ def _adapters(settings: ModelConfig) -> str:
         return ""
     names = [name.split(".")[-1] for name in adapted_projections(settings)]
     layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
-    where = "" if layers == settings.num_layers else f" of {layers} of {settings.num_layers} layers"
-    dropout = f", dropout {adapter.dropout:g}" if adapter.dropout else ""
+    if layers == settings.num_layers:
+        where = ""
+    else:
+        where = f" of {layers} of {settings.num_layers} layers"
+    dropout = ""
+    if adapter.dropout:
+        dropout = f", dropout {adapter.dropout:g}"
     return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on {' '.join(names)}{where}"
 
 
@@ -308,7 +335,9 @@ def _clipping(config: Config) -> str:
 def _loss_scale(config: Config) -> str:
     sense = config.runner_wrapper.scale_sense
     if not isinstance(sense, LossScaleSection):
-        return "off" if sense == 1 else f"fixed, {sense:g}"
+        if sense == 1:
+            return "off"
+        return f"fixed, {sense:g}"
     if sense.type == "FixedLossScaleUpdateCell":
         return f"fixed, {sense.loss_scale_value:g}"
     steps = f"x {sense.scale_factor} after {sense.scale_window} steps without overflow"
@@ -325,10 +354,15 @@ def _skipping(config: Config) -> str:
 
 def _saving(config: Config) -> str:
     saver = config.checkpoint_monitor
-    every = f"every {saver.save_checkpoint_steps} steps and at" if saver.save_checkpoint_steps else "at"
+    every = "at"
+    if saver.save_checkpoint_steps:
+        every = f"every {saver.save_checkpoint_steps} steps and at"
     best = ""
     if saver.keep_best:
-        best = " and the best" if saver.keep_best == 1 else f" and the best {saver.keep_best}"
+        if saver.keep_best == 1:
+            best = " and the best"
+        else:
+            best = f" and the best {saver.keep_best}"
         best += " by eval loss"
     return f"{every} the end; the newest {saver.keep_checkpoint_max}{best} are kept"
 
@@ -337,8 +371,12 @@ def _early_stop(config: Config) -> str:
     section = config.early_stop
     if section is None:
         return ""
-    least = f" by more than {section.min_delta:g}" if section.min_delta else ""
-    count = f"{section.patience} evaluations in a row" if section.patience > 1 else "the first evaluation"
+    least = ""
+    if section.min_delta:
+        least = f" by more than {section.min_delta:g}"
+    count = "the first evaluation"
+    if section.patience > 1:
+        count = f"{section.patience} evaluations in a row"
     return f"after {count} without a lower eval loss{least}"
 
 
@@ -352,7 +390,9 @@ def _packing_rows(data: DataPlan) -> Rows:
     found = data.packing
     if found is None:
         return source_rows(data.sources)
-    unit = "documents" if found.packing == "cut" else "samples"
+    unit = "samples"
+    if found.packing == "cut":
+        unit = "documents"
     parts = [f"{found.packing}: {counted(found.samples, unit)} in {counted(found.sequences, 'sequences')}"]
     parts += [f"{found.padding:.1%} padding"] if found.padding or found.packing != "cut" else []
     counts = (found.truncated, "truncated"), (found.dropped, "dropped")
@@ -365,7 +405,10 @@ def source_rows(shares: Sequence[SourceShare]) -> Rows:
     """What each of several sources gives to an epoch."""
     rows: Rows = []
     for share in shares:
-        weight = "" if share.weight is None else f"weight {share.weight:g}, "
+        if share.weight is None:
+            weight = ""
+        else:
+            weight = f"weight {share.weight:g}, "
         passes = f"{share.epoch_passes:.2f} passes over its {share.sequences:,}"
         sequences = counted(share.epoch_sequences, "sequences")
         rows.append(("source", f"{share.name}: {weight}{sequences} an epoch, {passes}"))
@@ -382,7 +425,9 @@ def _weights(model: ModelPlan) -> str:
     every = model.weights + model.frozen.weights
     if not every:
         return "not known"
-    active = f"; {model.active_weights:,} active per token" if model.active_weights < every else ""
+    active = ""
+    if model.active_weights < every:
+        active = f"; {model.active_weights:,} active per token"
     if not model.frozen.tensors:
         return f"{every:,}{active}"
     return f"{every:,}: {model.weights:,} trained, {model.frozen.weights:,} frozen{active}"
@@ -390,9 +435,14 @@ def _weights(model: ModelPlan) -> str:
 
 def _shown(name: str, value: Any) -> str:
     """A setting of the optimizer: `betas 0.9 0.95`; of its type the value alone."""
-    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        values = value
+    else:
+        values = [value]
     text = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
-    return text if name == "type" else f"{name} {text}"
+    if name == "type":
+        return text
+    return f"{name} {text}"
 
 
 def _details(plan: Plan) -> list[Section]:
@@ -420,7 +470,9 @@ def _memory(plan: Plan, verbose: bool) -> Section:
     if plan.ranks > 1 and plan.device == "CPU":  # other devices have memory of their own
         of_host = plan.memory_bytes["total"] * plan.host_ranks
         sums[f"{plan.host_ranks} ranks of this host"] = f"{of_host / (1 << 20):,.0f}"
-    title = "memory of a rank, estimated" if plan.ranks > 1 else "memory, estimated"
+    title = "memory, estimated"
+    if plan.ranks > 1:
+        title = "memory of a rank, estimated"
     if verbose:
         return title, [("part", "MiB"), *parts.items(), *sums.items()]
     listed = ", ".join(f"{part} {size}" for part, size in parts.items())
@@ -482,11 +534,17 @@ def _print(sections: list[Section], show: Callable[[Console, Rows], None]) -> No
 def _as_list(header: tuple[str, ...], row: tuple[str, ...], width: int) -> str:
     """Returns a row as lines: its first cell, and the others below it, with their names where there are several. A cell
     that is too wide beside its name has lines of its own, whose words stay whole."""
-    names = header[1:] if len(row) > 2 else ("",)
+    if len(row) > 2:
+        names = header[1:]
+    else:
+        names = ("",)
     longest = max(map(len, names))
     lines = [row[0]]
     for name, cell in zip(names, row[1:], strict=True):
-        line = f"  {name:<{longest}}  {cell}" if name else f"  {cell}"
+        if name:
+            line = f"  {name:<{longest}}  {cell}"
+        else:
+            line = f"  {cell}"
         if len(line) <= width:
             lines.append(line)
             continue

@@ -94,7 +94,8 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
     """None where nothing travels, or MindSpore decides what does: in semi-automatic mode."""
     if world.size == 1 or runs_semi_auto(config, world) or config.classifier is not None:
         return None
-    facts, degrees = _Facts.of(config, world), degrees_of(config, world)
+    facts = _Facts.of(config, world)
+    degrees = degrees_of(config, world)
     every = [rank_traffic(config, world, device, fullest_rank(degrees, stage), facts) for stage in
              range(degrees.pipeline_stage)]  # fmt: skip
     totals = [sum(one.bytes for one in found) for found in every]
@@ -113,7 +114,8 @@ class _Facts(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, world: World) -> _Facts:
-        spec, trained = model_spec(config.decoder), frozenset(trained_shapes(config))
+        spec = model_spec(config.decoder)
+        trained = frozenset(trained_shapes(config))
         return cls(spec, layout_of(config, world), trained, recomputed_parts(config), spec.first_reached(trained))
 
 
@@ -137,7 +139,8 @@ def rank_traffic(
 
 
 def _calls(config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts) -> Iterator[_Call]:
-    layout, degrees = facts.layout, degrees_of(config, world)
+    layout = facts.layout
+    degrees = degrees_of(config, world)
     number = micro_batches(config, degrees)
     for call in _calls_of_micro_batch(config, world, device, where, facts):
         yield call._replace(times=call.times * number)
@@ -145,7 +148,10 @@ def _calls(config: Config, world: World, device: str, where: MeshCoordinate, fac
     sizes = {name: math.prod(layout.shard(name, where).shape) for name in held}
     trained = {name: size for name, size in sizes.items() if name in facts.trained}
     shared = _Shared.of(config, world, layout, where, sizes)
-    scattered = {name for name in trained if name in shared.ranges} if shared.level > "level1" else set()
+    if shared.level > "level1":
+        scattered = {name for name in trained if name in shared.ranges}
+    else:
+        scattered = set()
     yield from _sums_of_gradients(layout, trained, shared, scattered, number)
     if shared.level == "level3":
         yield from _gathered_weights(facts, shared, where, number)
@@ -156,11 +162,18 @@ def _calls_of_micro_batch(
     config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts
 ) -> Iterator[_Call]:
     """All but those of gradients and weights."""
-    spec, degrees = facts.spec, degrees_of(config, world)
+    spec = facts.spec
+    degrees = degrees_of(config, world)
     stages = degrees.pipeline_stage
     is_last = where.pipeline == stages - 1
-    modules = spec.module_layers if is_last else range(0)
-    every = chunk_layers(config) if stages > 1 else [[list(range(spec.num_layers))]]
+    if is_last:
+        modules = spec.module_layers
+    else:
+        modules = range(0)
+    if stages > 1:
+        every = chunk_layers(config)
+    else:
+        every = [[list(range(spec.num_layers))]]
     sizes = _Sizes.of(config, world, device, where)
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     for layer in [*(layer for chunk in every[where.pipeline] for layer in chunk), *modules]:
@@ -173,7 +186,9 @@ def _calls_of_micro_batch(
             yield from _expert_calls(config, mlp, degrees, sizes, passes)
     lookups = (where.pipeline == 0) + len(modules)
     stream = sizes._replace(width=FLOAT32_BYTES, gradient_width=FLOAT32_BYTES)  # the residual stream
-    scatters = EMBEDDING in facts.trained if sizes.on_host else looks_up
+    scatters = looks_up
+    if sizes.on_host:
+        scatters = EMBEDDING in facts.trained
     yield from _leave(stream, "embedding", spec.embedding, lookups, lookups * scatters)
     if is_last:
         yield from _head_calls(spec, stream if sizes.on_host else sizes, 1 + len(modules))
@@ -217,7 +232,9 @@ class _Sizes(NamedTuple):
     def of(cls, config: Config, world: World, device: str, where: MeshCoordinate) -> _Sizes:
         degrees = degrees_of(config, world)
         on_host = device == "CPU"
-        width = FLOAT32_BYTES if precision_of(config, device, world).compute.dtype == "float32" else 2
+        width = 2
+        if precision_of(config, device, world).compute.dtype == "float32":
+            width = FLOAT32_BYTES
         return cls(
             attention=attention_spec(config.decoder).local(degrees.model_parallel),
             tokens=micro_batch_tokens(config, degrees),
@@ -256,14 +273,18 @@ def _enter(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) 
 
 def _leave(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
     """See `TensorParallel.leave`."""
-    numbers, width = sizes.tokens * columns, sizes.gradient_width
+    numbers = sizes.tokens * columns
+    width = sizes.gradient_width
     yield _sum_over_tensor(sizes, what, numbers, forward)
     if sizes.shares_rows:
         yield _Call("tp", what, "all_gather", numbers // sizes.tensor * width, backward, width)
 
 
 def _sum_over_tensor(sizes: _Sizes, what: str, numbers: int, times: int) -> _Call:
-    kind: Collective = "reduce_scatter" if sizes.shares_rows else "all_reduce"
+    if sizes.shares_rows:
+        kind: Collective = "reduce_scatter"
+    else:
+        kind = "all_reduce"
     return _Call("tp", what, kind, numbers * sizes.gradient_width, times, sizes.gradient_width)
 
 
@@ -284,11 +305,22 @@ def _tensor_calls(layer: LayerSpec, sizes: _Sizes, passes: _Passes) -> Iterator[
 def _context_calls(config: Config, degrees: Degrees, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
     """The ranks of a ring gather keys and values, those of Ulysses attention exchange heads for tokens: see
     `trainer.arrays.attention.context`."""
-    what, own, ranks = "keys and values", sizes.attention, degrees.context_parallel
-    width, gradient_width = sizes.width, sizes.gradient_width
-    ulysses = min(ranks, ulysses_degree(config)) if sizes.on_host else 1
-    by_ring, by_heads = ("ring", "ulysses") if 1 < ulysses < ranks else ("cp", "cp")
-    tokens, forward = ulysses * sizes.tokens, 1 + passes.again("attention")
+    what = "keys and values"
+    own = sizes.attention
+    ranks = degrees.context_parallel
+    width = sizes.width
+    gradient_width = sizes.gradient_width
+    ulysses = 1
+    if sizes.on_host:
+        ulysses = min(ranks, ulysses_degree(config))
+    if 1 < ulysses < ranks:
+        by_ring = "ring"
+        by_heads = "ulysses"
+    else:
+        by_ring = "cp"
+        by_heads = "cp"
+    tokens = ulysses * sizes.tokens
+    forward = 1 + passes.again("attention")
     kv_heads = own.kv_heads
     keys, values = (max(1, kv_heads // ulysses) * size for size in (own.head_size, own.value_size))
     if ulysses > 1:
@@ -312,8 +344,10 @@ def _expert_calls(
 ) -> Iterator[_Call]:
     """The ranks of a tensor group share the tokens for the experts; see `trainer.arrays.moe.dispatch` and
     `trainer.ops.dispatch` too. On a CPU routed experts take and give float32."""
-    moe, hidden = config.decoder.experts, mlp.hidden
-    own, forward = sizes.tokens // sizes.tensor, 1 + passes.again("mlp")
+    moe = config.decoder.experts
+    hidden = mlp.hidden
+    own = sizes.tokens // sizes.tensor
+    forward = 1 + passes.again("mlp")
     yield from _router_calls(config, degrees, own, forward)
     width = sizes.gradient_width
     if not sizes.shares_rows:
@@ -323,9 +357,11 @@ def _expert_calls(
         rows = sizes._replace(shares_rows=True)
         yield from _enter(rows, "shared experts", hidden, forward, passes.backward)
         yield from _leave(rows, "shared experts", hidden, forward, passes.backward)
-    chosen, row = mlp.chosen, hidden * width
+    chosen = mlp.chosen
+    row = hidden * width
     if moe.moe_token_dispatcher_type == "allgather":
-        what, ranks = "tokens of experts", degrees.expert_parallel
+        what = "tokens of experts"
+        ranks = degrees.expert_parallel
         yield _Call("ep", what, "all_gather", own * chosen * FLOAT32_BYTES, 2 * forward)  # experts, and gates
         yield _Call("ep", what, "reduce_scatter", ranks * own * chosen * FLOAT32_BYTES, passes.backward)
         yield _Call("ep", what, "all_gather", own * row, forward + passes.backward, width)
@@ -333,7 +369,10 @@ def _expert_calls(
         return
     group = degrees.model_parallel * degrees.context_parallel
     capacity = moe.capacity(own * group)
-    rows = chosen * own if capacity is None else min(chosen * own, capacity * moe.expert_num // group)
+    if capacity is None:
+        rows = chosen * own
+    else:
+        rows = min(chosen * own, capacity * moe.expert_num // group)
     yield _Call("ep", "counts of rows", "all_to_all", moe.expert_num * _COUNT_BYTES, forward, _COUNT_BYTES)
     yield _Call("ep", EVEN_ROWS, "all_to_all", rows * row, 2 * (forward + passes.backward), width)
 
@@ -341,7 +380,8 @@ def _expert_calls(
 def _router_calls(config: Config, degrees: Degrees, own: int, forward: int) -> Iterator[_Call]:
     """What the ranks of a micro-batch tell each other of their tokens: the load of each expert, for the balance loss;
     with a capacity the choices of each token, and where the best ones stay their scores."""
-    moe, what = config.decoder.experts, "choices of routers"
+    moe = config.decoder.experts
+    what = "choices of routers"
     if not moe.balances_step:
         size = config.runner_config.batch_size * moe.expert_num * _COUNT_BYTES
         yield _Call("tp_cp", what, "all_gather", size, forward, _COUNT_BYTES)
@@ -358,7 +398,8 @@ def _stage_calls(
     Args:
         first: Of `ModelSpec.first_reached`: the parts after its own send gradients.
     """
-    stages, chunks = len(every), len(every[0])
+    stages = len(every)
+    chunks = len(every[0])
     parts = [every[part % stages][part // stages] for part in range(stages * chunks)]
     trained = 0
     if first >= 0:
@@ -391,10 +432,14 @@ class _Shared(NamedTuple):
     ) -> _Shared:
         if not shards_optimizer(config, world):
             return cls(layout, "", {})
-        degrees, least, ranges = layout.degrees, shard_threshold_bytes(config), {}
-        ranks, place = degrees.data_parallel * degrees.context_parallel, where.data * degrees.context_parallel
+        degrees = layout.degrees
+        least = shard_threshold_bytes(config)
+        ranges = {}
+        ranks = degrees.data_parallel * degrees.context_parallel
+        place = where.data * degrees.context_parallel
         for name, size in sizes.items():
-            group, own = ranks, place + where.context
+            group = ranks
+            own = place + where.context
             if is_expert(name):
                 group = ranks * degrees.model_parallel // degrees.expert_parallel
                 own = (own * degrees.model_parallel + where.tensor) // degrees.expert_parallel
@@ -405,7 +450,9 @@ class _Shared(NamedTuple):
 
     def kind(self, name: str) -> str:
         """The group that divides a parameter."""
-        return "expert_dp" if is_expert(name) else "dp_cp"
+        if is_expert(name):
+            return "expert_dp"
+        return "dp_cp"
 
 
 def _sums_of_gradients(
@@ -450,18 +497,22 @@ def _gathered_weights(
     facts: _Facts, shared: _Shared, where: MeshCoordinate, micro_batches: int
 ) -> Iterator[_Call]:
     """The weights of each part of the model, before its forward and its backward pass."""
-    spec, is_last = facts.spec, where.pipeline == shared.layout.degrees.pipeline_stage - 1
+    spec = facts.spec
+    is_last = where.pipeline == shared.layout.degrees.pipeline_stage - 1
     modules = spec.mtp_modules * is_last
     lookups = (where.pipeline == 0) + modules
     looks_up = not facts.trained.isdisjoint((EMBEDDING, MAPPING_IN))
-    heads, last_module = (1 + modules) * is_last, spec.num_layers + modules - 1
+    heads = (1 + modules) * is_last
+    last_module = spec.num_layers + modules - 1
     uses = {
         EMBEDDING: lookups,  # the gradient of a look-up needs no values
         MAPPING_IN: lookups * (1 + looks_up),
         MAPPING_OUT: 2 * heads,
         FINAL_NORM: 2 * (1 + (modules > 0)),  # of the head, and of what enters the first module
     }
-    head = EMBEDDING if spec.tied else HEAD
+    head = HEAD
+    if spec.tied:
+        head = EMBEDDING
     uses[head] = uses.get(head, 0) + 2 * heads
     for name, size in shared.ranges.items():
         times = uses.get(name)

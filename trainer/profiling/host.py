@@ -48,12 +48,16 @@ def product_name(regions: Regions, arguments: tuple) -> str:
         return part
     if part == _WEIGHT_GRADIENTS:
         return part + _suffix(arguments[1])
-    kind = "scores, values" if part == _SCORES else "products"
+    kind = "products"
+    if part == _SCORES:
+        kind = "scores, values"
     return f"{part.split(':')[0]}: {kind}{_suffix(arguments[1])}"
 
 
 def _suffix(array: np.ndarray) -> str:
-    return _HALF if array.dtype.itemsize == 2 else ""
+    if array.dtype.itemsize == 2:
+        return _HALF
+    return ""
 
 
 _PRODUCT_ROWS = frozenset(name + suffix for _, name in (*_PRODUCTS, ("", "products")) for suffix in ("", _HALF))
@@ -155,7 +159,8 @@ def profile_rows(found: Mapping[Key, Row], steps: int) -> list[tuple[Key, Row]]:
 def table_of(title: str, rows: Iterable[tuple[Key, Row]]) -> Table:
     from rich.table import Table
 
-    table, rows = Table(title=title), list(rows)
+    table = Table(title=title)
+    rows = list(rows)
     for name in ("part", "pass", "ms", "share", "calls", "MB", "GB/s", "GFLOP/s"):
         table.add_column(name, justify="left" if name in ("part", "pass") else "right")
     whole = sum(row.seconds for _, row in rows)

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-FORWARD, BACKWARD = "forward", "backward"
+FORWARD = "forward"
+BACKWARD = "backward"
 WAITING = "waiting threads"
 
 
@@ -49,7 +50,8 @@ class _Thread(threading.local):
         self.inside: list[float] = []
         self.names: list[str] = []
         self.running: set[int] = set()
-        self.direction, self.weight = "", 1.0
+        self.direction = ""
+        self.weight = 1.0
 
 
 Name = Callable[["Regions", tuple], str]
@@ -71,14 +73,18 @@ class Regions:
     """Rows of what runs while it is on. `clock` gives seconds; with `events` each single call is kept, too."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, events: list[Event] | None = None) -> None:
-        self.clock, self.now, self.lock = clock, _Thread(), threading.Lock()
+        self.clock = clock
+        self.now = _Thread()
+        self.lock = threading.Lock()
         self.rows: dict[Key, Row] = {}
         self.events = events
 
     @property
     def part(self) -> str:
         """The name of the innermost region that this thread is in; empty outside of all."""
-        return self.now.names[-1] if self.now.names else ""
+        if self.now.names:
+            return self.now.names[-1]
+        return ""
 
     def add(self, key: Key, row: Row) -> None:
         with self.lock:
@@ -88,7 +94,8 @@ class Regions:
     def region(
         self, name: str, cost: tuple[float, float] = (0.0, 0.0), direction: str | None = None, calls: int = 1
     ) -> Iterator[None]:
-        now, began = self.now, self.clock()
+        now = self.now
+        began = self.clock()
         now.inside.append(0.0)
         now.names.append(name)
         before = now.direction
@@ -100,7 +107,8 @@ class Regions:
         finally:
             now.direction = before
             now.names.pop()
-            inside, taken = now.inside.pop(), self.clock() - began
+            inside = now.inside.pop()
+            taken = self.clock() - began
             if now.inside:
                 now.inside[-1] += taken
             if self.events is not None:
@@ -120,7 +128,10 @@ class Regions:
                 return function(*arguments, **named)
             running.add(id(function))
             try:
-                row = name if isinstance(name, str) else name(self, arguments)
+                if isinstance(name, str):
+                    row = name
+                else:
+                    row = name(self, arguments)
                 with self.region(row, cost(arguments) if cost else (0.0, 0.0), direction, calls):
                     return function(*arguments, **named)
             finally:
@@ -134,13 +145,18 @@ class Regions:
 
         @functools.wraps(run)
         def measured(threads: Any, items: Any, function: Callable) -> None:
-            caller, busy, share = self.now, [0.0] * threads.threads, 1 / threads.threads
-            direction, name = caller.direction, self.part
+            caller = self.now
+            busy = [0.0] * threads.threads
+            share = 1 / threads.threads
+            direction = caller.direction
+            name = self.part
 
             def one(argument: Any, thread: int) -> None:
-                now, began = self.now, self.clock()
+                now = self.now
+                began = self.clock()
                 before = now.direction, now.weight
-                now.direction, now.weight = direction, share
+                now.direction = direction
+                now.weight = share
                 try:
                     with self.region(name):
                         function(argument, thread)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from trainer.parallel.world import World
     from trainer.step.train_step import TrainStep
 
-TABLE_FILE, TRACE_FILE = "kernels.txt", "kernels.json"
+TABLE_FILE = "kernels.txt"
+TRACE_FILE = "kernels.json"
 _TABLE_COLUMNS = 130
 _MOST_EVENTS = 500_000
 """Of a trace file, some 60 MB; the table has all of them."""
@@ -34,16 +35,21 @@ _MOST_EVENTS = 500_000
 
 def is_profiled(section: ProfileMonitor, config: Config, world: World) -> bool:
     """Whether this rank is one of those that are profiled: without a choice all are."""
-    stages = config.parallel_config.pipeline_stage if section.profile_pipeline and config.use_parallel else 0
+    stages = 0
+    if section.profile_pipeline and config.use_parallel:
+        stages = config.parallel_config.pipeline_stage
     chosen = set(section.profile_rank_ids or ())
     if stages:
         chosen |= set(range(0, world.size, max(world.size // stages, 1)))
-    return world.rank in chosen if chosen else True
+    if chosen:
+        return world.rank in chosen
+    return True
 
 
 def distributed_arguments(config: Config, world: World) -> dict[str, Any]:
     """The degrees of parallelism by the names that MindStudio Insight reads."""
-    degrees, section = degrees_of(config, world), config.parallel_config
+    degrees = degrees_of(config, world)
+    section = config.parallel_config
     return {
         "tensor_model_parallel_size": degrees.model_parallel,
         "context_parallel_size": degrees.context_parallel,
@@ -74,8 +80,12 @@ class StepProfiler:
         tell: Callable[[str], None],
         layout: dict[str, Any],
     ) -> None:
-        self._section, self._folder, self._device, self._tell = section, folder, device, tell
-        self._on_arrays, self._layout = on_arrays, layout
+        self._section = section
+        self._folder = folder
+        self._device = device
+        self._tell = tell
+        self._on_arrays = on_arrays
+        self._layout = layout
         self._steps: list[int] = []  # that have been profiled
         self._of_mindspore: Any = None
         self._events: list[Event] = []
@@ -122,8 +132,12 @@ class StepProfiler:
         if self._patches is not None and self._steps:
             self._write_parts()
         if self._steps:
-            first, last = self._steps[0], self._steps[-1]
-            which = f"steps {first} to {last}" if last > first else f"step {first}"
+            first = self._steps[0]
+            last = self._steps[-1]
+            if last > first:
+                which = f"steps {first} to {last}"
+            else:
+                which = f"step {first}"
             self._tell(f"the profile of {which} is in {self._folder}")
 
     def _start(self, step: TrainStep) -> None:
@@ -173,7 +187,10 @@ def _open_profiler(section: ProfileMonitor, folder: Path, device: str) -> Any:
     if device == "CPU":
         return profile(start_profile=False, on_trace_ready=ready, activities=[ProfilerActivity.CPU])
     # As in MindSpore Transformers: level 0 has no data of small collectives.
-    level = max(section.profiler_level, 1) if section.profile_communication else section.profiler_level
+    if section.profile_communication:
+        level = max(section.profiler_level, 1)
+    else:
+        level = section.profiler_level
     detail = Experimental(
         profiler_level=(ProfilerLevel.Level0, ProfilerLevel.Level1, ProfilerLevel.Level2)[level],
         aic_metrics=AicoreMetrics.PipeUtilization if level else AicoreMetrics.AiCoreNone,

@@ -33,7 +33,12 @@ class Difference(NamedTuple):
 
     def text(self, left: str, right: str) -> str:
         if self.field == "step":
-            has, lacks = (left, right) if self.left is not None else (right, left)
+            if self.left is not None:
+                has = left
+                lacks = right
+            else:
+                has = right
+                lacks = left
             return f"{lacks} ends before step {self.step}, which {has} has; the steps before it are the same"
         return f"step {self.step}: {self.field} {self.left!r} in {left}, {self.right!r} in {right}"
 
@@ -72,9 +77,15 @@ def compare(folders: Sequence[Path], with_differences: bool = True) -> Compariso
             raise UserError("is named twice", where="argument RUN", value=str(folder), fix="name other runs")
     records = [read_run(folder) for folder in folders]
     own = [record.name for record in records]
-    names = own if len(set(own)) == len(own) else [str(folder) for folder in folders]
+    if len(set(own)) == len(own):
+        names = own
+    else:
+        names = [str(folder) for folder in folders]
     settings = list(_settings([record.settings for record in records]))
-    others = records[1:] if with_differences else []
+    if with_differences:
+        others = records[1:]
+    else:
+        others = []
     differences = [first_difference(records[0].folder, record.folder) for record in others]
     return Comparison(records, names, settings, differences)
 
@@ -134,14 +145,20 @@ def figures(comparison: Comparison, loss: float | None = None) -> tuple[tuple[st
 
 
 def loss_text(loss: float | None) -> str:
-    return ABSENT if loss is None else f"{loss:.4f}"
+    if loss is None:
+        return ABSENT
+    return f"{loss:.4f}"
 
 
 def run_values(record: RunRecord) -> dict[str, Any]:
     """What tables and programs are told of a run: plain values, by the names that metrics.jsonl has for them; None for
     what is not known or not finite."""
-    curves, best = record.metrics.curves, record.metrics.best
-    evaluated = record.metrics.evaluations[-1].loss if record.metrics.evaluations else math.nan
+    curves = record.metrics.curves
+    best = record.metrics.best
+    if record.metrics.evaluations:
+        evaluated = record.metrics.evaluations[-1].loss
+    else:
+        evaluated = math.nan
     return {
         "state": record.state,
         "outcome": record.outcome,
@@ -196,7 +213,8 @@ def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[st
 
 def as_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
     """The comparison for programs: numbers as they are, not as the tables round them."""
-    names, records = comparison.names, comparison.records
+    names = comparison.names
+    records = comparison.records
     runs = [{"run": name, **run_values(record)} for name, record in zip(names, records, strict=True)]
     if loss is not None:
         runs = [{**run, "tokens_to_loss": tokens_to_loss(record, loss)}

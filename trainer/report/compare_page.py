@@ -63,10 +63,21 @@ def draw(comparison: Comparison, path: Path) -> None:
     for axis, (title, found) in zip(axes, shown, strict=False):
         last_eval = next((curve for curve in reversed(found) if curve.is_eval), None)
         for curve in found:
-            style = {"linestyle": "--", "marker": "o", "markersize": 4} if curve.is_eval else {"alpha": 0.85}
-            marker = {"marker": "."} if len(curve.steps) < 3 and not curve.is_eval else {}
+            if curve.is_eval:
+                style = {"linestyle": "--", "marker": "o", "markersize": 4}
+            else:
+                style = {"alpha": 0.85}
+            if len(curve.steps) < 3 and not curve.is_eval:
+                marker = {"marker": "."}
+            else:
+                marker = {}
             # Evaluations have the colour of their run: one entry of the legend stands for all.
-            label = names[curve.run] if not curve.is_eval else "eval" if curve is last_eval else None
+            if not curve.is_eval:
+                label = names[curve.run]
+            else:
+                label = None
+                if curve is last_eval:
+                    label = "eval"
             colour = _COLOURS[curve.run % len(_COLOURS)]
             axis.plot(curve.steps, curve.values, color=colour, linewidth=1.3, label=label, **style, **marker)
         axis.set_title(title, fontsize=9, loc="left")

@@ -49,7 +49,8 @@ class Series:
             self.means[-1] = self.lows[-1] = self.highs[-1] = value
             return
         self.means[-1] += (value - self.means[-1]) / self.counts[-1]
-        self.lows[-1], self.highs[-1] = min(self.lows[-1], value), max(self.highs[-1], value)
+        self.lows[-1] = min(self.lows[-1], value)
+        self.highs[-1] = max(self.highs[-1], value)
 
     def halved(self) -> Series:
         """With each two neighbouring points as one; of an odd number the last stays alone."""
@@ -93,7 +94,9 @@ class Curves:
 
     def means(self, name: str) -> Sequence[float]:
         """The curve of a field; empty where no step has it."""
-        return self.fields[name].means if name in self.fields else ()
+        if name in self.fields:
+            return self.fields[name].means
+        return ()
 
     def add(self, record: dict[str, object]) -> None:
         """Adds a step: its line of metrics.jsonl."""
@@ -124,7 +127,10 @@ class Curves:
     def _open_point(self) -> None:
         if len(self.steps) == MAX_POINTS:
             less = self.halved()
-            self.steps, self.tokens, self.seconds, self.fields = less.steps, less.tokens, less.seconds, less.fields
+            self.steps = less.steps
+            self.tokens = less.tokens
+            self.seconds = less.seconds
+            self.fields = less.fields
             self.stride = less.stride
         self._in_last = 0
         self.steps.append(0)
@@ -145,10 +151,14 @@ def _numbers(record: dict[str, object]) -> Iterator[tuple[str, float]]:
 
 def _number(value: object, otherwise: float) -> float:
     try:
-        number = float(value) if isinstance(value, (int, float)) else otherwise
+        number = otherwise
+        if isinstance(value, (int, float)):
+            number = float(value)
     except OverflowError:  # an integer of hundreds of digits
         return otherwise
-    return number if math.isfinite(number) else otherwise
+    if math.isfinite(number):
+        return number
+    return otherwise
 
 
 class Evaluation(NamedTuple):
@@ -204,7 +214,9 @@ class Metrics:
     @property
     def last_step(self) -> int:
         """0 before the first step."""
-        return self.curves.steps[-1] if self.curves.steps else 0
+        if self.curves.steps:
+            return self.curves.steps[-1]
+        return 0
 
     @property
     def best(self) -> Evaluation | None:
@@ -216,9 +228,13 @@ class Metrics:
         """Adds a line of the file."""
         step = int(record["step"])  # type: ignore[arg-type]
         if "eval_loss" in record:
-            loss, seconds = _number(record["eval_loss"], _NAN), _number(record.get("eval_seconds"), 0.0)
+            loss = _number(record["eval_loss"], _NAN)
+            seconds = _number(record.get("eval_seconds"), 0.0)
             accuracy = record.get("eval_accuracy")
-            right = None if accuracy is None else _number(accuracy, _NAN)
+            if accuracy is None:
+                right = None
+            else:
+                right = _number(accuracy, _NAN)
             self.evaluations.append(Evaluation(step, loss, seconds, right))
             self.pauses.append(Pause(step, "evaluation", seconds))
         elif "loss" in record:
@@ -238,7 +254,8 @@ class Metrics:
             if math.isfinite(rate := _number(record.get(name), _NAN)):
                 rates.append(rate)
         loss = _number(record["loss"], _NAN)
-        self.last_loss = loss if math.isfinite(loss) else self.last_loss
+        if math.isfinite(loss):
+            self.last_loss = loss
         self.data_wait_seconds += _number(record.get("data_wait_seconds"), 0.0)
         if record.get("skipped") or record.get("overflow"):
             self.skipped.append(Skipped(step, str(record.get("skipped") or "overflow")))
@@ -252,7 +269,9 @@ class MetricsReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.metrics = Metrics()
-        self._inode, self._read_bytes, self._read_lines = 0, 0, 0
+        self._inode = 0
+        self._read_bytes = 0
+        self._read_lines = 0
 
     def read(self) -> Metrics:
         """What the file holds now; nothing where there is none. An incomplete last line is left for the next time.
@@ -282,7 +301,10 @@ class MetricsReader:
         return self.metrics
 
     def _begin(self, inode: int) -> None:
-        self.metrics, self._inode, self._read_bytes, self._read_lines = Metrics(), inode, 0, 0
+        self.metrics = Metrics()
+        self._inode = inode
+        self._read_bytes = 0
+        self._read_lines = 0
 
 
 def read_metrics(path: Path) -> Metrics:

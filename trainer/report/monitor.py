@@ -12,7 +12,8 @@ from trainer.report.page import report_data, report_html
 from trainer.report.picture import draw_report
 from trainer.report.record import RunReader
 
-HTML, PICTURE = "report.html", "report.png"
+HTML = "report.html"
+PICTURE = "report.png"
 
 
 class ReportMonitor(Monitor):

@@ -29,7 +29,11 @@ from trainer.report.samples import read_samples
 _PAGE = Path(__file__).parent / "page"
 MOST_POINTS = 512  # of a curve with extremes; one of a short run, which has none, may have twice as many
 _MOST_CELLS = 12_000  # of a heat map
-_MOST_EVALUATIONS, _MOST_PAUSES, _MOST_SKIPPED, _MOST_CHECKPOINTS, _MOST_CHARTS = 400, 300, 200, 40, 14
+_MOST_EVALUATIONS = 400
+_MOST_PAUSES = 300
+_MOST_SKIPPED = 200
+_MOST_CHECKPOINTS = 40
+_MOST_CHARTS = 14
 _MOST_TEXT = 4000  # characters of a sample or of a setting
 _FIRST_CHARTS = ("lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes")
 _NO_CHART = frozenset(
@@ -58,7 +62,9 @@ def assemble(title: str, data: dict[str, Any], script_name: str, reload_seconds:
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
         "connect-src 'none'; base-uri 'none'; form-action 'none'"
     )
-    refresh = f'<meta http-equiv="refresh" content="{reload_seconds:g}">\n' if reload_seconds else ""
+    refresh = ""
+    if reload_seconds:
+        refresh = f'<meta http-equiv="refresh" content="{reload_seconds:g}">\n'
     parts = {
         "refresh": refresh,
         "title": html.escape(valid(title)),
@@ -99,12 +105,15 @@ def report_data(record: RunRecord, interval: float = 0.0) -> dict[str, Any]:
     curves = metrics.curves
     if curves.stride > 1 and len(curves.steps) > MOST_POINTS:
         curves = curves.halved()
-    config, pauses = record.config, _fewer(metrics.pauses, _MOST_PAUSES, lambda pause: pause.seconds)
+    config = record.config
+    pauses = _fewer(metrics.pauses, _MOST_PAUSES, lambda pause: pause.seconds)
     best = metrics.best
     evaluations = _spread(metrics.evaluations, _MOST_EVALUATIONS, keep=best)
     by_kind = {kind: sum(one.seconds for one in metrics.pauses if one.kind == kind) for kind in
                ("evaluation", "sampling", "checkpoint")}  # fmt: skip
-    training = curves.seconds[-1] if curves.seconds else 0.0
+    training = 0.0
+    if curves.seconds:
+        training = curves.seconds[-1]
     waited = min(metrics.data_wait_seconds, training)
     samples_title, samples = read_samples(record.folder, _MOST_TEXT)
     now = datetime.now().astimezone()
@@ -156,7 +165,10 @@ def _curve_data(curves: Curves) -> dict[str, Any]:
             continue
         series = curves.fields[name]
         # Of a process the highest memory so far never falls, and a mean over steps would be below it.
-        values = series.highs if name == "peak_rss_bytes" else series.means
+        if name == "peak_rss_bytes":
+            values = series.highs
+        else:
+            values = series.means
         fields[name] = {"mean": [rounded(value) for value in values]}
         if curves.stride > 1 and name in ("loss", "global_norm", "input_tokens_per_second"):
             fields[name]["low"] = [rounded(value, 4) for value in series.lows]
@@ -182,7 +194,9 @@ def _heat_map(curves: Curves, name: str, layers: Sequence[int]) -> dict[str, Any
         curves = curves.halved()
     values = [[rounded(value, 3) for value in curves.means(f"{name}.{row}")] for row in range(rows)]
     shown = [value for row in values for value in row if value is not None]
-    low = 0.0 if name == DROP_RATE else 1.0
+    low = 1.0
+    if name == DROP_RATE:
+        low = 0.0
     return {
         "title": _HEAT_MAPS[name],
         "percent": name == DROP_RATE,
@@ -214,14 +228,19 @@ def _model_text(record: RunRecord) -> str:
     except OSError:
         return text
     weights = re.search(r"^  weights +([\d,]+)", plan, re.MULTILINE)
-    return f"{text}, {weights[1]} weights" if weights else text
+    if weights:
+        return f"{text}, {weights[1]} weights"
+    return text
 
 
 def _facts(record: RunRecord) -> list[list[Any]]:
     """What was run, where and by what: name, value, and whether it is code."""
     found: list[list[Any]] = [["folder", str(record.folder.resolve()), True]]
     for number, start in enumerate(record.starts, start=1):
-        name = "started" if len(record.starts) == 1 else f"start {number}"
+        if len(record.starts) == 1:
+            name = "started"
+        else:
+            name = f"start {number}"
         parts = [_date(start.began)]
         parts += [f"from {Path(start.resumed_from).name}"] if start.resumed_from else []
         if start.ended:
@@ -251,7 +270,13 @@ def _date(text: str) -> str:
 
 
 def _setting_text(value: Any) -> str:
-    text = value if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else json.dumps(value)
+    if isinstance(value, str):
+        text = value
+    else:
+        if isinstance(value, float):
+            text = f"{value:g}"
+        else:
+            text = json.dumps(value)
     return valid(text if len(text) <= 300 else text[:300] + " ...")
 
 
@@ -274,7 +299,9 @@ def rounded(value: float | None, digits: int = 5) -> float | int | None:
     if value is None or not math.isfinite(value):
         return None
     found = float(f"{value:.{digits}g}")
-    return int(found) if found.is_integer() and abs(found) < 1e15 else found
+    if found.is_integer() and abs(found) < 1e15:
+        return int(found)
+    return found
 
 
 def _spread(values: Sequence[Any], most: int, keep: Any = None) -> list[Any]:

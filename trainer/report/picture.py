@@ -25,10 +25,15 @@ _NOT_DRAWN = frozenset(
 # Lists with a number for each MoE layer, a panel each.
 _LAYER_PANELS = {DROP_RATE: "drop rate", LOAD_IMBALANCE: "busiest expert / mean"}
 _MAX_LEGEND_ENTRIES = 4
-_WIDTH, _HEIGHT = 9.6, 5.4  # inches: 1600 x 900 pixels; letters of 9 points can still be read in 600 x 400
+# inches: 1600 x 900 pixels; letters of 9 points can still be read in 600 x 400
+_WIDTH = 9.6
+_HEIGHT = 5.4
 _DPI = 1600 / _WIDTH
 _MOST_BESIDE = 3  # panels right of the loss; with more it takes a corner of a grid
-_TRAIN, _EVAL, _RESUMED, _SKIPPED = "#1f77b4", "#ff7f0e", "#7f56d9", "#d62728"
+_TRAIN = "#1f77b4"
+_EVAL = "#ff7f0e"
+_RESUMED = "#7f56d9"
+_SKIPPED = "#d62728"
 
 
 class Panel(NamedTuple):
@@ -90,15 +95,23 @@ def panel_grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes
     """A landscape page with a large panel for the loss, and `count` small ones: beside it, or in a grid whose corner it
     takes. The last one fills its row."""
     if count <= _MOST_BESIDE:
-        rows, columns, large = max(count, 1), 1 + bool(count), (max(count, 1), 1)
+        rows = max(count, 1)
+        columns = 1 + bool(count)
+        large = (max(count, 1), 1)
         ratios: list[float] = [1.5, 1.0][:columns]
     else:
-        rows = 3 if count <= 5 else 4
-        columns, large = max(3, math.ceil((count + 4) / rows)), (2, 2)
+        rows = 4
+        if count <= 5:
+            rows = 3
+        columns = max(3, math.ceil((count + 4) / rows))
+        large = (2, 2)
         ratios = [1.0] * columns
     free = [(row, column) for row in range(rows) for column in range(columns) if row >= large[0] or column >= large[1]]
     scale = max(columns / 3, 1)  # a wide grid is a larger picture, so that its panels stay as large
-    height = _HEIGHT if rows <= 3 else _WIDTH / 1.5
+    if rows <= 3:
+        height = _HEIGHT
+    else:
+        height = _WIDTH / 1.5
     figure = figure_type(figsize=(_WIDTH * scale, height * scale), layout="constrained", dpi=_DPI)
     cells = figure.add_gridspec(rows, columns, width_ratios=ratios)
     axes = [figure.add_subplot(cells[: large[0], : large[1]])]
@@ -129,7 +142,10 @@ def style_panels(axes: Sequence[Axes]) -> None:
 
 
 def _title(record: RunRecord) -> str:
-    state = "" if record.state == "unknown" else f", {record.state}"
+    if record.state == "unknown":
+        state = ""
+    else:
+        state = f", {record.state}"
     return picture_text(f"{record.name}{state} at step {record.step:,}")
 
 
@@ -139,9 +155,12 @@ def picture_text(text: str) -> str:
 
 
 def _draw_loss(axis: Axes, record: RunRecord) -> None:
-    curves, evaluations, best = record.metrics.curves, record.metrics.evaluations, record.metrics.best
+    curves = record.metrics.curves
+    evaluations = record.metrics.evaluations
+    best = record.metrics.best
     if curves.has_values("loss"):
-        series, steps = curves.fields["loss"], curves.steps
+        series = curves.fields["loss"]
+        steps = curves.steps
         if curves.stride > 1:
             axis.fill_between(steps, series.lows, series.highs, color=_TRAIN, alpha=0.2, linewidth=0)
         if len(steps) > 2:
@@ -149,7 +168,8 @@ def _draw_loss(axis: Axes, record: RunRecord) -> None:
         line = smoothed(series.means, len(steps) / 70)
         axis.plot(steps, line, linewidth=1.6, color=_TRAIN, label="train, smoothed", marker=_marker(steps))
     if evaluations:
-        steps, losses = [each.step for each in evaluations], [each.loss for each in evaluations]
+        steps = [each.step for each in evaluations]
+        losses = [each.loss for each in evaluations]
         few = len(steps) <= 60
         axis.plot(steps, losses, linewidth=1.5, color=_EVAL, marker="o" if few else "", markersize=4, label="eval")
     if best is not None:
@@ -163,7 +183,8 @@ def _draw_loss(axis: Axes, record: RunRecord) -> None:
 
 def _draw_clip(axis: Axes, record: RunRecord) -> None:
     """The norm beyond which a gradient is clipped, where that is near the curve, and the steps that were skipped."""
-    limit, norms = clip_norm(record), record.metrics.curves.fields["global_norm"]
+    limit = clip_norm(record)
+    norms = record.metrics.curves.fields["global_norm"]
     if limit is not None and limit <= 3 * max(value for value in norms.highs if not math.isnan(value)):
         axis.axhline(limit, color=_EVAL, linestyle="--", linewidth=1, label=f"clipped at {limit:g}")
     for number, one in enumerate(record.metrics.skipped[:200]):
@@ -193,13 +214,20 @@ def smoothed(values: Sequence[float], width: float) -> list[float]:
 def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] = ()) -> None:
     from matplotlib import colormaps
 
-    count, named = len(panel.fields), _named(len(panel.fields))
+    count = len(panel.fields)
+    named = _named(len(panel.fields))
     for number, name in enumerate(panel.fields):
         # Neighbours look alike, so that the order can be seen.
-        style = {} if count <= _MAX_LEGEND_ENTRIES else {"color": colormaps["viridis"](number / (count - 1))}
+        if count <= _MAX_LEGEND_ENTRIES:
+            style = {}
+        else:
+            style = {"color": colormaps["viridis"](number / (count - 1))}
         if number in named and count > 1:
             suffix = name.partition(".")[2] or name
-            style["label"] = f"layer {_layer(int(suffix), layers)}" if suffix.isdecimal() else suffix
+            if suffix.isdecimal():
+                style["label"] = f"layer {_layer(int(suffix), layers)}"
+            else:
+                style["label"] = suffix
         axis.plot(curves.steps, curves.means(name), linewidth=1, marker=_marker(curves.steps), **style)
     axis.set_title(panel.title, fontsize=9, loc="left")
     if panel.title == _LAYER_PANELS[DROP_RATE]:
@@ -218,7 +246,9 @@ def _tick_text(value: float) -> str:
 
 def _layer(index: int, layers: Sequence[int]) -> int:
     """The number of a layer with experts, which metrics.jsonl counts from 0."""
-    return layers[index] if index < len(layers) else index
+    if index < len(layers):
+        return layers[index]
+    return index
 
 
 def _named(count: int) -> set[int]:
@@ -229,4 +259,6 @@ def _named(count: int) -> set[int]:
 
 def _marker(steps: Sequence[int]) -> str:
     """Points where there are too few for a line."""
-    return "." if len(steps) < 3 else ""
+    if len(steps) < 3:
+        return "."
+    return ""

@@ -23,7 +23,8 @@ from trainer.report.curves import Metrics, MetricsReader
 from trainer.report.starts import RUN_FILE, Start, read_starts
 from trainer.storage.marker import MARKER
 
-METRICS_FILE, CONFIG_FILE = "metrics.jsonl", "config.yaml"
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
 State = Literal["running", "finished", "stopped", "failed", "unknown"]
 _SILENT_SECONDS = 600.0
 """A run on another machine that has written nothing for so long is taken to be gone."""
@@ -88,13 +89,17 @@ class RunRecord:
     @property
     def last_step(self) -> int:
         """The step after which the run ends, as its last start knew it; the last one done where that is unknown."""
-        return self.starts[-1].last_step if self.starts else self.step
+        if self.starts:
+            return self.starts[-1].last_step
+        return self.step
 
     @property
     def began(self) -> datetime | None:
         """When the first start was."""
         with contextlib.suppress(ValueError):
-            return datetime.fromisoformat(self.starts[0].began) if self.starts else None
+            if self.starts:
+                return datetime.fromisoformat(self.starts[0].began)
+            return None
         return None
 
     @property
@@ -102,17 +107,23 @@ class RunRecord:
         """Highest resident memory of rank 0, what came after the last step included; None where it is not known."""
         steps = self.metrics.curves.fields.get("peak_rss_bytes")
         ends = [start.peak_rss_bytes for start in self.starts if start.peak_rss_bytes]
-        known = [*ends, *(int(high) for high in steps.highs if not math.isnan(high))] if steps is not None else ends
+        known = ends
+        if steps is not None:
+            known = [*ends, *(int(high) for high in steps.highs if not math.isnan(high))]
         return max(known, default=None)
 
     @property
     def moe_layers(self) -> list[int]:
         """Numbers of the layers with experts, which ``drop_rate.0`` and the others count from 0."""
-        return list(self.config.decoder.moe_layers) if self.config is not None else []
+        if self.config is not None:
+            return list(self.config.decoder.moe_layers)
+        return []
 
     def changed(self) -> dict[str, Any]:
         """The settings that are not the defaults, by dotted key."""
-        return dict(_changed(self.config)) if self.config is not None else dict(self.settings)
+        if self.config is not None:
+            return dict(_changed(self.config))
+        return dict(self.settings)
 
 
 class RunReader:
@@ -180,7 +191,9 @@ def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
         return load_config(str(path)), settings, ""
     except UserError as error:  # damaged, of another version, or for a model folder that is gone
         told = next((line for line in str(error).splitlines() if str(path) in line), f"{path}: {error.rule}")
-        without = "its settings are shown as they are written" if settings else "the run is shown without its settings"
+        without = "the run is shown without its settings"
+        if settings:
+            without = "its settings are shown as they are written"
         return None, settings, f"{told.strip().rstrip('.')}; {without}"
 
 
@@ -188,14 +201,17 @@ def _metrics_note(path: Path, metrics: Metrics) -> str:
     if not metrics.damaged:
         return ""
     more = len(metrics.damaged) - 1
-    others = f", and {more} more {'lines are' if more > 1 else 'line is'} not" if more else ""
+    others = ""
+    if more:
+        others = f", and {more} more {'lines are' if more > 1 else 'line is'} not"
     return f"{path}:{metrics.damaged[0]}: the line is no record of a step{others}; left out"
 
 
 def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The keys whose values are not those that the schema declares as defaults."""
     for name, field in type(section).model_fields.items():
-        value, key = getattr(section, name), prefix + (field.alias or name)
+        value = getattr(section, name)
+        key = prefix + (field.alias or name)
         if isinstance(value, Section):
             yield from _changed(value, f"{key}.")
         elif isinstance(value, list) and any(isinstance(each, Section) for each in value):
@@ -211,7 +227,9 @@ def clip_norm(record: RunRecord) -> float | None:
         return None
     wrapper = record.config.runner_wrapper
     clips = wrapper.use_clip_grad and wrapper.clip_type == "norm" and not wrapper.clip_by_group
-    return wrapper.max_grad_norm if clips else None
+    if clips:
+        return wrapper.max_grad_norm
+    return None
 
 
 def _resumes(starts: tuple[Start, ...], metrics: Metrics) -> tuple[int, ...]:
@@ -234,7 +252,9 @@ def _state(starts: tuple[Start, ...], updated: float) -> tuple[State, str]:
     is_alive = last.is_alive
     if is_alive is None:
         is_alive = time.time() - updated < _SILENT_SECONDS
-    return ("running", "") if is_alive else ("failed", "failed: the process ended without a word")
+    if is_alive:
+        return ("running", "")
+    return ("failed", "failed: the process ended without a word")
 
 
 def _checkpoints(folder: Path, metrics: Metrics) -> tuple[SavedCheckpoint, ...]:
@@ -244,7 +264,8 @@ def _checkpoints(folder: Path, metrics: Metrics) -> tuple[SavedCheckpoint, ...]:
     for path in complete_checkpoints(folder):
         marker = read_marker(path)
         if marker is not None:  # it was not removed in between
-            size, loss = sum(marker.file_bytes.values()), losses.get(marker.step)
+            size = sum(marker.file_bytes.values())
+            loss = losses.get(marker.step)
             saved = _modified(path / MARKER)
             found.append(SavedCheckpoint(path, marker.step, saved, size, loss, path.name == best.name))
     return tuple(sorted(found, key=lambda each: each.step))

@@ -25,7 +25,8 @@ def find_runs(folder: Path) -> list[RunRecord]:
         UserError: There is no such folder.
     """
     if not folder.is_dir():
-        rule, fix = "is no folder", "train first, or name the folder that holds the output folders of runs"
+        rule = "is no folder"
+        fix = "train first, or name the folder that holds the output folders of runs"
         raise UserError(rule, where="argument DIR", value=str(folder), fix=fix)
     found = [read_run(place) for place in _folders(folder, _LEVELS)]
     return sorted(found, key=lambda record: (record.began.timestamp() if record.began else record.updated, record.name))
@@ -44,7 +45,10 @@ def _folders(folder: Path, levels: int) -> Iterator[Path]:
 def row_of(record: RunRecord) -> tuple[str, ...]:
     """The cells of a run, as `HEADER` names them."""
     found = run_values(record)
-    began = record.began.timestamp() if record.began else record.updated
+    if record.began:
+        began = record.began.timestamp()
+    else:
+        began = record.updated
     return (
         record.name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]),
         loss_text(found["eval_loss"]), time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ABSENT,

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-SAMPLES_FILE, PREDICTIONS_FILE = "samples.jsonl", "predictions.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+PREDICTIONS_FILE = "predictions.jsonl"
 
 
 def read_samples(folder: Path, most_characters: int) -> tuple[str, list[list[str]]]:
@@ -15,7 +16,10 @@ def read_samples(folder: Path, most_characters: int) -> tuple[str, list[list[str
     else the first two predictions. Empty where there is neither."""
     found = list(_records(folder / SAMPLES_FILE))
     if found:
-        ends = found if len(found) < 2 else [found[0], found[-1]]
+        if len(found) < 2:
+            ends = found
+        else:
+            ends = [found[0], found[-1]]
         return "text of the model", [
             [f"after step {one.get('step', 0)}", *_texts(one, most_characters)] for one in ends
         ]
@@ -49,4 +53,6 @@ def _texts(record: dict[str, Any], most: int) -> list[str]:
 
 def _short(text: str, most: int) -> str:
     text = text.encode("utf-8", "replace").decode()  # halves of characters, which JSON may hold
-    return text if len(text) <= most else text[:most] + " ..."
+    if len(text) <= most:
+        return text
+    return text[:most] + " ..."

@@ -93,12 +93,17 @@ class StartMonitor(Monitor):
     """Writes run.json. A run that resumes adds to it."""
 
     def __init__(self, folder: Path, device: str, ranks: int) -> None:
-        self._folder, self._device, self._ranks = folder, device, ranks
+        self._folder = folder
+        self._device = device
+        self._ranks = ranks
         self._starts: list[Start] = []
         self._step = 0
 
     def on_start(self, info: RunInfo) -> None:
-        earlier = read_starts(self._folder)[0] if info.start_step > 0 else ()
+        if info.start_step > 0:
+            earlier = read_starts(self._folder)[0]
+        else:
+            earlier = ()
         self._step = info.start_step
         self._starts = [*earlier, _new_start(info, self._device, self._ranks)]
         self._write()
@@ -109,8 +114,13 @@ class StartMonitor(Monitor):
     def close(self, summary: RunSummary | None) -> None:
         if not self._starts:  # it ended before the first step
             return
-        outcome = summary.outcome if summary is not None else _failure(sys.exc_info()[1])
-        peak = summary.peak_rss_bytes if summary is not None else 0
+        if summary is not None:
+            outcome = summary.outcome
+        else:
+            outcome = _failure(sys.exc_info()[1])
+        peak = 0
+        if summary is not None:
+            peak = summary.peak_rss_bytes
         changes = {"ended": _now(), "outcome": outcome, "end_step": self._step, "peak_rss_bytes": peak}
         self._starts[-1] = self._starts[-1].model_copy(update=changes)
         with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
@@ -143,7 +153,10 @@ def _failure(error: BaseException | None) -> str:
     """How a run that failed ended, in a line."""
     if error is None or isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT"
-    text = str(error) if isinstance(error, TrainerError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, TrainerError):
+        text = str(error)
+    else:
+        text = f"{type(error).__name__}: {error}"
     return f"failed: {' '.join(text.split())[:300]}"
 
 
@@ -171,8 +184,12 @@ def processor() -> str:
     name = platform.machine()
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-        name = found[1].strip() if found else name
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        if found:
+            name = found[1].strip()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    else:
+        cores = os.cpu_count() or 1
     return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
 
 
@@ -193,5 +210,7 @@ def git_commit(folder: Path) -> str:
                "--exclude=*"]  # fmt: skip
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
-        return found.stdout.strip() if found.returncode == 0 else ""
+        if found.returncode == 0:
+            return found.stdout.strip()
+        return ""
     return ""

@@ -78,7 +78,10 @@ class Conversation:
 
     def messages(self, first: int = 0) -> list[dict[str, str]]:
         """The system message and the turns from number `first`."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
+        if self.system:
+            system = [{"role": "system", "content": self.system}]
+        else:
+            system = []
         return [*system, *self.turns[first:]]
 
     def add(self, role: str, content: str) -> None:
@@ -135,7 +138,8 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
     path = behind_link(user_path(name, where))
     if not path.exists():
         raise UserError("there is no such checkpoint", where=where, value=name, fix="check the path")
-    key, is_model_folder = "load_checkpoint", (path / "config.json").is_file()
+    key = "load_checkpoint"
+    is_model_folder = (path / "config.json").is_file()
     if is_model_folder and config is None and not ((path / MARKER).exists() and config_beside(path)):
         key = "pretrained_model_dir"
     elif path.is_dir() and not any(path.glob("model*.safetensors")):
@@ -143,7 +147,8 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
             path = find_checkpoint(path)
         except UserError as error:
             raise error.at(where, "CHECKPOINT") from None
-        key = "adapter_id" if (path / f"{adapters.PART}.safetensors").exists() else key
+        if (path / f"{adapters.PART}.safetensors").exists():
+            key = "adapter_id"
     asked = {override.key for override in overrides}
     given = [Override("use_parallel", "False", "chat"), Override(key, str(path), where)]
     given.append(Override("run_mode", "chat", "chat"))
@@ -173,7 +178,8 @@ def chat(config: Config, world: World, device: str) -> int:
             answered.
         RunError: The model's output is not finite.
     """
-    context, tokenizer = context_length(config), load_tokenizer(config)
+    context = context_length(config)
+    tokenizer = load_tokenizer(config)
     template = load_chat_template(config, "train_dataset", tokenizer)
     for notice in template.notices:
         _tell(notice)
@@ -278,7 +284,8 @@ class _Chat:
 
     def reply(self, message: str) -> int:
         """Streams the answer to a message."""
-        conversation, said = self.conversation, ""
+        conversation = self.conversation
+        said = ""
         forgotten = conversation.forgotten
         conversation.add("user", message)
         try:
@@ -287,7 +294,8 @@ class _Chat:
             conversation.turns.pop()
             conversation.forgotten = forgotten
             raise
-        room, tokens = self.context - len(ids), []
+        room = self.context - len(ids)
+        tokens = []
 
         def steps() -> Iterator[list[int | None]]:
             most = min(room, self.max_new_tokens or room)
@@ -314,7 +322,8 @@ class _Chat:
 
     def prompt(self) -> list[int]:
         """The tokens that the model continues: as much of the conversation as leaves room for an answer."""
-        conversation, before = self.conversation, self.conversation.forgotten
+        conversation = self.conversation
+        before = self.conversation.forgotten
         room = min(self.max_new_tokens or self.context // 4, self.context // 2)
         ids = conversation.fit(self.encode, self.context - room)
         if len(ids) >= self.context:
@@ -322,7 +331,10 @@ class _Chat:
             raise UserError(rule, fix="shorten it, or raise model.model_config.max_decode_length")
         if conversation.forgotten > before:
             pairs = (conversation.forgotten - before) // 2
-            what = "question with its answer no longer fits" if pairs == 1 else f"{pairs} questions no longer fit"
+            if pairs == 1:
+                what = "question with its answer no longer fits"
+            else:
+                what = f"{pairs} questions no longer fit"
             _tell(f"the oldest {what} into {self.context} tokens: the model does not see them any more")
         return ids
 

@@ -38,7 +38,8 @@ def evaluate_now(
     before the first batch and after each, with the number of those that are done and of all."""
     from trainer.step.evaluate import evaluate, perplexity
 
-    asked, pipeline = itertools.count(), session.pipeline
+    asked = itertools.count()
+    pipeline = session.pipeline
 
     def asked_to_stop() -> bool:
         # Where ranks compute a batch together none may stop alone. Stages of a pipeline do not wait for each other at
@@ -46,7 +47,9 @@ def evaluate_now(
         if pipeline is not None and next(asked) % _BATCHES_ON_THE_WAY:
             return False
         together = session.computes_together or session.communicator.divides_model
-        return session.communicator.any(bool(stop)) if together else bool(stop)
+        if together:
+            return session.communicator.any(bool(stop))
+        return bool(stop)
 
     batches = data.loader.epoch(0)
     # Ranks may evaluate unequal numbers of batches, so they cannot gather the weights of each.
@@ -100,9 +103,14 @@ def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int
             heartbeat.beat(0)
             console.on_activity("evaluating", done, batches)
 
-        metrics = None if stopped else evaluate_now(session, plan.data.batches, stop, 0, 1, tell)
+        if stopped:
+            metrics = None
+        else:
+            metrics = evaluate_now(session, plan.data.batches, stop, 0, 1, tell)
     if metrics is None:
-        name = stop.received.name if stop else "a signal to another rank"
+        name = "a signal to another rank"
+        if stop:
+            name = stop.received.name
         console.on_notice(f"stopped by {name}: the evaluation has no result")
         return stop.exit_code or EXIT_SIGTERM
     if world.rank > 0:
@@ -112,7 +120,10 @@ def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int
     # JSON has no infinity and no NaN.
     found = {name: value if math.isfinite(value) else None for name, value in found.items()}
     found |= {} if metrics.accuracy is None else {"accuracy": metrics.accuracy}
-    adapters = {"adapter_id": config.adapter_id} if config.adapter_id else {}
+    if config.adapter_id:
+        adapters = {"adapter_id": config.adapter_id}
+    else:
+        adapters = {}
     text = json.dumps({"load_checkpoint": config.load_checkpoint, **adapters, **found}, indent=1)
     write_text(folder / "eval.json", text + "\n")
     return EXIT_OK

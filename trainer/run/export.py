@@ -50,7 +50,9 @@ class Exported:
         size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {wording.size(self.file_bytes)}"
         notes = "".join(f"note: {notice}\n" for notice in self.notices)
         others = [name for name in self.files if name != self.path.name]
-        beside = f"\nbeside it: {', '.join(others)}" if others and self.path.suffix == _SUFFIX else ""
+        beside = ""
+        if others and self.path.suffix == _SUFFIX:
+            beside = f"\nbeside it: {', '.join(others)}"
         return f"{notes}wrote {self.path}: {self.contents} ({size}){beside}"
 
 
@@ -86,11 +88,17 @@ def export(
     if not is_file and config.classifier is None:
         _check_class(config)
     weights = to_disk(weights, class_on_disk(config))
-    files = {output.name: list(weights)} if is_file else shards(weights, shard_bytes, dtype)
-    more = {} if is_file else folder_files(config, dtype, settings)
+    if is_file:
+        files = {output.name: list(weights)}
+        more = {}
+    else:
+        files = shards(weights, shard_bytes, dtype)
+        more = folder_files(config, dtype, settings)
     if len(files) > 1:
         more[INDEX] = index_of(files, weights, dtype)
-    folder = output.parent if is_file else output
+    folder = output
+    if is_file:
+        folder = output.parent
     make_folder(folder)
     if not is_file:
         for path in _weight_files(folder):  # of an earlier export, with other shards
@@ -103,7 +111,10 @@ def export(
     count = sum(array.size for array in weights.values())
     size = sum((folder / name).stat().st_size for name in files)
     notices += _class_notices(config, weights) if config.classifier is None else []
-    path = output if is_file or len(files) > 1 else output / next(iter(files))
+    if is_file or len(files) > 1:
+        path = output
+    else:
+        path = output / next(iter(files))
     return Exported(path, len(weights), count, size, contents, dtype, (*files, *more), tuple(notices))
 
 
@@ -112,7 +123,8 @@ def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, l
     notices: list[str] = []
     if merge:
         found = merged(starting_weights(config, notices.append, new_modules=False), config.decoder)
-        pairs, scale = len(adapter_shapes(config.decoder)) // 2, adapter_spec(config.decoder).scale
+        pairs = len(adapter_shapes(config.decoder)) // 2
+        scale = adapter_spec(config.decoder).scale
         base = config.load_checkpoint or "random weights"
         return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notices
     found = starting_weights(config, notices.append, new_modules=False)
@@ -134,7 +146,8 @@ def _check_class(config: Config) -> None:
 
 def _class_notices(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
     """What to know about the class under which a folder is saved."""
-    kind, asked = saved_class(config.decoder, config.model.arch.type), config.model.arch.type
+    kind = saved_class(config.decoder, config.model.arch.type)
+    asked = config.model.arch.type
     if kind and not FAMILIES[kind].in_transformers:
         yield f"transformers has no class that computes this {kind}: the folder is for this trainer"
     elif kind and kind != asked:
@@ -160,9 +173,13 @@ def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
         fix = "give --load_checkpoint output/checkpoints"
         raise UserError("export needs weights", where=where("load_checkpoint"), key="load_checkpoint", fix=fix)
     if (output / MARKER).exists():
-        rule, fix = "the folder is a checkpoint of a training, and as it is one that transformers loads", "name another"
+        rule = "the folder is a checkpoint of a training, and as it is one that transformers loads"
+        fix = "name another"
         raise UserError(rule, key="--output", value=str(output), fix=fix)
-    present = [output] if output.suffix == _SUFFIX else [*_weight_files(output), output / CONFIG]
+    if output.suffix == _SUFFIX:
+        present = [output]
+    else:
+        present = [*_weight_files(output), output / CONFIG]
     if not force and (there := [path for path in present if path.exists()]):
         fix = "give another --output, or --force to replace it"
         raise UserError("the file is there already", key="--output", value=str(there[0]), fix=fix)

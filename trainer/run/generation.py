@@ -49,7 +49,9 @@ class SharedCopy(NamedTuple):
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank."""
-        return flag if self.group is None else bool(self.group.all_gather(np.array([flag])).any())
+        if self.group is None:
+            return flag
+        return bool(self.group.all_gather(np.array([flag])).any())
 
 
 def copy_of(communicator: Communicator) -> SharedCopy:
@@ -90,10 +92,17 @@ class Sampler:
     """
 
     def __init__(self, config: Config) -> None:
-        given, key = config.sample_prompt, "sample_prompt"
-        self.config, self.tokenizer = config, load_tokenizer(config)
-        self.prompts = [given] if isinstance(given, str) else list(given or ())
-        self.encoded, self.limits, limit = [], [], context_length(config)
+        given = config.sample_prompt
+        key = "sample_prompt"
+        self.config = config
+        self.tokenizer = load_tokenizer(config)
+        if isinstance(given, str):
+            self.prompts = [given]
+        else:
+            self.prompts = list(given or ())
+        self.encoded = []
+        self.limits = []
+        limit = context_length(config)
         for prompt in self.prompts:
             try:
                 ids = encode_prompt(config, self.tokenizer, prompt, with_bos=True)
@@ -148,9 +157,11 @@ def context_length(config: Config) -> int:
     length = settings.seq_length
     if not config.source.where("model.model_config.seq_length"):  # a model folder has none
         length = min(length, settings.max_positions)
-    limit, positions = settings.max_decode_length or length, max(length, settings.max_positions)
+    limit = settings.max_decode_length or length
+    positions = max(length, settings.max_positions)
     if limit > positions:
-        key, fix = "model.model_config.max_decode_length", f"use at most {positions}, or raise max_position_embeddings"
+        key = "model.model_config.max_decode_length"
+        fix = f"use at most {positions}, or raise max_position_embeddings"
         rule = f"the model has positions for {positions} tokens"
         raise UserError(rule, where=config.source.where(key), key=key, value=limit, fix=fix)
     return limit
@@ -166,7 +177,8 @@ def encode_prompt(config: Config, tokenizer: Tokenizer, text: str, *, with_bos: 
         ids = tokenizer.encode(text)
     except (TypeError, UnicodeError):  # lone surrogates: what was typed was not UTF-8
         raise UserError("a prompt is not valid UTF-8", value=text, fix="write it in UTF-8") from None
-    ids = [tokenizer.bos_id, *ids] if with_bos and tokenizer.bos_id is not None else ids
+    if with_bos and tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
     if not ids:
         raise UserError("a prompt is empty", value=text, fix="give at least a character")
     vocab_size = config.decoder.vocab_size
@@ -197,8 +209,12 @@ def end_ids(config: Config, tokenizer: Tokenizer, template: ChatTemplate | None 
     """The tokens that end a text, or with a template an answer."""
     eos = config.decoder.eos_token_id
     ends = [*tokenizer.eos_ids, *([eos] if isinstance(eos, int) else eos or [])]
-    turn_end = template.turn_end_id if template is not None else None
-    return ends if turn_end is None else [*ends, turn_end]
+    turn_end = None
+    if template is not None:
+        turn_end = template.turn_end_id
+    if turn_end is None:
+        return ends
+    return [*ends, turn_end]
 
 
 def decoded(

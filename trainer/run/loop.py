@@ -90,7 +90,9 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
 
         for notice in prepared.plan.notices if world.rank == 0 else ():
             print(f"note: {notice}", file=sys.stderr)
-        answer = chat if config.run_mode == "chat" else predict
+        answer = predict
+        if config.run_mode == "chat":
+            answer = chat
         return answer(config, world, prepared.plan.device)
     if config.run_mode == "eval":
         return eval_run(config, world, prepared.plan)
@@ -113,9 +115,16 @@ def _train(world: World, prepared: Prepared, extra_monitors: Sequence[Monitor]) 
     else:  # it takes its weights from the checkpoint that it resumes from
         weights = dict(resumed.weights)
         resumed.weights.clear()  # who prepared the run keeps them otherwise, in memory that it needs
-    base = base_record(config, weights, parts) if config.has_adapters else None
-    files = folder_files(config) if world.rank == 0 and base is None else {}
-    sampler = Sampler(config) if config.sample_prompt else None
+    base = None
+    if config.has_adapters:
+        base = base_record(config, weights, parts)
+    if world.rank == 0 and base is None:
+        files = folder_files(config)
+    else:
+        files = {}
+    sampler = None
+    if config.sample_prompt:
+        sampler = Sampler(config)
     with contextlib.ExitStack() as claimed:
         if world.rank == 0:
             claimed.enter_context(claimed_folder(info.output_dir, config.source.where("output_dir")))
@@ -157,7 +166,9 @@ def _train_job(
             _prepare_output(job)
         events.tell("on_start", info)
         fit(job, engine, progress, stop)
-    outcome = f"stopped by {progress.stopped.name}" if progress.stopped else "finished"
+    outcome = "finished"
+    if progress.stopped:
+        outcome = f"stopped by {progress.stopped.name}"
     if not progress.stopped and progress.position.step < info.last_step:
         events.note(early_stop(job, progress))
         outcome = "stopped early"
@@ -165,7 +176,9 @@ def _train_job(
     if job.config.report:
         written["report"] = "report.html"
     paths = {name: info.output_dir / path for name, path in written.items()}
-    exit_code = EXIT_CODES[progress.stopped] if progress.stopped else EXIT_OK
+    exit_code = EXIT_OK
+    if progress.stopped:
+        exit_code = EXIT_CODES[progress.stopped]
     return exit_code, totals.summary(outcome, paths, engine.saver.waited_seconds)
 
 
@@ -265,8 +278,12 @@ def _run_info(world: World, prepared: Prepared) -> RunInfo:
 def _first_progress(job: Job, resumed: Resumed | None, notices: list[str]) -> Progress:
     """Returns where the run begins. In another output folder the best checkpoints so far are not at hand: the first
     evaluation is its best."""
-    position = resumed.position if resumed else Position()
-    evaluations = resumed.evaluations if resumed else EvalHistory()
+    if resumed:
+        position = resumed.position
+        evaluations = resumed.evaluations
+    else:
+        position = Position()
+        evaluations = EvalHistory()
     resumed_from = job.info.resumed_from
     if evaluations.best and resumed_from.resolve().parent != job.checkpoints.resolve():
         best = evaluations.best[0]
@@ -292,7 +309,9 @@ def _has_nothing_to_do(job: Job, progress: Progress) -> bool:
 
 def _prepare_output(job: Job) -> None:
     """Prepares the output folder once the run is sure to start; notes what is moved out of the way."""
-    aside = put_aside(job.checkpoints) if job.info.resumed_from is None else None
+    aside = None
+    if job.info.resumed_from is None:
+        aside = put_aside(job.checkpoints)
     prepare_folder(job.checkpoints)
     write_text(job.info.output_dir / "config.yaml", dump_config(job.config))
     write_text(job.info.output_dir / "plan.txt", plan_text(job.plan))
@@ -304,7 +323,9 @@ def monitors_of(config: Config, folder: Path, world: World, device: str) -> list
     """Returns the monitors of a rank: each has a log file; rank 0 has the console, the metrics and the report."""
     rank = world.rank
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
-    details = drop_rate_lines(config.decoder.moe_layers) if watches_drop_rate(config) else no_details
+    details = no_details
+    if watches_drop_rate(config):
+        details = drop_rate_lines(config.decoder.moe_layers)
     logs = [log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)]
     if config.worker_log_dir is not None:
         path = Path(config.worker_log_dir).expanduser() / f"worker_{rank}.log"

@@ -15,7 +15,9 @@ def write_mindrecord(path: Path, rows: Iterable[dict[str, np.ndarray]]) -> int:
     """Writes rows of named int32 arrays, all with the same names, and the index `path`.db; returns their number."""
     from mindspore.mindrecord import FileWriter
 
-    writer, remaining, count = FileWriter(str(path), overwrite=True), iter(rows), 0
+    writer = FileWriter(str(path), overwrite=True)
+    remaining = iter(rows)
+    count = 0
     while part := list(itertools.islice(remaining, _ROWS_OF_A_WRITE)):
         if not count:
             writer.add_schema({name: {"type": "int32", "shape": [-1]} for name in part[0]})

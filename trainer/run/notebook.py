@@ -69,7 +69,9 @@ def load(folder: str | os.PathLike[str]) -> Run:
     Raises:
         UserError: No training has begun there.
     """
-    path = Path(folder).expanduser() if isinstance(folder, (str, os.PathLike)) else None
+    path = None
+    if isinstance(folder, (str, os.PathLike)):
+        path = Path(folder).expanduser()
     if path is None or not is_run_folder(path):
         fix = 'give the output_dir of a training: load("output/quickstart")'
         raise UserError("is no folder of a run", where="load", key="folder", value=_shown(folder), fix=fix)
@@ -93,7 +95,9 @@ class Run:
     """
 
     def __init__(self, folder: Path, exit_code: int = 0, summary: RunSummary | None = None) -> None:
-        self.folder, self.exit_code, self.summary = folder, exit_code, summary
+        self.folder = folder
+        self.exit_code = exit_code
+        self.summary = summary
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
@@ -107,7 +111,9 @@ class Run:
 
     def _records(self) -> list[dict[str, Any]]:
         path = self.folder / METRICS_FILE
-        return list(read_records(path)) if path.exists() else []
+        if path.exists():
+            return list(read_records(path))
+        return []
 
     @property
     def record(self) -> RunRecord:
@@ -128,8 +134,12 @@ class Run:
         pandas = _imported("pandas", "run.metrics is the same as a list")
         steps, evaluations = (pandas.DataFrame(rows) for rows in (self.metrics, self.evaluations))
         if evaluations.empty or steps.empty:
-            found = steps if evaluations.empty else evaluations
-            return found.set_index("step") if not found.empty else found
+            found = evaluations
+            if evaluations.empty:
+                found = steps
+            if not found.empty:
+                return found.set_index("step")
+            return found
         return steps.set_index("step").join(evaluations.drop(columns="epoch").set_index("step"), how="outer")
 
     def plot(self) -> Figure:
@@ -143,7 +153,8 @@ class Run:
 
         figure = draw_figure(self.record)
         if figure is None:
-            rule, fix = "has no step to draw", "let it do at least one"
+            rule = "has no step to draw"
+            fix = "let it do at least one"
             raise UserError(rule, where="run.plot", key="folder", value=str(self.folder), fix=fix)
         figure._repr_png_ = functools.partial(_png, figure)  # a kernel shows it, also without %matplotlib
         return figure
@@ -161,14 +172,23 @@ class Run:
         """
         from trainer.run.predict import continue_texts
 
-        texts = [prompts] if isinstance(prompts, str) else list(prompts) if isinstance(prompts, Sequence) else []
+        if isinstance(prompts, str):
+            texts = [prompts]
+        else:
+            if isinstance(prompts, Sequence):
+                texts = list(prompts)
+            else:
+                texts = []
         if not texts or not all(isinstance(text, str) for text in texts):
-            rule, fix = "must be a text, or a list of texts", 'write run.generate("Once upon")'
+            rule = "must be a text, or a list of texts"
+            fix = 'write run.generate("Once upon")'
             raise UserError(rule, where="generate", key="prompts", value=prompts, fix=fix)
         source = {"run_mode": "predict", "load_checkpoint": str(self.folder / "checkpoints"), "resume_training": False}
         given = Override("predict_data", "", "generate", texts=tuple(texts))
         found = continue_texts(_configuration(self.folder / CONFIG_FILE, {**source, **flags}, [given]), texts)
-        return found[0] if isinstance(prompts, str) else found
+        if isinstance(prompts, str):
+            return found[0]
+        return found
 
     def __repr__(self) -> str:
         record = self.record
@@ -193,7 +213,9 @@ def _configuration(
 
 
 def _shown(path: object) -> object:
-    return os.fspath(path) if isinstance(path, os.PathLike) else path
+    if isinstance(path, os.PathLike):
+        return os.fspath(path)
+    return path
 
 
 def _words(name: str, value: object) -> list[str]:

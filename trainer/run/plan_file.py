@@ -74,11 +74,16 @@ def plan_file(
         config = with_device_defaults(config, planned_device(config))
     backend = choose_backend(config, world)
     elsewhere = plans_elsewhere(config) or not opens_data
-    problems, of_backend = [*told, *map(_of_plan, run_problems(config, world))], backend.problems()
+    problems = [*told, *map(_of_plan, run_problems(config, world))]
+    of_backend = backend.problems()
     misfits = fit_problems(config, world)
     rules = {one.error.rule for one in misfits}
-    unbuilt = [one for one in of_backend if one.error.rule not in rules] if elsewhere else []
-    absent = [one for one in problems if one.is_absent] if elsewhere else []
+    if elsewhere:
+        unbuilt = [one for one in of_backend if one.error.rule not in rules]
+        absent = [one for one in problems if one.is_absent]
+    else:
+        unbuilt = []
+        absent = []
     model = config.source.name(_MODEL)
     if any(one.error.key.startswith("model.") for one in told):  # sizes that are missing may be those
         problems = [one for one in problems if one.error.key != model or one.is_absent]
@@ -93,17 +98,24 @@ def plan_file(
     collect(lambda: backend.check_device(planned_device(config)))
     wrong = [one for one in problems if one not in unbuilt and one not in absent]
     sections = _sections_read(config)
-    away = missing_data(config, sections) if elsewhere else {}
+    if elsewhere:
+        away = missing_data(config, sections)
+    else:
+        away = {}
     has_sizes = not any(one.error.key == model for one in absent)
     try:
         raise_problems(wrong)
         if not elsewhere:
             return prepare(config, world).plan
-        device, memory_bytes = planned_device(config), _memory(config, world)
+        device = planned_device(config)
+        memory_bytes = _memory(config, world)
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not away)
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
-        of_memory = _memory_notices(config, world, memory_bytes) if has_sizes and checks_memory else []
+        if has_sizes and checks_memory:
+            of_memory = _memory_notices(config, world, memory_bytes)
+        else:
+            of_memory = []
     except UserError as error:
         problems = wrong or [_located(config, error)]
         broken = {one.error.key.partition(".")[0] for one in wrong}
@@ -114,7 +126,10 @@ def plan_file(
             collect(lambda: _memory_notices(config, world, _memory(config, world)))
         raise_problems(list({str(one.error): one for one in problems}.values()))
     missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
-    notices = [_unbuilt_notice(unbuilt)] if unbuilt else []
+    if unbuilt:
+        notices = [_unbuilt_notice(unbuilt)]
+    else:
+        notices = []
     names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != model] + missing
     if names:
         notices.append(Notice(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
@@ -136,7 +151,9 @@ def _check_data(config: Config, section: str, is_away: bool) -> None:
     from trainer.data.source.find import find_sources
 
     if not is_away and not wanted.data_loader.reads_text:
-        build = build_train_dataset if section == TRAIN else build_eval_dataset
+        build = build_eval_dataset
+        if section == TRAIN:
+            build = build_train_dataset
         build(config)
     else:
         check_tokenizer(config, section)
@@ -147,7 +164,9 @@ def _check_data(config: Config, section: str, is_away: bool) -> None:
 def _located(config: Config, error: UserError) -> Problem:
     line = re.search(r":(\d+)$", error.where)
     place = config.source.place(error.key)
-    named = error.at(error.where, config.source.name(error.key)) if type(error) is UserError else error
+    named = error
+    if type(error) is UserError:
+        named = error.at(error.where, config.source.name(error.key))
     return Problem(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
 
 
@@ -187,7 +206,9 @@ def _paths(value: Any) -> list[str]:
         return [path for key, below in value.items() if key != "split" for path in _paths(below)]
     if isinstance(value, list):
         return [path for below in value for path in _paths(below)]
-    return [value] if isinstance(value, str) and not re.fullmatch(r"[\d., ]*", value) else []
+    if isinstance(value, str) and not re.fullmatch(r"[\d., ]*", value):
+        return [value]
+    return []
 
 
 def _is_here(path: str) -> bool:
@@ -231,8 +252,10 @@ def _memory_notices(config: Config, world: World, memory_bytes: Mapping[str, int
     limit = config.context.max_device_memory
     if limit is None:
         return []
-    gib, most = 1 << 30, float(limit.removesuffix("GB"))
-    fixed, total = fixed_bytes(memory_bytes) / gib, memory_bytes["total"] / gib
+    gib = 1 << 30
+    most = float(limit.removesuffix("GB"))
+    fixed = fixed_bytes(memory_bytes) / gib
+    total = memory_bytes["total"] / gib
     if fixed > most:
         rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GiB"
         raise problem(config, _LIMIT, rule, _memory_fix(config, world, most * gib)).error
@@ -244,9 +267,11 @@ def _memory_notices(config: Config, world: World, memory_bytes: Mapping[str, int
 
 def _memory_fix(config: Config, world: World, most_bytes: float) -> str:
     """Settings with which a rank has room for the model: the fewest ranks, then the fewest changes."""
-    before, enough = _mistakes(config, world), ""
+    before = _mistakes(config, world)
+    enough = ""
     for ranks, changes in _divisions(config, world):
-        changed, job = _with_settings(config, changes), world_of(ranks)
+        changed = _with_settings(config, changes)
+        job = world_of(ranks)
         if _mistakes(changed, job) - before:
             continue
         memory_bytes = _memory(changed, job)
@@ -264,8 +289,10 @@ def _memory_fix(config: Config, world: World, most_bytes: float) -> str:
 
 def _divisions(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
     """Numbers of ranks, and settings that divide the model further; whether these work together is not looked at."""
-    degrees, experts = degrees_of(_with_settings(config, {"use_parallel": True}), world), config.decoder.experts
-    shares, level = config.parallel.enable_parallel_optimizer, sharing_level(config)
+    degrees = degrees_of(_with_settings(config, {"use_parallel": True}), world)
+    experts = config.decoder.experts
+    shares = config.parallel.enable_parallel_optimizer
+    level = sharing_level(config)
     levels: list[dict[str, Any]] = [{}]
     levels += [{_SHARING: True, _LEVEL: each} for each in ("level1", "level2", "level3") if not shares or each > level]
     groups = [degrees.expert_parallel]

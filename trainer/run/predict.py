@@ -66,8 +66,12 @@ def read_prompts(config: Config) -> list[Prompt]:
     Raises:
         UserError: The file holds no prompt, cannot be read, or a line of it is not as above.
     """
-    given, where = config.predict_data, config.source.where("predict_data")
-    texts = [given] if isinstance(given, str) else list(given or ())
+    given = config.predict_data
+    where = config.source.where("predict_data")
+    if isinstance(given, str):
+        texts = [given]
+    else:
+        texts = list(given or ())
     if len(texts) != 1 or not _is_file(texts[0]):
         return [_prompt(config, text, where) for text in texts]
     path = texts[0]
@@ -85,13 +89,17 @@ def read_prompts(config: Config) -> list[Prompt]:
         if line.strip()
     ]
     if not prompts:
-        fix = 'write {"prompt": "..."} on a line' if is_json else "write one prompt a line"
+        fix = "write one prompt a line"
+        if is_json:
+            fix = 'write {"prompt": "..."} on a line'
         raise UserError("the file holds no prompt", where=where, key="predict_data", value=path, fix=fix)
     return prompts
 
 
 def _prompt(config: Config, text: str, where: str) -> Prompt:
-    messages = [{"role": "user", "content": text}] if config.chat else None
+    messages = None
+    if config.chat:
+        messages = [{"role": "user", "content": text}]
     return Prompt(text, {"prompt": text}, messages, None, where)
 
 
@@ -110,9 +118,11 @@ def _prompt_of_record(config: Config, line: str, where: str) -> Prompt:
             given = {name: record[name] for name in ("messages", "tools") if name in record}
             return Prompt(str(messages[-1]["content"] or ""), given, messages, tools, where)
         if "messages" in record:
-            rule, fix = "a prompt of messages is rendered with the chat template", "add --chat"
+            rule = "a prompt of messages is rendered with the chat template"
+            fix = "add --chat"
             raise UserError(rule, where=where, key="predict_data", value=shortened(line), fix=fix)
-    rule, fix = "a line of a .jsonl file of prompts is a JSON object with a text under prompt (or text)", "write "
+    rule = "a line of a .jsonl file of prompts is a JSON object with a text under prompt (or text)"
+    fix = "write "
     if isinstance(record, dict) and not {"prompt", "text"}.isdisjoint(record):
         fix = "write it as a string, as in "
     fix += '{"prompt": "Once upon a time"}'
@@ -133,7 +143,9 @@ def predict(config: Config, world: World, device: str) -> int:
         try:
             _predict(config, functools.partial(_asked_to_stop, stop), world, device)
         except _Stopped:
-            name = stop.received.name if stop.received else "a signal to another rank"
+            name = "a signal to another rank"
+            if stop.received:
+                name = stop.received.name
             print(f"stopped by {name}", file=sys.stderr)
             return stop.exit_code or EXIT_SIGTERM
     return stop.exit_code
@@ -157,7 +169,9 @@ class _Opened(NamedTuple):
 
 def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, makes_folder: bool) -> _Opened:
     tokenizer = load_tokenizer(config)
-    template = load_chat_template(config, "train_dataset", tokenizer) if config.chat else None
+    template = None
+    if config.chat:
+        template = load_chat_template(config, "train_dataset", tokenizer)
     encoded = [_encode(config, tokenizer, template, prompt) for prompt in prompts]
     limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
 
@@ -182,11 +196,13 @@ def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
         KeyboardInterrupt: SIGINT or SIGTERM came.
     """
     prepared = prepare(in_job(config, SINGLE_PROCESS))
-    config, prompts = prepared.config, [_prompt(prepared.config, text, "") for text in texts]
+    config = prepared.config
+    prompts = [_prompt(prepared.config, text, "") for text in texts]
     found = ["" for _ in texts]
     with StopSignals() as stop:
         opened = _open(config, prompts, SINGLE_PROCESS, prepared.plan.device, makes_folder=False)
-        sampling, size = sampling_of(config), config.predict_batch_size or config.decoder.batch_size
+        sampling = sampling_of(config)
+        size = config.predict_batch_size or config.decoder.batch_size
         for first in range(0, len(prompts), size):
             part = slice(first, first + size)
             steps = opened.generator.stream(opened.encoded[part], opened.limits[part], sampling, first)
@@ -200,9 +216,11 @@ def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
 
 
 def _predict(config: Config, stop: Callable[[], bool], world: World, device: str) -> None:
-    prompts, folder = read_prompts(config), Path(config.output_dir).expanduser()
+    prompts = read_prompts(config)
+    folder = Path(config.output_dir).expanduser()
     encoded, limits, tokenizer, generator, communicator, copy = _open(config, prompts, world, device, makes_folder=True)
-    sampling, size = sampling_of(config), config.predict_batch_size or config.decoder.batch_size
+    sampling = sampling_of(config)
+    size = config.predict_batch_size or config.decoder.batch_size
 
     def until_stopped(steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
         for tokens in steps:
@@ -284,7 +302,8 @@ def _show(
     """
     texts = ["" for _ in prompts]
     headings = [f"{number} {shortened(prompt.shown)!r}\n" for number, prompt in zip(numbers, prompts, strict=True)]
-    headings = [""] if numbers == ["[1/1]"] else headings
+    if numbers == ["[1/1]"]:
+        headings = [""]
     starts = [
         f"{heading}{prompt.shown}{'' if prompt.messages is None else chr(10)}"
         for heading, prompt in zip(headings, prompts, strict=True)

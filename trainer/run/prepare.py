@@ -54,7 +54,8 @@ class ExplicitBackend:
     """A `TrainingBackend`: layer by layer, with gradients summed over the ranks by the step."""
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
         degrees = degrees_of(config, world)
         steps = {"gradient_accumulation_steps": micro_batches(config, degrees)}
         self.data_config = config.model_copy(update={"runner_config": config.runner_config.model_copy(update=steps)})
@@ -118,7 +119,10 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
     backend.check_device(device)
     preflight(config, world, backend.problems())
     memory_bytes = memory_estimate(config, config.trains, device, world)
-    own = world if world == world_from_environment() else SINGLE_PROCESS  # a plan may be of a job for other hosts
+    # a plan may be of a job for other hosts
+    own = SINGLE_PROCESS
+    if world == world_from_environment():
+        own = world
     if device == "CPU":
         check_memory(config, memory_bytes, own.local_size)  # one rank must fit anywhere
     resumes = config.trains and config.resume_training
@@ -148,7 +152,8 @@ def held_parts(config: Config, world: World) -> Parts | None:
     degrees = degrees_of(config, world)
     if not degrees.divide_model or runs_semi_auto(config, world):
         return None
-    layout, where = layout_of(config, world), Mesh(degrees).coordinate_of(world.rank)
+    layout = layout_of(config, world)
+    where = Mesh(degrees).coordinate_of(world.rank)
     return {name: layout.part(name, where) for name in layout.parameters if layout.holds(name, where)}
 
 
@@ -161,7 +166,8 @@ class BuildProgress:
     """Tells the launcher that text is being tokenized, and shows it on a terminal where it takes long."""
 
     def __init__(self) -> None:
-        self._began, self._shown = 0.0, ""
+        self._began = 0.0
+        self._shown = ""
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:
         heartbeat.beat(None)
@@ -172,5 +178,8 @@ class BuildProgress:
         text = f"tokenizing {100 * done_bytes // max(total_bytes, 1)} % of {wording.size(total_bytes)}"
         ended = done_bytes >= total_bytes
         if text != self._shown and (self._shown or now - self._began > _SILENT_SECONDS):
-            self._shown = "" if ended else text
+            if ended:
+                self._shown = ""
+            else:
+                self._shown = text
             print(f"\r\x1b[K{'' if ended else text}", end="", file=sys.stderr, flush=True)

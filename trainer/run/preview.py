@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 _PERCENTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 _BAR_COLUMNS = 40
 _TIMED_TOKENS = 100_000  # for tokens a second of tokenizing
-_OPEN, _CLOSE = "\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}", "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}"
+_OPEN = "\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}"
+_CLOSE = "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}"
 # Text of the data must not control the terminal.
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -80,12 +81,16 @@ def preview(config: Config, num_rows: int, notices: list[str]) -> Preview:
     if num_rows < 0:
         raise UserError("must be at least 0", key="--rows", value=num_rows, fix="write for example --rows 3")
     if config.classifier is not None:
-        key, fix = "model.classifier", "use plan, which checks the images"
+        key = "model.classifier"
+        fix = "use plan, which checks the images"
         raise UserError("images have no tokens to show", where=config.source.where(key), key=key, fix=fix)
     evaluates = config.run_mode == "eval"
-    section = EVAL if evaluates and config.eval_dataset is not None else TRAIN
+    section = TRAIN
+    if evaluates and config.eval_dataset is not None:
+        section = EVAL
     if evaluates:
-        dataset, shuffle = build_eval_dataset(config, BuildProgress(), notices.append), False
+        dataset = build_eval_dataset(config, BuildProgress(), notices.append)
+        shuffle = False
     else:
         dataset, _ = build_train_dataset(config, BuildProgress(), notices.append)
         shuffle = config.train_dataset.data_loader.shuffle
@@ -96,19 +101,27 @@ def preview(config: Config, num_rows: int, notices: list[str]) -> Preview:
         )
     wanted = getattr(config, section)
     shows_ids = not wanted.data_loader.reads_text and wanted.tokenizer.type == "bytes"
-    tokenizer = TokenIds() if shows_ids else find_tokenizer(config, section)
+    if shows_ids:
+        tokenizer = TokenIds()
+    else:
+        tokenizer = find_tokenizer(config, section)
     indices = epoch_order(dataset, shuffle=shuffle, seed=config.seed, epoch=0)[:num_rows]
-    batch = dataset.batch(indices) if len(indices) else None
+    batch = None
+    if len(indices):
+        batch = dataset.batch(indices)
     rows = [segments_of(batch, row, tokenizer) for row in range(len(indices))]
     return Preview(rows, _statistics(dataset, tokenizer), tokenizer)
 
 
 def segments_of(batch: Batch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
     """The documents of a sequence, without padding."""
-    ids, labels, segment_ids = batch.input_ids[row], batch.labels[row], batch.segment_ids[row]
+    ids = batch.input_ids[row]
+    labels = batch.labels[row]
+    segment_ids = batch.segment_ids[row]
     found = []
     for number in range(int(segment_ids[-1]) + 1):
-        own_ids, own_labels = ids[segment_ids == number], labels[segment_ids == number]
+        own_ids = ids[segment_ids == number]
+        own_labels = labels[segment_ids == number]
         learnt = own_labels[own_labels != IGNORE_INDEX]
         if number and number == segment_ids[-1] and not len(learnt) and not own_ids.any():
             break  # padding
@@ -122,7 +135,8 @@ def _decode(tokenizer: Tokenizer | TokenIds, ids: Sequence[int]) -> str:
 
 
 def _statistics(dataset: SequenceDataset, tokenizer: Tokenizer | TokenIds) -> Statistics:
-    counts, packed = dataset.count_documents(), dataset.packing
+    counts = dataset.count_documents()
+    packed = dataset.packing
     values = np.percentile(counts.lengths, _PERCENTILES, method="lower").astype(int).tolist()
     return Statistics(
         packing=packed.packing if packed is not None else "none",
@@ -169,7 +183,10 @@ def show(config: Config, num_rows: int, as_json: bool) -> int:
 def _print_rows(found: Preview) -> None:
     has_colour = sys.stdout.isatty()
     if found.rows:
-        legend = "are green" if has_colour else f"stand between {_OPEN} and {_CLOSE}"
+        if has_colour:
+            legend = "are green"
+        else:
+            legend = f"stand between {_OPEN} and {_CLOSE}"
         print(f"Tokens with a loss {legend}.\n")
     for number, row in enumerate(found.rows, start=1):
         for place, segment in enumerate(row, start=1):
@@ -201,7 +218,9 @@ def _parts(segment: Segment, tokenizer: Tokenizer | TokenIds) -> Iterator[tuple[
 
 
 def _sections(found: Statistics) -> list[Section]:
-    share = f" ({found.loss_tokens / found.tokens:.1%})" if found.tokens else ""
+    share = ""
+    if found.tokens:
+        share = f" ({found.loss_tokens / found.tokens:.1%})"
     rows = [
         ("", ""),
         ("packing", found.packing),

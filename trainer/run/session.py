@@ -67,7 +67,9 @@ class Session:
     def whole_weights(self) -> contextlib.AbstractContextManager[None]:
         """Within it ranks that share weights (level 3 of `enable_parallel_optimizer`) have all of them; all enter it
         together. A graph of semi-automatic mode gathers its own."""
-        return contextlib.nullcontext() if self.computes_together else self.model.compute_weights.unsharded()
+        if self.computes_together:
+            return contextlib.nullcontext()
+        return self.model.compute_weights.unsharded()
 
 
 def open_session(
@@ -90,11 +92,16 @@ def open_session(
     """
     device = device or resolve_device(config)
     set_up_device(config, device, world)
-    communicator = Communicator() if world.size == 1 else _communicator(config, world, group or start(world))
+    if world.size == 1:
+        communicator = Communicator()
+    else:
+        communicator = _communicator(config, world, group or start(world))
     config = with_device_defaults(config, device)
     precision = precision_of(config, device, world)
-    shard, pipeline = _shard(config, communicator), None
-    choices, native = select_kernels(config.network, device, precision), on_arrays(config, device, world)
+    shard = _shard(config, communicator)
+    pipeline = None
+    choices = select_kernels(config.network, device, precision)
+    native = on_arrays(config, device, world)
     kernels = load_kernels(choices, precision, host_layers=native)
     if not native and shard is not None and shard.tokens.ranks > 1:
         kernels = over_context(kernels, communicator.groups, shard.tokens)
@@ -123,8 +130,13 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
     """What this rank has of the model; None: all of it."""
     if not communicator.divides_model:
         return None
-    groups, section, where = communicator.groups, config.parallel_config, communicator.where
-    tensor = None if groups.tp is None else TensorParallel(groups.tp, section.use_seq_parallel)
+    groups = communicator.groups
+    section = config.parallel_config
+    where = communicator.where
+    if groups.tp is None:
+        tensor = None
+    else:
+        tensor = TensorParallel(groups.tp, section.use_seq_parallel)
     tokens = SequencePart(where.context, section.context_parallel, ulysses_degree(config))
     return ModelShard(
         communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses
@@ -138,12 +150,19 @@ def build_model(
     shard: ModelShard | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
     """The model with the weights of `seed`, and what makes its inputs; `shard` as in `Decoder`."""
-    trains, compiled = config.trains, config.context.mode == 0 and (jit_options(config, device) or True)
-    frozen = frozen_names(config) if trains else ()
+    trains = config.trains
+    compiled = config.context.mode == 0 and (jit_options(config, device) or True)
+    if trains:
+        frozen = frozen_names(config)
+    else:
+        frozen = ()
     if config.classifier is not None:
         model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
         return model, ImageInputBuilder(config.classifier)
-    recomputed = recomputed_parts(config) if trains else ()
+    if trains:
+        recomputed = recomputed_parts(config)
+    else:
+        recomputed = ()
     model = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
@@ -182,7 +201,8 @@ def open_training(
         UserError: The device is not there, or `freeze` names no weight.
         RunError: As in `open_session`.
     """
-    session, groups = open_session(config, weights, world, device, group), parameter_groups_of(config)
+    session = open_session(config, weights, world, device, group)
+    groups = parameter_groups_of(config)
     parameters = session.model.parameters_by_name
     trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
     shards = {}
@@ -196,7 +216,10 @@ def open_training(
         else:
             shards = make_shards(trained)
     own = session.model.shard
-    parts = None if own is None or own.tensor is None else MatrixParts(own)
+    if own is None or own.tensor is None:
+        parts = None
+    else:
+        parts = MatrixParts(own)
     return TrainStep(
         session.model,
         build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, parts),
@@ -231,11 +254,17 @@ def optimizer_shards(
     made: dict[int, OptimizerShard] = {}  # one for each group: what it shares travels together
     found = {}
     for name, parameter in parameters.items():
-        group = None if is_buffer(name) else communicator.state_group(name)
+        if is_buffer(name):
+            group = None
+        else:
+            group = communicator.state_group(name)
         if group is None:
             continue
         if id(group) not in made:
-            gather = partial(all_gather_ranges, group) if gatherer is None else gatherer(group)
+            if gatherer is None:
+                gather = partial(all_gather_ranges, group)
+            else:
+                gather = gatherer(group)
             made[id(group)] = OptimizerShard(
                 group.rank, group.size, threshold_bytes, gather, partial(gather_range, group), shards_weights
             )  # fmt: skip

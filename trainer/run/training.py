@@ -210,7 +210,9 @@ def agree(
 def early_stop(job: Job, progress: Progress) -> str:
     """Returns why EarlyStop ends the run here; empty where it does not."""
     reason = progress.evaluations.stop_reason(job.config.early_stop)
-    return f"early stop at step {progress.position.step}: {reason}" if reason else ""
+    if reason:
+        return f"early stop at step {progress.position.step}: {reason}"
+    return ""
 
 
 def has_ended(job: Job, progress: Progress) -> bool:
@@ -248,7 +250,10 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
         job.beat(progress)
         job.events.tell("on_activity", "evaluating", done, batches)
 
-    epoch = position.epoch if epoch_ended else position.epoch + 1
+    if epoch_ended:
+        epoch = position.epoch
+    else:
+        epoch = position.epoch + 1
     with job.events.activity("evaluating"):
         metrics = evaluate_now(engine.session, data, stop, step, epoch, on_batch)
     agree(job, engine, progress, stop)
@@ -385,13 +390,19 @@ def _note_skipped(job: Job, step: int, result: StepResult) -> None:
         job.events.note(f"step {step}: {result.skipped}: nothing was updated")
     elif result.empty_micro_batches:
         count = result.empty_micro_batches
-        empty = "a micro-batch" if count == 1 else f"{count} micro-batches"
+        if count == 1:
+            empty = "a micro-batch"
+        else:
+            empty = f"{count} micro-batches"
         job.events.note(f"step {step}: {empty} without a token that has a loss, left out")
 
 
 def _details(job: Job, engine: Engine, step: int, result: StepResult) -> dict[str, object]:
     """Returns what only metrics.jsonl keeps of a step: norms of parameters, figures of MoE layers, time of waiting."""
-    details: dict[str, object] = {"local_norm": result.local_norms} if result.local_norms else {}
+    if result.local_norms:
+        details: dict[str, object] = {"local_norm": result.local_norms}
+    else:
+        details = {}
     if job.world.size > 1 and result.reduce_seconds is not None:
         details["reduce_seconds"] = result.reduce_seconds
     if result.bubble_share is not None:
@@ -423,5 +434,8 @@ def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
     norms: dict[str, object] = {}
     if records.asks_for(WEIGHT_NORM):
         norms[WEIGHT_NORM] = norm_of_weights(saved, names, communicator)
-    by_kind = norms_of_state(saved, kinds, names, communicator) if kinds else {}
+    if kinds:
+        by_kind = norms_of_state(saved, kinds, names, communicator)
+    else:
+        by_kind = {}
     return norms | {OPTIMIZER_NORMS[kind]: by_name for kind, by_name in by_kind.items() if by_name}

@@ -31,7 +31,8 @@ class SemiAutoBackend:
     data_ranks = (0, 1)  # every rank reads the batch of all; the graph takes this rank's part
 
     def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+        self.config = config
+        self.world = world
 
     @cached_property
     def data_config(self) -> Config:

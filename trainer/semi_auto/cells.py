@@ -24,8 +24,10 @@ class GradientCell(nn.Cell):
         self, network: nn.Cell, weights: Sequence[Parameter], *, accumulates_in_graph: bool, uses_sums: bool
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.network, self.weights = network, ParameterTuple(weights)
-        self.accumulates_in_graph, self.uses_sums = accumulates_in_graph, uses_sums
+        self.network = network
+        self.weights = ParameterTuple(weights)
+        self.accumulates_in_graph = accumulates_in_graph
+        self.uses_sums = uses_sums
         self.differentiated = mindspore.value_and_grad(network, None, self.weights)
         self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 

@@ -31,19 +31,29 @@ class ImageLossCell(nn.Cell):
 
     def __init__(self, config: Config, kernels: KernelSet) -> None:
         super().__init__(auto_prefix=False)
-        settings, trained = config.classifier, trained_shapes(config)
+        settings = config.classifier
+        trained = trained_shapes(config)
         self.by_name = {
             name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name in trained)
             for name, shape in parameter_shapes(settings).items()
         }
         ordered = [name for pair in classifier_names(settings) for name in pair]
         self.weights = ParameterTuple([self.by_name[name] for name in ordered])
-        self.layers, self.classes, self.count = Layers(settings, kernels), settings.classes, len(ordered)
-        self.log_softmax, self.pick, self.weigh, self.total, self.negate = (
-            P.LogSoftmax(-1), P.Mul(), P.Mul(), SumExt(), P.Neg(),
-        )  # fmt: skip
-        self.best, self.one_hot, self.hit, self.hits = P.ArgMaxWithValue(axis=1), P.OneHot(), P.Mul(), SumExt()
-        self.one, self.zero = Tensor(1.0, mstype.float32), Tensor(0.0, mstype.float32)
+        self.layers = Layers(settings, kernels)
+        self.classes = settings.classes
+        self.count = len(ordered)
+        # fmt: skip
+        self.log_softmax = P.LogSoftmax(-1)
+        self.pick = P.Mul()
+        self.weigh = P.Mul()
+        self.total = SumExt()
+        self.negate = P.Neg()
+        self.best = P.ArgMaxWithValue(axis=1)
+        self.one_hot = P.OneHot()
+        self.hit = P.Mul()
+        self.hits = SumExt()
+        self.one = Tensor(1.0, mstype.float32)
+        self.zero = Tensor(0.0, mstype.float32)
 
     def construct(self, pixels_BP, targets_BC, share_B1):
         return self.loss(self.logits(pixels_BP), targets_BC, share_B1)

@@ -77,14 +77,18 @@ class SemiAutoDecoder(DecoderWiring):
             HeadCell(Head(settings, kernels), norm, None if self.hands_on else weight, mapping)
             for norm, weight, mapping in parts.heads
         )
-        self.reshape, self.group_weights = P.Reshape(), experts.group_weights if experts else None
-        self.balances, self.weigh, self.no_loss_11 = self.aux_factor > 0 or self.z_factor > 0, P.Mul(), None
+        self.reshape = P.Reshape()
+        self.group_weights = experts.group_weights if experts else None
+        self.balances = self.aux_factor > 0 or self.z_factor > 0
+        self.weigh = P.Mul()
+        self.no_loss_11 = None
         self.aux_factor = self.z_factor = 0.0  # `RouterLosses` multiplies by them
         if experts is not None:
             self.no_loss_11 = Tensor(np.zeros((1, 1), np.float32))
 
     def construct(self, ids_N, targets, tables, masks, mtp, counted, seeds_B1):
-        embedded, matrix_1VD = (), self.matrix() if self.hands_on else None
+        embedded = ()
+        matrix_1VD = self.matrix() if self.hands_on else None
         for module in range(len(mtp)):
             embedded += (self.mtp_embeds[module](mtp[module][0]),)
         weights = (None, None) if counted is None else (counted[0], self.group_weights(counted[0]))
@@ -130,7 +134,10 @@ class EmbeddingCell(nn.Cell):
 
     def __init__(self, weight: Parameter, matrix: Parameter | None, mapping: EmbeddingMapping) -> None:
         super().__init__(auto_prefix=False)
-        self.weight, self.gather, self.mapping, self.matrix = weight, P.Gather(), mapping, matrix
+        self.weight = weight
+        self.gather = P.Gather()
+        self.mapping = mapping
+        self.matrix = matrix
 
     def construct(self, ids_N):
         x_NE = self.gather(self.weight, ids_N, 0)
@@ -150,7 +157,10 @@ class MatrixCell(nn.Cell):
 
     def __init__(self, weight: Parameter, dtype: mstype.Type) -> None:
         super().__init__(auto_prefix=False)
-        self.weight, self.dtype, self.cast, self.expand = weight, dtype, P.Cast(), P.ExpandDims()
+        self.weight = weight
+        self.dtype = dtype
+        self.cast = P.Cast()
+        self.expand = P.ExpandDims()
 
     def construct(self):
         return self.expand(self.cast(self.weight, self.dtype), 0)
@@ -176,9 +186,12 @@ class LayerCell(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         own = [number for number, weight in enumerate(weights) if weight is not None]
-        self.block, self.weights = block, ParameterTuple([weights[number] for number in own])
+        self.block = block
+        self.weights = ParameterTuple([weights[number] for number in own])
         self.places = tuple(own.index(number) if number in own else -1 for number in range(len(weights)))
-        self.experts, self.sites, self.next_seed = experts, tuple(sites), P.Add()
+        self.experts = experts
+        self.sites = tuple(sites)
+        self.next_seed = P.Add()
 
     def construct(self, x_ND, tables, mask, seeds_B1, weight_N1=None, weight_G1=None, loss_11=None):
         weights = ()
@@ -204,7 +217,8 @@ class MergeCell(nn.Cell):
 
     def __init__(self, merge: MergeTokens, weights: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
-        self.merge, self.weights = merge, ParameterTuple(weights)
+        self.merge = merge
+        self.weights = ParameterTuple(weights)
 
     def construct(self, embedded_ND, x_ND):
         return self.merge(embedded_ND, x_ND, *self.weights)
@@ -221,7 +235,11 @@ class HeadCell(nn.Cell):
 
     def __init__(self, head: Head, norm: Parameter, weight: Parameter | None, mapping: Parameter | None) -> None:
         super().__init__(auto_prefix=False)
-        self.head, self.norm, self.weight, self.mapping, self.squeeze = head, norm, weight, mapping, P.Squeeze(0)
+        self.head = head
+        self.norm = norm
+        self.weight = weight
+        self.mapping = mapping
+        self.squeeze = P.Squeeze(0)
 
     def construct(self, x_ND, targets, matrix_1VD):
         matrix_VD = self.weight if matrix_1VD is None else self.squeeze(matrix_1VD)

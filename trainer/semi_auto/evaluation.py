@@ -43,7 +43,10 @@ class GraphEvaluator:
     """
 
     def __init__(self, loss: LossCell | ImageLossCell, config: Config, world: World) -> None:
-        self.loss, self.config, self.world, self.degrees = loss, config, world, degrees_of(config, world)
+        self.loss = loss
+        self.config = config
+        self.world = world
+        self.degrees = degrees_of(config, world)
         self.window: Window | None = None
 
     @cached_property

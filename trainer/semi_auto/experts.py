@@ -92,8 +92,11 @@ class ExpertChoice(nn.Cell):
         moe = settings.experts
         # This mode sends a row of zeros to every expert.
         self.route = kernels.route(replace(RoutingRule.of(moe), safe_tokens=False))
-        self.capacity, self.policy = capacity, moe.drop_policy
-        self.length, self.experts, self.chosen = settings.seq_length, moe.expert_num, moe.num_experts_chosen
+        self.capacity = capacity
+        self.policy = moe.drop_policy
+        self.length = settings.seq_length
+        self.experts = moe.expert_num
+        self.chosen = moe.num_experts_chosen
         self.every_11E = Tensor(np.arange(self.experts, dtype=np.int32)[None, None])
         self.morph = P.Morph(self.choose, self.infer_shape, self.infer_dtype).add_prim_attr("self_define_shard", True)
         layout = Layout((ranks.data, ranks.tensor), ("data", "tensor"))
@@ -105,7 +108,8 @@ class ExpertChoice(nn.Cell):
         return self.morph(scores_NE, bias_E)
 
     def infer_shape(self, scores, bias):
-        assignments, counts = [scores[0], self.chosen], [scores[0] // self.length, self.experts]
+        assignments = [scores[0], self.chosen]
+        counts = [scores[0] // self.length, self.experts]
         return assignments, assignments, counts, counts
 
     def infer_dtype(self, scores, bias):
@@ -115,7 +119,8 @@ class ExpertChoice(nn.Cell):
         routing = self.route(scores_NE, bias_E, self.capacity, self.policy)
         experts_Nk = routing[0]
         if self.capacity is None:
-            kept_Nk, counts_BE = ops.ones(experts_Nk.shape, mstype.float32), self.count(experts_Nk)
+            kept_Nk = ops.ones(experts_Nk.shape, mstype.float32)
+            counts_BE = self.count(experts_Nk)
             return experts_Nk, kept_Nk, counts_BE, counts_BE
         is_kept_Nk = routing[1] < routing[3].sum()  # rows of dropped assignments stand after those of all experts
         group_Nk = ops.select(is_kept_Nk, experts_Nk, ops.full_like(experts_Nk, self.experts))
@@ -137,18 +142,25 @@ class RoutedExperts(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, ranks: ExpertRanks) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.experts, self.chosen, self.ranks, self.group = (
-            moe.expert_num, moe.num_experts_chosen, ranks.expert, ranks.group
-        )  # fmt: skip
-        self.own, self.is_dry = moe.expert_num // ranks.expert, ranks.is_dry
+        # fmt: skip
+        self.experts = moe.expert_num
+        self.chosen = moe.num_experts_chosen
+        self.ranks = ranks.expert
+        self.group = ranks.group
+        self.own = moe.expert_num // ranks.expert
+        self.is_dry = ranks.is_dry
         self.every_E = Tensor(np.arange(self.experts, dtype=np.int32))
-        self.permute, self.unpermute = Permute(has_safe_tokens=True), Unpermute(has_safe_tokens=True)
-        self.reorder, self.reorder_back = _Reorder(), _Reorder()
+        self.permute = Permute(has_safe_tokens=True)
+        self.unpermute = Unpermute(has_safe_tokens=True)
+        self.reorder = _Reorder()
+        self.reorder_back = _Reorder()
         self.gate, self.up, self.down = (kernels.grouped_matmul(True, True) for _ in range(3))  # a row of zeros each
-        self.swiglu, self.to_host = kernels.swiglu(), P.MoveTo()
+        self.swiglu = kernels.swiglu()
+        self.to_host = P.MoveTo()
         self.morph = P.Morph(self.compute, self.infer, self.infer).add_prim_attr("self_define_shard", True)
         layout = Layout((ranks.data * ranks.tensor // ranks.expert, ranks.expert), ("groups", "expert"))
-        rows, stack = layout(("groups", "expert"), "None"), layout("expert", "None", "None")
+        rows = layout(("groups", "expert"), "None")
+        stack = layout("expert", "None", "None")
         self.morph.shard(in_strategy=(*(rows,) * 3, *(stack,) * 3), out_strategy=(rows,))
 
     def construct(self, y_ND, gates_Nk, experts_Nk, gate_EFD, up_EFD, down_EDF):
@@ -177,11 +189,13 @@ class RoutedExperts(nn.Cell):
         """The same rows, computed where their experts are."""
         counts_Se = counts_E.reshape(self.ranks, self.own)
         theirs_Se = all_to_all(counts_Se, self.group, self.ranks)
-        send, receive = self.rows_of_ranks(counts_Se, rows_AD), self.rows_of_ranks(theirs_Se, rows_AD)
+        send = self.rows_of_ranks(counts_Se, rows_AD)
+        receive = self.rows_of_ranks(theirs_Se, rows_AD)
         rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
         own_A1 = ops.floor_mod(expert_A, self.own).astype(mstype.float32).reshape(-1, 1)
         order_R = stable_order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
-        inverse_R, counts_e = stable_order(order_R), theirs_Se.sum(0).astype(mstype.int64)
+        inverse_R = stable_order(order_R)
+        counts_e = theirs_Se.sum(0).astype(mstype.int64)
         out_RD = self.products(self.reorder(rows_RD, order_R, inverse_R), counts_e, *weights)
         out_RD = self.reorder_back(out_RD, inverse_R, order_R)
         return all_to_all_rows(out_RD, receive, send, self.group).reshape(rows_AD.shape)
@@ -225,7 +239,9 @@ class GroupWeights(Sharded):
 
     def __init__(self, tokens: int) -> None:
         super().__init__(auto_prefix=False)
-        self.tokens, self.reshape, self.sum = tokens, P.Reshape(), SumExt()
+        self.tokens = tokens
+        self.reshape = P.Reshape()
+        self.sum = SumExt()
 
     def construct(self, weight_N1):
         return self.sum(self.reshape(weight_N1, (-1, self.tokens, 1)), (1,))
@@ -249,17 +265,34 @@ class RouterLosses(nn.Cell):
     def __init__(self, settings: ModelConfig, ranks: ExpertRanks) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
-        self.experts, self.aux_factor, self.z_factor = moe.expert_num, settings.balance_factor, moe.z_loss_factor
+        self.experts = moe.expert_num
+        self.aux_factor = settings.balance_factor
+        self.z_factor = moe.z_loss_factor
         self.normalises = moe.score_function == "sigmoid"
         self.tokens = group_tokens(settings, ranks)
-        self.total, self.at_least, self.divide = SumExt(), P.Add(), P.Div()
-        self.reshape, self.mean, self.weigh, self.scale = P.Reshape(), P.ReduceMean(), P.Mul(), P.Mul()
-        self.uneven, self.pick = SumExt(), P.Mul()
+        self.total = SumExt()
+        self.at_least = P.Add()
+        self.divide = P.Div()
+        self.reshape = P.Reshape()
+        self.mean = P.ReduceMean()
+        self.weigh = P.Mul()
+        self.scale = P.Mul()
+        self.uneven = SumExt()
+        self.pick = P.Mul()
         self.sum = SumExt()
-        self.largest, self.centre, self.exp, self.log = P.ReduceMax(keep_dims=True), P.Sub(), P.Exp(), P.Log()
-        self.rest, self.back, self.square, self.pick_z = SumExt(), P.Add(), P.Square(), P.Mul()
+        self.largest = P.ReduceMax(keep_dims=True)
+        self.centre = P.Sub()
+        self.exp = P.Exp()
+        self.log = P.Log()
+        self.rest = SumExt()
+        self.back = P.Add()
+        self.square = P.Square()
+        self.pick_z = P.Mul()
         self.sum_z = SumExt()
-        self.times_factor, self.add_aux, self.times_z_factor, self.add_z = P.Mul(), P.Add(), P.Mul(), P.Add()
+        self.times_factor = P.Mul()
+        self.add_aux = P.Add()
+        self.times_z_factor = P.Mul()
+        self.add_z = P.Add()
 
     def construct(self, logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11):
         if self.aux_factor:
@@ -317,25 +350,40 @@ class ExpertLayer(nn.Cell):
         ranks: ExpertRanks,
     ) -> None:
         super().__init__(auto_prefix=False)
-        moe, names = settings.experts, list(moe_shapes(settings))
-        self.weights, self.statistics, self.ranks = ParameterTuple(weights), ParameterTuple(statistics), ranks
+        moe = settings.experts
+        names = list(moe_shapes(settings))
+        self.weights = ParameterTuple(weights)
+        self.statistics = ParameterTuple(statistics)
+        self.ranks = ranks
         self.first = names.index("mlp.experts.gate_proj.weight")
         self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else -1
         self.no_bias_E = Tensor(np.zeros(moe.expert_num, np.float32))
-        self.has_shared, self.first_shared = settings.shared_expert_size > 0, self.first + 3
-        self.drops, self.of_step = moe.effective_capacity is not None, moe.balances_step
+        self.has_shared = settings.shared_expert_size > 0
+        self.first_shared = self.first + 3
+        self.drops = moe.effective_capacity is not None
+        self.of_step = moe.balances_step
         self.assigned = 1.0 / (settings.seq_length * moe.num_experts_chosen)
-        self.router, self.gates, self.losses = Router(settings, kernels), Gates(settings), RouterLosses(settings, ranks)
+        self.router = Router(settings, kernels)
+        self.gates = Gates(settings)
+        self.losses = RouterLosses(settings, ranks)
         self.choice = ExpertChoice(settings, local, ranks, moe.capacity(ranks.tokens))
         self.choice_of_all = ExpertChoice(settings, local, ranks, None)  # an evaluation drops nothing
         self.experts = RoutedExperts(settings, local, ranks)
         self.shared = SharedExperts(settings, kernels) if self.has_shared else None
-        self.keep, self.add_shared, self.add = P.Mul(), P.Add(), P.Add()
+        self.keep = P.Mul()
+        self.add_shared = P.Add()
+        self.add = P.Add()
         self.drop = kernels.dropout(settings.hidden_dropout)
-        self.share, self.all_shares, self.divide = P.Mul(), SumExt(), P.Div()
+        self.share = P.Mul()
+        self.all_shares = SumExt()
+        self.divide = P.Div()
         self.totals = tuple(SumExt() for _ in STATISTICS)
-        self.sums, self.assigns = tuple(P.Add() for _ in STATISTICS), tuple(P.Assign() for _ in STATISTICS)
-        self.log, self.least, self.minus, self.entropy = P.Log(), P.Add(), P.Neg(), P.Mul()
+        self.sums = tuple(P.Add() for _ in STATISTICS)
+        self.assigns = tuple(P.Assign() for _ in STATISTICS)
+        self.log = P.Log()
+        self.least = P.Add()
+        self.minus = P.Neg()
+        self.entropy = P.Mul()
         for part in (*self.sums, *self.assigns):
             part.recompute(False)
 
@@ -406,7 +454,8 @@ def expert_cells(config: Config, world: World, kernels: KernelSet, local: Kernel
     """None for a dense model; `kernels` and `local` as in `ExpertLayer`."""
     if config.decoder.experts is None:
         return None
-    settings, degrees = config.decoder, degrees_of(config, world)
+    settings = config.decoder
+    degrees = degrees_of(config, world)
     group, _ = expert_group(degrees, world.rank)
     tokens = config.runner_config.batch_size * settings.seq_length
     # In MindSpore's dry run no kernel computes.
@@ -437,8 +486,10 @@ class GraphRouters:
         speaks: bool | None,
     ) -> None:
         settings = config.decoder
-        self.moe, self.layers = settings.experts, tuple(settings.moe_layers)
-        self.communicator, self.speaks = communicator, speaks
+        self.moe = settings.experts
+        self.layers = tuple(settings.moe_layers)
+        self.communicator = communicator
+        self.speaks = speaks
         layers = {layer: decoder.layers[layer].experts.statistics for layer in self.layers}
         self.own = {layer: found for layer, found in layers.items() if found[0].name in parameters.sums}
         balanced = set(balanced_layers(settings, frozen_names(config))) & self.own.keys()

@@ -38,7 +38,9 @@ def graph_parts(
         layers: Numbers of the layers, those of multi-token prediction modules last. Default None: all.
     """
     spec = model_spec(settings)
-    numbers = range(len(spec.layers)) if layers is None else layers
+    numbers = layers
+    if layers is None:
+        numbers = range(len(spec.layers))
     modules = [number for number in numbers if number in spec.module_layers]
 
     def of_layer(number: int, names: Iterable[str]) -> tuple[T | None, ...]:
@@ -52,7 +54,8 @@ def graph_parts(
         return of_layer(number, in_block), of_layer(number, moe_shapes(settings))
 
     norms = [take(FINAL_NORM), *(of_layer(number, [MTP_NORM])[0] for number in modules)]
-    head, mapping = take(EMBEDDING if spec.tied else HEAD), take(MAPPING_OUT)
+    head = take(EMBEDDING if spec.tied else HEAD)
+    mapping = take(MAPPING_OUT)
     return GraphParts(
         (take(EMBEDDING), take(MAPPING_IN)),
         tuple(map(layer_parts, numbers)),

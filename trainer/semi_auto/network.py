@@ -55,7 +55,8 @@ if TYPE_CHECKING:
     from trainer.parallel.mesh import Degrees
 
 _KIB = 1024
-_BATCH_INPUTS, _IMAGE_INPUTS = 5, 3
+_BATCH_INPUTS = 5
+_IMAGE_INPUTS = 3
 """How many inputs a loss cell has without the seeds of dropout masks: see `LossCell` and `ImageLossCell`."""
 
 
@@ -66,7 +67,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         UserError: The configuration asks for what this mode cannot do.
     """
     raise_problems(semi_auto_problems(config, world))
-    degrees, steps = degrees_of(config, world), config.runner_config.gradient_accumulation_steps
+    degrees = degrees_of(config, world)
+    steps = config.runner_config.gradient_accumulation_steps
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
         inner = loss = (_decoder if config.classifier is None else _classifier)(config, world, device)
@@ -103,13 +105,15 @@ def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
 
 def _decoder(config: Config, world: World, device: str) -> LossCell:
     """The loss cell of a decoder, with strategies, recomputation and groups of gradients."""
-    settings, degrees = config.decoder, degrees_of(config, world)
+    settings = config.decoder
+    degrees = degrees_of(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     choices = select_kernels(settings, device, precision)
     kernels = load_kernels(choices, precision, is_sharded=True)
     fused = {choice.kernel for choice in choices if choice.fused}
     if "rms_norm" in fused and any(recomputed_parts(config)):
-        inside, outside = getattr(mstype, precision.norm.dtype), kernels.compute_dtype
+        inside = getattr(mstype, precision.norm.dtype)
+        outside = kernels.compute_dtype
 
         def separate_norm(size: int, eps: float) -> nn.Cell:
             return InDtype(SeparateNorm(RmsNorm(size, eps, is_sharded=True), outside), inside, outside)
@@ -129,7 +133,8 @@ def _decoder(config: Config, world: World, device: str) -> LossCell:
 
 def set_parallelism(network: AutoParallel, config: Config, world: World, *, trains: bool = True) -> None:
     """What the sections `parallel` and `parallel_config` say of the whole graph; an evaluation does not train."""
-    parallel, degrees = config.parallel, degrees_of(config, world)
+    parallel = config.parallel
+    degrees = degrees_of(config, world)
     if world.size > 1:
         inputs = _BATCH_INPUTS if config.classifier is None else _IMAGE_INPUTS
         rows = ((degrees.data_parallel, 1),) * (inputs + (drops(config.decoder) and trains))
@@ -153,7 +158,8 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
 
 def stages(config: Config) -> dict[str, int]:
     """The stage of each cell of the loss cell; multi-token prediction modules are on the last one."""
-    spec, last = model_spec(config.decoder), config.parallel_config.pipeline_stage - 1
+    spec = model_spec(config.decoder)
+    last = config.parallel_config.pipeline_stage - 1
     layers = {layer: stage for stage, own in enumerate(stage_layers(config)) for layer in own}
     layers |= dict.fromkeys(spec.module_layers, last)
     found = {f"decoder.layers.{layer}": stage for layer, stage in sorted(layers.items())}
@@ -190,7 +196,8 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
 
     With `sequence` the tensor-parallel ranks share the tokens of the residual stream and its norms.
     """
-    data, tensor = degrees.data_parallel, degrees.model_parallel
+    data = degrees.data_parallel
+    tensor = degrees.model_parallel
     vocabulary = tensor if settings.vocab_size % tensor == 0 else 1
     tokens = data * tensor if sequence else data
     decoder = loss.decoder
@@ -207,7 +214,9 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
 
 def set_recomputation(loss: LossCell, config: Config) -> None:
     """Marks what the backward pass computes again, and which communication of it."""
-    section, layers, staged = config.recompute_config, loss.decoder.layers, isinstance(loss, LazyLossCell)
+    section = config.recompute_config
+    layers = loss.decoder.layers
+    staged = isinstance(loss, LazyLossCell)
     parts = recomputed_parts(config)
     # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
     modules = len(layers) - len(parts)
@@ -223,7 +232,8 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
                 recompute_slice_activation=section.recompute_slice_activation,
             )
     for number in gathered_again(config):
-        block, experts = layers[number].block, layers[number].experts
+        block = layers[number].block
+        experts = layers[number].experts
         for norm in (block.attention.norm, block.mlp.norm if experts is None else experts.router.norm):
             norm._mp_comm_recompute(True)  # of the communication that follows its operators
 
@@ -267,7 +277,8 @@ class LossCell(nn.Cell):
     ) -> None:
         super().__init__(auto_prefix=False)
         settings = config.decoder
-        shapes, differentiated = all_shapes(settings), differentiated_names(config)
+        shapes = all_shapes(settings)
+        differentiated = differentiated_names(config)
         self.by_name = {
             name: Parameter(
                 initializer("zeros", shape, mstype.float32),
@@ -280,12 +291,22 @@ class LossCell(nn.Cell):
         self.depth = model_spec(settings).mtp_modules
         self.decoder = SemiAutoDecoder(settings, kernels, self.by_name, experts, staged=staged)
         cos, sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
-        self.cos, self.sin = Tensor(cos), Tensor(sin)
-        self.tables, self.masks = tables, nn.CellList(list(masks))
-        self.reshape, self.cast = P.Reshape(), P.Cast()
-        self.differs, self.weigh, self.at_least = P.NotEqual(), P.Mul(), P.Maximum()
-        self.slice, self.concat, self.equal, self.select = P.StridedSlice(), P.Concat(1), P.Equal(), P.Select()
-        self.clear, self.fill, self.share = P.Mul(), P.Add(), P.ReduceMean(keep_dims=True)
+        self.cos = Tensor(cos)
+        self.sin = Tensor(sin)
+        self.tables = tables
+        self.masks = nn.CellList(list(masks))
+        self.reshape = P.Reshape()
+        self.cast = P.Cast()
+        self.differs = P.NotEqual()
+        self.weigh = P.Mul()
+        self.at_least = P.Maximum()
+        self.slice = P.StridedSlice()
+        self.concat = P.Concat(1)
+        self.equal = P.Equal()
+        self.select = P.Select()
+        self.clear = P.Mul()
+        self.fill = P.Add()
+        self.share = P.ReduceMean(keep_dims=True)
         self.has_experts = experts is not None
 
     def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, *seeds):
@@ -298,7 +319,9 @@ class LossCell(nn.Cell):
 
     def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules, seeds_B1=None):
         """With the losses of so many multi-token prediction modules."""
-        tables, masks, mtp = self.tables(self.cos, self.sin, positions_BT), (), ()
+        tables = self.tables(self.cos, self.sin, positions_BT)
+        masks = ()
+        mtp = ()
         for mask in self.masks:
             masks += (mask(segment_ids_BT),)
         for offset in range(1, modules + 1):
@@ -307,7 +330,8 @@ class LossCell(nn.Cell):
             ahead_BT = self.select(same_BT, ahead_BT, self.all_alike(ahead_BT, IGNORE_INDEX))
             ids_N = self.reshape(self.shifted(input_ids_BT, offset, 0), (-1,))
             mtp += ((ids_N, *self.targets(ahead_BT, share_B1)),)
-        ids_N, targets = self.reshape(input_ids_BT, (-1,)), self.targets(labels_BT, share_B1)
+        ids_N = self.reshape(input_ids_BT, (-1,))
+        targets = self.targets(labels_BT, share_B1)
         counted = None
         if self.has_experts and self.training:
             valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
@@ -365,10 +389,13 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
         UserError: The configuration asks for what this mode cannot do.
     """
     built = build_semi_auto(config, world if world.size > 1 else world_of(degrees_of(config, world).ranks))
-    network, loss, cells = built.network, built.loss, [built.network]
+    network = built.network
+    loss = built.loss
+    cells = [built.network]
     while cells[-1] is not loss:
         cells.append(cells[-1].network)
-    shared, interleaved = network._enable_parallel_optimizer, network._pipeline_interleave
+    shared = network._enable_parallel_optimizer
+    interleaved = network._pipeline_interleave
     threshold = (
         f"shared by data-parallel ranks (hsdp, {sharing_level(config)}), of parameters from"
         f" {network._parallel_optimizer_threshold} KB"
@@ -397,7 +424,8 @@ def _name(cell: nn.Cell) -> str:
 
 def _stages(loss: LossCell) -> list[tuple[str, str]]:
     """Layers by the stage of a pipeline; nothing without one."""
-    decoder, found = loss.decoder, {}
+    decoder = loss.decoder
+    found = {}
     for number, layer in enumerate(decoder.layers):
         found.setdefault(getattr(layer, "pipeline_stage", None), set()).add(number)
     if len(found) < 2:

@@ -46,7 +46,9 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
     if config.decoder.experts is not None and config.decoder.experts.moe_token_dispatcher_type == "allgather":
         yield Notice("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
     if config.network.labels_text == "tokens":
-        parts = "multi-token prediction modules" if model_spec(config.decoder).mtp_modules else ""
+        parts = ""
+        if model_spec(config.decoder).mtp_modules:
+            parts = "multi-token prediction modules"
         if config.decoder.moe_layers:
             parts += (" and " if parts else "") + "balance losses of the experts"
         if parts:
@@ -61,7 +63,9 @@ def semi_auto_problems(config: Config, world: World) -> list[Problem]:
 def speed_up_file(config: Config) -> Path | None:
     """The file for MindSpore's `AutoParallel.transformer_opt`."""
     written = (config.context.ascend_config or {}).get(SPEED_UP_KEY)
-    return Path(written).expanduser() if written else None
+    if written:
+        return Path(written).expanduser()
+    return None
 
 
 def missing_files(config: Config) -> Iterator[Problem]:
@@ -139,10 +143,14 @@ def _communication(config: Config, degrees: Degrees) -> Iterator[Problem]:
         if mistake:
             key = "parallel.comm_fusion"
             yield problem(config, f"{key}.{name}", *mistake, value=written, because=key)
-    size, copies = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size, degrees.data_parallel
-    key, fix = "parallel.parallel_optimizer_config.optimizer_weight_shard_size", "write -1 for all of them"
+    size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    copies = degrees.data_parallel
+    key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+    fix = "write -1 for all of them"
     if size == 0 or 0 < size <= copies and copies % size:
-        rule = f"must divide data_parallel {copies}" if size else "must be the number of ranks that share a weight"
+        rule = "must be the number of ranks that share a weight"
+        if size:
+            rule = f"must divide data_parallel {copies}"
         yield problem(config, key, rule, fix)
     elif config.parallel.enable_parallel_optimizer and size > degrees.ranks:
         # MindSpore 2.10 then says: parallel init failed.
@@ -152,19 +160,26 @@ def _communication(config: Config, degrees: Degrees) -> Iterator[Problem]:
 def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
     """Rule and fix for an entry of `comm_fusion` that is not as MindSpore's `AutoParallel.comm_fusion` documents it."""
     if name == "openstate":
-        return None if isinstance(written, bool) else ("must be True or False", "True joins collectives")
+        if isinstance(written, bool):
+            return None
+        return ("must be True or False", "True joins collectives")
     if name not in _FUSED:
         return f"MindSpore joins {', '.join(_FUSED)}", f"write one of openstate, {', '.join(_FUSED)}"
     if not isinstance(written, dict) or set(written) != {"mode", "config"}:
         return "must have the keys mode and config", "write {mode: auto, config: null}"
-    mode, value = written["mode"], written["config"]
+    mode = written["mode"]
+    value = written["config"]
     if mode not in _FUSED[name]:
         return f"its mode must be {one_of(_FUSED[name])}", "write {mode: auto, config: null}"
     if mode == "auto":
-        return None if value is None else ("mode auto takes no config", "write config: null, or mode: size")
+        if value is None:
+            return None
+        return ("mode auto takes no config", "write config: null, or mode: size")
     if mode == "size":
         right = type(value) is int and value > 0
-        return None if right else ("the config of mode size is a number of megabytes above 0", "write config: 64")
+        if right:
+            return None
+        return ("the config of mode size is a number of megabytes above 0", "write config: 64")
     right = isinstance(value, list) and value and all(type(index) is int and index >= 0 for index in value)
     if right and value == sorted(set(value)):
         return None
@@ -178,7 +193,8 @@ def _pipeline(config: Config) -> Iterator[Problem]:
     yield from problems
     interleaves = config.parallel.pipeline_config.pipeline_interleave
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b" and not interleaves:
-        key, fix = "parallel.pipeline_config.pipeline_scheduler", "write 1f1b, or set pipeline_interleave to True"
+        key = "parallel.pipeline_config.pipeline_scheduler"
+        fix = "write 1f1b, or set pipeline_interleave to True"
         yield problem(config, key, "without pipeline_interleave MindSpore has 1f1b alone", fix)
     if problems or any(stage_problems(config)):
         return
@@ -190,7 +206,8 @@ def _pipeline(config: Config) -> Iterator[Problem]:
 
 def _not_in_one_graph(config: Config) -> Iterator[Problem]:
     """What a run does on the host, or between the graphs of its blocks."""
-    settings, sequence = config.decoder, config.parallel_config.use_seq_parallel
+    settings = config.decoder
+    sequence = config.parallel_config.use_seq_parallel
     adapter = adapter_spec(settings)
     if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:
         rule = f"{_NOT_YET} with latent attention and sequence parallelism"

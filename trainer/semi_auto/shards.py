@@ -38,7 +38,10 @@ def parameter_shard(layout: Sequence, rank: int, rank_in_group: tuple[int, int] 
         rank: Rank of the process, over all stages.
         rank_in_group: Rank and size of that group, which shards the first axis once more.
     """
-    grid, axes, part, whole = tuple(layout[0]), layout[1], tuple(layout[2]), tuple(layout[6])
+    grid = tuple(layout[0])
+    axes = layout[1]
+    part = tuple(layout[2])
+    whole = tuple(layout[6])
     coordinates = np.unravel_index(rank % math.prod(grid), grid)
     start = [0] * len(part)
     for axis, dimensions in enumerate(axes):
@@ -78,7 +81,9 @@ def gather_whole(
     whole = {}
     for name, shape in shapes.items():
         where = holders[name]
-        own_bytes = np.ascontiguousarray(parts[name], np.float32).tobytes() if communicator.rank in where else b""
+        own_bytes = b""
+        if communicator.rank in where:
+            own_bytes = np.ascontiguousarray(parts[name], np.float32).tobytes()
         sizes = {rank: 4 * math.prod(own.shape) for rank, own in where.items()}
         received = {rank: bytearray() for rank in where}
         # In pieces, because every rank receives what all ranks send.
@@ -114,7 +119,9 @@ class ShardedParameters:
         communicator: Communicator,
         rank_in_group: Callable[[str], tuple[int, int]],
     ) -> None:
-        self.config, self.communicator, self.shapes = config, communicator, all_shapes(config.network)
+        self.config = config
+        self.communicator = communicator
+        self.shapes = all_shapes(config.network)
         by_name = {parameter.name: parameter for parameter in built.network.get_parameters()}
         if world.size == 1:
             found = {name: Shard((0,) * each.ndim, each.shape) for name, each in by_name.items()}
@@ -141,10 +148,15 @@ class ShardedParameters:
         Raises:
             RunError: Ranks have different values of the same weights.
         """
-        settings, seed, sums = self.config.network, self.config.seed, {}
+        settings = self.config.network
+        seed = self.config.seed
+        sums = {}
         specs = parameter_specs(settings)
         for name, parameter in self.own.items():
-            whole = initial_value(specs[name], settings, seed) if weights is None else weights[name]
+            if weights is None:
+                whole = initial_value(specs[name], settings, seed)
+            else:
+                whole = weights[name]
             sums[name] = zlib.crc32(np.ascontiguousarray(whole))
             _set(parameter, self.part(name, whole))
         check_same_values(sums, "weights", self.communicator)

@@ -52,7 +52,9 @@ def graph_mode() -> Iterator[None]:
 def drops(settings: ModelConfig) -> bool:
     """Whether a training draws dropout masks."""
     adapter = adapter_spec(settings)
-    of_adapters = adapter.dropout if adapter is not None else 0
+    of_adapters = 0
+    if adapter is not None:
+        of_adapters = adapter.dropout
     return bool(settings.hidden_dropout or settings.attention_dropout or of_adapters)
 
 
@@ -146,16 +148,25 @@ class GraphStep:
         routers: GraphRouters | None = None,
         stop_at_bad_loss: bool = False,
     ) -> None:
-        self.network, self.cell, self.optimizer, self.schedule = network, cell, optimizer, schedule
-        self.wrapper, self.window, self.parameters, self.communicator = wrapper, window, parameters, communicator
-        self.gives_loss, self.routers, self.model = gives_loss, routers, model
+        self.network = network
+        self.cell = cell
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.wrapper = wrapper
+        self.window = window
+        self.parameters = parameters
+        self.communicator = communicator
+        self.gives_loss = gives_loss
+        self.routers = routers
+        self.model = model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
         self.sums = {name: sums[name] for name in sums if name in parameters.own}  # others are of other stages
 
     def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
-        lr, scale = self.schedule(self.optimizer.updates), self.guards.scale
+        lr = self.schedule(self.optimizer.updates)
+        scale = self.guards.scale
         window = self.differentiate(micro_batches, scale, votes)
         result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
@@ -177,17 +188,32 @@ class GraphStep:
             return WindowGradients(0.0, 0, 0, None)
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens, self.optimizer.updates))
-        by_name = self.sums if self.cell.uses_sums else self.by_name(gradients)
+        if self.cell.uses_sums:
+            by_name = self.sums
+        else:
+            by_name = self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
-        own_loss = [device_measures().keep(loss), 1.0] if self.gives_loss else [0.0, 0.0]
+        if self.gives_loss:
+            own_loss = [device_measures().keep(loss), 1.0]
+        else:
+            own_loss = [0.0, 0.0]
         squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
-        own_votes = [] if votes is None else [np.array(votes(), np.float64)]
+        if votes is None:
+            own_votes = []
+        else:
+            own_votes = [np.array(votes(), np.float64)]
         total, count, squares, *all_votes = self.communicator.sums([*own_loss, squares, *own_votes])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
         sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
-        routing = None if self.routers is None else self.routers.counts()
-        rates = [] if routing is None else [device_measures().router_rates(routing)]
+        if self.routers is None:
+            routing = None
+        else:
+            routing = self.routers.counts()
+        if routing is None:
+            rates = []
+        else:
+            rates = [device_measures().router_rates(routing)]
         total, count, sums, *others = read_together([total, count, sums, *rates, *all_votes])
         return WindowGradients(
             float(total) / max(float(count), 1) / scale,
@@ -212,14 +238,16 @@ class GraphStep:
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""
         named = ((key, key.split(".", 1)[1]) for key in arrays)
-        own, part = self.parameters.own, self.parameters.part
+        own = self.parameters.own
+        part = self.parameters.part
         self.optimizer.load_state({key: part(name, arrays[key]) for key, name in named if name in own}, updates)
 
     def to_save(self) -> Saved:
         """As `TrainStep.to_save`; rank 0 gathers the arrays, one after the other."""
         own = {name: each.asnumpy() for name, each in self.parameters.own.items()}
         weights = self.parameters.whole(self.parameters.shapes, own)
-        state, found = self.optimizer.state_arrays(), {}
+        state = self.optimizer.state_arrays()
+        found = {}
         for kind in self.optimizer.state:
             parts = {name: state[f"{kind}.{name}"] for name in self.optimizer.parameters}
             whole = self.parameters.whole(self.optimizer.group_of, parts)

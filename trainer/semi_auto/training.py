@@ -64,7 +64,9 @@ def open_semi_auto_training(
     stages = degrees.pipeline_stage
     routers = None
     if config.network.moe_layers:
-        speaks = world.rank % (world.size // stages) == 0 if stages > 1 else None
+        speaks = None
+        if stages > 1:
+            speaks = world.rank % (world.size // stages) == 0
         routers = GraphRouters(config, built.loss.decoder, parameters, communicator, speaks)
     return GraphStep(
         built.network,

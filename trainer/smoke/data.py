@@ -52,7 +52,9 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
         yield from changed(config, "do_eval", after=True, why="the file has an eval_dataset")
         if config.eval_step_interval > 0:
             yield from changed(config, "eval_step_interval", setup.steps, "after the last step")
-        source = EVAL if config.eval_dataset is not None else TRAIN
+        source = TRAIN
+        if config.eval_dataset is not None:
+            source = EVAL
         yield from changed(config, f"{source}.max_batches", 1, "one batch is evaluated")
     elif config.eval_dataset is not None:
         yield Change(EVAL, config.eval_dataset.data_loader.type, None, "not read: do_eval is False")
@@ -65,11 +67,14 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
 
 
 def _section(config: Config, setup: Setup, section: str, rows: int) -> Iterator[Change]:
-    wanted, key = getattr(config, section), f"{section}.data_loader"
+    wanted = getattr(config, section)
+    key = f"{section}.data_loader"
     loader = wanted.data_loader
     if section == TRAIN and wanted.held_out and loader.type == "SyntheticDataset":
         rows += 1 + round(wanted.held_out * rows)
-    limit = f"enough for {setup.steps} steps" if section == TRAIN else "enough for a batch"
+    limit = "enough for a batch"
+    if section == TRAIN:
+        limit = f"enough for {setup.steps} steps"
     yield from changed(config, f"{key}.num_samples", min(loader.num_samples or rows, rows), limit)
     if isinstance(loader, MegatronLoader):
         sizes = [rows if size is None or size else 0 for size in loader.sizes]
@@ -112,7 +117,9 @@ def _replaced(config: Config, key: str, folder: Path, why: str) -> Iterator[Chan
     elif loader.type == "MnistDataset":
         yield from changed(config, f"{key}.dataset_dir", str(folder), why)
     else:
-        ending = "txt" if loader.type == "TextDataset" else "jsonl"
+        ending = "jsonl"
+        if loader.type == "TextDataset":
+            ending = "txt"
         for number, _ in enumerate(loader.sources):
             yield from changed(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
         if not loader.sources:
@@ -132,8 +139,12 @@ def _megatron(config: Config, key: str, loader: MegatronLoader, folder: Path) ->
         yield from changed(config, f"{key}.dataset_dir", str(folder / "0"), _ABSENT)
     for name in names:
         written = getattr(loader.config, name)
-        items = [written] if isinstance(written, str) else written
-        step = 2 if len(items) % 2 == 0 and _is_number(items[0]) else 1
+        items = written
+        if isinstance(written, str):
+            items = [written]
+        step = 1
+        if len(items) % 2 == 0 and _is_number(items[0]):
+            step = 2
         paths = [str(folder / f"{name}-{number}") if step == 1 or number % 2 else item
                  for number, item in enumerate(items)]
         yield from changed(config, f"{key}.config.{name}", paths, _ABSENT)
@@ -149,8 +160,10 @@ def _is_number(item: str | int | float) -> bool:
 def _handlers(config: Config, key: str) -> Iterator[Change]:
     """Steps of processing without the tokenizers that they name."""
     handler = getattr(config, key.split(".")[0]).data_loader.handler
-    steps: Any = [_without_tokenizer(step) for step in handler] if isinstance(handler, list) else {
-        name: _without_tokenizer(step or {}) for name, step in handler.items()}
+    if isinstance(handler, list):
+        steps: Any = [_without_tokenizer(step) for step in handler]
+    else:
+        steps = {name: _without_tokenizer(step or {}) for name, step in handler.items()}
     yield from changed(config, f"{key}.handler", steps)
 
 
@@ -162,7 +175,8 @@ def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
     """Each id beyond the vocabulary becomes one of its last; where bytes are read, the byte tokenizer has its own."""
     if config.classifier is not None:
         return
-    decoder, own = config.decoder, config.train_dataset
+    decoder = config.decoder
+    own = config.train_dataset
     names = [f"{_MODEL}.{name}" for name in ("eos_token_id", "bos_token_id", "pad_token_id")]
     if own.data_loader.reads_text and not _has_tokenizer(config, TRAIN):
         for key in names if own.tokenizer.type == "huggingface" or vocab_size < decoder.vocab_size else ():
@@ -180,5 +194,8 @@ def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
     beyond = [each for each in ids if each >= vocab_size]
     moved = {each: vocab_size - len(beyond) + place for place, each in enumerate(beyond)}
     for key, value in keys.items():
-        after = [moved.get(each, each) for each in value] if isinstance(value, list) else moved.get(value, value)
+        if isinstance(value, list):
+            after = [moved.get(each, each) for each in value]
+        else:
+            after = moved.get(value, value)
         yield from changed(config, key, after, f"within the vocabulary of {vocab_size}")

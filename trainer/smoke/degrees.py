@@ -58,10 +58,12 @@ def layouts(asked: Collection[str], ranks: int) -> list[Layout]:
 
 def layout_of(kinds: Collection[str], ranks: int) -> Layout:
     """So many ranks with these kinds of parallelism, as far as they go."""
-    left, degrees = ranks, dict.fromkeys(Degrees._fields, 1)
+    left = ranks
+    degrees = dict.fromkeys(Degrees._fields, 1)
     for name in ("pipeline_stage", "model_parallel", "context_parallel", "data_parallel"):
         if name in kinds and left % _KEPT == 0:
-            degrees[name], left = _KEPT, left // _KEPT
+            degrees[name] = _KEPT
+            left = left // _KEPT
     degrees["data_parallel"] *= left
     if "expert_parallel" in kinds and (ranks // degrees["pipeline_stage"]) % _KEPT == 0:
         degrees["expert_parallel"] = _KEPT

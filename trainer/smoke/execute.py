@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from trainer.monitors.metrics import EvalMetrics, StepMetrics
     from trainer.smoke.changes import Setup
 
-CONFIG, LOG = "smoke.yaml", "smoke.log"
+CONFIG = "smoke.yaml"
+LOG = "smoke.log"
 """Files of the folder: the small copy, and what its runs print."""
 WORKER = "smoke-worker"
 """The command that each process of a job runs."""
-_METRICS, _FIRST_METRICS = "metrics.jsonl", "metrics-first.jsonl"
+_METRICS = "metrics.jsonl"
+_FIRST_METRICS = "metrics-first.jsonl"
 
 
 class Results(NamedTuple):
@@ -69,11 +71,15 @@ def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> i
     from trainer.run.loop import run
 
     is_first = world_from_environment().rank == 0
-    config, again = load_config(str(folder / CONFIG)), {"resume_training": folder_name(steps - 1)}
+    config = load_config(str(folder / CONFIG))
+    again = {"resume_training": folder_name(steps - 1)}
     if not config.has_adapters:  # otherwise it is the base model, and not where to resume from
         again["load_checkpoint"] = "''"
     for resumed in (False, True):
-        overrides = [Override(key, text, "smoke") for key, text in again.items()] if resumed else []
+        if resumed:
+            overrides = [Override(key, text, "smoke") for key, text in again.items()]
+        else:
+            overrides = []
         with (folder / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
             code = run(load_config(str(folder / CONFIG), overrides), [_Progress(tell, resumed)] if is_first else ())
         if code != EXIT_OK:
@@ -87,7 +93,11 @@ class _Progress(Monitor):
     """A line about each step."""
 
     def __init__(self, tell: Callable[[str], None], resumed: bool) -> None:
-        self.tell, self.begins = tell, "resumed: " if resumed else ""
+        self.tell = tell
+        if resumed:
+            self.begins = "resumed: "
+        else:
+            self.begins = ""
 
     def on_step(self, metrics: StepMetrics) -> None:
         why = metrics.skipped or ("overflow" if metrics.overflow else "")
@@ -138,9 +148,11 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 def results(folder: Path) -> Results:
     """Reads what the runs wrote down, as far as they came."""
-    first, resumed = _records(folder / _FIRST_METRICS), _records(folder / _METRICS)
+    first = _records(folder / _FIRST_METRICS)
+    resumed = _records(folder / _METRICS)
     if not first:  # the training did not come to its end
-        first, resumed = resumed, []
+        first = resumed
+        resumed = []
     losses, again = ({record["step"]: record["loss"] for record in records if "loss" in record}
                      for records in (first, resumed))
     evaluation = next((record["eval_loss"] for record in first if "eval_loss" in record), None)
@@ -149,4 +161,6 @@ def results(folder: Path) -> Results:
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    if path.exists():
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return []

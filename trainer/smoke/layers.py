@@ -41,7 +41,8 @@ def kept_layers(config: Config, fewest: int = 1) -> list[int]:
 
 
 def _kinds(config: Config) -> list[Any]:
-    spec, parts = model_spec(config.decoder), recomputed_parts(config)
+    spec = model_spec(config.decoder)
+    parts = recomputed_parts(config)
     below: dict[int, list[str]] = {}
     for name in frozen_names(config):
         if found := _NUMBERED.search(name):
@@ -97,7 +98,10 @@ def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Cha
 
     def written(layers: Collection[int]) -> list[int] | list[str]:
         own = [new for new, old in enumerate(kept) if old in layers]
-        return own if stages == 1 else [str(layer) for layer in own]  # numbers would count layers of each stage
+        # numbers would count layers of each stage
+        if stages == 1:
+            return own
+        return [str(layer) for layer in own]
 
     if not isinstance(settings.select_comm_recompute, bool):
         again = written(gathered_again(config)) or False
@@ -117,7 +121,8 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     settings = config.freeze
     if settings == FreezeConfig.model_construct() or not re.search(r"\d", str(settings.model_dump())):
         return
-    frozen, include = frozen_names(config), []
+    frozen = frozen_names(config)
+    include = []
     places = [*kept, *model_spec(config.decoder).module_layers]
     shapes = all_shapes(config.network)
     include += sorted(name for name in frozen if not _NUMBERED.search(name))
@@ -125,7 +130,10 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
         prefix = layer_prefix(old)
         own = [name for name in shapes if name.startswith(prefix)]
         chosen = [name for name in own if name in frozen]
-        names = ["*"] if len(chosen) == len(own) else [name.removeprefix(prefix) for name in chosen]
+        if len(chosen) == len(own):
+            names = ["*"]
+        else:
+            names = [name.removeprefix(prefix) for name in chosen]
         include += [f"{layer_prefix(new)}{name}" for name in names]
     for name, value in {"include": include, "exclude": [], "embeddings": False, "layers": None}.items():
         yield from changed(config, f"freeze.{name}", value, f"the same weights of {_REMAIN}")
@@ -133,7 +141,9 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
 
 def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     """Yields a smaller rank, and the matrices of single layers as those of the layers that remain."""
-    key, adapters, matrices = f"{_MODEL}.pet_config", config.decoder.pet_config, projections(config.decoder)
+    key = f"{_MODEL}.pet_config"
+    adapters = config.decoder.pet_config
+    matrices = projections(config.decoder)
     if adapters is None:
         return
     if adapters.lora_rank > _LORA_RANK:

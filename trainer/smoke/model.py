@@ -19,8 +19,10 @@ NO_SIZES = (*PART_KEYS, "param_init_type", "seq_length")
 """Keys of the model that are no sizes of weights."""
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
-_SEQ_LENGTH, _VOCABULARY = 128, 512
-_HEAD_SIZE, _MANY_HEADS = 16, 8
+_SEQ_LENGTH = 128
+_VOCABULARY = 512
+_HEAD_SIZE = 16
+_MANY_HEADS = 8
 _MULTIPLE = 8
 _EXPERT_NUM = 8
 _SMALLER = "small enough for this machine"
@@ -78,11 +80,19 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     group = decoder.num_heads // decoder.kv_heads
     kv_heads = min(decoder.kv_heads, 2 if group > 1 else 4)
     # A whole vocabulary has room for few widths only.
-    most = 4 * _MANY_HEADS if vocab_size <= _VOCABULARY else 2 * _MANY_HEADS
-    kv_heads = 1 if kv_heads * group > most else kv_heads
+    if vocab_size <= _VOCABULARY:
+        most = 4 * _MANY_HEADS
+    else:
+        most = 2 * _MANY_HEADS
+    if kv_heads * group > most:
+        kv_heads = 1
     heads = kv_heads * group
-    head = _HEAD_SIZE // 2 if heads > _MANY_HEADS else _HEAD_SIZE
-    ratio = f"{_SMALLER}; {group} query heads to a key head, as before" if group > 1 else _SMALLER
+    head = _HEAD_SIZE
+    if heads > _MANY_HEADS:
+        head = _HEAD_SIZE // 2
+    ratio = _SMALLER
+    if group > 1:
+        ratio = f"{_SMALLER}; {group} query heads to a key head, as before"
     yield from changed(config, f"{_MODEL}.num_heads", heads, ratio)
     if decoder.n_kv_heads is not None:
         yield from changed(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
@@ -98,7 +108,8 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
 
 def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int]:
     """The widths beside hidden_size: of feed-forward layers and experts, and of latent attention."""
-    moe, sizes = decoder.moe_config, {f"{_MODEL}.intermediate_size": _rounded(decoder.ffn_size * scale)}
+    moe = decoder.moe_config
+    sizes = {f"{_MODEL}.intermediate_size": _rounded(decoder.ffn_size * scale)}
     if moe is not None and moe.moe_intermediate_size is not None:
         expert = sizes[f"{_EXPERTS}.moe_intermediate_size"] = _rounded(moe.moe_intermediate_size * scale)
     else:

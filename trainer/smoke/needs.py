@@ -48,8 +48,11 @@ def _devices(config: Config, plan: Plan) -> list[str]:
     degrees = ", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1)
     found = [f"devices: {plan.ranks} x {plan.device}{f' ({degrees})' if degrees else ''}"]
     if plan.memory_bytes:
-        limit, total = config.context.max_device_memory, plan.memory_bytes["total"] / _GIB
-        of = "more than" if limit and total > float(limit.removesuffix("GB")) else "of"
+        limit = config.context.max_device_memory
+        total = plan.memory_bytes["total"] / _GIB
+        of = "of"
+        if limit and total > float(limit.removesuffix("GB")):
+            of = "more than"
         text = f"memory: about {total:,.1f} GiB a rank, activations (estimated) included"
         # MindSpore's GB is 2**30 bytes.
         found.append(text + (f", {of} the {limit.removesuffix('GB')} GiB of max_device_memory" if limit else ""))

@@ -31,8 +31,13 @@ def shown(value: Any, empty: str) -> str:
     """A value in a cell; `empty` stands for none."""
     if value is None or value == "":
         return empty
-    text = json.dumps(value) if isinstance(value, list | dict) else str(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST - 20]}...{text[-17:]}"
+    if isinstance(value, list | dict):
+        text = json.dumps(value)
+    else:
+        text = str(value)
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST - 20]}...{text[-17:]}"
 
 
 def outcome_lines(verdict: Verdict) -> list[str]:
@@ -48,7 +53,9 @@ def outcome_lines(verdict: Verdict) -> list[str]:
     else:
         lines += [f"PASS ({cost})"]
     if verdict.ranks > 1 and verdict.kinds:
-        left_out = f"; left out: {', '.join(verdict.left_out)}" if verdict.left_out else ""
+        left_out = ""
+        if verdict.left_out:
+            left_out = f"; left out: {', '.join(verdict.left_out)}"
         lines.append(f"parallelism: {', '.join(verdict.kinds)}{left_out}")
     lines += [f"files: {verdict.folder}", "A full run still needs:"]
     return [*lines, *(f"  - {need}" for need in verdict.needs)]

@@ -25,7 +25,9 @@ from trainer.data.source.records import read_records
 
 _SEED = 1
 _DOCUMENTS = 256
-_LARGE_BYTES, _FIRST_BYTES, _FIRST_RECORDS = 16 << 20, 1 << 20, 500
+_LARGE_BYTES = 16 << 20
+_FIRST_BYTES = 1 << 20
+_FIRST_RECORDS = 500
 _WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down for an hour".split()
 _FORMS = ("messages", "conversations", "instruction", "prompt", "text")
 
@@ -36,7 +38,8 @@ def write_rows(config: Config, section: str) -> None:
     Raises:
         OSError: They cannot be written.
     """
-    loader, draw = getattr(config, section).data_loader, random.Random(_SEED)
+    loader = getattr(config, section).data_loader
+    draw = random.Random(_SEED)
     if loader.type == "MindDataset":
         drawn = _drawn_rows(config, loader.num_samples or 1)
         write_tokens(config, section, drawn, drawn[:, 1:])
@@ -50,7 +53,10 @@ def write_rows(config: Config, section: str) -> None:
         rows = loader.num_samples or 1
         for path in _text_files(loader):
             _folder(path)
-            texts = _texts(config, rows, draw) if path.suffix == ".txt" else _records(config, section, rows, draw)
+            if path.suffix == ".txt":
+                texts = _texts(config, rows, draw)
+            else:
+                texts = _records(config, section, rows, draw)
             path.write_text("".join(texts), encoding="utf-8")
 
 
@@ -91,12 +97,17 @@ def write_tokens(config: Config, section: str, tokens_RS: np.ndarray, labels_RT:
     from trainer.run.mindrecord import write_mindrecord
 
     wanted = getattr(config, section)
-    names, keys = wanted.input_columns or ["input_ids", "labels"], wanted.construct_args_key or []
+    names = wanted.input_columns or ["input_ids", "labels"]
+    keys = wanted.construct_args_key or []
     roles = [keys[number] if number < len(keys) else name for number, name in enumerate(names)]
     has_labels = any(role in ("labels", "target_ids") for role in roles)
     length = labels_RT.shape[1]
     half = -(-length // 2)
-    mask_T = np.arange(length) // half * half if config.decoder.eod_reset else np.ones(length)  # two documents, or all
+    # two documents, or all
+    if config.decoder.eod_reset:
+        mask_T = np.arange(length) // half * half
+    else:
+        mask_T = np.ones(length)
 
     def columns(tokens_S: np.ndarray, labels_T: np.ndarray) -> dict[str, np.ndarray]:
         of = {"input_ids": tokens_S[:-1] if has_labels else tokens_S, "labels": labels_T, "target_ids": labels_T,
@@ -117,8 +128,11 @@ def _drawn_rows(config: Config, rows: int) -> np.ndarray:
     size = config.decoder.seq_length + 1
     drawn = np.random.RandomState(_SEED).randint(0, config.decoder.vocab_size, (2 * rows + 2, size))
     eos = config.decoder.eos_token_id
-    end = eos[0] if isinstance(eos, list) else eos
-    drawn[:, size // 2] = drawn[:, size // 2] if end is None or end >= config.decoder.vocab_size else end
+    end = eos
+    if isinstance(eos, list):
+        end = eos[0]
+    if not (end is None or end >= config.decoder.vocab_size):
+        drawn[:, size // 2] = end
     return drawn
 
 
@@ -132,7 +146,8 @@ def _prefixes(loader: MegatronLoader) -> Iterator[str]:
 
 
 def _documents(config: Config, loader: MegatronLoader) -> Iterator[np.ndarray]:
-    state, vocab_size = np.random.RandomState(_SEED), config.decoder.vocab_size
+    state = np.random.RandomState(_SEED)
+    vocab_size = config.decoder.vocab_size
     for length in state.randint(4, config.decoder.seq_length + 1, _DOCUMENTS):
         tokens = state.randint(0, vocab_size, length)
         if 0 <= loader.config.eod < vocab_size:
@@ -162,9 +177,11 @@ def _texts(config: Config, rows: int, draw: random.Random) -> Iterator[str]:
 def _records(config: Config, section: str, rows: int, draw: random.Random) -> Iterator[str]:
     """JSON lines in the form that the section's keys speak of."""
     wanted = getattr(config, section)
-    form, columns = _form(config, section), _column_names(wanted.data_loader)
+    form = _form(config, section)
+    columns = _column_names(wanted.data_loader)
     for _ in range(4 * rows + 16):
-        asked, answer = _sentence(draw, 6), _sentence(draw, draw.randint(4, 12))
+        asked = _sentence(draw, 6)
+        answer = _sentence(draw, draw.randint(4, 12))
         fields: dict[str, Any] = {
             "messages": {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]},
             "conversations": {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]},
@@ -196,7 +213,9 @@ def _form(config: Config, section: str) -> str:
             return form
     wanted = getattr(config, section)
     chats = config.run_mode == "finetune" or wanted.chat_template or wanted.train_on
-    return "messages" if chats else "text"
+    if chats:
+        return "messages"
+    return "text"
 
 
 def _write_images(config: Config, section: str) -> None:
@@ -206,10 +225,12 @@ def _write_images(config: Config, section: str) -> None:
     from trainer.data.source.mnist import IMAGES_MAGIC, LABELS_MAGIC
 
     assert config.classifier is not None, "images are for a classifier"
-    pixels, state = config.classifier.pixels, np.random.RandomState(_SEED)
+    pixels = config.classifier.pixels
+    state = np.random.RandomState(_SEED)
     height = next(side for side in range(int(pixels**0.5), 0, -1) if pixels % side == 0)
     loader = getattr(config, section).data_loader
-    count, folder = loader.num_samples or 1, Path(loader.dataset_dir)
+    count = loader.num_samples or 1
+    folder = Path(loader.dataset_dir)
     folder.mkdir(parents=True, exist_ok=True)
     images = state.randint(0, 256, (count, height, pixels // height)).astype(np.uint8)
     labels = state.randint(0, config.classifier.classes, count).astype(np.uint8)

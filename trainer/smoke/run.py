@@ -78,7 +78,8 @@ def smoke(
     """
     began = time.monotonic()
     if not config.trains:
-        where, fix = config.source.where("run_mode"), "smoke a file that trains, or add --run_mode train"
+        where = config.source.where("run_mode")
+        fix = "smoke a file that trains, or add --run_mode train"
         raise UserError("smoke is for trainings", where=where, key="run_mode", value=config.run_mode, fix=fix)
     plan = _plan(config, told)
     config = _in_own_job(config)
@@ -94,8 +95,10 @@ def smoke(
             execute(setup, tell)
         finally:  # the steps before a failure, too
             found = results(setup.folder)
-            verdict.losses, verdict.eval_loss = found.losses, found.evaluation
-            verdict.resumed_loss, verdict.peak_rss_bytes = found.resumed.get(steps), found.peak_rss_bytes
+            verdict.losses = found.losses
+            verdict.eval_loss = found.evaluation
+            verdict.resumed_loss = found.resumed.get(steps)
+            verdict.peak_rss_bytes = found.peak_rss_bytes
         _judge(verdict, steps, small.do_eval)
     except RunError as error:
         verdict.problem = str(error)
@@ -109,7 +112,10 @@ def smoke(
             file.write(traceback.format_exc())
         first = next(iter(str(error).strip().splitlines()), "")
         verdict.problem = f"{type(error).__name__}: {first}\n  Log: {log}"
-    verdict.exit_code = EXIT_RUN_FAILED if verdict.problem else EXIT_OK
+    if verdict.problem:
+        verdict.exit_code = EXIT_RUN_FAILED
+    else:
+        verdict.exit_code = EXIT_OK
     verdict.seconds = time.monotonic() - began
     return verdict
 
@@ -117,10 +123,15 @@ def smoke(
 def smoke_changes(config: Config, setup: Setup) -> list[Change]:
     """All that the smoke run of a file changes; the file has passed its plan. Of the kinds of parallelism in the file
     it keeps as many as its ranks can have and the trainer has together."""
-    asked, refused, few = asked_kinds(config, _own_job(config)), list[str](), f"--ranks {setup.ranks}: too few for it"
+    asked = asked_kinds(config, _own_job(config))
+    refused = list[str]()
+    few = f"--ranks {setup.ranks}: too few for it"
     choices = layouts(asked, setup.ranks)
     for layout in choices:
-        missing = [kind for kind in asked if kind not in layout.kinds()] if setup.ranks > 1 else ()
+        if setup.ranks > 1:
+            missing = [kind for kind in asked if kind not in layout.kinds()]
+        else:
+            missing = ()
         left_out = {kind: reason(kind, refused) if kind in choices[0].kinds() else few for kind in missing}
         changes = _changes(config, setup._replace(layout=layout, left_out=left_out))
         small = parse_config(CONFIG, smoke_text(config, changes), [], [])
@@ -133,7 +144,10 @@ def smoke_changes(config: Config, setup: Setup) -> list[Change]:
 
 def _changes(config: Config, setup: Setup) -> list[Change]:
     vocab_size = vocabulary(config, setup)
-    model = list(model_changes(config, setup, vocab_size)) if config.classifier is None else []
+    if config.classifier is None:
+        model = list(model_changes(config, setup, vocab_size))
+    else:
+        model = []
     is_smaller = any(not change.key.endswith(NO_SIZES) for change in model)
     changes = [*model, *data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]
     return list({change.key: change for change in changes}.values())
@@ -166,7 +180,10 @@ def _setup(config: Config, steps: int, ranks: int) -> Setup:
     from trainer.run.plan_file import missing_data
 
     folder = Path(config.output_dir).expanduser().absolute() / "smoke" / (Path(config.source.path).stem or "file")
-    device = "CPU" if plans_elsewhere(config) else resolve_device(config)
+    if plans_elsewhere(config):
+        device = "CPU"
+    else:
+        device = resolve_device(config)
     missing = missing_data(config, sections_read(config))
     here = [section for section in sections_read(config) if section not in missing]
     large = {section for section in here
@@ -215,7 +232,8 @@ def _first_rows(config: Config, small: Config, section: str) -> tuple[np.ndarray
     from trainer.data.batches.mindrecord import build_mindrecord
 
     dataset, _ = build_mindrecord(config, section)
-    wanted, length = getattr(small, section).data_loader.num_samples or 1, small.decoder.seq_length
+    wanted = getattr(small, section).data_loader.num_samples or 1
+    length = small.decoder.seq_length
     batch = dataset.batch(np.arange(wanted) % dataset.num_sequences)
     rows = np.concatenate([batch.input_ids, np.maximum(batch.labels[:, -1:], 0)], axis=1)
     first = (batch.labels >= 0).argmax(axis=1)
@@ -227,7 +245,8 @@ def _first_rows(config: Config, small: Config, section: str) -> tuple[np.ndarray
 def _judge(verdict: Verdict, steps: int, evaluates: bool) -> None:
     """Writes why the run failed, if it did."""
     wrong = [step for step in range(1, steps + 1) if not _is_finite(verdict.losses.get(step))]
-    last, again = verdict.losses.get(steps), verdict.resumed_loss
+    last = verdict.losses.get(steps)
+    again = verdict.resumed_loss
     if wrong:
         verdict.problem = f"step {wrong[0]} of {steps} has no finite loss: {verdict.losses.get(wrong[0])}"
     elif not _is_finite(again):

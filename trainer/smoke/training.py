@@ -12,7 +12,8 @@ from trainer.smoke.changes import Change, Setup, changed
 from trainer.smoke.degrees import SHARING
 from trainer.smoke.model import CHUNKS
 
-_BATCH_SIZE, _MICRO_BATCHES = 2, 2
+_BATCH_SIZE = 2
+_MICRO_BATCHES = 2
 _SHARDED_KIB = 1
 _SMALLER = "small enough for this machine"
 
@@ -62,7 +63,9 @@ def batch_size(config: Config) -> int:
 def micro_batches(config: Config) -> int:
     """Micro-batches of a step: those that are accumulated, or those of a pipeline."""
     parallel = config.parallel_config
-    of_pipeline = parallel.micro_batch_num if config.use_parallel and parallel.pipeline_stage > 1 else 1
+    of_pipeline = 1
+    if config.use_parallel and parallel.pipeline_stage > 1:
+        of_pipeline = parallel.micro_batch_num
     return min(max(config.runner_config.gradient_accumulation_steps, of_pipeline), _MICRO_BATCHES)
 
 
@@ -73,13 +76,16 @@ def _steps(config: Config, setup: Setup) -> Iterator[Change]:
                        f"{setup.steps} steps")
     yield from changed(config, f"{runner}.stop_step", setup.steps, f"{setup.steps} steps")
     yield from changed(config, f"{runner}.batch_size", batch_size(config), _SMALLER)
-    accumulated, section = config.runner_config.gradient_accumulation_steps, config.parallel_config
+    accumulated = config.runner_config.gradient_accumulation_steps
+    section = config.parallel_config
     if setup.layout.degrees.pipeline_stage > 1:
         yield from changed(config, "parallel_config.micro_batch_num", _MICRO_BATCHES, _SMALLER)
         yield from changed(config, f"{runner}.gradient_accumulation_steps", 1, "in a pipeline it is micro_batch_num")
     else:
         pipelined = micro_batches(config) > accumulated
-        why = f"in place of micro_batch_num {section.micro_batch_num} of the pipeline" if pipelined else _SMALLER
+        why = _SMALLER
+        if pipelined:
+            why = f"in place of micro_batch_num {section.micro_batch_num} of the pipeline"
         yield from changed(config, "parallel_config.micro_batch_num", 1)
         yield from changed(config, f"{runner}.gradient_accumulation_steps", micro_batches(config), why)
     yield from changed(config, "resume_training", after=False, why="it trains first, and resumes that training")
@@ -97,7 +103,8 @@ def _schedule(config: Config, steps: int) -> Iterator[Change]:
 
 
 def _checkpoints(config: Config, steps: int) -> Iterator[Change]:
-    every, kept = steps - 1, 2
+    every = steps - 1
+    kept = 2
     for number, callback in enumerate(config.callbacks):
         if isinstance(callback, CheckpointMonitor):
             why = "it resumes from the step before the last"
@@ -111,16 +118,23 @@ def _checkpoints(config: Config, steps: int) -> Iterator[Change]:
 
 def _parallel(config: Config, setup: Setup) -> Iterator[Change]:
     """The degrees of the layout, in explicit mode."""
-    section, ranks, degrees = config.parallel_config, setup.ranks, setup.layout.degrees
+    section = config.parallel_config
+    ranks = setup.ranks
+    degrees = setup.layout.degrees
     in_force = config.use_parallel is not False
-    job = f"--ranks {ranks}" if ranks > 1 else "one process; --ranks starts several"
+    job = "one process; --ranks starts several"
+    if ranks > 1:
+        job = f"--ranks {ranks}"
     if config.use_parallel or ranks > 1:
         yield from changed(config, "use_parallel", ranks > 1, job)
     shown = in_force and (ranks, section.data_parallel) != (1, None)
     yield from changed(config, "parallel_config.data_parallel", degrees.data_parallel, job if shown else "")
     for name, degree in degrees._asdict().items():
         if name != "data_parallel":
-            why = f"{job}, {degree} for each kind of parallelism" if degree > 1 else setup.left_out.get(name, job)
+            if degree > 1:
+                why = f"{job}, {degree} for each kind of parallelism"
+            else:
+                why = setup.left_out.get(name, job)
             yield from changed(config, f"parallel_config.{name}", degree, why if in_force else "")
     yield from _pipeline(config, degrees.pipeline_stage)
     yield from _mode(config, setup)
@@ -128,12 +142,20 @@ def _parallel(config: Config, setup: Setup) -> Iterator[Change]:
 
 def _pipeline(config: Config, stages: int) -> Iterator[Change]:
     """Layers of the stages, in equal shares."""
-    decoder, model = config.decoder, "model.model_config"
+    decoder = config.decoder
+    model = "model.model_config"
     if isinstance(decoder.offset, list) or config.parallel_config.pipeline_stage > 1:
-        why = "equal shares" if stages > 1 else "one stage has all layers"
+        why = "one stage has all layers"
+        if stages > 1:
+            why = "equal shares"
         yield from changed(config, f"{model}.offset", 0, why)
     if config.parallel_config.pipeline_stage > 1:
-        chunks, why = (min(decoder.pp_interleave_num, CHUNKS), _SMALLER) if stages > 1 else (1, "one stage")
+        if stages > 1:
+            chunks = min(decoder.pp_interleave_num, CHUNKS)
+            why = _SMALLER
+        else:
+            chunks = 1
+            why = "one stage"
         yield from changed(config, f"{model}.pp_interleave_num", chunks, why)
     if stages > 1:
         key = "parallel.pipeline_config.pipeline_scheduler"
@@ -141,7 +163,8 @@ def _pipeline(config: Config, stages: int) -> Iterator[Change]:
 
 
 def _mode(config: Config, setup: Setup) -> Iterator[Change]:
-    mode, ranks = config.parallel.parallel_mode, setup.ranks
+    mode = config.parallel.parallel_mode
+    ranks = setup.ranks
     if mode not in (*DATA_PARALLEL, *(("stand_alone",) if ranks == 1 else ())):
         yield from changed(config, "parallel.parallel_mode", 0, "explicit mode: the others run on an Ascend only")
     yield from changed(config, "parallel.parallel_fallback", None)
@@ -169,9 +192,14 @@ def _weights(config: Config, is_smaller: bool) -> Iterator[Change]:
         here = bool(path) and Path(path).expanduser().exists()
         if not path or (here and not is_smaller):
             continue
-        why = "new weights: those have the full size" if here else "new weights: it is not here"
+        why = "new weights: it is not here"
+        if here:
+            why = "new weights: those have the full size"
         if key == "pretrained_model_dir":
-            why = "the folder gave sizes and tokenizer" if here else f"it is not here: a small {config.model.arch.type}"
+            if here:
+                why = "the folder gave sizes and tokenizer"
+            else:
+                why = f"it is not here: a small {config.model.arch.type}"
         yield from changed(config, key, "" if key == "load_checkpoint" else None, why)
     name = "model.model_config.checkpoint_name_or_path"
     if config.decoder.checkpoint_name_or_path:

@@ -24,7 +24,12 @@ from trainer.step.clip import GradientNorms, NormGroups
 Votes: TypeAlias = Callable[[], Sequence[float]]
 """What this rank has to say to all others, as numbers; the same count on every rank."""
 
-_TOTALS, _LOSS, _WEIGHTS, _RATES, _SQUARES, _VOTES = "totals", "loss", "weights", "rates", "squares", "votes"
+_TOTALS = "totals"
+_LOSS = "loss"
+_WEIGHTS = "weights"
+_RATES = "rates"
+_SQUARES = "squares"
+_VOTES = "votes"
 _WAITS = "waits"
 _LOW = 4096  # a count travels as two float32 numbers, its multiple of this and the rest, and so arrives exactly
 
@@ -127,10 +132,15 @@ def accumulate(
         norm_share: None where each rank has the summed gradients of the whole model.
         pipelined: Computes the whole window in place of `backward`.
     """
-    communicator = Communicator() if communicator is None else communicator
-    reducer = GradientReducer() if reducer is None else reducer
+    if communicator is None:
+        communicator = Communicator()
+    if reducer is None:
+        reducer = GradientReducer()
     counts = [valid_tokens(batch) for batch in micro_batches]
-    given = (sum(counts), counts.count(0)) if communicator.counts_tokens else (0, 0)
+    if communicator.counts_tokens:
+        given = (sum(counts), counts.count(0))
+    else:
+        given = (0, 0)
     [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
@@ -182,7 +192,10 @@ class WindowResults:
         for name, (value, weight) in part.other_sums.items():
             self.others.setdefault(name, []).append((0.0 if value is None else keep(value), weight))
         if part.routing is not None:
-            self.routing = part.routing if self.routing is None else self.routing + part.routing
+            if self.routing is None:
+                self.routing = part.routing
+            else:
+                self.routing = self.routing + part.routing
 
 
 def _window(
@@ -196,9 +209,14 @@ def _window(
     norm_share: NormShare | None,
 ) -> WindowGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
-    measures, others, routing = device_measures(), results.others, results.routing
+    measures = device_measures()
+    others = results.others
+    routing = results.routing
     sums = {name: measures.add_up([value for value, _ in pairs]) for name, pairs in others.items()}
-    sums[_LOSS] = measures.add_up(results.losses) if results.losses else 0.0
+    if results.losses:
+        sums[_LOSS] = measures.add_up(results.losses)
+    else:
+        sums[_LOSS] = 0.0
     if others:
         sums[_WEIGHTS] = np.array([sum(weight for _, weight in pairs) for pairs in others.values()], np.float64)
     if routing is not None:
@@ -207,11 +225,15 @@ def _window(
         sums[_VOTES] = np.array(votes(), np.float64)
     if results.waits is not None:
         sums[_WAITS] = results.waits / communicator.size
-    squares = None if wanted is None else measures.squares(reduced.gradients)
+    if wanted is None:
+        squares = None
+    else:
+        squares = measures.squares(reduced.gradients)
     if squares is not None and norm_share is not None:
         sums[_SQUARES] = measures.spread(squares, norm_share.factors, norm_share.places)
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
-    squares, to_read = sums.pop(_SQUARES, squares), {_TOTALS: totals}
+    squares = sums.pop(_SQUARES, squares)
+    to_read = {_TOTALS: totals}
     if routing is not None:
         routing = RoutingCounts(routing.layers, sums.pop("kept"), sums.pop("requested"), sums.pop("entropy_sum"))
         to_read[_RATES] = measures.router_rates(routing)
@@ -219,7 +241,8 @@ def _window(
         to_read[_SQUARES] = measures.square_sums(squares, list(wanted.groups.values()), wanted.each)
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
-    tokens, empty = _count(read[_TOTALS][0]), _count(read[_TOTALS][1])
+    tokens = _count(read[_TOTALS][0])
+    empty = _count(read[_TOTALS][1])
     tokens = max(tokens, local_token_ids)  # a window that has gradients is never taken for an empty one
     if tokens == 0:
         return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))

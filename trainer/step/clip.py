@@ -40,7 +40,9 @@ class NormGroups(NamedTuple):
     def norms(self, sums: np.ndarray) -> GradientNorms:
         """From what `square_sums` of `trainer.arrays.measures` describes."""
         (whole, *roots), from_end = np.sqrt(np.delete(sums, 1)).tolist(), int(sums[1])
-        each = dict(zip(self.names, roots[len(self.groups) :], strict=True)) if self.each else None
+        each = None
+        if self.each:
+            each = dict(zip(self.names, roots[len(self.groups) :], strict=True))
         of_groups = dict(zip(self.groups, roots, strict=False))
         return GradientNorms(whole, of_groups, each, self.names[-from_end] if from_end else "")
 
@@ -59,7 +61,9 @@ def clip_coefficient(norm: float, max_norm: float) -> float:
     MindSpore Transformers divides by max(norm, max_norm) + 1e-6, which shrinks every gradient a little; here not
     clipping is a no-op.
     """
-    return max_norm / norm if norm > max_norm else 1.0
+    if norm > max_norm:
+        return max_norm / norm
+    return 1.0
 
 
 def clip(

@@ -42,9 +42,14 @@ def evaluate(
     Raises:
         RunError: The data has no valid token.
     """
-    communicator = Communicator() if communicator is None else communicator
+    if communicator is None:
+        communicator = Communicator()
     began = time.perf_counter()
-    measures, losses, hits, tokens, stopped = device_measures(), [], [], 0, False
+    measures = device_measures()
+    losses = []
+    hits = []
+    tokens = 0
+    stopped = False
     for batch in batches:
         if stop():
             stopped = True
@@ -60,7 +65,9 @@ def evaluate(
             tokens += count if communicator.counts_tokens else 0
     loss_sum, own_hits = read_together([measures.add_up(each) if each else 0.0 for each in (losses, hits)])
     counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
-    ranks = communicator.size if computes_together else 1
+    ranks = 1
+    if computes_together:
+        ranks = communicator.size
     loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_sum(counts))
     if stops:
         return None
@@ -70,10 +77,14 @@ def evaluate(
             key="eval_dataset",
             fix="give more data, a larger held_out, or documents whose answers are not masked",
         )
-    accuracy = all_hits / total if counted else None
+    accuracy = None
+    if counted:
+        accuracy = all_hits / total
     return Evaluation(loss_sum / total, int(total), time.perf_counter() - began, accuracy)
 
 
 def perplexity(loss: float) -> float:
     """exp(loss); inf where that exceeds a float."""
-    return math.exp(loss) if loss < 700 else math.inf
+    if loss < 700:
+        return math.exp(loss)
+    return math.inf

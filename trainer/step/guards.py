@@ -25,9 +25,11 @@ class Guards:
     """
 
     def __init__(self, wrapper: RunnerWrapper, stop_at_bad_loss: bool = False) -> None:
-        self.wrapper, self.stop_at_bad_loss = wrapper, stop_at_bad_loss
+        self.wrapper = wrapper
+        self.stop_at_bad_loss = stop_at_bad_loss
         self.loss_scale = build_loss_scale(wrapper)
-        self.spikes, self.spikes_in_a_row = 0, 0
+        self.spikes = 0
+        self.spikes_in_a_row = 0
 
     @property
     def scale(self) -> float:
@@ -51,7 +53,9 @@ class Guards:
             self._count_overflow(loss, norm, step, culprit)
             return "overflow"
         self.loss_scale.update(overflow=False)
-        return f"spike: norm {norm:.3g}" if self._is_spike(norm) else ""
+        if self._is_spike(norm):
+            return f"spike: norm {norm:.3g}"
+        return ""
 
     def _count_overflow(self, loss: float, norm: float, step: int, culprit: str) -> None:
         """Lowers the scale; raises where that would hide a broken run."""
@@ -105,4 +109,5 @@ class Guards:
     def load_state(self, state: Mapping) -> None:
         """Restores what `state` returned."""
         self.loss_scale.load_state(state["loss_scale"])
-        self.spikes, self.spikes_in_a_row = int(state["spikes"]), int(state["spikes_in_a_row"])
+        self.spikes = int(state["spikes"])
+        self.spikes_in_a_row = int(state["spikes_in_a_row"])

@@ -77,7 +77,9 @@ def model_parts(
         trained: Names of the trained parameters.
     """
     layers = [row[chunk] for chunk in range(len(chunk_layers[0])) for row in chunk_layers]
-    layout, parts, reached = model_layout(settings, Degrees(), stage_layers=layers), list[ModelPart](), False
+    layout = model_layout(settings, Degrees(), stage_layers=layers)
+    parts = list[ModelPart]()
+    reached = False
     for number, own in enumerate(layers):
         held = layout.parameters.items()
         names = tuple(name for name, one in held if number in one.stages and name in trained)
@@ -95,7 +97,8 @@ class PartCell(nn.Cell):
 
     def __init__(self, model: Decoder, part: ModelPart, trains: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.model, self.part = model, part
+        self.model = model
+        self.part = part
         self.call: DecoderCall | None = None
         self.sums: LossSums | None = None
         self.set_grad(trains)
@@ -116,7 +119,8 @@ class PartCell(nn.Cell):
         if self.part.is_empty:
             return x, LossSums(None, None)
         self.call = call
-        result, sums = self(x), self.sums
+        result = self(x)
+        sums = self.sums
         self.call = self.sums = None
         return result, sums
 
@@ -125,7 +129,10 @@ class Stage:
     """The chunks of one stage, of a model that has their parameters."""
 
     def __init__(self, model: Decoder, parts: Sequence[ModelPart], schedule: Callable[[int], Schedule], stage: int):
-        self.model, self.parts, self.schedule, self.stage = model, parts, schedule, stage
+        self.model = model
+        self.parts = parts
+        self.schedule = schedule
+        self.stage = stage
         self.cells = [PartCell(model, part, part.trains) for part in parts]
         self.evaluated = [PartCell(model, part, trains=False) for part in parts]
         self.gradients_of = [self._gradients_of(cell) if cell.part.trains else None for cell in self.cells]
@@ -156,13 +163,16 @@ class Stage:
             totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
             kept: Name of a parameter, its gradient -> what is added up of it.
         """
-        schedule, last = self.schedule(micro_batches), len(self.parts) - 1
+        schedule = self.schedule(micro_batches)
+        last = len(self.parts) - 1
         under_way: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         calls: dict[int, DecoderCall] = {}
         tokens = 0  # of a micro-batch of the window
         for action in schedule.actions[self.stage]:
-            number, chunk = action.micro_batch, action.chunk
-            part, needed = self.parts[chunk], schedule.needed(self.stage, action)
+            number = action.micro_batch
+            chunk = action.chunk
+            part = self.parts[chunk]
+            needed = schedule.needed(self.stage, action)
             if action.kind == "backward":
                 if part.trains:
                     x, has_own = under_way.pop((number, chunk))
@@ -187,9 +197,11 @@ class Stage:
 
     def evaluate(self, inputs: ModelInputs, send: Callable[[int, Tensor], None]) -> Passes[LossSums]:
         """The forward passes of one micro-batch; the sums of its losses on the last stage, without them elsewhere."""
-        schedule, sums = forward_only(self.schedule(1).stages, 1, len(self.parts)), LossSums(None, None)
+        schedule = forward_only(self.schedule(1).stages, 1, len(self.parts))
+        sums = LossSums(None, None)
         for action in schedule.actions[self.stage]:
-            needed, taker = schedule.needed(self.stage, action), schedule.taker(self.stage, action)
+            needed = schedule.needed(self.stage, action)
+            taker = schedule.taker(self.stage, action)
             x = inputs.ids_N if needed is None else (yield needed.sender, inputs.ids_N.shape[0])
             result, sums = self.evaluated[action.chunk].pass_of(x, DecoderCall(inputs))
             if taker is not None:
@@ -205,7 +217,8 @@ class Stage:
         kept: Callable[[str, Tensor], Tensor],
     ) -> Tensor | None:
         """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
-        part, grad_ND = self.parts[chunk], None
+        part = self.parts[chunk]
+        grad_ND = None
         if part.is_empty:
             return sens
         found = self.gradients_of[chunk](x, sens)
@@ -242,7 +255,8 @@ class Pipeline:
         """The gradients of these parameters, summed over the micro-batches, and the share of the time that was spent
         waiting for other stages; None on a device, for which the host does not wait. See `Stage.train`; `kept` takes
         the place of a name in `names`."""
-        began, totals = time.perf_counter(), dict[str, Tensor]()
+        began = time.perf_counter()
+        totals = dict[str, Tensor]()
         places = {name: place for place, name in enumerate(names)}
 
         def kept_of(name: str, gradient: Tensor) -> Tensor:
@@ -264,7 +278,8 @@ class Pipeline:
         found = []
         for chunk, part in enumerate(self.stage.parts):
             action = Action("forward", 0, chunk)
-            needed, taker = schedule.needed(self.stage.stage, action), schedule.taker(self.stage.stage, action)
+            needed = schedule.needed(self.stage.stage, action)
+            taker = schedule.taker(self.stage.stage, action)
             receive = None if needed is None else partial(self.link.receive_array, needed.sender)
             send = None if taker is None else partial(self.link.send_array, taker)
             found.append(StageChunk(part.layers, receive, send))

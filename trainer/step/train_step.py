@@ -152,7 +152,10 @@ class TrainStep:
             factors = self.communicator.counted(names, optimizer.own_ranges if self.reducer.gives_ranges else ())
             self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
         experts = model.settings.experts
-        self.load = WindowLoad(self.communicator.stage_sums) if experts and experts.balances_step else None
+        if experts and experts.balances_step:
+            self.load = WindowLoad(self.communicator.stage_sums)
+        else:
+            self.load = None
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
         self.skips_empty = self.load is None and self.communicator.skips_empty and not scatters
 
@@ -180,7 +183,10 @@ class TrainStep:
         lr = self.schedule(self.optimizer.updates)
         if self.load is not None:
             self.load.start()
-        pipelined = None if self.pipeline is None else partial(self.pipelined, micro_batches)
+        if self.pipeline is None:
+            pipelined = None
+        else:
+            pipelined = partial(self.pipelined, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, norm_share=self.norm_share, votes=votes,
@@ -243,7 +249,9 @@ class TrainStep:
         settings = self.model.settings
         modules = self.model.mtp_modules
         counts = gives and self.communicator.counts_tokens
-        tokens = valid_tokens(batch) if counts else 0
+        tokens = 0
+        if counts:
+            tokens = valid_tokens(batch)
         others = {}
         if modules:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
@@ -278,7 +286,9 @@ class TrainStep:
     def part_of(self, name: str) -> ArrayPart:
         """The part of a parameter that this rank has."""
         shard = self.model.shard
-        return whole_array(self.model.parameters_by_name[name].shape) if shard is None else shard.part(name)
+        if shard is None:
+            return whole_array(self.model.parameters_by_name[name].shape)
+        return shard.part(name)
 
     def state_part(self, name: str) -> ArrayPart:
         """The part of a parameter of which this rank has the optimizer's state."""
@@ -320,7 +330,9 @@ def apply_window(
     # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
     norms = window.norms
     norm = norms.whole / scale
-    culprit = f"; not finite first in the gradient of {norms.culprit}" if norms.culprit else ""
+    culprit = ""
+    if norms.culprit:
+        culprit = f"; not finite first in the gradient of {norms.culprit}"
     skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=culprit)
     if skipped:
         overflow = skipped == "overflow"
@@ -328,5 +340,8 @@ def apply_window(
     names = list(optimizer.parameters)
     gradients, factors = clip(window.gradients, norms, names, wrapper, optimizer.group_of, scale)
     optimizer.update(gradients, lr, factors)
-    local_norms = None if norms.each is None else {name: each / scale for name, each in norms.each.items()}
+    if norms.each is None:
+        local_norms = None
+    else:
+        local_norms = {name: each / scale for name, each in norms.each.items()}
     return result(norm, local_norms=local_norms)

@@ -47,7 +47,8 @@ class PageChecks:
     PAGE_BYTES = 64 << 10
 
     def __init__(self, content: np.ndarray, digests: np.ndarray) -> None:
-        self._content, self._digests = content, digests
+        self._content = content
+        self._digests = digests
         self._is_checked = np.zeros(len(digests), bool)
 
     @classmethod
@@ -57,7 +58,8 @@ class PageChecks:
 
     def damaged(self, starts: np.ndarray, ends: np.ndarray) -> int | None:
         """The first byte of a damaged page among these ranges of bytes; None where all are whole."""
-        first, last = starts // self.PAGE_BYTES, -(-ends // self.PAGE_BYTES)
+        first = starts // self.PAGE_BYTES
+        last = -(-ends // self.PAGE_BYTES)
         # Almost always everything is checked already: a look at both ends of the ranges, which are short, says so.
         if self._is_checked[first].all() and self._is_checked[last - 1].all() and (last - first <= 2).all():
             return None

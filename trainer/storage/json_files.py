@@ -77,10 +77,15 @@ def check_json(parsed: Any, model: type[Checked] | Any, name: str) -> Checked:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
         field = ".".join(map(str, first["loc"]))
-        more = f" (and {error.error_count() - 1} more problems)" if error.error_count() > 1 else ""
+        more = ""
+        if error.error_count() > 1:
+            more = f" (and {error.error_count() - 1} more problems)"
         says = first["msg"].removeprefix("Value error, ")
         says = says[:1].lower() + says[1:]
-        found = "" if first["type"] in ("missing", "value_error") else f", found {_short(first['input'])}"
+        if first["type"] in ("missing", "value_error"):
+            found = ""
+        else:
+            found = f", found {_short(first['input'])}"
         raise JsonError(f"{name}: {field + ': ' if field else ''}{says}{found}{more}") from None
 
 
@@ -94,4 +99,6 @@ def _short(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
     is_plain = value is None or isinstance(value, (str, int, float))
-    return reprlib.repr(value) if is_plain else f"a {type(value).__name__}"
+    if is_plain:
+        return reprlib.repr(value)
+    return f"a {type(value).__name__}"

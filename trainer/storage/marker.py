@@ -106,5 +106,7 @@ def _check(path: Path, size: int, is_same: Callable[[Marker], bool]) -> None:
         raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
     has_checksum = path.name in (marker.checksums or {})
     if size != marker.file_bytes.get(path.name, size) or (has_checksum and not is_same(marker)):
-        what = "checksum" if has_checksum else "length"
+        what = "length"
+        if has_checksum:
+            what = "checksum"
         raise OSError(errno.EIO, f"it is not what was saved with the checkpoint: its {what} differs")

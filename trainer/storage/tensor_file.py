@@ -31,7 +31,8 @@ CODES = {
 """safetensors' name of each dtype of numpy."""
 BFLOAT16 = "BF16"
 _DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in CODES.items()} | {BFLOAT16: np.dtype("<u2")}
-_BUFFER_BYTES, _BLOCK_BYTES = 256 << 10, 1 << 20
+_BUFFER_BYTES = 256 << 10
+_BLOCK_BYTES = 1 << 20
 _SPAN_BYTES = 4 << 20
 """How many bytes of a file are read at once for what lies scattered among them."""
 _LENGTH_BYTES = 8  # of the length of the header, with which a file begins
@@ -67,7 +68,8 @@ def header_of(entries: Entries) -> tuple[bytes, dict[str, int]]:
     """What a file of these tensors begins with, and where each tensor begins."""
     # transformers asks for this word, in whose name it reads tensors without conversion.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset, offsets = 0, {}
+    offset = 0
+    offsets = {}
     for name, (code, shape, nbytes) in entries.items():
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         offsets[name] = offset
@@ -137,13 +139,16 @@ def write_pieces(path: Path, entries: Entries, pieces: Pieces) -> None:
 def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
     while len(data):
         count = os.pwrite(descriptor, data, offset)
-        data, offset = data[count:], offset + count
+        data = data[count:]
+        offset = offset + count
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     """An array's values in C order, little-endian; without a copy where they are so already."""
     plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
-    return memoryview(plain.reshape(-1).view(np.uint8)) if plain.size else memoryview(b"")
+    if plain.size:
+        return memoryview(plain.reshape(-1).view(np.uint8))
+    return memoryview(b"")
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -160,7 +165,8 @@ class StoredArray:
     """
 
     def __init__(self, shape: Sequence[int], read: Callable[[ArrayPart], np.ndarray]) -> None:
-        self.shape, self._read = tuple(shape), read
+        self.shape = tuple(shape)
+        self._read = read
 
     @property
     def ndim(self) -> int:
@@ -174,7 +180,10 @@ class StoredArray:
         return self.read().astype(dtype, copy=False)
 
     def __getitem__(self, key: slice | tuple[slice, ...]) -> StoredArray:
-        keys = key if isinstance(key, tuple) else (key,)
+        if isinstance(key, tuple):
+            keys = key
+        else:
+            keys = (key,)
         keys += (slice(None),) * (self.ndim - len(keys))
         begins, ends, _ = zip(*(one.indices(size) for one, size in zip(keys, self.shape, strict=True)), strict=True)
 
@@ -196,7 +205,9 @@ def read_part(array: AnyArray, part: ArrayPart | None = None) -> np.ndarray:
     if part is None:
         return array
     own = part.shard.of(array.reshape(part.whole))
-    return own if part.flat is None else own.reshape(-1)[part.flat]
+    if part.flat is None:
+        return own
+    return own.reshape(-1)[part.flat]
 
 
 def row_blocks(array: AnyArray) -> Iterator[np.ndarray]:
@@ -255,7 +266,8 @@ class TensorFile:
             self._descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._descriptor)
         header.pop("__metadata__", None)
-        self.entries, self._offsets = {}, {}
+        self.entries = {}
+        self._offsets = {}
         for name, about in header.items():
             begin, end = about["data_offsets"]
             self.entries[name] = Entry(about["dtype"], tuple(about["shape"]), end - begin)
@@ -270,11 +282,13 @@ class TensorFile:
         return StoredArray(self.entries[name].shape, lambda part: self._read(name, part))
 
     def _read(self, name: str, part: ArrayPart) -> np.ndarray:
-        code, offset = self.entries[name].code, self._offsets[name]
+        code = self.entries[name].code
+        offset = self._offsets[name]
         if code not in _DTYPES:
             raise TypeError(f"numpy has no dtype {code}")
         values = np.empty(part.size, _DTYPES[code])
-        size, data = values.itemsize, memoryview(values.view(np.uint8))
+        size = values.itemsize
+        data = memoryview(values.view(np.uint8))
         for runs in _close_together(part.runs(), _SPAN_BYTES // size):
             (first, at, count), last = runs[0], runs[-1]
             if len(runs) == 1:

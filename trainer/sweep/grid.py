@@ -66,7 +66,9 @@ def _values(flag: str, listed: str) -> tuple[str, ...]:
     begin = "["
     text = f"{begin}{listed}]"
     try:
-        node = yaml.compose(text, yaml.SafeLoader) if len(text) < _LONGEST else None
+        node = None
+        if len(text) < _LONGEST:
+            node = yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         node = None
     if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) or listed.rstrip().endswith(","):

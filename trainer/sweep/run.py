@@ -94,7 +94,9 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
             mistakes.append(f"{point.name}: {str(error).rstrip('.')}")
     if mistakes:
         rule = "no run was started, settings are wrong" + "".join(f"\n  {text}" for text in mistakes[:10])
-        more = f"\n  and {len(mistakes) - 10} more" if len(mistakes) > 10 else ""
+        more = ""
+        if len(mistakes) > 10:
+            more = f"\n  and {len(mistakes) - 10} more"
         raise UserError(rule + more, where="flag --grid", fix="correct them")
     return runs, root, device, run_bytes
 
@@ -153,7 +155,9 @@ def jobs_for(jobs: int | None, runs: int, device: str, run_bytes: int = 0) -> in
             rule = "the runs of a sweep would share one device"
             raise UserError(rule, where="flag --jobs", key="--jobs", value=jobs, fix="leave it out")
         return 1
-    fitting = memory_left_bytes() // run_bytes if run_bytes else runs
+    fitting = runs
+    if run_bytes:
+        fitting = memory_left_bytes() // run_bytes
     return max(1, min(jobs or min(len(os.sched_getaffinity(0)), fitting), runs))
 
 
@@ -209,8 +213,12 @@ def execute(runs: Sequence[SweepRun], jobs: int, tell: Tell) -> int:
     if stop.number:
         for run in waiting:
             tell(f"{run.name}: was not started; the same command goes on with it")
-        return EXIT_SIGINT if stop.number == signal.SIGINT else EXIT_SIGTERM
-    return EXIT_RUN_FAILED if any(run.code for run in runs) else EXIT_OK
+        if stop.number == signal.SIGINT:
+            return EXIT_SIGINT
+        return EXIT_SIGTERM
+    if any(run.code for run in runs):
+        return EXIT_RUN_FAILED
+    return EXIT_OK
 
 
 def _start(run: SweepRun, place: int, cores: Sequence[int], tell: Tell) -> SweepRun:
@@ -226,7 +234,10 @@ def _start(run: SweepRun, place: int, cores: Sequence[int], tell: Tell) -> Sweep
             run.process = start_session(command, os.environ, log)
     finally:
         os.sched_setaffinity(0, all_cores)
-    shared = f"core {cores[0]}" if len(cores) == 1 else f"cores {cores[0]} to {cores[-1]}"
+    if len(cores) == 1:
+        shared = f"core {cores[0]}"
+    else:
+        shared = f"cores {cores[0]} to {cores[-1]}"
     tell(f"{run.name}: {'resumes' if run.resumes else 'begins'} on {shared}")
     return run
 

@@ -91,7 +91,10 @@ class BlockAttention:
                 grad_q = self._queries(grad_q_NC, block, heads, group, self.head_size)
                 shape = len(q), q.shape[1], k.shape[1]
                 buffers = [_view(buffer, *shape) for buffer in (*wide_buffers, *narrow_buffers)]
-                group_mask = None if mask is None else mask[:, group]
+                if mask is None:
+                    group_mask = None
+                else:
+                    group_mask = mask[:, group]
                 _block_gradients(block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask)
 
     def tasks(
@@ -117,7 +120,10 @@ class BlockAttention:
         dtype as many of that."""
         size = (heads.stop - heads.start) * _scores_of(block)
         wide = [tile.take_array(size) for _ in range(number)]
-        narrow = [tile.take_array(size, dtype=dtype) for _ in range(number)] if dtype != np.float32 else []
+        if dtype != np.float32:
+            narrow = [tile.take_array(size, dtype=dtype) for _ in range(number)]
+        else:
+            narrow = []
         return wide, narrow
 
     def _mask(
@@ -160,7 +166,8 @@ def _block_gradients(
     if mask is not None:
         grad_scores *= mask
         kept = probabilities * mask
-        factor = kept if factor is probabilities else factor
+        if factor is probabilities:
+            factor = kept
     as_narrow(kept, factor)
     run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
     run.softmax_gradient(probabilities, grad_scores, grad_factor)

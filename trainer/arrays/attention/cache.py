@@ -86,7 +86,10 @@ def attend_cached(
         out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
 
         def attend_one(place: tuple[int, int], thread: int) -> None:
-            of_sequence = None if mask is None else mask[place[0], 0]
+            if mask is None:
+                of_sequence = None
+            else:
+                of_sequence = mask[place[0], 0]
             out[place] = _attend(q[place], keys[place], values[place], of_sequence)
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)

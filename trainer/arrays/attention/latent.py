@@ -103,7 +103,10 @@ class LatentProjections:
             call.saved["scale"][tile.rows, 0] = scale_n
         queries_from = y_nD
         if self.query_norm is not None:
-            plain_nQ = call.saved["query_latent"][tile.rows] if call.save else tile.take(self.query_width, dtype)
+            if call.save:
+                plain_nQ = call.saved["query_latent"][tile.rows]
+            else:
+                plain_nQ = tile.take(self.query_width, dtype)
             self.query_down.forward(call, y_nD, plain_nQ, tile)
             queries_from = self.query_norm.normed(plain_nQ, call.weights[_QUERY_NORM], tile)
         down = tile.take(self.rank + self.rope_size, dtype)
@@ -156,7 +159,10 @@ class LatentProjections:
         self, call: SublayerCall, queries_from: np.ndarray, rotation_n1h: np.ndarray, out_nC: np.ndarray, tile: Tile
     ) -> np.ndarray:
         """Returns rotated and scaled queries in float32: in `out_nC` where it is float32."""
-        wide_nC = out_nC if out_nC.dtype == np.float32 else tile.take(out_nC.shape[1])
+        if out_nC.dtype == np.float32:
+            wide_nC = out_nC
+        else:
+            wide_nC = tile.take(out_nC.shape[1])
         self.query.forward(call, queries_from, wide_nC, tile)
         self.rotary.apply(self._by_head(wide_nC)[..., self.nope_size :], rotation_n1h)
         wide_nC *= self.scale
@@ -218,7 +224,10 @@ class LatentProjections:
             grad_NG = empty(len(grads[0]), self.query_width + self.rank + self.rope_size)[1]
 
             def of_heads(tile: Tile) -> None:
-                latents = pass_.inputs_again(tile) if gathered_NG is None else self._split(gathered_NG[tile.rows])
+                if gathered_NG is None:
+                    latents = pass_.inputs_again(tile)
+                else:
+                    latents = self._split(gathered_NG[tile.rows])
                 pass_.through_heads(positions, grads, latents[:2], grad_NG[tile.rows], tile)
 
             def of_latents(tile: Tile) -> None:
@@ -258,9 +267,13 @@ class _LatentBackward:
     def inputs_again(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns for a tile of the residual stream what queries were made from, the normed latent vector and the
         normed residual stream, once more."""
-        of, call = self.of, self.call
+        of = self.of
+        call = self.call
         y_nD = self.y_ND[tile.rows]
-        wide_nD = y_nD if self.dtype == np.float32 else tile.take(y_nD.shape[1])
+        if self.dtype == np.float32:
+            wide_nD = y_nD
+        else:
+            wide_nD = tile.take(y_nD.shape[1])
         of.norm(self.x_ND[tile.rows], call.weights[INPUT_NORM], call.saved["scale"][tile.rows, 0], wide_nD)
         as_narrow(wide_nD, y_nD)
         queries_from = y_nD
@@ -275,7 +288,8 @@ class _LatentBackward:
         grad_nG: np.ndarray, tile: Tile,
     ) -> None:  # fmt: skip
         """Writes the gradients of what the heads are made from, and keeps what those of q_b_proj and kv_b_proj need."""
-        of, call = self.of, self.call
+        of = self.of
+        call = self.call
         rotation_n1h = positions.rotation_N1h[tile.rows].conj()
         of_queries, of_latent, of_key = of._split(grad_nG)
         grad_q_nC, grad_k_nC, grad_v_nV = (grad[tile.rows] for grad in grads)
@@ -306,7 +320,8 @@ class _LatentBackward:
         self, grad_nG: np.ndarray, y_nD: np.ndarray, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile
     ) -> None:
         """Writes the gradient of x, and keeps what those of q_a_proj and kv_a_proj_with_mqa need."""
-        of, call = self.of, self.call
+        of = self.of
+        call = self.call
         of_queries, of_latent, of_key = of._split(grad_nG)
         out_nD = out_ND[tile.rows]
         if of.query_norm is None:
@@ -337,8 +352,12 @@ class _LatentBackward:
         return of_input_nQ
 
     def add_gradients(self, grad_q_NC: np.ndarray) -> None:
-        of, call = self.of, self.call
-        query_grad = grad_q_NC if self.query_grad is None else self.query_grad
+        of = self.of
+        call = self.call
+        if self.query_grad is None:
+            query_grad = grad_q_NC
+        else:
+            query_grad = self.query_grad
         of.query.add_gradients(call, query_grad, self.queries_from)
         of.key_value.add_gradients(call, self.key_value_grad, self.latent_NL)
         of.down.add_gradients(call, self.down_grad, self.y_ND)

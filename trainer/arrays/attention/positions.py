@@ -67,7 +67,9 @@ class TokenPositions:
 
     def blocks_of(self, window: int | None) -> tuple[SequenceBlocks, ...]:
         """Returns the blocks of layers with such a sliding window, or with None."""
-        return self.blocks if window is None else self.window_blocks
+        if window is None:
+            return self.blocks
+        return self.window_blocks
 
 
 _ALL_TOKENS = SequencePart(0, 1)
@@ -138,7 +140,10 @@ class Rotary:
         self.rotates_pairs = pairs or spec.rotary_interleaved
         half = self.size // 2
         # Which angles of the tables belong to the pairs; both numbers of a pair have the same angle.
-        self.angles = slice(0, self.size, 2) if spec.rotary_interleaved else slice(half)
+        if spec.rotary_interleaved:
+            self.angles = slice(0, self.size, 2)
+        else:
+            self.angles = slice(half)
         self.orders: dict[str, tuple[int, np.ndarray]] = {}
         if spec.rotary_interleaved or not pairs:
             return
@@ -169,7 +174,8 @@ class Rotary:
             numbers *= rotation_n1h
             return
         half = self.size // 2
-        first, second = x_nhd[..., :half], x_nhd[..., half : self.size]
+        first = x_nhd[..., :half]
+        second = x_nhd[..., half : self.size]
         rotated = first * rotation_n1h.real - second * rotation_n1h.imag
         second *= rotation_n1h.real
         second += first * rotation_n1h.imag
@@ -182,7 +188,9 @@ class Rotary:
             for name, (size, order) in self.orders.items()
             if name in weights
         }
-        return {**weights, **changed} if changed else weights
+        if changed:
+            return {**weights, **changed}
+        return weights
 
     def unpaired(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Puts the gradients of those weights into the order of the model, in place."""

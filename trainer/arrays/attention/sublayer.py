@@ -49,7 +49,10 @@ class HeadProjections:
         self.scale = np.float32(spec.scale)
         self.input = NormedInput(RmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
         self.linears = [Linear(f"self_attn.{one}_proj", spec.adapters.get(f"self_attn.{one}_proj")) for one in "qkv"]
-        self.head_norm = RmsNorm(spec.head_size, spec.eps) if spec.head_norm else None
+        if spec.head_norm:
+            self.head_norm = RmsNorm(spec.head_size, spec.eps)
+        else:
+            self.head_norm = None
 
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray,
@@ -77,11 +80,16 @@ class HeadProjections:
         self, call: SublayerCall, name: str, y_nD: np.ndarray, out_nC: np.ndarray, rotation_n1h: np.ndarray, tile: Tile
     ) -> None:
         linear = self.linears["qkv".index(name)]
-        wide_nC = out_nC if out_nC.dtype == np.float32 else tile.take(out_nC.shape[1])
+        if out_nC.dtype == np.float32:
+            wide_nC = out_nC
+        else:
+            wide_nC = tile.take(out_nC.shape[1])
         if self.head_norm is None:
             linear.forward(call, y_nD, wide_nC, tile)
         else:
-            plain_nC = call.saved[f"plain_{name}"][tile.rows] if call.saved else out_nC
+            plain_nC = out_nC
+            if call.saved:
+                plain_nC = call.saved[f"plain_{name}"][tile.rows]
             linear.forward(call, y_nD, plain_nC, tile)
             x, out = (self._by_head(array) for array in (as_wide(plain_nC, wide_nC), wide_nC))
             self.head_norm(x, call.weights[f"self_attn.{name}_norm.weight"], self.head_norm.scales(x), out)
@@ -116,7 +124,10 @@ class HeadProjections:
         dtype = call.saved["q"].dtype
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, self.linears)
         # What products take of the gradients.
-        narrow = grads if dtype == np.float32 else [empty(*grad.shape, dtype=dtype)[1] for grad in grads]
+        if dtype == np.float32:
+            narrow = grads
+        else:
+            narrow = [empty(*grad.shape, dtype=dtype)[1] for grad in grads]
 
         def compute(tile: Tile) -> None:
             of_rows = [grad[tile.rows] for grad in grads]
@@ -126,7 +137,10 @@ class HeadProjections:
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
                 if self.head_norm is not None:
                     self._head_norm_gradient(call, name, grad_nC, tile)
-            into_nD = None if into_ND is None else into_ND[tile.rows]
+            if into_ND is None:
+                into_nD = None
+            else:
+                into_nD = into_ND[tile.rows]
             y_nD = self.input.input_again(call, x_ND, y_ND, tile, dtype, self.linears)
             for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, of_rows, narrow, strict=True)):
                 factor_nC = as_narrow(grad_nC, narrow_NC[tile.rows])
@@ -171,7 +185,9 @@ class CpuAttention:
         self.gathers = tensor is not None and tensor.shares_rows
         self.context = context
         self.rotary = Rotary(spec, pairs)
-        projections = HeadProjections if spec.latent is None else LatentProjections
+        projections = LatentProjections
+        if spec.latent is None:
+            projections = HeadProjections
         self.projections = projections(spec, self.rotary, scratch, tensor)
         heads = spec.heads, spec.kv_heads
         if context is not None:
@@ -237,7 +253,10 @@ class CpuAttention:
             return call.saved
         # The results of a block's heads take the place of its queries, where they have one shape.
         reuses = self.spec.value_size == self.spec.head_size and self.ulysses == 1
-        names = ("q", "k", "v") if reuses else ("q", "k", "v", "heads")
+        if reuses:
+            names = ("q", "k", "v")
+        else:
+            names = ("q", "k", "v", "heads")
         arrays = allocate([listed[name] for name in names], rows, dtype)
         return {"heads": arrays["q"], **arrays}
 
@@ -246,7 +265,8 @@ class CpuAttention:
         sequences: int,
     ) -> None:  # fmt: skip
         """Fills queries, keys and values with those that attention takes on this rank."""
-        spec, context = self.spec, self.context
+        spec = self.spec
+        context = self.context
         widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.kv_heads * spec.value_size
         local = [empty(len(positions.rotation_N1h), width, dtype=arrays["q"].dtype)[1] for width in widths]
         self.projections.forward(call, x_ND, positions, *local)
@@ -271,7 +291,8 @@ class CpuAttention:
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
         call.weights = self.rotary.paired(call.weights)
-        saved, context = call.saved, self.context
+        saved = call.saved
+        context = self.context
         sequences = positions.blocks_of(self.spec.window)
         result, out_ND = empty(*x_ND.shape)
         grad_heads_NV = empty(*saved["heads"].shape, dtype=saved["heads"].dtype)[1]

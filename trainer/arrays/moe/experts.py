@@ -105,7 +105,9 @@ class CpuExperts:
         width = weights.gate.shape[1]
         for expert, rows in expert_rows(routing.counts_E):
             tile = self.scratch.tile(rows, thread)
-            x_rD, inner_rF, up_rF = tile.take(x_ND.shape[1]), tile.take(width), tile.take(width)
+            x_rD = tile.take(x_ND.shape[1])
+            inner_rF = tile.take(width)
+            up_rF = tile.take(width)
             take_tokens(x_ND, routing.token_R[rows], x_rD)
             tile.project(x_rD, weights.gate[expert], inner_rF)
             tile.project(x_rD, weights.up[expert], up_rF)
@@ -140,12 +142,15 @@ class CpuExperts:
             run = operators()
             for rows in parts(every, most):
                 tile = self.scratch.tile(rows, thread)
-                x_rD, grad_rD = tile.take(hidden), tile.take(hidden)
-                grad_inner_rF, inner_rF = tile.take(width), tile.take(width)
+                x_rD = tile.take(hidden)
+                grad_rD = tile.take(hidden)
+                grad_inner_rF = tile.take(width)
+                inner_rF = tile.take(width)
                 take_tokens(x_ND, routing.token_R[rows], x_rD)
                 take_tokens(grad_ND, routing.token_R[rows], grad_rD)
                 run.matmul(grad_rD, weights.down[expert], grad_inner_rF)
-                grad_gate_rF, grad_up_rF = saved.gate_RF[rows], saved.up_RF[rows]
+                grad_gate_rF = saved.gate_RF[rows]
+                grad_up_rF = saved.up_RF[rows]
                 grad_gate_R[rows] = _weighted_swiglu_gradient(
                     grad_gate_rF, grad_up_rF, inner_rF, grad_inner_rF, gate_R[rows], tile
                 )

@@ -104,7 +104,9 @@ class CpuRouter:
             sums_N1 = softmax_NE.sum(1, keepdims=True)
             softmax_NE /= sums_N1
             total_N1 = largest_N1 + np.log(sums_N1)
-        scores_NE = sigmoid(logits_NE) if self.is_sigmoid else softmax_NE
+        scores_NE = softmax_NE
+        if self.is_sigmoid:
+            scores_NE = sigmoid(logits_NE)
         routing = decide(scores_NE)
         unscaled_Nk, chosen_sums_N1 = chosen_gates(scores_NE, routing.experts_Nk, moe)
         z_loss = 0.0

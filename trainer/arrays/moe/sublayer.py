@@ -76,7 +76,10 @@ class CpuMoe:
         self.scratch = scratch
         self.group = experts
         # The rank takes its rows of a residual stream that is the same on all ranks of its tensor-parallel group.
-        self.divides = tensor if tensor is not None and not tensor.shares_rows else None
+        if tensor is not None and not tensor.shares_rows:
+            self.divides = tensor
+        else:
+            self.divides = None
         self.norm = RmsNorm(spec.hidden, spec.eps)
         self.router = CpuRouter(moe)
         self.experts = CpuExperts(scratch)
@@ -93,7 +96,10 @@ class CpuMoe:
         self, call: SublayerCall, x_ND: np.ndarray, inputs: MoeInputs
     ) -> tuple[Tensor, MoePass]:
         """Returns the residual stream after the sublayer, and all that the pass has computed."""
-        rows_ND = x_ND if self.divides is None else x_ND[self.divides.own_rows(len(x_ND))]
+        if self.divides is None:
+            rows_ND = x_ND
+        else:
+            rows_ND = x_ND[self.divides.own_rows(len(x_ND))]
         passed = MoePass(inputs, rows_ND, *self._normed(call, rows_ND))
         self._route(call, passed)
         added_ND, passed.dispatched = self.dispatcher.forward(

@@ -29,13 +29,15 @@ _OF_OTHER_ATTENTION = {f"self_attn.{letter}_proj": f"attention.w{letter}" for le
 
 def adapter_problems(config: Config) -> Iterator[Problem]:
     """Yields targets that are no regular expression or match nothing, and adapters without their section."""
-    decoder, adapters = config.decoder, config.decoder.pet_config
+    decoder = config.decoder
+    adapters = config.decoder.pet_config
     if adapters is None:
         if config.adapter_id:
             fix = "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with"
             yield problem(config, "adapter_id", f"adapters need {SECTION}, which is absent", fix)
         return
-    ours, layers = projections(decoder), range(decoder.num_layers)
+    ours = projections(decoder)
+    layers = range(decoder.num_layers)
     try:
         matches = _targets(adapters, layers, ours)
     except PatternError as error:
@@ -67,7 +69,8 @@ def adapter_file_problems(config: Config) -> Iterator[Problem]:
 
 def adapter_notices(config: Config) -> Iterator[str]:
     """Yields which targets get no adapters, and what a reader may not expect of those that there are."""
-    decoder, adapters = config.decoder, config.decoder.pet_config
+    decoder = config.decoder
+    adapters = config.decoder.pet_config
     if adapters is None or not config.trains:
         return
     names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in _targets_in_experts(config)))

@@ -24,8 +24,10 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
     Args:
         repeats_heads: Several ranks may hold the same head of keys and values.
     """
-    section, settings = config.parallel_config, config.decoder
-    degree, kv_heads = section.model_parallel, settings.kv_heads
+    section = config.parallel_config
+    settings = config.decoder
+    degree = section.model_parallel
+    kv_heads = settings.kv_heads
     parts = {"heads": settings.num_heads}
     if latent_spec(settings) is None and not (repeats_heads and degree % kv_heads == 0):
         parts["heads of keys and values"] = kv_heads
@@ -38,7 +40,9 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Pro
         yield problem(config, "parallel_config.model_parallel", rule, set_to_divisor(math.gcd(*parts.values())))
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if section.use_seq_parallel and tokens % degree:
-        of_rank = " that a rank has" if section.context_parallel > 1 else ""
+        of_rank = ""
+        if section.context_parallel > 1:
+            of_rank = " that a rank has"
         rule = f"the {tokens} tokens of a micro-batch{of_rank} are not divisible by model_parallel {degree}"
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
 
@@ -52,7 +56,9 @@ def ulysses_degree(config: Config) -> int:
 
 def context_problems(config: Config) -> Iterator[Problem]:
     """context_parallel must divide the tokens of a sequence, and what exchanges heads the heads of a rank."""
-    section, settings, key = config.parallel_config, config.decoder, "parallel_config.context_parallel"
+    section = config.parallel_config
+    settings = config.decoder
+    key = "parallel_config.context_parallel"
     ranks = section.context_parallel
     if ranks == 1:
         return
@@ -67,13 +73,20 @@ def context_problems(config: Config) -> Iterator[Problem]:
         yield problem(config, "parallel_config.ulysses_degree_in_cp", rule, f"set it to {_any_of(fitting)}")
         return
     # See trainer/data/batches/context.py.
-    parts = ranks if ulysses == ranks else math.lcm(ranks, 2 * ranks // ulysses)
+    if ulysses == ranks:
+        parts = ranks
+    else:
+        parts = math.lcm(ranks, 2 * ranks // ulysses)
     if settings.seq_length % parts:
-        shown = "context_parallel" if parts == ranks else "2 x context_parallel"
+        shown = "2 x context_parallel"
+        if parts == ranks:
+            shown = "context_parallel"
         rule = f"seq_length {settings.seq_length} is not divisible by {shown}"
         near = max(1, round(settings.seq_length / parts)) * parts
         fits = settings.seq_length * ranks / parts
-        fix = f"{set_to_divisor(int(fits))}, or" if fits.is_integer() else "change it, or set"
+        fix = "change it, or set"
+        if fits.is_integer():
+            fix = f"{set_to_divisor(int(fits))}, or"
         yield problem(config, key, rule, f"{fix} seq_length to {near}")
     if ulysses not in fitting:
         fix = f"change it, or write hybrid_cp and ulysses_degree_in_cp {_any_of(fitting)}"
@@ -82,7 +95,9 @@ def context_problems(config: Config) -> Iterator[Problem]:
 
 def expert_problems(config: Config) -> Iterator[Problem]:
     """expert_parallel must divide the experts, and model_parallel the tokens that its ranks share for them."""
-    section, settings, key = config.parallel_config, config.decoder, "parallel_config.expert_parallel"
+    section = config.parallel_config
+    settings = config.decoder
+    key = "parallel_config.expert_parallel"
     if settings.experts is None:
         if section.expert_parallel > 1:
             yield problem(config, key, "the model has no experts", "set it to 1")
@@ -93,19 +108,23 @@ def expert_problems(config: Config) -> Iterator[Problem]:
         rule = f"the ranks of a group share the {number} experts of a layer equally"
         yield problem(config, key, rule, set_to_divisor(number))
     if tokens % section.model_parallel:
-        of_rank = " that a rank has" if section.context_parallel > 1 else ""
+        of_rank = ""
+        if section.context_parallel > 1:
+            of_rank = " that a rank has"
         rule = f"its ranks share the {tokens} tokens of a micro-batch{of_rank} for the experts, which it must divide"
         yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
 
 
 def pipeline_problems(config: Config) -> Iterator[Problem]:
     """Stages need layers and micro-batches."""
-    section, settings = config.parallel_config, config.decoder
+    section = config.parallel_config
+    settings = config.decoder
     number = section.pipeline_stage
     if number == 1:
         return
     if section.micro_batch_num < number:
-        key, rule = "parallel_config.micro_batch_num", f"a pipeline of {number} stages needs as many"
+        key = "parallel_config.micro_batch_num"
+        rule = f"a pipeline of {number} stages needs as many"
         yield problem(config, key, rule, f"set it to {number} or more")
     accumulation = config.runner_config.gradient_accumulation_steps
     # A file that leaves use_parallel to the job may be one for a run without a pipeline: a notice tells it there.
@@ -114,13 +133,16 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
         where = config.source.where("parallel_config.micro_batch_num")
         rule = f"in a pipeline it means micro_batch_num, which is {section.micro_batch_num} ({where})"
         yield problem(config, "runner_config.gradient_accumulation_steps", rule, "remove one of the two")
-    parts, interleaves = settings.pp_interleave_num, config.parallel.pipeline_config.pipeline_interleave
+    parts = settings.pp_interleave_num
+    interleaves = config.parallel.pipeline_config.pipeline_interleave
     if parts > 1 and not interleaves:
         fix = "add parallel.pipeline_config.pipeline_interleave True, or set it to 1"
         yield problem(config, f"{_MODEL}.pp_interleave_num", "needs an interleaved pipeline", fix)
     if settings.num_layers < number * parts:
         rule = f"the model has {settings.num_layers} layers"
-        each = f", for {parts} parts of each stage" if parts > 1 else ""
+        each = ""
+        if parts > 1:
+            each = f", for {parts} parts of each stage"
         yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
         return
     if any(stage_problems(config)):
@@ -133,5 +155,9 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
 
 
 def _any_of(numbers: Sequence[int]) -> str:
-    shown = [*numbers[:5], "..."] if len(numbers) > 6 else numbers
-    return f"{', '.join(map(str, shown[:-1]))} or {shown[-1]}" if len(shown) > 1 else str(shown[0])
+    shown = numbers
+    if len(numbers) > 6:
+        shown = [*numbers[:5], "..."]
+    if len(shown) > 1:
+        return f"{', '.join(map(str, shown[:-1]))} or {shown[-1]}"
+    return str(shown[0])

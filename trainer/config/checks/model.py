@@ -31,7 +31,8 @@ def model_problems(config: Config) -> Iterator[Problem]:
     """What the model's section says against itself, and data that the model cannot take."""
     classifier = config.classifier is not None
     for section in ("train_dataset", "eval_dataset"):
-        dataset, key = getattr(config, section), f"{section}.data_loader.type"
+        dataset = getattr(config, section)
+        key = f"{section}.data_loader.type"
         if dataset is None or (dataset.data_loader.type == _IMAGES) == classifier:
             continue
         if classifier:
@@ -71,7 +72,10 @@ def _classifier(config: Config) -> Iterator[Problem]:
 
 def _sizes(config: Config) -> Iterator[Problem]:
     decoder = config.decoder
-    heads, width, head, turned = decoder.num_heads, decoder.hidden_size, decoder.head_size, decoder.rotary_size
+    heads = decoder.num_heads
+    width = decoder.hidden_size
+    head = decoder.head_size
+    turned = decoder.rotary_size
     pairs = "and rotary positions turn pairs of them"
     if decoder.multi_latent_attention:
         yield from _latent(config, pairs)
@@ -93,12 +97,14 @@ def _sizes(config: Config) -> Iterator[Problem]:
     if heads % decoder.kv_heads:
         fix = f"use {_divisor(heads, decoder.kv_heads)}, or leave it out for {heads}"
         yield problem(config, f"{_KEY}.n_kv_heads", f"must divide num_heads ({heads})", fix)
-    untied, tied = decoder.untie_embeddings_and_output_weights, decoder.tie_word_embeddings
+    untied = decoder.untie_embeddings_and_output_weights
+    tied = decoder.tie_word_embeddings
     if untied is not None and untied == tied:
         rule = f"contradicts tie_word_embeddings = {tied} ({config.source.where(f'{_KEY}.tie_word_embeddings')})"
         yield problem(config, f"{_KEY}.untie_embeddings_and_output_weights", rule, _ONE)
     if decoder.maps_embedding and decoder.mtp_depth:
-        rule, fix = "not yet supported beside multi-token prediction modules", "set mtp_depth to 0"
+        rule = "not yet supported beside multi-token prediction modules"
+        fix = "set mtp_depth to 0"
         yield problem(config, f"{_KEY}.embedding_size", rule, fix)
     if decoder.mtp_depth >= decoder.seq_length:
         rule = f"a sequence of {decoder.seq_length} tokens (seq_length) has no token {decoder.mtp_depth} further ahead"
@@ -130,16 +136,23 @@ def _divisor(number: int, near: int) -> int:
 
 
 def _positions(config: Config) -> Iterator[Problem]:
-    scaling, kind = config.decoder.rope_scaling, config.decoder.position_embedding_type
+    scaling = config.decoder.rope_scaling
+    kind = config.decoder.position_embedding_type
     if kind in ("yarn", "llama3") and (scaling is None or scaling.rope_type != kind):
-        found = "absent" if scaling is None else scaling.rope_type
+        if scaling is None:
+            found = "absent"
+        else:
+            found = scaling.rope_type
         fix = f"write rope_scaling with rope_type: {kind}, or rope here"
         yield problem(config, f"{_KEY}.position_embedding_type", f"rope_scaling is {found}, not {kind}", fix)
     if scaling is None:
         return
-    key, low, high = f"{_KEY}.rope_scaling", scaling.low_freq_factor, scaling.high_freq_factor
+    key = f"{_KEY}.rope_scaling"
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
     if scaling.rope_type == "llama3" and low >= high:
-        rule, fix = f"must be below high_freq_factor ({high})", "use 1 and 4, as Llama 3 does"
+        rule = f"must be below high_freq_factor ({high})"
+        fix = "use 1 and 4, as Llama 3 does"
         yield problem(config, f"{key}.low_freq_factor", rule, fix)
     if scaling.rope_type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         rule = f"must be below beta_fast ({scaling.beta_fast})"
@@ -148,7 +161,8 @@ def _positions(config: Config) -> Iterator[Problem]:
 
 def _attention(config: Config) -> Iterator[Problem]:
     """Keys about a sliding window that contradict each other, or whose meaning depends on the class."""
-    decoder, kind = config.decoder, config.model.arch.type
+    decoder = config.decoder
+    kind = config.model.arch.type
     types = decoder.layer_types
     if types is not None and len(types) != decoder.num_layers:
         rule = f"needs a kind for each of the {decoder.num_layers} layers, and has {len(types)}"
@@ -168,7 +182,8 @@ def _attention(config: Config) -> Iterator[Problem]:
 
 def _vocabulary(config: Config) -> Iterator[Problem]:
     size = config.decoder.vocab_size
-    loader, kind = config.train_dataset.data_loader, config.train_dataset.tokenizer.type
+    loader = config.train_dataset.data_loader
+    kind = config.train_dataset.tokenizer.type
     reads_bytes = kind == "bytes" and loader.reads_text and loader.dataset_dir
     if reads_bytes and size < BYTE_VOCABULARY:
         rule = f"the byte tokenizer has {BYTE_VOCABULARY} tokens, more than the model's vocabulary"
@@ -177,7 +192,10 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
         return  # a training on token ids reads none of these
     for name in ("eos_token_id", "bos_token_id"):
         value = getattr(config.decoder, name)
-        tokens = value if isinstance(value, list) else [value]
+        if isinstance(value, list):
+            tokens = value
+        else:
+            tokens = [value]
         if any(token is not None and not 0 <= token < size for token in tokens):
             rule = f"must be a token of the vocabulary, 0 to {size - 1} (vocab_size {size})"
             yield problem(config, f"{_KEY}.{name}", rule, "set it to the tokenizer's id, or leave it out")
@@ -185,7 +203,8 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
 
 def _precision(config: Config) -> Iterator[Problem]:
     """A dtype that contradicts the amp_level."""
-    level, settings = config.amp_level, config.decoder
+    level = config.amp_level
+    settings = config.decoder
     for key in PART_KEYS if level not in (None, "auto") else ():
         expected = level_dtype(settings, level, key)
         if getattr(settings, key) not in (None, expected):
@@ -196,7 +215,8 @@ def _precision(config: Config) -> Iterator[Problem]:
 
 def _family(config: Config) -> Iterator[Problem]:
     """A family that is named twice and differently, or a mixture without experts."""
-    decoder, kind = config.decoder, config.model.arch.type
+    decoder = config.decoder
+    kind = config.model.arch.type
     named, key = named_family({"architectures": decoder.architectures, "model_type": decoder.model_type})
     if named and named != kind:
         fix = f"write {_KIND}: {named}"
@@ -209,19 +229,23 @@ def _family(config: Config) -> Iterator[Problem]:
     elif decoder.experts is None:
         written = decoder.moe_config is not None and config.source.where(f"{_EXPERTS}.expert_num")
         fix = f"write moe_config.expert_num and num_experts_chosen, or a dense {_KIND}"
-        key = f"{_EXPERTS}.expert_num" if written else _KIND
+        key = _KIND
+        if written:
+            key = f"{_EXPERTS}.expert_num"
         yield problem(config, key, f"{kind} has experts, and this model has none", fix)
 
 
 def _sparse_layers(config: Config) -> Iterator[Problem]:
     """Qwen3-MoE's names for the layers with experts."""
-    moe, layers = config.decoder.moe_config, config.decoder.num_layers
+    moe = config.decoder.moe_config
+    layers = config.decoder.num_layers
     if moe is None:
         return
     dense = moe.mlp_only_layers or []
     outside = [layer for layer in dense if not 0 <= layer < layers]
     if outside:
-        rule, fix = f"there is no such layer: they are 0 to {layers - 1}", "remove it, or correct num_layers"
+        rule = f"there is no such layer: they are 0 to {layers - 1}"
+        fix = "remove it, or correct num_layers"
         yield problem(config, f"{_EXPERTS}.mlp_only_layers", rule, fix, value=outside[0])
     elif moe.decoder_sparse_step != 1 or dense:
         wanted = layers_with_experts(layers, moe.decoder_sparse_step, dense)

@@ -46,18 +46,22 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.router_aux_loss_coef", rule, _ONE)
     kinds = len(moe.aux_loss_types or [])
     if moe.aux_loss_factors is not None and len(moe.aux_loss_factors) != kinds:
-        rule, fix = f"needs one factor for each of aux_loss_types ({kinds})", "give both lists the same length"
+        rule = f"needs one factor for each of aux_loss_types ({kinds})"
+        fix = "give both lists the same length"
         yield problem(config, f"{_KEY}.aux_loss_factors", rule, fix)
 
 
 def _groups(config: Config, moe: MoEConfig) -> Iterator[Problem]:
-    groups, chosen = moe.n_group or 0, moe.topk_group or 0
+    groups = moe.n_group or 0
+    chosen = moe.topk_group or 0
     if groups and moe.expert_num % groups:
-        rule, fix = f"must divide the experts ({moe.expert_num})", "choose a divisor, or leave it out"
+        rule = f"must divide the experts ({moe.expert_num})"
+        fix = "choose a divisor, or leave it out"
         yield problem(config, f"{_KEY}.n_group", rule, fix)
         return
     if chosen and not groups:
-        rule, fix = "needs n_group: there are no groups", "set n_group, or leave both out"
+        rule = "needs n_group: there are no groups"
+        fix = "set n_group, or leave both out"
         yield problem(config, f"{_KEY}.topk_group", rule, fix)
     if groups > 1 and moe.topk_method == "greedy":
         yield problem(config, f"{_KEY}.topk_method", f"chooses without groups, and n_group is {groups}", _ONE)
@@ -70,7 +74,9 @@ def _groups(config: Config, moe: MoEConfig) -> Iterator[Problem]:
 
 
 def _layers(config: Config, moe: MoEConfig) -> Iterator[Problem]:
-    layers, dense, every = config.decoder.num_layers, moe.first_k_dense_replace, moe.moe_layer_freq
+    layers = config.decoder.num_layers
+    dense = moe.first_k_dense_replace
+    every = moe.moe_layer_freq
     if dense is not None and dense > layers:
         rule = f"must be at most num_layers ({layers})"
         yield problem(config, f"{_KEY}.first_k_dense_replace", rule, f"set it to {layers} or less")
@@ -78,15 +84,26 @@ def _layers(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         rule = f"a list needs one number for each of the {layers} layers"
         yield problem(config, f"{_KEY}.moe_layer_freq", rule, "give that many, or one number")
     elif set(every) - {0, 1} if isinstance(every, list) else every < 1:
-        rule = "a list holds 0 and 1" if isinstance(every, list) else "must be at least 1"
+        rule = "must be at least 1"
+        if isinstance(every, list):
+            rule = "a list holds 0 and 1"
         yield problem(config, f"{_KEY}.moe_layer_freq", rule, "write 1 for experts in every layer")
     elif moe.expert_num > 1 and not config.decoder.moe_layers:
         # Qwen3-MoE's keys are what was written where they give moe_layer_freq its value.
-        name = "mlp_only_layers" if moe.mlp_only_layers else "moe_layer_freq"
-        name = "decoder_sparse_step" if moe.decoder_sparse_step > 1 else name
-        beside = f"beside first_k_dense_replace = {dense} it " if dense else ""
-        name, beside = ("first_k_dense_replace", "") if dense == layers else (name, beside)
-        fix = "leave layers out of it" if name == "mlp_only_layers" else "lower it"
+        name = "moe_layer_freq"
+        if moe.mlp_only_layers:
+            name = "mlp_only_layers"
+        if moe.decoder_sparse_step > 1:
+            name = "decoder_sparse_step"
+        beside = ""
+        if dense:
+            beside = f"beside first_k_dense_replace = {dense} it "
+        if dense == layers:
+            name = "first_k_dense_replace"
+            beside = ""
+        fix = "lower it"
+        if name == "mlp_only_layers":
+            fix = "leave layers out of it"
         rule = f"{beside}leaves no layer with experts"
         yield problem(config, f"{_KEY}.{name}", rule, f"{fix}, or write expert_num: 1")
 
@@ -102,10 +119,15 @@ def _dropping(config: Config, moe: MoEConfig) -> Iterator[Problem]:
 def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
     """What would change the results and is not there."""
     factor = config.decoder.balance_factor
-    types, factors = moe.aux_loss_types or [], moe.aux_loss_factors or []
+    types = moe.aux_loss_types or []
+    factors = moe.aux_loss_factors or []
     if types and (types != ["expert"] or factors != [factor]):
-        name = "aux_loss_types" if types != ["expert"] else "aux_loss_factors"
-        wanted = f"{factors[types.index('expert')]:g}" if "expert" in types[: len(factors)] else "0.05"
+        name = "aux_loss_factors"
+        if types != ["expert"]:
+            name = "aux_loss_types"
+        wanted = "0.05"
+        if "expert" in types[: len(factors)]:
+            wanted = f"{factors[types.index('expert')]:g}"
         rule = "not yet supported: there is one balance loss, of the experts, times aux_loss_factor"
         rule += f" ({factor:g})"
         yield problem(config, f"{_KEY}.{name}", rule, f"write aux_loss_factor: {wanted}, and leave both lists out")
@@ -117,7 +139,8 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
     if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:
-        rule, fix = "gates shared experts, and there are none", "write shared_expert_num, or leave it out"
+        rule = "gates shared experts, and there are none"
+        fix = "write shared_expert_num, or leave it out"
         yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
 
 
@@ -137,7 +160,8 @@ def callback_problems(config: Config) -> Iterator[Problem]:
 
 def watched_keys(config: Config) -> dict[str, tuple[Any, str]]:
     """Returns what a callback may say of the model: the name of its key -> the value of the model and the key of it."""
-    decoder, moe = config.decoder, config.decoder.moe_config or MoEConfig()
+    decoder = config.decoder
+    moe = config.decoder.moe_config or MoEConfig()
     no_section = decoder.moe_config is None and bool(config.source.where(_KEY))  # null was written
     model: dict[str, tuple[Any, str]] = {
         "expert_num": (moe.expert_num, _KEY if no_section else f"{_KEY}.expert_num"),
@@ -159,9 +183,11 @@ def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: st
         (value, model_key), said = model[name], getattr(callback, name)
         if said is None or said == value or (name == "capacity_factor" and said == -1 and value is None):
             continue
-        where, section = config.source.where(model_key), model_key.rsplit(".", 1)[0]
+        where = config.source.where(model_key)
+        section = model_key.rsplit(".", 1)[0]
         if model_key == _KEY:
-            shown, section = f"null ({where}): a dense model", _KEY
+            shown = f"null ({where}): a dense model"
+            section = _KEY
         else:
             shown = f"{'null, no bound' if value is None else value}{f' ({where})' if where else ', its default'}"
         rule = f"disagrees with {config.source.name(model_key)} = {shown}"
@@ -171,8 +197,13 @@ def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: st
 
 def capacity_factor(moe: MoEConfig) -> float | None:
     """The capacity factor that the section asks for; None for no bound."""
-    factor = moe.effective_capacity if moe.capacity_factor is None else moe.capacity_factor
-    return None if factor == -1 else factor
+    if moe.capacity_factor is None:
+        factor = moe.effective_capacity
+    else:
+        factor = moe.capacity_factor
+    if factor == -1:
+        return None
+    return factor
 
 
 def watches_drop_rate(config: Config) -> bool:

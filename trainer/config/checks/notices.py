@@ -70,7 +70,8 @@ def _recomputes(config: Config) -> bool:
     return not config.trains or config.classifier is not None or any(recomputed_parts(config))
 
 
-_GRAPH_ALONE, _NOT_SHARED = "only semi-automatic mode has it", "parallel.enable_parallel_optimizer is False"
+_GRAPH_ALONE = "only semi-automatic mode has it"
+_NOT_SHARED = "parallel.enable_parallel_optimizer is False"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
     _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size", lambda c: not is_semi_auto(c),
@@ -158,16 +159,22 @@ def _unused(config: Config) -> Iterator[str]:
     for row in _UNUSED:
         if not row.when(config):
             continue
-        because = row.because if isinstance(row.because, str) else row.because(config)
+        if isinstance(row.because, str):
+            because = row.because
+        else:
+            because = row.because(config)
         section = config
         for part in row.section.split(".") if row.section else ():
             section = getattr(section, section.attribute(part))
         switched = row.switch and not config.source.where(f"{row.section}.{row.switch}")
         for name in row.keys.split():
-            key, value = f"{row.section}.{name}".lstrip("."), getattr(section, name)
+            key = f"{row.section}.{name}".lstrip(".")
+            value = getattr(section, name)
             default = type(section).model_fields[name].get_default(call_default_factory=True)
             if value != default or (switched and config.source.where(key)):
-                shown = f" {value}" if isinstance(value, (bool, int, float)) else ""
+                shown = ""
+                if isinstance(value, (bool, int, float)):
+                    shown = f" {value}"
                 keys.setdefault(because, []).append(f"{config.source.name(key)}{shown}")
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
@@ -196,7 +203,8 @@ def mode_notices(config: Config, world: World, device: str) -> Iterator[Notice]:
 
 
 def _precision(config: Config, device: str) -> Iterator[str]:
-    level, settings = config.amp_level, config.decoder
+    level = config.amp_level
+    settings = config.decoder
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
     for key in PART_KEYS:
         keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
@@ -211,7 +219,8 @@ def _precision(config: Config, device: str) -> Iterator[str]:
 
 
 def _run(config: Config) -> Iterator[str]:
-    decoder, train = config.decoder, config.train_dataset
+    decoder = config.decoder
+    train = config.train_dataset
     reads_sequences = config.run_mode not in ("predict", "chat") or config.source.where(f"{_MODEL}.seq_length")
     if decoder.max_positions < decoder.seq_length and reads_sequences:
         yield (f"{_MODEL}.seq_length {decoder.seq_length} is beyond max_position_embeddings {decoder.max_positions}:"
@@ -238,13 +247,16 @@ def _run(config: Config) -> Iterator[str]:
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
-            unlike = f"; unlike there, {OTHERS[value]}" if name == "model_type" and value in OTHERS else ""
+            unlike = ""
+            if name == "model_type" and value in OTHERS:
+                unlike = f"; unlike there, {OTHERS[value]}"
             yield (f"model_config.{name} {value}: not a family that is known here; taken as {config.model.arch.type},"
                    f" as model.arch.type says{unlike}")
 
 
 def _mixture(config: Config) -> Iterator[str]:
-    moe, written = config.decoder.experts, config.decoder.moe_config
+    moe = config.decoder.experts
+    written = config.decoder.moe_config
     watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
     if moe is None:
         if written is not None and written != MoEConfig():
@@ -276,13 +288,16 @@ def _mixture(config: Config) -> Iterator[str]:
     elif not moe.callback_moe_droprate:
         yield f"callbacks.{watchers[0]} MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed True"
     if moe.effective_capacity is None:
-        why = "use_gmm computes every token" if moe.use_gmm else "no capacity_factor bounds what an expert takes"
+        why = "no capacity_factor bounds what an expert takes"
+        if moe.use_gmm:
+            why = "use_gmm computes every token"
         yield f"the drop rate will be 0.00000 in every layer: {why}"
 
 
 def parallel_notices(config: Config, world: World) -> Iterator[str]:
     """What of the file has no effect in this job, and what was chosen for it."""
-    parallel, semi_auto = config.parallel, runs_semi_auto(config, world)
+    parallel = config.parallel
+    semi_auto = runs_semi_auto(config, world)
     if parallel.full_batch is False and not semi_auto:
         yield "parallel.full_batch False: not used, every rank reads sequences of its own"
     if world.size > 1:
@@ -292,14 +307,18 @@ def parallel_notices(config: Config, world: World) -> Iterator[str]:
             yield (f"parallel.parallel_mode {parallel.parallel_mode}: explicit mode in its place, as"
                    f" parallel_fallback {parallel.parallel_fallback} says")
         return
-    section, names = config.parallel_config, (*Degrees._fields, "micro_batch_num")
+    section = config.parallel_config
+    names = (*Degrees._fields, "micro_batch_num")
     used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
     if used and not config.use_parallel:
         yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {_why_alone(config)}"
     if config.use_parallel:
         yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
     plain = parallel.parallel_mode in (*DATA_PARALLEL, "stand_alone") or semi_auto
-    keys = [] if plain else [f"parallel_mode {parallel.parallel_mode}"]
+    if plain:
+        keys = []
+    else:
+        keys = [f"parallel_mode {parallel.parallel_mode}"]
     keys += ["enable_parallel_optimizer"] * parallel.enable_parallel_optimizer
     if keys:
         yield f"parallel ({', '.join(keys)}): not used, one device runs it all"
@@ -313,7 +332,8 @@ def _why_alone(config: Config) -> str:
         return "a conversation is held by one rank"
     if not config.trains and is_semi_auto(config):
         return "semi-automatic mode trains only"
-    section, divide = config.parallel_config, {*Degrees._fields} - {"data_parallel"}
+    section = config.parallel_config
+    divide = {*Degrees._fields} - {"data_parallel"}
     if config.run_mode == "predict" and config.context.device_target == "Ascend":
         if any(getattr(section, name) > 1 for name in divide):
             return "prediction divides a model on CPUs alone"
@@ -322,7 +342,8 @@ def _why_alone(config: Config) -> str:
 
 def pipeline_notices(config: Config) -> Iterator[str]:
     """What accumulation and micro_batch_num mean with and without a pipeline."""
-    steps, section = config.runner_config.gradient_accumulation_steps, config.parallel_config
+    steps = config.runner_config.gradient_accumulation_steps
+    section = config.parallel_config
     if steps > 1 and section.pipeline_stage > 1:
         yield Notice(
             f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"

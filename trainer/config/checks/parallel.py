@@ -62,12 +62,15 @@ def in_job(config: Config, world: World) -> Config:
 def micro_batches(config: Config, degrees: Degrees) -> int:
     """Those of an optimizer step on a rank: in a pipeline accumulation means micro_batch_num."""
     pipelined = degrees.pipeline_stage > 1
-    return config.parallel_config.micro_batch_num if pipelined else config.runner_config.gradient_accumulation_steps
+    if pipelined:
+        return config.parallel_config.micro_batch_num
+    return config.runner_config.gradient_accumulation_steps
 
 
 def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
     """A step of `global_batch_size` sequences must be whole micro-batches of all ranks."""
-    total, rows = config.runner_config.global_batch_size, config.runner_config.batch_size
+    total = config.runner_config.global_batch_size
+    rows = config.runner_config.batch_size
     ranks = degrees_of(config, world).data_parallel
     if total is not None and total % (rows * ranks):
         rule = f"must be a multiple of batch_size x data_parallel = {rows} x {ranks}"
@@ -109,7 +112,9 @@ def runs_semi_auto(config: Config, world: World) -> bool:
 
 def _in_force(config: Config, world: World) -> bool:
     """Whether `parallel_config` counts: an unset use_parallel follows the job."""
-    return world.size > 1 if config.use_parallel is None else config.use_parallel
+    if config.use_parallel is None:
+        return world.size > 1
+    return config.use_parallel
 
 
 def parallel_problems(config: Config, world: World) -> list[Problem]:
@@ -150,7 +155,8 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
     """What the trainer's own pipeline cannot do."""
     if degrees.pipeline_stage == 1:
         return
-    key, alone = "parallel_config.pipeline_stage", "set it to 1, or add --use_parallel False to run alone"
+    key = "parallel_config.pipeline_stage"
+    alone = "set it to 1, or add --use_parallel False to run alone"
     if config.classifier is not None:
         yield problem(config, key, "a classifier has data parallelism alone", alone)
         return
@@ -168,19 +174,23 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
         return []
     # The ways out that a user of the command has: other degrees, another number of ranks, or no job at all.
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
-    alone, left_out = "to run alone, add --use_parallel False", "an unset data_parallel takes the ranks that are left"
+    alone = "to run alone, add --use_parallel False"
+    left_out = "an unset data_parallel takes the ranks that are left"
     fix = f"{fix}; {alone if world.size == 1 else left_out}"
     key = mismatch.key
     if key != "expert_parallel" and config.parallel_config.data_parallel is None:  # the others do not fit
         key, ranks = indivisible_degree(degrees, world.size)
-        fix = f"{set_to_divisor(ranks)}, or {fix}" if ranks > 1 else fix
+        if ranks > 1:
+            fix = f"{set_to_divisor(ranks)}, or {fix}"
     return [problem(config, f"parallel_config.{key}", mismatch.rule, fix)]
 
 
 def _several_ranks(config: Config, world: World) -> Iterator[Problem]:
     mode = config.parallel.parallel_mode
     if mode not in (*DATA_PARALLEL, *SEMI_AUTO):
-        rule = f"runs one rank alone, and this job has {world.size}" if mode == "stand_alone" else "not yet supported"
+        rule = "not yet supported"
+        if mode == "stand_alone":
+            rule = f"runs one rank alone, and this job has {world.size}"
         yield problem(config, "parallel.parallel_mode", rule, "set it to 0, data parallelism, or leave it out")
     if config.classifier is not None and shards_optimizer(config, world) and sharing_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"

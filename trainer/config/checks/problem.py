@@ -47,7 +47,8 @@ def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND
     written = source.place(key)
     if value is _FIND:
         value = value_of(config, key)
-        value = NO_VALUE if value is None and written == NOWHERE else value
+        if value is None and written == NOWHERE:
+            value = NO_VALUE
     places = (written, source.place(because), SourceLocation(0, source.path))
     place = next((place for place in places if place != NOWHERE), NOWHERE)
     return problem_at(place, source.name(key), rule, fix, value)
@@ -60,7 +61,10 @@ def data_error(config: Config, key: str, rule: str, fix: str) -> UserError:
 
 def problem_at(place: SourceLocation, key: str, rule: str, fix: str, value: Any = NO_VALUE) -> Problem:
     """The same for a file that is no configuration yet."""
-    shown = {} if value is NO_VALUE else {"value": value}
+    if value is NO_VALUE:
+        shown = {}
+    else:
+        shown = {"value": value}
     return Problem(place, UserError(rule, where=place.text, key=key, fix=fix, **shown))
 
 
@@ -68,8 +72,13 @@ def value_of(config: Config, key: str) -> Any:
     """The value of a dotted key; of a section what the file sets of it."""
     value: Any = config
     for part in key.split("."):
-        value = value[int(part)] if isinstance(value, list) else getattr(value, value.attribute(part))
-    return value.model_dump(exclude_unset=True, by_alias=True) if hasattr(value, "model_dump") else value
+        if isinstance(value, list):
+            value = value[int(part)]
+        else:
+            value = getattr(value, value.attribute(part))
+    if hasattr(value, "model_dump"):
+        return value.model_dump(exclude_unset=True, by_alias=True)
+    return value
 
 
 class SeveralProblems(UserError):
@@ -78,7 +87,10 @@ class SeveralProblems(UserError):
     def __init__(self, errors: Sequence[UserError], *, whole: bool = False) -> None:
         super().__init__(f"{len(errors)} problems")
         self.errors = tuple(errors)
-        lines = list(map(str, self.errors)) if whole else [*map(str, self.errors[:_SHOWN]), *self._left_out()]
+        if whole:
+            lines = list(map(str, self.errors))
+        else:
+            lines = [*map(str, self.errors[:_SHOWN]), *self._left_out()]
         self._show(*lines)
 
     @property
@@ -102,7 +114,9 @@ class SeveralProblems(UserError):
         """How many problems are not shown, and in which files or flags they are."""
         left = self.errors[_SHOWN:]
         places = list(dict.fromkeys(_LINE.sub("", error.where) for error in left if error.where))
-        several = f" and {len(places) - _FILES} other places" if len(places) > _FILES else ""
+        several = ""
+        if len(places) > _FILES:
+            several = f" and {len(places) - _FILES} other places"
         if left:
             yield f"... and {len(left)} more" + (f", in {', '.join(places[:_FILES])}{several}." if places else ".")
 
@@ -129,4 +143,6 @@ def nearest(name: str, names: Sequence[str]) -> str:
 def one_of(names: Sequence[object]) -> str:
     """Lists names for a message: ``A, B or C``."""
     strings = [str(name) for name in names]
-    return strings[0] if len(strings) == 1 else f"{', '.join(strings[:-1])} or {strings[-1]}"
+    if len(strings) == 1:
+        return strings[0]
+    return f"{', '.join(strings[:-1])} or {strings[-1]}"

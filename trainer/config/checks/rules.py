@@ -37,13 +37,17 @@ def rule_problems(config: Config) -> list[Problem]:
 
 
 def _schedule(config: Config) -> Iterator[Problem]:
-    schedule, key, where = config.lr_schedule, "lr_schedule", config.source.where
-    total, names = schedule.total_steps, type(schedule).model_fields
+    schedule = config.lr_schedule
+    key = "lr_schedule"
+    where = config.source.where
+    total = schedule.total_steps
+    names = type(schedule).model_fields
     if total == 0:
         yield problem(config, f"{key}.total_steps", "must be at least 1, or -1", "write -1 for all steps of the run")
     used = {name: getattr(schedule, name) for name, field in names.items() if support_of(field)[0] == "supported"}
     for part in ("warmup", "decay", "decay_start"):
-        steps, ratio = used.get(f"{part}_steps"), used.get(f"{part}_ratio")
+        steps = used.get(f"{part}_steps")
+        ratio = used.get(f"{part}_ratio")
         if ratio is not None and steps:
             rule = f"says the same as {part}_ratio = {ratio} ({where(f'{key}.{part}_ratio')})"
             yield problem(config, f"{key}.{part}_steps", rule, _ONE)
@@ -51,7 +55,9 @@ def _schedule(config: Config) -> Iterator[Problem]:
             rule = f"must be at most the schedule's total_steps ({total})"
             fix = f"lower {part}_steps or raise {key}.total_steps"
             yield problem(config, f"{key}.{part}_steps", rule, fix)
-    name = "learning_rate" if "learning_rate" in names else "base_lr"
+    name = "base_lr"
+    if "learning_rate" in names:
+        name = "learning_rate"
     if config.optimizer.learning_rate not in (None, getattr(schedule, name)):
         rule = f"disagrees with {key}.{name} = {getattr(schedule, name)} ({where(f'{key}.{name}')})"
         fix = f"{_ONE}, or give both one value: --learning_rate X --optimizer.learning_rate X"
@@ -67,9 +73,11 @@ def _training(config: Config) -> Iterator[Problem]:
         if dataset is not None and dataset.packing is not None and not dataset.data_loader.reads_text:
             rule = f"a {dataset.data_loader.type} has no documents to pack"
             yield problem(config, f"{section}.packing", rule, "remove it")
-    scale, key = config.runner_wrapper.scale_sense, "runner_wrapper.scale_sense"
+    scale = config.runner_wrapper.scale_sense
+    key = "runner_wrapper.scale_sense"
     if isinstance(scale, LossScaleSection):
-        scale, key = scale.loss_scale_value, f"{key}.loss_scale_value"
+        scale = scale.loss_scale_value
+        key = f"{key}.loss_scale_value"
     if scale > _LARGEST_FLOAT32:
         rule = f"is beyond float32, in which the loss is multiplied: at most {_LARGEST_FLOAT32:.3g}"
         yield problem(config, key, rule, "write a smaller one: 65536 is a usual start")
@@ -129,7 +137,10 @@ def _run(config: Config) -> Iterator[Problem]:
         fix = f"write them in {_MODEL}, as configs/quickstart.yaml does, or name a model folder: --model FOLDER"
         # The template of a file has none of them and names no folder: flags do.
         folder = config.pretrained_model_dir
-        elsewhere = not _exists(folder) if folder else len(missing) == len(_SIZES)
+        if folder:
+            elsewhere = not _exists(folder)
+        else:
+            elsewhere = len(missing) == len(_SIZES)
         yield problem(config, _MODEL, rule, fix, value=NO_VALUE)._replace(is_absent=elsewhere)
     # A checkpoint of adapters holds no base model: a run that resumes needs one too.
     resumes = mode == "finetune" and config.resume_training is not False and not config.has_adapters
@@ -141,7 +152,12 @@ def _run(config: Config) -> Iterator[Problem]:
         fix = "give --load_checkpoint output/checkpoints/step-... or --model FOLDER, or use run_mode train"
         yield problem(config, "load_checkpoint", f"run_mode {mode} needs weights", fix, because="run_mode")
     yield from adapter_file_problems(config)
-    asked = "run_mode" if mode == "eval" else "do_eval" if config.do_eval and config.trains else ""
+    if mode == "eval":
+        asked = "run_mode"
+    else:
+        asked = ""
+        if config.do_eval and config.trains:
+            asked = "do_eval"
     if asked and config.eval_dataset is None and not config.train_dataset.held_out:
         fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
         yield problem(config, asked, "there is nothing to evaluate on", fix)
@@ -153,11 +169,19 @@ def _run(config: Config) -> Iterator[Problem]:
     folder = Path(config.output_dir).expanduser()
     blocking = next((path for path in (folder, *folder.parents) if os.path.lexists(path)), None)
     if blocking is not None and not os.path.isdir(blocking):
-        what = "a file" if blocking.exists() else "a link to what is not there"
-        rule = f"is {what}, not a folder" if blocking == folder else f"{blocking} is {what}, not a folder"
+        what = "a link to what is not there"
+        if blocking.exists():
+            what = "a file"
+        if blocking == folder:
+            rule = f"is {what}, not a folder"
+        else:
+            rule = f"{blocking} is {what}, not a folder"
         yield problem(config, "output_dir", rule, "give another --output_dir")
     elif blocking is not None and not os.access(blocking, os.W_OK | os.X_OK, effective_ids=True):
-        rule = "cannot be written" if blocking == folder else f"cannot be made: {blocking} cannot be written"
+        if blocking == folder:
+            rule = "cannot be written"
+        else:
+            rule = f"cannot be made: {blocking} cannot be written"
         fix = "give another --output_dir, or make the folder writable"
         yield problem(config, "output_dir", rule, fix)._replace(is_absent=True)
 
@@ -171,7 +195,10 @@ def _profiles(config: Config) -> Iterator[Problem]:
     window = config.profile_monitor
     if window is not None and window.stop_step < window.start_step:
         number = next((n for n, callback in enumerate(config.callbacks) if callback is window), None)
-        key = "profile_stop_step" if number is None else f"callbacks.{number}.stop_step"
+        if number is None:
+            key = "profile_stop_step"
+        else:
+            key = f"callbacks.{number}.stop_step"
         rule = f"must be at least the first step that is profiled ({window.start_step})"
         yield problem(config, key, rule, "raise it, or lower the first one")
 
@@ -193,7 +220,8 @@ def _evaluates(config: Config) -> Iterator[Problem]:
 
 def _samples(config: Config, world: World) -> Iterator[Problem]:
     """Text is sampled from a decoder with a tokenizer, in explicit mode."""
-    key, dataset = "sample_prompt", config.train_dataset
+    key = "sample_prompt"
+    dataset = config.train_dataset
     if config.sample_prompt is None:
         return
     fix = "leave it out, or generate from the checkpoints: --run_mode predict --use_parallel False"

@@ -25,7 +25,8 @@ class Finding(NamedTuple):
 def findings(section: Section, path: str = "") -> Iterator[Finding]:
     """All keys below a section whose value is not supported."""
     for name, field in type(section).model_fields.items():
-        value, key = getattr(section, name), f"{path}{field.alias or name}"
+        value = getattr(section, name)
+        key = f"{path}{field.alias or name}"
         support, reason = support_of(field)
         if support != "supported" and not is_neutral(value, field.get_default(call_default_factory=True)):
             yield Finding(key, value, support, reason)
@@ -68,18 +69,28 @@ def _unread(config: Config, key: str) -> str:
         # The module and the class: their code is not loaded, the class that is built in is taken.
         name = (config.decoder if "model_config" in key else config.model.arch).auto_register.rpartition(".")[2]
         config_classes = {family.config_class for family in FAMILIES.values()} - {""}
-        return "the class is built in" if known_class(name) or name in config_classes else ""
+        if known_class(name) or name in config_classes:
+            return "the class is built in"
+        return ""
     if key == "model.model_config.checkpoint_name_or_path":
         if config.load_checkpoint:
             return "load_checkpoint says which weights"
         absent = not Path(config.decoder.checkpoint_name_or_path or "").exists()
-        return "run_mode train starts from new weights" if config.run_mode == "train" and absent else ""
+        if config.run_mode == "train" and absent:
+            return "run_mode train starts from new weights"
+        return ""
     if key == "eval_dataset.data_loader":
         if trains:
-            return "" if config.do_eval else "do_eval is False"
-        return "" if config.run_mode == "eval" else f"run_mode is {config.run_mode}"
+            if config.do_eval:
+                return ""
+            return "do_eval is False"
+        if config.run_mode == "eval":
+            return ""
+        return f"run_mode is {config.run_mode}"
     if key == "train_dataset.data_loader" and not trains:
-        return "" if config.run_mode == "eval" and config.eval_dataset is None else f"run_mode is {config.run_mode}"
+        if config.run_mode == "eval" and config.eval_dataset is None:
+            return ""
+        return f"run_mode is {config.run_mode}"
     return ""
 
 

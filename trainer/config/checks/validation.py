@@ -107,7 +107,8 @@ def _problem(
     key = ".".join(path)
     around = (".".join(path[:length]) for length in range(len(path), 0, -1))
     place = next((positions[section] for section in around if section in positions), NOWHERE)
-    key = written[key] if key in written else key
+    if key in written:
+        key = written[key]
     if items[0]["type"] == "missing":
         return problem_at(place, key, "this key is required", f"add {path[-1]}: to it")
     value = items[0]["input"]
@@ -130,8 +131,13 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
         return f"must be {one_of(list(dict.fromkeys(kinds)))}"
     if items[0]["type"] == "path":
         return items[0]["msg"]
-    types = [name for each in shape_of(field).kinds for name in types_of(each)] if field is not None else []
-    return f"needs a type, which must be {one_of(types)}" if types else "has a value that is not possible here"
+    if field is not None:
+        types = [name for each in shape_of(field).kinds for name in types_of(each)]
+    else:
+        types = []
+    if types:
+        return f"needs a type, which must be {one_of(types)}"
+    return "has a value that is not possible here"
 
 
 def _literals(items: list[Any]) -> list[str]:
@@ -141,26 +147,35 @@ def _literals(items: list[Any]) -> list[str]:
 
 
 def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
-    types, names = {item["type"] for item in items}, _literals(items)
+    types = {item["type"] for item in items}
+    names = _literals(items)
     if names and isinstance(value, str):
         if path[-2:] == ("arch", "type") and (unlike := of_other_class(value)):
             return f"use another model; unlike in a Llama, {unlike}"
         guess = nearest(value, names)
-        return f"write {guess}" if guess else f"write {'one of ' * (len(names) > 1)}{one_of(names)}"
+        if guess:
+            return f"write {guess}"
+        return f"write {'one of ' * (len(names) > 1)}{one_of(names)}"
     if isinstance(value, str) and types & {"int_type", "float_type", "bool_type"}:
         bare = value.strip().replace("_", "")
         if bare.replace(".", "", 1).lstrip("+-").isdigit() or bare.lower() in ("true", "false"):
             return f"write {bare} without quotes"
         if "bool_type" in types and bare.lower() in ("yes", "no", "on", "off", "y", "n"):
             return f"write {bare.lower() in ('yes', 'on', 'y')}"
-    text, field = describe(path) or "correct the value", _declaration(path)
+    text = describe(path) or "correct the value"
+    field = _declaration(path)
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
     kinds = [_KINDS.get(item["type"], "") for item in items]
     if field is None or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
         return text
-    example = field.default if isinstance(field.default, int | float) and not isinstance(field.default, bool) else None
-    shown = "" if example is None else f", for example {example}"
+    example = None
+    if isinstance(field.default, int | float) and not isinstance(field.default, bool):
+        example = field.default
+    if example is None:
+        shown = ""
+    else:
+        shown = f", for example {example}"
     return f"write {one_of(list(dict.fromkeys(kinds)))}{shown}; {text}"
 
 
@@ -168,7 +183,9 @@ def describe(path: tuple[str, ...]) -> str:
     """The documentation of a key, for the fix of a message."""
     field = _declaration(path)
     if field is None:
-        return describe(path[:-1]) if path else ""
+        if path:
+            return describe(path[:-1])
+        return ""
     name = next(part for part in reversed(path) if not part.isdecimal())
     return f"{name}: {field.description}".rstrip(".")
 

@@ -72,7 +72,10 @@ def _save_path(work: Work, key: str) -> None:
 def _saving(work: Work, key: str) -> None:
     """Saving is a callback here; without one a run saves at its end."""
     callbacks = work.node("callbacks")
-    entries = list(callbacks.entries) if isinstance(callbacks, Items) else []
+    if isinstance(callbacks, Items):
+        entries = list(callbacks.entries)
+    else:
+        entries = []
     entries.append(Entry(tree({"type": "MFLossMonitor"}, work.place("callbacks")), work.place("callbacks")))
     steps = work.values[key]
     if not work.values["checkpoint.enable_save"]:

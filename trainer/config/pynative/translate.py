@@ -114,10 +114,14 @@ def _unknown(path: str, name: str, place: SourceLocation) -> Problem:
     acting = dict.fromkeys(row.key[len(path) :].split(".")[0] for row in ROWS if row.key.startswith(path))
     homes = [key for key in keys if key.endswith(f".{name}")]
     guess = nearest(name, list(known))
-    fix = f"remove it; the keys here are {', '.join(acting)}" if acting else "remove it"
+    fix = "remove it"
+    if acting:
+        fix = f"remove it; the keys here are {', '.join(acting)}"
     if guess:
         fix = f"you probably mean {path}{guess}"
     elif homes:
         fix = f"write it in its section: {homes[0]}"
-    rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
+    rule = "unknown key at the top level"
+    if path:
+        rule = f"unknown key in {path.rstrip('.')}"
     return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess))

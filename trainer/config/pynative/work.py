@@ -44,7 +44,10 @@ class Translation:
             return problem
         ours = "|".join(rf"\b{section}\b" for section in _WHERE_THERE)
         rule, fix = (re.sub(ours, lambda found: _WHERE_THERE[found[0]], text) for text in (error.rule, error.fix))
-        given = {} if error.value is None else {"value": error.value}
+        if error.value is None:
+            given = {}
+        else:
+            given = {"value": error.value}
         key = self.name_there(error.key)
         return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix, **given))
 
@@ -87,25 +90,34 @@ class Work:
 
     def node(self, key: str) -> Node:
         """Returns what the file has at a key there; an empty section where it has nothing."""
-        return self.entries[key].node if key in self.entries else Table()
+        if key in self.entries:
+            return self.entries[key].node
+        return Table()
 
     def table(self, key: str) -> Table:
         """Returns a section there, to be changed: a copy."""
         node = self.node(key)
-        return Table(dict(node.entries())) if isinstance(node, Table) else Table()
+        if isinstance(node, Table):
+            return Table(dict(node.entries()))
+        return Table()
 
     def problem(
         self, key: str, rule: str, fix: str, *, place: SourceLocation | None = None, has_value: bool = True
     ) -> None:
         """Adds a mistake in a key there, with its value where the file has one."""
-        value = plain(self.entries[key].node) if has_value and key in self.entries else NO_VALUE
+        value = NO_VALUE
+        if has_value and key in self.entries:
+            value = plain(self.entries[key].node)
         self.made.problems.append(problem_at(place or self.place(key), key, rule, fix, value))
 
     def put(self, key: str, value: Any, source: str, *, place: SourceLocation | None = None) -> None:
         """Sets a key of ours, to a node or a plain value, with the place of a key there."""
         place = place or self.place(source)
         table = parent(self.made.root, key, place)
-        node = value if isinstance(value, Scalar | Items | Table) else tree(value, place)
+        if isinstance(value, Scalar | Items | Table):
+            node = value
+        else:
+            node = tree(value, place)
         table.own[key.rpartition(".")[2]] = Entry(node, place)
         if not isinstance(value, Table):
             self.made.there[key] = source

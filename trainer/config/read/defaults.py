@@ -35,8 +35,13 @@ def _section(found: Resolved, key: str) -> dict[str, Any]:
     """A section of the file; an empty one when it is absent or not a section."""
     data: Any = found.data
     for part in key.split("."):
-        data = data.get(part) if isinstance(data, dict) else None
-    return data if isinstance(data, dict) else {}
+        if isinstance(data, dict):
+            data = data.get(part)
+        else:
+            data = None
+    if isinstance(data, dict):
+        return data
+    return {}
 
 
 def _set(found: Resolved, key: str, value: Any, because: str) -> None:
@@ -62,7 +67,8 @@ def _from_records(found: Resolved) -> None:
 
 def _from_family(found: Resolved) -> None:
     """Qwen2 has biases on query, key and value, Qwen3 norms on query and key, and so on: their names alone say so."""
-    kind, because = _section(found, "model.arch").get("type"), "model.arch.type"
+    kind = _section(found, "model.arch").get("type")
+    because = "model.arch.type"
     if kind is None:
         kind, key = named_family(_section(found, _MODEL))
         if not kind and _section(found, _MODEL).get("multi_latent_attention") is True:
@@ -72,7 +78,9 @@ def _from_family(found: Resolved) -> None:
             because = f"{_MODEL}.{key}"
             _set(found, "model.arch.type", kind, because)
     kind = _usual_class(found, kind)
-    family = FAMILIES.get(kind) if isinstance(kind, str) else None
+    family = None
+    if isinstance(kind, str):
+        family = FAMILIES.get(kind)
     for name, value in family.model.items() if family else ():
         _set(found, f"{_MODEL}.{name}", value, because)
     for name, field in ModelConfig.model_fields.items():
@@ -92,7 +100,10 @@ def _from_family(found: Resolved) -> None:
     # Hugging Face's `attention_bias` is one on o_proj too, but for some families; our `qkv_has_bias` is not.
     key = f"{_MODEL}.qkv_has_bias"
     asked = _section(found, _MODEL).get("qkv_has_bias") is True and found.written.get(key) == f"{_MODEL}.attention_bias"
-    has_output_bias = family.has_output_bias if family else not kind
+    if family:
+        has_output_bias = family.has_output_bias
+    else:
+        has_output_bias = not kind
     if asked and has_output_bias:
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, key)
 
@@ -121,15 +132,23 @@ def _from_class(found: Resolved, kind: Any) -> None:
         _set(found, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
     for name, value in FAMILIES[kind].defaults.items():
         own = yaml_names(ModelConfig).get(name)
-        key = f"{_MODEL}.{own}" if own else f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
+        if own:
+            key = f"{_MODEL}.{own}"
+        else:
+            key = f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
         if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):
             _set(found, key, value, "model.arch.type")
 
 
 def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
     """Whether a size of the class does not contradict what the file says."""
-    moe = settings.get("moe_config") if isinstance(settings.get("moe_config"), dict) else {}
-    experts, groups, layers = moe.get("expert_num"), moe.get("n_group"), settings.get("num_layers")
+    if isinstance(settings.get("moe_config"), dict):
+        moe = settings.get("moe_config")
+    else:
+        moe = {}
+    experts = moe.get("expert_num")
+    groups = moe.get("n_group")
+    layers = settings.get("num_layers")
     if name == "num_experts_per_tok":
         return not isinstance(experts, int) or experts >= value
     if name == "n_group":
@@ -143,7 +162,8 @@ def _from_aliases(found: Resolved) -> None:
     """Keys that mean the same as another key, under another name or in another place."""
     if _section(found, _EXPERTS).get("scoring_func") == "sigmoid":
         _set(found, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
-    settings, heads = _section(found, _MODEL), f"{_MODEL}.n_kv_heads"
+    settings = _section(found, _MODEL)
+    heads = f"{_MODEL}.n_kv_heads"
     if settings.get("multi_query_attention") is False and found.written.get(heads) == f"{_MODEL}.multi_query_group_num":
         settings["n_kv_heads"] = None
     because = f"{_MODEL}.mlp_has_bias"
@@ -170,19 +190,24 @@ def _from_flat_yarn(found: Resolved) -> None:
 
     With multi_latent_attention it has 0.707 for both. Keys of a yarn in rope_scaling, as a model folder has it, stay.
     """
-    settings, because = _section(found, _MODEL), f"{_MODEL}.position_embedding_type"
+    settings = _section(found, _MODEL)
+    because = f"{_MODEL}.position_embedding_type"
     key = next((key for key in ("rotary_scaling_factor", "scaling_factor") if key in settings), "")
     factor = settings.get(key)
     if settings.get("position_embedding_type") != "yarn" or isinstance(factor, dict) or not key:
         return
     whole = settings.pop("rope_scaling", None)
-    whole = whole if isinstance(whole, dict) and whole.get("rope_type") == "yarn" else {}
+    if not (isinstance(whole, dict) and whole.get("rope_type") == "yarn"):
+        whole = {}
     _set(found, f"{_MODEL}.rope_scaling", {**whole, "rope_type": "yarn", "factor": factor}, because)
     names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     for name in (name for name in names if settings.get(name) is not None):
         settings["rope_scaling"].pop(name, None)
         _set(found, f"{_MODEL}.rope_scaling.{name}", settings[name], f"{_MODEL}.{name}")
-    unset = (0.707, 0.707) if settings.get("multi_latent_attention") else (1.0, 0.0)
+    if settings.get("multi_latent_attention"):
+        unset = (0.707, 0.707)
+    else:
+        unset = (1.0, 0.0)
     scales = [settings.get(name, default) for name, default in zip(names[2:], unset, strict=True)]
     numbers = all(isinstance(value, int | float) for value in (factor, *scales))
     if not whole and settings.get("multi_latent_attention"):
@@ -199,7 +224,8 @@ def _from_grouped_schedule(found: Resolved) -> None:
     """``grouped_lr_schedule`` whose groups all have the default schedule is that schedule."""
     key = "grouped_lr_schedule"
     grouped = _section(found, key)
-    default, others = grouped.get("default"), grouped.get("grouped") or []
+    default = grouped.get("default")
+    others = grouped.get("grouped") or []
     if not isinstance(default, dict) or not isinstance(others, list) or found.data.get("lr_schedule"):
         return
     plain = [{name: value for name, value in other.items() if name != "params"} for other in others]
@@ -216,8 +242,10 @@ def _from_grouped_schedule(found: Resolved) -> None:
 
 def _from_sparse_layers(found: Resolved) -> None:
     """Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts."""
-    experts, layers = _section(found, _EXPERTS), _section(found, _MODEL).get("num_layers")
-    every, dense = experts.get("decoder_sparse_step", 1), experts.get("mlp_only_layers")
+    experts = _section(found, _EXPERTS)
+    layers = _section(found, _MODEL).get("num_layers")
+    every = experts.get("decoder_sparse_step", 1)
+    dense = experts.get("mlp_only_layers")
     valid = isinstance(every, int) and every > 0 and isinstance(layers, int) and isinstance(dense, list | None)
     if valid and (every != 1 or dense):
         because = f"{_EXPERTS}.{'mlp_only_layers' if dense else 'decoder_sparse_step'}"
@@ -226,13 +254,17 @@ def _from_sparse_layers(found: Resolved) -> None:
 
 def _from_optimizer(found: Resolved) -> None:
     """Muon has MindSpore Transformers' defaults; a learning rate is the peak of the schedule, or constant without."""
-    optimizer, schedule = _section(found, "optimizer"), _section(found, "lr_schedule")
+    optimizer = _section(found, "optimizer")
+    schedule = _section(found, "lr_schedule")
     for name, value in _MUON.items() if optimizer.get("type") == "Muon" else ():
         _set(found, f"optimizer.{name}", list(value) if isinstance(value, list) else value, "optimizer.type")
-    rate, because = optimizer.get("learning_rate"), "optimizer.learning_rate"
+    rate = optimizer.get("learning_rate")
+    because = "optimizer.learning_rate"
     if rate is None or isinstance(rate, bool):
         return
     if not schedule and "lr_schedule" not in found.positions:
         _set(found, "lr_schedule.type", "ConstantWarmUpLR", because)
-    name = "base_lr" if str(schedule.get("type", "")).startswith("CosineAnnealing") else "learning_rate"
+    name = "learning_rate"
+    if str(schedule.get("type", "")).startswith("CosineAnnealing"):
+        name = "base_lr"
     _set(found, f"lr_schedule.{name}", rate, because)

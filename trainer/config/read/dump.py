@@ -86,7 +86,9 @@ def _values(section: Section) -> dict[str, Any]:
         acts = support_of(field)[0] == "supported" and value is not None and written != {}
         if acts or value != field.get_default(call_default_factory=True):
             plain[field.alias or name] = written
-    return {"type": plain["type"], **plain} if "type" in plain else plain
+    if "type" in plain:
+        return {"type": plain["type"], **plain}
+    return plain
 
 
 def _written(value: Any) -> Any:

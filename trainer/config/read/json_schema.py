@@ -17,12 +17,18 @@ def json_schema() -> dict[str, Any]:
     schema = Config.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
     for kind in _all_sections():
-        described = schema if kind is Config else definitions[kind.__name__]
+        if kind is Config:
+            described = schema
+        else:
+            described = definitions[kind.__name__]
         _allow_empty_sections(kind, described)
         _add_aliases(kind, described)
         if kind.type_aliases:
             names = described["properties"]["type"]
-            known = names["enum"] if "enum" in names else [names.pop("const")]
+            if "enum" in names:
+                known = names["enum"]
+            else:
+                known = [names.pop("const")]
             names["enum"] = [*known, *kind.type_aliases]
     _add_places(schema)
     for described in (schema, *definitions.values()):
@@ -45,7 +51,8 @@ def _all_sections() -> list[type[Section]]:
 def _allow_empty_sections(kind: type[Section], described: dict[str, Any]) -> None:
     """``section:`` with nothing below it is null in YAML, and means the defaults."""
     for name, field in kind.model_fields.items():
-        shape, key = shape_of(field), field.alias or name
+        shape = shape_of(field)
+        key = field.alias or name
         if shape.kinds and not shape.nullable:
             inner = described["properties"][key]
             outer = {word: inner.pop(word) for word in ("description", "default", "title") if word in inner}
@@ -67,8 +74,10 @@ def _renamed(described: dict[str, Any], main: str) -> dict[str, Any]:
 
 def _add_places(schema: dict[str, Any]) -> None:
     """The other places of sections: see relocate.py."""
-    definitions, top = schema["$defs"], schema["properties"]
-    model, moe = definitions[ModelConfig.__name__]["properties"], definitions[MoEConfig.__name__]["properties"]
+    definitions = schema["$defs"]
+    top = schema["properties"]
+    model = definitions[ModelConfig.__name__]["properties"]
+    moe = definitions[MoEConfig.__name__]["properties"]
     for key in list(moe):
         if is_flat_moe_key(key):
             model[key] = _renamed(moe[key], f"moe_config.{key}")
@@ -86,6 +95,12 @@ def _drop_discriminators(described: Any) -> None:
     """A discriminator demands its key, and ours has a default; ``oneOf`` with a constant ``type`` says the same."""
     if isinstance(described, dict) and "oneOf" in described:
         described.pop("discriminator", None)
-    below = described.values() if isinstance(described, dict) else described if isinstance(described, list) else ()
+    if isinstance(described, dict):
+        below = described.values()
+    else:
+        if isinstance(described, list):
+            below = described
+        else:
+            below = ()
     for value in below:
         _drop_discriminators(value)

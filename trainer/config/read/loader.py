@@ -96,7 +96,8 @@ def _translated(
     ours = [one for one in overrides if one not in there and (one.source, one.text) != ("flag --mode", "1")]
     problems, notices = apply_overrides(root, there)
     made = translate(name, root)
-    made.problems[:0], made.notices[:0] = problems, notices
+    made.problems[:0] = problems
+    made.notices[:0] = notices
     return made, ours
 
 

@@ -24,7 +24,8 @@ from trainer.errors import UserError
 from trainer.input_files import path_mistake
 
 KEY = "pretrained_model_dir"
-_ARCH, _MODEL = "model.arch.type", "model.model_config"
+_ARCH = "model.arch.type"
+_MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _SIZES = (
     *(f"{_MODEL}.{name}" for name in "num_layers hidden_size num_heads n_kv_heads head_dim intermediate_size vocab_size"
@@ -61,7 +62,8 @@ def add_model_folder(found: Resolved) -> None:
     Raises:
         UserError: The folder or its files cannot be read, or the family is not known.
     """
-    name, place = found.data.get(KEY), found.positions.get(KEY)
+    name = found.data.get(KEY)
+    place = found.positions.get(KEY)
     if not isinstance(name, str) or not name or place is None:
         try:
             _family(found, found, _value(found.data, _MODEL) or {})
@@ -74,7 +76,9 @@ def add_model_folder(found: Resolved) -> None:
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        rule = "is a file, not a folder" if folder.exists() else "there is no such folder"
+        rule = "there is no such folder"
+        if folder.exists():
+            rule = "is a file, not a folder"
         found.problems.append(problem_at(place, KEY, rule, _FIX, name)._replace(is_absent=not folder.exists()))
         return
     facts = _model(_read_json(folder / "config.json", place, name), f"{folder}/config.json", found)
@@ -92,7 +96,10 @@ def add_model_folder(found: Resolved) -> None:
 def _value(data: Any, key: str) -> Any:
     """The value of a dotted key; None where there is none."""
     for part in key.split("."):
-        data = data.get(part) if isinstance(data, dict) else None
+        if isinstance(data, dict):
+            data = data.get(part)
+        else:
+            data = None
     return data
 
 
@@ -105,10 +112,14 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
         parsed = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         absent = isinstance(error, FileNotFoundError)
-        rule = f"the folder has no {file.name}" if absent else f"{file.name} cannot be read ({error})"
+        if absent:
+            rule = f"the folder has no {file.name}"
+        else:
+            rule = f"{file.name} cannot be read ({error})"
         raise UserError(rule, where=place.text, key=KEY, value=name, fix=_FIX) from None
     except ValueError as error:
-        line, rule = getattr(error, "lineno", 1), f"is not valid JSON: {getattr(error, 'msg', error)}"
+        line = getattr(error, "lineno", 1)
+        rule = f"is not valid JSON: {getattr(error, 'msg', error)}"
         raise UserError(rule, where=f"{file}:{line}", key=file.name, fix="correct the file, or copy it again") from None
     except RecursionError:
         rule = "is nested too deep"
@@ -116,7 +127,9 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     if not isinstance(parsed, dict):
         raise UserError("must hold a JSON object", where=f"{file}:1", key=file.name, fix="copy the file again")
     # JSON is YAML but for tabs, which stand between values only: in a string they are written as \\t.
-    return parse_document(str(file), text.replace("\t", " "))[0] if parsed else Table()
+    if parsed:
+        return parse_document(str(file), text.replace("\t", " "))[0]
+    return Table()
 
 
 def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -> tuple[str, str]:
@@ -127,14 +140,25 @@ def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -
     Raises:
         UserError: The settings name a class that is not known, and the YAML does not say what to take it as.
     """
-    classes, kind, written = settings.get("architectures"), settings.get("model_type"), _value(found.data, _ARCH)
+    classes = settings.get("architectures")
+    kind = settings.get("model_type")
+    written = _value(found.data, _ARCH)
     by_class, by_kind = (named_family({key: settings.get(key)})[0] for key in ("architectures", "model_type"))
-    unknown = "architectures" if classes and not by_class else "model_type" if kind and not by_kind else ""
-    named = "" if unknown else by_class or by_kind
+    if classes and not by_class:
+        unknown = "architectures"
+    else:
+        unknown = ""
+        if kind and not by_kind:
+            unknown = "model_type"
+    if unknown:
+        named = ""
+    else:
+        named = by_class or by_kind
     if written is not None or not (unknown or (by_class and by_kind and by_class != by_kind)):
         return known_class(written) or named, named
     if by_kind:  # another class of a known family
-        where, key = described.positions[f"{_MODEL}.architectures"].text, f"{_MODEL}.architectures"
+        where = described.positions[f"{_MODEL}.architectures"].text
+        key = f"{_MODEL}.architectures"
         rule = f"is not the class that is known of model_type {kind}: {by_kind}"
         fix = f"write {_ARCH}: {by_kind}{f' or {by_class}' if by_class else ''}, whichever it is"
         raise UserError(rule, where=where, key=key, value=classes, fix=fix)
@@ -166,7 +190,8 @@ def _resolved(entries: dict[str, Entry]) -> Resolved:
 
 def _model(table: Table, file: str, found: Resolved) -> Resolved:
     """What config.json says, with the defaults of its class for keys that it leaves out."""
-    entries, values = table.entries(), plain(table)
+    entries = table.entries()
+    values = plain(table)
     by_name = named_family(values)[0]
     for key, meaning in FAMILIES[by_name].renamed_keys.items() if by_name else ():
         if key in entries:
@@ -183,7 +208,10 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
     problems = []
     for key, entry in entries.items():
         judged = verdict(key, values[key], family, named)
-        wrong = _unsupported(key, entry) if judged == "read" else []
+        if judged == "read":
+            wrong = _unsupported(key, entry)
+        else:
+            wrong = []
         problems += wrong
         if judged == "read" and not wrong and not _says_nothing(key, values):
             own[key] = entry
@@ -222,7 +250,9 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
     if key in _WINDOW_KEYS:
         if known.windows or not named:
             return "read"
-        return "unread" if value else "harmless"
+        if value:
+            return "unread"
+        return "harmless"
     if is_known_effect(key) or key in _EVERY_CLASS or key in known.defaults or is_expert_count:
         return "read"
     if not known.in_transformers and (key in yaml_names(ModelConfig) or key in yaml_names(MoEConfig)):
@@ -233,7 +263,9 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
         return "unread"
     if key in ("rope_interleave", "rope_interleaved"):
         return "read"
-    return "harmless" if value in (None, False, "", [], {}) else "unknown"
+    if value in (None, False, "", [], {}):
+        return "harmless"
+    return "unknown"
 
 
 def _says_nothing(key: str, values: Mapping[str, Any]) -> bool:
@@ -243,7 +275,10 @@ def _says_nothing(key: str, values: Mapping[str, Any]) -> bool:
 
 def _unsupported(key: str, entry: Entry) -> list[Problem]:
     """Values of config.json that there is no code for: a fix that names another value would be wrong advice."""
-    checked = [("hidden_act", key, entry)] if key == "hidden_act" else []
+    if key == "hidden_act":
+        checked = [("hidden_act", key, entry)]
+    else:
+        checked = []
     if key in ("rope_scaling", "rope_parameters") and isinstance(entry.node, Table):
         inside = entry.node.entries()
         checked = [("rope_type", f"{key}.{name}", inside[name]) for name in ("type", "rope_type") if name in inside]
@@ -265,7 +300,9 @@ def _derive_heads(facts: Resolved) -> None:
     settings = _value(facts.data, _MODEL)
     if "kv_lora_rank" in settings:  # multi-head latent attention has widths of its own
         return
-    width, heads, place = settings.get("hidden_size"), settings.get("num_heads"), f"{_MODEL}.num_heads"
+    width = settings.get("hidden_size")
+    heads = settings.get("num_heads")
+    place = f"{_MODEL}.num_heads"
     if isinstance(heads, int) and heads > 0 and isinstance(width, int):
         for name, value in (("n_kv_heads", heads), ("head_dim", width // heads)):
             if settings.get(name) is None:
@@ -295,7 +332,8 @@ def _add(found: Resolved, more: Resolved) -> None:
             elif own.get(name) is None and value is not None:
                 own[name] = value
                 for table in ("positions", "written"):
-                    ours, theirs = getattr(found, table), getattr(more, table)
+                    ours = getattr(found, table)
+                    theirs = getattr(more, table)
                     ours |= {one: theirs[one] for one in theirs if f"{one}.".startswith(f"{key}.")}
 
     add(found.data, more.data, "")
@@ -306,7 +344,8 @@ def _report_contradictions(found: Resolved, facts: Resolved) -> None:
     """Adds a problem for each size that the YAML gives otherwise; a notice where the weights are not read."""
     names = []
     for key in _SIZES:
-        ours, theirs = _value(found.data, key), _value(facts.data, key)
+        ours = _value(found.data, key)
+        theirs = _value(facts.data, key)
         if ours is None or theirs is None or ours == theirs:
             continue
         if found.data.get("run_mode", "train") == "train" and not found.data.get("load_checkpoint"):
@@ -314,7 +353,9 @@ def _report_contradictions(found: Resolved, facts: Resolved) -> None:
         else:
             source = facts.positions[key].text
             rule = f"{source} says {theirs}: weights of that size do not fit a model of this one"
-            name = found.written[key] if key in found.written else key
+            name = key
+            if key in found.written:
+                name = found.written[key]
             fix = "leave it out, or name another folder"
             found.problems.append(problem_at(found.positions[key], name, rule, fix, ours))
     if names:
@@ -332,11 +373,13 @@ def _use_folder(found: Resolved, name: str) -> None:
         if resumes and data.get("load_checkpoint") == name:  # a resolved config.yaml: these were the first weights
             data["load_checkpoint"] = ""
         elif not resumes and not data.get("load_checkpoint"):
-            data["load_checkpoint"], found.positions["load_checkpoint"] = name, place
+            data["load_checkpoint"] = name
+            found.positions["load_checkpoint"] = place
     tokenizer = data.setdefault("train_dataset", {}).setdefault("tokenizer", {})
     if not tokenizer.get("path") and tokenizer.get("type") != "bytes":
         for key, value in (("type", "huggingface"), ("path", name)):
-            tokenizer[key], found.positions[f"train_dataset.tokenizer.{key}"] = value, place
+            tokenizer[key] = value
+            found.positions[f"train_dataset.tokenizer.{key}"] = place
 
 
 def described_model(config_json: Mapping[str, Any]) -> ModelConfig:

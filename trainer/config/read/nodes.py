@@ -60,7 +60,9 @@ def children(node: Node) -> list[tuple[str, Entry]]:
     """What a node holds, with its key or number."""
     if isinstance(node, Table):
         return list(node.entries().items())
-    return [(str(number), entry) for number, entry in enumerate(node.entries)] if isinstance(node, Items) else []
+    if isinstance(node, Items):
+        return [(str(number), entry) for number, entry in enumerate(node.entries)]
+    return []
 
 
 def expanded(node: Node, known: dict[int, tuple[int, int]] | None = None) -> tuple[int, int]:
@@ -68,10 +70,20 @@ def expanded(node: Node, known: dict[int, tuple[int, int]] | None = None) -> tup
 
     Each node is visited once, however often it is used.
     """
-    known = {} if known is None else known
+    if known is None:
+        known = {}
     if id(node) not in known:
-        entries = node.own.values() if isinstance(node, Table) else node.entries if isinstance(node, Items) else ()
-        bases = node.bases if isinstance(node, Table) else []
+        if isinstance(node, Table):
+            entries = node.own.values()
+        else:
+            if isinstance(node, Items):
+                entries = node.entries
+            else:
+                entries = ()
+        if isinstance(node, Table):
+            bases = node.bases
+        else:
+            bases = []
         below = [expanded(one, known) for one in (*(entry.node for entry in entries), *bases)]
         known[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
     return known[id(node)]
@@ -82,8 +94,15 @@ def own_node(entry: Entry) -> Node:
     node = entry.node
     if entry.is_alias:
         shared = {key: Entry(below.node, below.place, is_alias=True) for key, below in children(node)}
-        copy = Items([*shared.values()]) if isinstance(node, Items) else Table(shared)
-        entry.node, entry.is_alias = Scalar(node.value) if isinstance(node, Scalar) else copy, False
+        if isinstance(node, Items):
+            copy = Items([*shared.values()])
+        else:
+            copy = Table(shared)
+        if isinstance(node, Scalar):
+            entry.node = Scalar(node.value)
+        else:
+            entry.node = copy
+        entry.is_alias = False
     return entry.node
 
 

@@ -85,17 +85,26 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
             return []
     if is_null(value.node) and not override.texts and _removed(root, keys):
         return []
-    entry, shape = Entry(root), Shape((Config,), is_list=False, nullable=False)
+    entry = Entry(root)
+    shape = Shape((Config,), is_list=False, nullable=False)
     written: list[str] = []
     for depth, key in enumerate(keys):
-        node, path = own_node(entry), ".".join(keys[:depth])
+        node = own_node(entry)
+        path = ".".join(keys[:depth])
         if is_null(node):
             node = entry.node = Items() if shape.is_list else Table()
         if isinstance(node, Items):
             count = len(node.entries)
             if not key.isdecimal() or int(key) >= count:
-                valid = "the list is empty" if not count else "only index 0" if count == 1 else f"0 to {count - 1}"
-                rule, fix = f"{path} is a list without item {key!r} (valid: {valid})", "give the whole list as [...]"
+                if not count:
+                    valid = "the list is empty"
+                else:
+                    if count == 1:
+                        valid = "only index 0"
+                    else:
+                        valid = f"0 to {count - 1}"
+                rule = f"{path} is a list without item {key!r} (valid: {valid})"
+                fix = "give the whole list as [...]"
                 raise UserError(rule, where=place.text, key=override.key, fix=f"use a valid index, or {fix}")
             entry = node.entries[int(key)]
         elif isinstance(node, Table):
@@ -115,11 +124,15 @@ def _removed(root: Table, keys: list[str]) -> bool:
     entry = Entry(root)
     for key in keys[:-1]:
         below = own_node(entry)
-        entries = below.own if isinstance(below, Table) else dict(children(below))
+        if isinstance(below, Table):
+            entries = below.own
+        else:
+            entries = dict(children(below))
         if key not in entries:
             return False
         entry = entries[key]
-    table, names = own_node(entry), {keys[-1], *(name for field in fields for name in aliases_of(field))}
+    table = own_node(entry)
+    names = {keys[-1], *(name for field in fields for name in aliases_of(field))}
     found = [name for name in names if isinstance(table, Table) and name in table.own]
     for name in found:
         del table.own[name]
@@ -130,11 +143,15 @@ def _parsed(override: Override, place: SourceLocation, most: int) -> Entry:
     """The value: as YAML, or as the string it is where the key can only hold strings."""
     if override.texts:
         entries = [Entry(Scalar(text), place) for text in override.texts]
-        return entries[0] if len(entries) == 1 else Entry(Items(entries), place)
+        if len(entries) == 1:
+            return entries[0]
+        return Entry(Items(entries), place)
     value = parse_value(override.text, place, override.key, most)
     kinds = {kind for field in fields_at(override.key) for kind in scalar_kinds(field)}
     is_text = isinstance(value.node, Scalar) and isinstance(value.node.value, (bool, int, float))
-    return Entry(Scalar(override.text), place) if str in kinds <= {str, list} and is_text else value
+    if str in kinds <= {str, list} and is_text:
+        return Entry(Scalar(override.text), place)
+    return value
 
 
 def is_boolean(key: str) -> bool:
@@ -144,25 +161,38 @@ def is_boolean(key: str) -> bool:
 
 def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:
     """The name that the file uses for a key, and its entry, made when absent."""
-    names, shape, absent = [key], Shape((), is_list=False, nullable=True), Scalar(None)
+    names = [key]
+    shape = Shape((), is_list=False, nullable=True)
+    absent = Scalar(None)
     for main, field in (item for kind in kinds for item in fields_by_yaml_name(kind).items()):
         if key in (main, *aliases_of(field)):
             names += [main, *aliases_of(field)]
-            shape, absent = shape_of(field), _default_list(field)
+            shape = shape_of(field)
+            absent = _default_list(field)
     entries = node.entries()
     present = [name for name in dict.fromkeys(names) if name in entries]
     for name in present[1:]:
         node.own.pop(name, None)
-    name = present[0] if present else key
+    name = key
+    if present:
+        name = present[0]
     if name not in node.own:
-        node.own[name] = entries[name] if present else Entry(absent, place)
+        if present:
+            node.own[name] = entries[name]
+        else:
+            node.own[name] = Entry(absent, place)
     return name, node.own[name], shape
 
 
 def _default_list(field: FieldInfo) -> Items | Scalar:
     """What an index counts in where the file has no such list: the default, for example of ``optimizer.betas``."""
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    return Items([Entry(Scalar(value)) for value in default]) if isinstance(default, list) and default else Scalar(None)
+    if field.is_required():
+        default = None
+    else:
+        default = field.get_default(call_default_factory=True)
+    if isinstance(default, list) and default:
+        return Items([Entry(Scalar(value)) for value in default])
+    return Scalar(None)
 
 
 def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
@@ -172,12 +202,20 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
         Notices about aliases that followed.
     """
     old = entry.node
-    uses = [] if entry.is_alias else [(path, other) for path, other in _uses(root, "") if other.node is old]
-    entry.node, entry.place, entry.is_alias = value.node, value.place, False
+    if entry.is_alias:
+        uses = []
+    else:
+        uses = [(path, other) for path, other in _uses(root, "") if other.node is old]
+    entry.node = value.node
+    entry.place = value.place
+    entry.is_alias = False
     for _, other in uses:
-        other.node, other.place = value.node, value.place
+        other.node = value.node
+        other.place = value.place
     followers = [path for path, _ in uses if path != key]
-    return [f"{value.place.text}: {key} is anchored, {', '.join(followers)} follows"] if followers else []
+    if followers:
+        return [f"{value.place.text}: {key} is anchored, {', '.join(followers)} follows"]
+    return []
 
 
 def _uses(node: Node, path: str) -> Iterator[tuple[str, Entry]]:

@@ -48,7 +48,9 @@ def canonical_key(key: str) -> str:
     section, _, name = key.rpartition(".")
     if section == _MODEL and is_flat_moe_key(name):
         return f"{_MODEL}.moe_config.{name}"
-    return f"optimizer.betas.{_BETAS[name]}" if section == "optimizer" and name in _BETAS else key
+    if section == "optimizer" and name in _BETAS:
+        return f"optimizer.betas.{_BETAS[name]}"
+    return key
 
 
 def is_flat_moe_key(key: str) -> bool:
@@ -104,7 +106,8 @@ def _drop_whole_width(settings: Table) -> None:
 
 def _remove(table: Table, name: str) -> None:
     if name not in table.own:
-        table.own, table.bases = table.entries(), []
+        table.own = table.entries()
+        table.bases = []
     del table.own[name]
 
 
@@ -112,7 +115,10 @@ def find_entry(root: Table, key: str) -> Entry | None:
     """What stands at a dotted key; None where nothing does."""
     entry = Entry(root)
     for part in key.split("."):
-        entries = entry.node.entries() if isinstance(entry.node, Table) else {}
+        if isinstance(entry.node, Table):
+            entries = entry.node.entries()
+        else:
+            entries = {}
         if part not in entries:
             return None
         entry = entries[part]
@@ -144,8 +150,11 @@ def _move(root: Table, old: str, new: str, *, keeps_null: bool = False) -> None:
     _remove(parent(root, old, entry.place), old.rpartition(".")[2])
     if is_null(entry.node) and not keeps_null:
         return
-    target, name = parent(root, new, entry.place), new.rpartition(".")[2]
-    present = target.entries()[name] if name in target.entries() else None
+    target = parent(root, new, entry.place)
+    name = new.rpartition(".")[2]
+    present = None
+    if name in target.entries():
+        present = target.entries()[name]
     if present is None or (is_null(present.node) and not keeps_null):
         target.own[name] = entry
     elif present.node is not entry.node:
@@ -174,7 +183,12 @@ def merge(first: Entry, second: Entry, key: str) -> Table | Items | Scalar:
 
 def disagreement(key: str, first: Entry, second: Entry) -> UserError:
     """Two places give one key different values."""
-    later, earlier = (first, second) if first.place.order > second.place.order else (second, first)
+    if first.place.order > second.place.order:
+        later = first
+        earlier = second
+    else:
+        later = second
+        earlier = first
     rule = f"disagrees with {earlier.place.text}, where the same setting is {plain(earlier.node)!r}"
     return UserError(rule, where=later.place.text, key=key, value=plain(later.node), fix="remove one of the two")
 
@@ -182,7 +196,10 @@ def disagreement(key: str, first: Entry, second: Entry) -> UserError:
 def _join_betas(root: Table) -> None:
     """``beta1`` and ``beta2`` of the optimizer become ``betas``, the absent one with its default."""
     optimizer = find_entry(root, "optimizer")
-    entries = optimizer.node.entries() if optimizer is not None and isinstance(optimizer.node, Table) else {}
+    if optimizer is not None and isinstance(optimizer.node, Table):
+        entries = optimizer.node.entries()
+    else:
+        entries = {}
     given = {name: entries[name] for name in _BETAS if name in entries}
     if not given:
         return
@@ -205,13 +222,18 @@ def _adopt_lost_keys(root: Table) -> list[str]:
     for key, entry in list(root.own.items()):
         if is_top_level(key):
             opened = is_null(entry.node) or isinstance(entry.node, Items)
-            section_key = key if opened and _names_in(key) else ""
+            section_key = ""
+            if opened and _names_in(key):
+                section_key = key
         elif section_key and key in _names_in(section_key):
             home = root.own[section_key]
             if is_null(home.node):
                 home.node = Table()
             elif isinstance(home.node, Items):
-                home = home.node.entries[-1] if home.node.entries else Entry(Scalar(None))
+                if home.node.entries:
+                    home = home.node.entries[-1]
+                else:
+                    home = Entry(Scalar(None))
             if isinstance(home.node, Table):
                 home.node.own[key] = root.own.pop(key)
                 adopted.setdefault(section_key, []).append(entry)

@@ -103,7 +103,10 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
 
 def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> Problem:
     is_one_of_many = len(found.problems) > _GUESSED
-    guess = "" if is_one_of_many else nearest(name, list(yaml_names(kind)))
+    if is_one_of_many:
+        guess = ""
+    else:
+        guess = nearest(name, list(yaml_names(kind)))
     if (same := _ELSEWHERE.get(name)) in yaml_names(kind):
         guess = same
     homes = [home for home in sections_with(name) if f"{home}." != re.sub(r"\.\d+\.", ".N.", path)]
@@ -117,7 +120,9 @@ def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, f
         known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "supported"]
         listed = f"the keys here are {', '.join(known)}"
         fix = f"remove it; {listed if len(known) <= _LISTED else '`run_trainer.py schema` lists all'}"
-    rule = f"unknown key in {path.rstrip('.')}" if path else "unknown key at the top level"
+    rule = "unknown key at the top level"
+    if path:
+        rule = f"unknown key in {path.rstrip('.')}"
     return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess or is_one_of_many))
 
 
@@ -129,7 +134,8 @@ def sections_with(name: str) -> list[str]:
         homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
     acting = [path for path, acts in homes.items() if acts]
     # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
-    acting = ["lr_schedule"] if "lr_schedule" in acting and "optimizer" in acting else acting
+    if "lr_schedule" in acting and "optimizer" in acting:
+        acting = ["lr_schedule"]
     return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
 
 
@@ -144,7 +150,9 @@ def in_sections(name: str, homes: Sequence[str], prefix: str = "") -> str:
     text = one_of([f"{prefix}{home}.{name}" for home in homes])
     sections = [kind for path, _, kind in _keys_by_name()[name] if path in homes and ".N" in path]
     kinds = [types_of(kind)[0] for kind in sections if "type" in kind.model_fields and kind.support == "supported"]
-    return f"{text}, where N is the place of {one_of(kinds)} in the list, from 0" if kinds else text
+    if kinds:
+        return f"{text}, where N is the place of {one_of(kinds)} in the list, from 0"
+    return text
 
 
 @cache
@@ -168,23 +176,28 @@ def _keys_by_name() -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
 
 def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
     """The value of a key; `_ABSENT` where its section is empty, or wrong, which is a problem then."""
-    shape, node = shape_of(info), entry.node
+    shape = shape_of(info)
+    node = entry.node
     if not shape.kinds:
         if isinstance(node, Items):
             found.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
         return plain(node)
     if is_null(node):
-        return None if shape.nullable else _ABSENT
+        if shape.nullable:
+            return None
+        return _ABSENT
     if shape.is_list and isinstance(node, Items):
         return [_item(item, shape.kinds, f"{path}.{number}", found) for number, item in enumerate(node.entries)]
     if isinstance(node, Table) and not shape.is_list:
         return _one(entry, node, shape.kinds, path, found)
     if shape.is_list:
-        rule, fix = "must be a list", "start each item with '- '"
+        rule = "must be a list"
+        fix = "start each item with '- '"
     elif any(not issubclass(kind, Section) for kind in scalar_kinds(info)):  # or a plain value, such as scale_sense
         return plain(node)
     else:
-        rule, fix = "must be a section", f"write {path.split('.')[-1]}: and its keys indented below"
+        rule = "must be a section"
+        fix = f"write {path.split('.')[-1]}: and its keys indented below"
     found.problems.append(problem_at(entry.place, path, rule, fix, plain(node)))
     return _ABSENT
 
@@ -193,7 +206,9 @@ def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, found: Reso
     found.positions[path] = entry.place
     if isinstance(entry.node, Table):
         value = _one(entry, entry.node, kinds, path, found)
-        return {} if value is _ABSENT else value
+        if value is _ABSENT:
+            return {}
+        return value
     fix = "write '- type: ...' and its keys below"
     found.problems.append(problem_at(entry.place, path, "must be a section", fix, plain(entry.node)))
     return {}
@@ -202,8 +217,12 @@ def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, found: Reso
 def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
     """Resolves a section of one or several kinds; the latter are told apart by ``type``."""
     entries = table.entries()
-    place = entries["type"].place if "type" in entries else entry.place
-    name = plain(entries["type"].node) if "type" in entries else kinds[0].default_type
+    if "type" in entries:
+        place = entries["type"].place
+        name = plain(entries["type"].node)
+    else:
+        place = entry.place
+        name = kinds[0].default_type
     other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
     if isinstance(name, str) and name in other_names:
         text = f"{place.text}: {path}.type {name} is taken as {other_names[name]}"
@@ -216,7 +235,9 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
     if isinstance(name, str) and name in by_type:
         return {"type": name, **_section(table, by_type[name], f"{path}.", found)}
     guess = nearest(str(name or ""), list(by_type))
-    fix = f"you probably mean {guess}" if guess else "write one of these"
+    fix = "write one of these"
+    if guess:
+        fix = f"you probably mean {guess}"
     if name:
         rule = f"unknown type, which must be {one_of(list(by_type))}"
         found.problems.append(problem_at(place, f"{path}.type", rule, fix, name))

@@ -47,7 +47,10 @@ class ScalarResolver(BaseResolver):
 
 for _name, _pattern, _letters in _PATTERNS:
     # An empty scalar is null: PyYAML looks it up under the letter "".
-    _first = [*_letters, ""] if _name == "null" else [*_letters]
+    if _name == "null":
+        _first = [*_letters, ""]
+    else:
+        _first = [*_letters]
     ScalarResolver.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
 _LONGEST_INTEGER = 100
@@ -59,7 +62,10 @@ class _OutOfRange(ValueError):
 
 
 def _integer(text: str) -> int:
-    value = int(text, 0 if text[:2] in ("0o", "0x") else 10) if len(text) < _LONGEST_INTEGER else 1 << 64
+    if len(text) < _LONGEST_INTEGER:
+        value = int(text, 0 if text[:2] in ("0o", "0x") else 10)
+    else:
+        value = 1 << 64
     if not -(1 << 63) <= value < 1 << 63:
         raise _OutOfRange("must be an integer of at most 64 bits")
     return value
@@ -88,8 +94,9 @@ def checked_text(value: Any, place: SourceLocation) -> Any:
     Raises:
         UserError: It has a zero byte or half a character (a lone surrogate), as quoted escapes can write them.
     """
-    wrong = next((one for one in value if one == "\0" or "\ud800" <= one <= "\udfff"), "") \
-        if isinstance(value, str) else ""
+    wrong = ""
+    if isinstance(value, str):
+        wrong = next((one for one in value if one == "\0" or "\ud800" <= one <= "\udfff"), "")
     if wrong:
         raise UserError(f"a text with the character U+{ord(wrong):04X}", where=place.text, fix="remove the character")
     return value
@@ -125,7 +132,9 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         Reader.__init__(self, text)
         for base in (Scanner, Parser, ScalarResolver):
             base.__init__(self)
-        self.file, self.place, self.most = name, place, most
+        self.file = name
+        self.place = place
+        self.most = most
         self.anchors: dict[str, Node | None] = {}
         self.values = 0
         self.level = 0
@@ -218,7 +227,9 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 table.bases.extend(self._bases(place))
                 continue
             node = self._entry().node
-            key = node.value if isinstance(node, Scalar) else "a list or mapping"
+            key = "a list or mapping"
+            if isinstance(node, Scalar):
+                key = node.value
             if not isinstance(node, Scalar) or not isinstance(key, str):
                 raise UserError(f"a key must be a name, found {key}", where=place.text, fix="write name: value")
             if key in table.own:
@@ -233,7 +244,10 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
 
     def _bases(self, place: SourceLocation) -> list[Table]:
         node = self._entry(place).node
-        tables = [entry.node for entry in node.entries] if isinstance(node, Items) else [node]
+        if isinstance(node, Items):
+            tables = [entry.node for entry in node.entries]
+        else:
+            tables = [node]
         if not all(isinstance(table, Table) for table in tables):
             fix = "anchor a section: base: &base"
             raise UserError("<< must refer to a mapping", where=place.text, key="<<", fix=fix)
@@ -275,10 +289,13 @@ def _compose(
         raise _syntax_error(name, error) from None
     except ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        rule, fix = f"the character U+{error.character:04X} is not text", "remove it, or give a YAML text file"
+        rule = f"the character U+{error.character:04X} is not text"
+        fix = "remove it, or give a YAML text file"
         raise UserError(rule, where=f"{name}:{line}", fix=fix) from None
     except (ValueError, OverflowError) as error:  # of an escape such as \\UFFFFFFFF, which PyYAML hands to chr
-        where = f"{name}:{composer.line + 1}" if composer is not None else name
+        where = name
+        if composer is not None:
+            where = f"{name}:{composer.line + 1}"
         raise UserError(f"not valid YAML: {error}", where=where, fix="correct the escape in the quoted text") from None
 
 
@@ -307,15 +324,20 @@ def read_text(path: str) -> str:
         content = read_bytes(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
     except OSError as error:
-        base = "" if os.path.isabs(path) else f": it is relative to {working_directory()}"
+        if os.path.isabs(path):
+            base = ""
+        else:
+            base = f": it is relative to {working_directory()}"
         missing = ("does not exist", f"correct the path{base}")
         says = {FileNotFoundError: missing, IsADirectoryError: ("is a directory", example)}
         unreadable = (f"cannot be read: {error.strerror or error}", "make it readable, or give another file")
         rule, fix = says.get(type(error), unreadable)
         raise UserError(f"the configuration file {rule}", where=path, fix=fix) from None
     except UnicodeDecodeError as error:
-        line, byte = content.count(b"\n", 0, error.start) + 1, content[error.start]
-        rule, fix = f"byte 0x{byte:02x} is not UTF-8 text", "save the file as UTF-8"
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = content[error.start]
+        rule = f"byte 0x{byte:02x} is not UTF-8 text"
+        fix = "save the file as UTF-8"
         raise UserError(rule, where=f"{path}:{line}", fix=fix) from None
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
@@ -334,13 +356,17 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     """
     roots, left_out = _without_ellipses(name, text)
     if len(roots) > 1:
-        where, fix = roots[1].place.text, "keep one document, remove its '---'"
+        where = roots[1].place.text
+        fix = "keep one document, remove its '---'"
         raise UserError("a second document starts here", where=where, fix=fix)
     if not roots or is_null(roots[0].node):
         raise UserError("the file is empty", where=f"{name}:1", fix="write sections such as model: and train_dataset:")
     root = roots[0].node
     if not isinstance(root, Table):
-        kind, where = "a list" if isinstance(root, Items) else "a single value", roots[0].place.text
+        kind = "a single value"
+        if isinstance(root, Items):
+            kind = "a list"
+        where = roots[0].place.text
         raise UserError(f"the file holds {kind}, not sections", where=where, fix="write section: and key: value")
     check_size(*expanded(root), roots[0].place)
     numbers = ", ".join(str(number) for number in left_out)
@@ -366,5 +392,6 @@ def parse_value(text: str, place: SourceLocation, key: str, most: int = MAX_VALU
     except TooLarge as error:
         raise error.at(place.text, key) from None
     except UserError:
-        rule, fix = "is not a valid list, mapping or quoted text", "write [a, b] or {a: b}"
+        rule = "is not a valid list, mapping or quoted text"
+        fix = "write [a, b] or {a: b}"
         raise UserError(rule, where=place.text, key=key, value=text, fix=fix) from None

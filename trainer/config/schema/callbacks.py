@@ -46,19 +46,22 @@ class MoEDropRate(Section):
 
 class ObsMonitor(Section):
     """Uploads to object storage."""
-    support, support_reason = "ignored", "nothing is uploaded"
+    support = "ignored"
+    support_reason = "nothing is uploaded"
     type: Literal["ObsMonitor"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class SummaryMonitor(Section):
     """MindInsight's records."""
-    support, support_reason = "ignored", _METRICS
+    support = "ignored"
+    support_reason = _METRICS
     type: Literal["SummaryMonitor", "TrainingStateMonitor", "MaxLogitsMonitor"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class EvalMonitor(Section):
     """Evaluation while training."""
-    support, support_reason = "ignored", "do_eval with eval_step_interval evaluates while training"
+    support = "ignored"
+    support_reason = "do_eval with eval_step_interval evaluates while training"
     type: Literal["EvalCallBack"] = setting(REQUIRED, "Kind of monitor.")
 
 
@@ -97,14 +100,16 @@ class EarlyStop(Section):
 
 class DeviceMonitor(Section):
     """Checks and balances that only exist on clusters of Ascend devices."""
-    support, support_reason = "ignored", "it watches a cluster of Ascend devices"
+    support = "ignored"
+    support_reason = "it watches a cluster of Ascend devices"
     type: Literal["ColdHotExpertMonitor", "StressDetectCallBack", "StressTestModelMonitor", "SDCMonitor"] = setting(
         REQUIRED, "Kind of monitor.")
 
 
 class TopkBiasBalance(Section):
     """Moves the bias on the router's choice."""
-    support, support_reason = "ignored", "every step moves the bias by itself, as moe_config says"
+    support = "ignored"
+    support_reason = "every step moves the bias by itself, as moe_config says"
     type: Literal["TopkBiasBalanceCallback"] = setting(REQUIRED, "Kind of monitor.")
     balance_via_topk_bias: bool | None = setting(
         None, "Balance experts by a bias; must agree with the model. Default null: the model's.")

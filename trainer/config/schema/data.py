@@ -9,7 +9,8 @@ from trainer.config.schema.fields import BATCH, COUNT, LENGTH, REQUIRED, TOKEN_I
 _Field: TypeAlias = Literal[
     "messages", "conversations", "instruction", "input", "output", "history", "prompt", "completion", "text", "system",
     "tools"]
-TRAIN, EVAL = "train_dataset", "eval_dataset"
+TRAIN = "train_dataset"
+EVAL = "eval_dataset"
 _MEANWHILE = "use TextDataset, JsonlDataset or SyntheticDataset"
 
 
@@ -167,7 +168,8 @@ class HuggingFaceLoader(_RecordLoader):
 
 class OtherLoader(_Loader):
     """MindSpore Transformers' loaders of single data sets."""
-    support, support_reason = "not_yet", f"it cannot be read; {_MEANWHILE}, or HFDataLoader"
+    support = "not_yet"
+    support_reason = f"it cannot be read; {_MEANWHILE}, or HFDataLoader"
     type: Literal["ADGenDataLoader", "SFTDataLoader"] = setting(REQUIRED, "Kind of data.")
 
 

@@ -47,7 +47,11 @@ FilePath: TypeAlias = Annotated[str, AfterValidator(_is_path)]
 
 _WORDS = {"ignored": "Ignored", "not_yet": "Not yet"}
 
-_ALIASES, _SUPPORT, _REASON, _FIX, _BESIDE = "x-aliases", "x-support", "x-reason", "x-fix", "x-beside"
+_ALIASES = "x-aliases"
+_SUPPORT = "x-support"
+_REASON = "x-reason"
+_FIX = "x-fix"
+_BESIDE = "x-beside"
 
 
 class Beside(NamedTuple):
@@ -86,10 +90,19 @@ class Section(BaseModel):
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
         """Adds the keys that change nothing. No validator is built yet, see `defer_build`."""
         for name, annotation, default, support, reason in unsupported_keys(cls.__name__):
-            told = f"{_WORDS[support]}: {reason}" if reason else f"{_WORDS[cls.support]}: {cls.support_reason}"
-            aliases = [OTHER_NAMES[name]] if name in OTHER_NAMES else []
+            if reason:
+                told = f"{_WORDS[support]}: {reason}"
+            else:
+                told = f"{_WORDS[cls.support]}: {cls.support_reason}"
+            if name in OTHER_NAMES:
+                aliases = [OTHER_NAMES[name]]
+            else:
+                aliases = []
             extra = {_ALIASES: aliases, _SUPPORT: support if reason else "", _REASON: reason}
-            shown = "null" if default is None else repr(default)
+            if default is None:
+                shown = "null"
+            else:
+                shown = repr(default)
             declared = _declare(default, f"{told}. Default {shown}.", extra, {})
             cls.model_fields[name] = FieldInfo.from_annotated_attribute(annotation, declared)
 
@@ -128,7 +141,9 @@ def setting(
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
-        shown = f"{default:g}".replace("e-0", "e-") if isinstance(default, float) else default
+        shown = default
+        if isinstance(default, float):
+            shown = f"{default:g}".replace("e-0", "e-")
         description += f" Default {'null' if default is None else shown}."
     extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside}
     return _declare(default, description, extra, constraints)

@@ -45,7 +45,9 @@ class RopeScaling(Section):
 
     def mscale_of(self, weight: float) -> float:
         """Yarn's factor on cosine and sine: 0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 22)."""
-        return 1.0 if self.factor <= 1 else 0.1 * weight * math.log(self.factor) + 1.0
+        if self.factor <= 1:
+            return 1.0
+        return 0.1 * weight * math.log(self.factor) + 1.0
 
 
 class ModelConfig(Section):
@@ -215,19 +217,25 @@ class ModelConfig(Section):
     @property
     def kv_heads(self) -> int:
         """Heads of keys and values; with multi_latent_attention each query head has its own."""
-        return self.num_heads if self.n_kv_heads is None or self.multi_latent_attention else self.n_kv_heads
+        if self.n_kv_heads is None or self.multi_latent_attention:
+            return self.num_heads
+        return self.n_kv_heads
 
     @property
     def head_size(self) -> int:
         """Width of a query or key."""
         if self.multi_latent_attention:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
-        return self.hidden_size // self.num_heads if self.head_dim is None else self.head_dim
+        if self.head_dim is None:
+            return self.hidden_size // self.num_heads
+        return self.head_dim
 
     @property
     def rotary_head_size(self) -> int:
         """Width of what the rotary kernel takes for a head: with multi_latent_attention the part with positions."""
-        return self.qk_rope_head_dim if self.multi_latent_attention else self.head_size
+        if self.multi_latent_attention:
+            return self.qk_rope_head_dim
+        return self.head_size
 
     @property
     def rotary_size(self) -> int:
@@ -242,7 +250,9 @@ class ModelConfig(Section):
     @property
     def embedding_width(self) -> int:
         """Columns of the embedding and of the head."""
-        return self.embedding_size if self.maps_embedding else self.hidden_size
+        if self.maps_embedding:
+            return self.embedding_size
+        return self.hidden_size
 
     def has_window(self, layer: int) -> bool:
         """Whether attention of a layer sees sliding_window tokens only; multi-token modules see all."""
@@ -265,7 +275,9 @@ class ModelConfig(Section):
     @property
     def down_has_bias(self) -> bool:
         """Whether the feed-forward layer has a bias on its output."""
-        return self.mlp_has_bias if self.mlp_down_has_bias is None else self.mlp_down_has_bias
+        if self.mlp_down_has_bias is None:
+            return self.mlp_has_bias
+        return self.mlp_down_has_bias
 
     @property
     def ffn_size(self) -> int:
@@ -280,7 +292,9 @@ class ModelConfig(Section):
     @property
     def experts(self) -> MoEConfig | None:
         """The mixture of experts; None for a dense model."""
-        return self.moe_config if self.moe_config is not None and self.moe_config.expert_num > 1 else None
+        if self.moe_config is not None and self.moe_config.expert_num > 1:
+            return self.moe_config
+        return None
 
     @property
     def expert_size(self) -> int:
@@ -329,12 +343,16 @@ class ModelConfig(Section):
         if moe.aux_loss_factor is None and moe.router_aux_loss_coef is not None:
             layers = sum(self.is_moe_layer(layer) for layer in range(self.num_layers))
             return moe.router_aux_loss_coef * moe.num_experts_chosen / max(layers, 1)
-        return 0.05 if moe.aux_loss_factor is None else moe.aux_loss_factor
+        if moe.aux_loss_factor is None:
+            return 0.05
+        return moe.aux_loss_factor
 
     @property
     def max_positions(self) -> int:
         """Longest context in tokens."""
-        return self.seq_length if self.max_position_embeddings is None else self.max_position_embeddings
+        if self.max_position_embeddings is None:
+            return self.seq_length
+        return self.max_position_embeddings
 
     @property
     def labels_per_sequence(self) -> int:

@@ -114,20 +114,31 @@ class MoEConfig(Section):
     @property
     def group_score(self) -> str:
         """How a group of experts is scored: by its two best experts together, or by its best."""
-        return "two_best" if self.has_expert_bias or self.score_function == "sigmoid" else "best"
+        if self.has_expert_bias or self.score_function == "sigmoid":
+            return "two_best"
+        return "best"
 
     @property
     def effective_capacity(self) -> float | None:
         """The capacity factor in force; None when training drops nothing."""
-        factor = 1.1 if self.capacity_factor is None and self.enable_sdrop else self.capacity_factor
-        return None if self.use_gmm or factor == -1 else factor
+        if self.capacity_factor is None and self.enable_sdrop:
+            factor = 1.1
+        else:
+            factor = self.capacity_factor
+        if self.use_gmm or factor == -1:
+            return None
+        return factor
 
     @property
     def drop_policy(self) -> str:
         """Which tokens over capacity go: those of the lowest probability, or the last by position."""
         if self.moe_token_drop_policy:
-            return "position" if self.moe_token_drop_policy == "position" else "probability"
-        return "position" if self.enable_sdrop else "probability"
+            if self.moe_token_drop_policy == "position":
+                return "position"
+            return "probability"
+        if self.enable_sdrop:
+            return "position"
+        return "probability"
 
     def capacity(self, tokens: int) -> int | None:
         """Capacity of an expert for `tokens` tokens; None for no bound.

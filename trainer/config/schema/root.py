@@ -71,11 +71,15 @@ class Source:
 
     def name(self, key: str) -> str:
         """A dotted key as it was written, where that was one of its other names."""
-        return self.written[key] if key in self.written else key
+        if key in self.written:
+            return self.written[key]
+        return key
 
     def place(self, key: str) -> SourceLocation:
         """The same with its order in the file."""
-        return self.positions[key] if key in self.positions else NOWHERE
+        if key in self.positions:
+            return self.positions[key]
+        return NOWHERE
 
 
 class TrainerSection(Section):

@@ -180,5 +180,7 @@ class MonitorConfig(Section):
 
     def outlets(self, key: str) -> frozenset[str]:
         """Where the records of a key such as ``local_norm_format`` go."""
-        value = getattr(self, key) if self.monitor_on else None
+        value = None
+        if self.monitor_on:
+            value = getattr(self, key)
         return frozenset([value] if isinstance(value, str) else value or ())

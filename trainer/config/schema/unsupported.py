@@ -53,7 +53,10 @@ _TYPES: dict[str, Any] = {
 def unsupported_keys(section: str) -> Iterator[tuple[str, Any, Any, Support, str]]:
     """Name, annotation, default, support and reason of each such key of a section."""
     for kind, reasons in _table().get(section, {}).items():
-        rows = [("supported", "", reasons)] if kind == "whole" else [(kind, *row) for row in reasons.items()]
+        if kind == "whole":
+            rows = [("supported", "", reasons)]
+        else:
+            rows = [(kind, *row) for row in reasons.items()]
         for support, reason, keys in rows:
             for name, declared in keys.items():
                 yield name, *_annotation(declared), support, reason

@@ -44,8 +44,10 @@ def concatenate(first: Batch, second: Batch) -> Batch:
 
 def kept_apart(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions and segments of sequences whose documents end with the token `eod`: int64 [B, T] each."""
-    is_eod_BT, places_T = tokens_BT == eod, np.arange(tokens_BT.shape[1])
-    begins_BT, segments_BT = np.zeros(tokens_BT.shape, np.int64), np.zeros(tokens_BT.shape, np.int64)
+    is_eod_BT = tokens_BT == eod
+    places_T = np.arange(tokens_BT.shape[1])
+    begins_BT = np.zeros(tokens_BT.shape, np.int64)
+    segments_BT = np.zeros(tokens_BT.shape, np.int64)
     begins_BT[:, 1:] = np.maximum.accumulate(np.where(is_eod_BT, places_T + 1, 0), axis=1)[:, :-1]
     segments_BT[:, 1:] = np.cumsum(is_eod_BT, axis=1)[:, :-1]
     return places_T - begins_BT, segments_BT

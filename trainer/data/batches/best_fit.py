@@ -33,7 +33,10 @@ def best_fit(lengths: np.ndarray, seq_length: int) -> Packing:
     placements, num_sequences = _place(np.bincount(lengths, minlength=1), seq_length)
     runs = [np.repeat(np.arange(first, first + count), each) for first, count, each in placements]
     sequence_S = np.empty(len(lengths), np.int64)
-    sequence_S[np.argsort(-lengths, kind="stable")] = np.concatenate(runs) if runs else []
+    if runs:
+        sequence_S[np.argsort(-lengths, kind="stable")] = np.concatenate(runs)
+    else:
+        sequence_S[np.argsort(-lengths, kind="stable")] = []
     first_sample = np.empty(num_sequences, np.int64)
     first_sample[sequence_S[::-1]] = np.arange(len(lengths))[::-1]  # where an index is repeated, the last value stays
     number = np.empty(num_sequences, np.int64)
@@ -72,17 +75,20 @@ def _place(counts: np.ndarray, seq_length: int) -> tuple[list[tuple[int, int, in
                 if not ranges[space]:
                     del ranges[space], spaces[at]
             else:
-                space, first = seq_length, num_sequences
+                space = seq_length
+                first = num_sequences
                 end = num_sequences = first - (-left // (space // length))
             each = space // length
             full = min(left // each, end - first)
             if full:
                 placements.append((first, full, each))
                 keep(space - each * length, first, first + full)
-                first, left = first + full, left - full * each
+                first = first + full
+                left = left - full * each
             if first < end and left:  # fewer than `each`
                 placements.append((first, 1, left))
                 keep(space - left * length, first, first + 1)
-                first, left = first + 1, 0
+                first = first + 1
+                left = 0
             keep(space, first, end)
     return placements, num_sequences

@@ -49,8 +49,14 @@ class BlendedDataset:
         sizes = [dataset.num_sequences for dataset in datasets]
         self._starts = np.cumsum([0, *sizes])
         total = sum(sizes)
-        self.num_sequences = total if limit is None else min(total, limit)
-        counts = sizes if weights is None else largest_remainders(weights, self.num_sequences)
+        if limit is None:
+            self.num_sequences = total
+        else:
+            self.num_sequences = min(total, limit)
+        if weights is None:
+            counts = sizes
+        else:
+            counts = largest_remainders(weights, self.num_sequences)
         self.is_weighted = weights is not None
         self.shares = tuple(
             SourceShare(name, weight, size, count, count / size if size else 0.0, dataset.packing)
@@ -64,7 +70,10 @@ class BlendedDataset:
         self.max_token_id = max(dataset.max_token_id for dataset in datasets)
         parts = [f"{share.weight} {dataset.content}" for share, dataset in zip(self.shares, datasets, strict=True)]
         self.packing = _summed([dataset.packing for dataset in datasets])
-        told = [f"packing {self.packing.packing}"] if self.packing is not None else []
+        if self.packing is not None:
+            told = [f"packing {self.packing.packing}"]
+        else:
+            told = []
         told += [f"weights {' '.join(f'{weight:g}' for weight in weights)}"] if weights is not None else []
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
         self.content = f"{len(parts)} sources ({', '.join([*told, digest])})"
@@ -94,7 +103,9 @@ class BlendedDataset:
             for number in passes
         ]
         start = first - passes.start * size
-        return np.concatenate(orders)[start : start + count] if orders else np.empty(0, np.int64)
+        if orders:
+            return np.concatenate(orders)[start : start + count]
+        return np.empty(0, np.int64)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, int(self._starts[-1]))
@@ -102,7 +113,10 @@ class BlendedDataset:
         found: Batch | None = None
         for source in np.unique(source_B).tolist():
             part = self._datasets[source].batch(indices_B[source_B == source] - self._starts[source])
-            found = part if found is None else concatenate(found, part)
+            if found is None:
+                found = part
+            else:
+                found = concatenate(found, part)
         place_B = np.argsort(np.argsort(source_B, kind="stable"), kind="stable")
         return Batch(*(array[place_B] for array in found))
 

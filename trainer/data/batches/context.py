@@ -50,7 +50,8 @@ class SequencePart(NamedTuple):
             half = length // (2 * members)
             chunks = [range(number * half, (number + 1) * half) for number in (place, 2 * members - 1 - place)]
         own = length // self.ranks
-        start, found = self.rank % self.ulysses * own, []
+        start = self.rank % self.ulysses * own
+        found = []
         for chunk in chunks:
             found.append(chunk[max(0, start) : max(0, start + own)])
             start -= len(chunk)

@@ -65,7 +65,9 @@ def eval_batches(config: Config, ranks: Ranks, progress: Progress, notice: Calla
 
 def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: Ranks) -> EvalBatches:
     assert dataset is not None, "preflight has seen that there is something to evaluate on"
-    section = "eval_dataset" if config.eval_dataset is not None else "train_dataset"
+    section = "train_dataset"
+    if config.eval_dataset is not None:
+        section = "eval_dataset"
     loader = _loader(config, section, dataset, ranks, shuffle=False, whole=True)
     return EvalBatches(dataset, loader, getattr(config, section).max_batches or None)
 
@@ -73,13 +75,20 @@ def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: Ranks) -
 def _loader(
     config: Config, section: str, dataset: SequenceDataset, ranks: Ranks, *, shuffle: bool, whole: bool = False
 ) -> BatchLoader:
-    settings, size = getattr(config, section), batch_size(config, section)
+    settings = getattr(config, section)
+    size = batch_size(config, section)
     drop_remainder = settings.drop_remainder and not whole
     # While a step computes, all micro-batches of the next one are prepared: no step waits for data.
-    window = 1 if whole else config.runner_config.gradient_accumulation_steps
+    if whole:
+        window = 1
+    else:
+        window = config.runner_config.gradient_accumulation_steps
     if drop_remainder and dataset.num_sequences < size * ranks[1]:
-        of_ranks = f" on each of {ranks[1]} ranks" if ranks[1] > 1 else ""
-        key, fix = "runner_config.batch_size", f"set a smaller one, or {section}.drop_remainder to False"
+        of_ranks = ""
+        if ranks[1] > 1:
+            of_ranks = f" on each of {ranks[1]} ranks"
+        key = "runner_config.batch_size"
+        fix = f"set a smaller one, or {section}.drop_remainder to False"
         rule = f"{dataset.num_sequences:,} {config.network.sequences_text} do not fill a batch of {size}{of_ranks}"
         raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)
     return BatchLoader(
@@ -99,7 +108,9 @@ def epoch_order(dataset: SequenceDataset, *, shuffle: bool, seed: int, epoch: in
     if isinstance(dataset, BlendedDataset):
         return dataset.order(epoch, shuffle=shuffle, seed=seed)
     size = dataset.num_sequences
-    return random_order(seed, Stream.ORDER, epoch, size) if shuffle else np.arange(size)
+    if shuffle:
+        return random_order(seed, Stream.ORDER, epoch, size)
+    return np.arange(size)
 
 
 def optimizer_steps(micro_batches: int, window: int) -> int:
@@ -135,7 +146,9 @@ class BatchLoader:
         whole, left = divmod(self.dataset.num_sequences, self.global_batch_size)
         self.batches_per_epoch = whole + bool(left and not self.drop_remainder)
         if self.batches_per_epoch == 0:
-            of_ranks = f" for each of {self.ranks} ranks" if self.ranks > 1 else ""
+            of_ranks = ""
+            if self.ranks > 1:
+                of_ranks = f" for each of {self.ranks} ranks"
             rule = f"{self.dataset.num_sequences} sequences do not fill one batch{of_ranks}"
             fix = "set a smaller batch_size, or drop_remainder to False"
             raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)

@@ -62,23 +62,40 @@ class SampleOrder:
         extra: int = 1,
         keep_partial: bool = False,
     ) -> None:
-        self.indexed, self.seq_length, self.extra = indexed, seq_length, extra
+        self.indexed = indexed
+        self.seq_length = seq_length
+        self.extra = extra
         self.lengths = indexed.lengths[documents[0] : documents[1]]
         pass_tokens = int(self.lengths.sum(dtype=np.int64))
-        needed = 0 if num_samples is None else num_samples * seq_length + extra
+        if num_samples is None:
+            needed = 0
+        else:
+            needed = num_samples * seq_length + extra
         passes = max(-(-needed // pass_tokens), 1)
         self.samples_of_a_pass = (pass_tokens - extra) // seq_length
         before_last = ((passes - 1) * pass_tokens - extra) // seq_length  # samples without the last pass
-        from_last = 0 if num_samples is None else num_samples - before_last
+        if num_samples is None:
+            from_last = 0
+        else:
+            from_last = num_samples - before_last
         separate = passes > 1 and from_last < int(_SEPARATE_BELOW * self.samples_of_a_pass)
 
         state = np.random.RandomState(seed)
-        groups = [passes - 1, 1] if separate else [passes]
+        if separate:
+            groups = [passes - 1, 1]
+        else:
+            groups = [passes]
         self.documents = np.concatenate([_shuffled_documents(documents, count, state) for count in groups])
         self._offsets = np.concatenate([[0], np.cumsum(indexed.lengths[self.documents], dtype=np.int64)])
         stream = int(self._offsets[-1]) - extra
-        self.num_samples = -(-stream // seq_length) if keep_partial else stream // seq_length
-        edges = [0, before_last, self.num_samples] if separate else [0, self.num_samples]
+        if keep_partial:
+            self.num_samples = -(-stream // seq_length)
+        else:
+            self.num_samples = stream // seq_length
+        if separate:
+            edges = [0, before_last, self.num_samples]
+        else:
+            edges = [0, self.num_samples]
         parts = [np.arange(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
         for part in parts:
             state.shuffle(part)
@@ -122,14 +139,17 @@ def exhaustive_order(sizes: Sequence[int]) -> np.ndarray:
 
 def _furthest_behind(weights: Sequence[float], size: int, most: Sequence[int]) -> np.ndarray:
     """Takes at each place the data set furthest behind its weight, of which no more than `most` are taken."""
-    order, taken = np.empty(size, np.int16), [0] * len(weights)
+    order = np.empty(size, np.int16)
+    taken = [0] * len(weights)
     waiting = [number for number, count in enumerate(most) if count]
     for place in range(size):
-        behind, chosen = -float("inf"), -1
+        behind = -float("inf")
+        chosen = -1
         for number in waiting:
             found = weights[number] * max(place, 1) - taken[number]
             if found > behind:
-                behind, chosen = found, number
+                behind = found
+                chosen = number
         order[place] = chosen
         taken[chosen] += 1
         if taken[chosen] == most[chosen]:
@@ -162,8 +182,13 @@ class MegatronDataset:
         vocab_size: int,
         settings: str,
     ) -> None:
-        self._parts, self._masking, self._vocab_size = tuple(parts), masking, vocab_size
-        self._sources = source_of_sequence if source_of_sequence is not None else np.zeros(num_sequences, np.int16)
+        self._parts = tuple(parts)
+        self._masking = masking
+        self._vocab_size = vocab_size
+        if source_of_sequence is not None:
+            self._sources = source_of_sequence
+        else:
+            self._sources = np.zeros(num_sequences, np.int16)
         self._sources = self._sources[:num_sequences]
         self._numbers = np.empty(num_sequences, np.int64)
         counts = []
@@ -211,14 +236,17 @@ class MegatronDataset:
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, self.num_sequences)
-        masking, seq_length = self._masking, self.seq_length
+        masking = self._masking
+        seq_length = self.seq_length
         text_BS = np.empty((len(indices_B), seq_length + 1), np.int64)
         text_BS[:, -1] = masking.pad  # of samples of T tokens the last has no label
         sources_B = self._sources[indices_B]
         for number in np.unique(sources_B).tolist():
-            own_B, part = sources_B == number, self._parts[number]
+            own_B = sources_B == number
+            part = self._parts[number]
             text_BS[own_B, : seq_length + part.extra] = part.read(self._numbers[indices_B[own_B]], masking.pad)
-        tokens_BT, labels_BT = text_BS[:, :-1], text_BS[:, 1:]
+        tokens_BT = text_BS[:, :-1]
+        labels_BT = text_BS[:, 1:]
         has_loss_BT = labels_BT != masking.pad
         if masking.no_loss_after_eod:
             has_loss_BT &= tokens_BT != masking.eod
@@ -240,7 +268,10 @@ class MegatronDataset:
         if not (wrong_BT[0].any() or wrong_BT[1].any()):
             return
         row, place = np.argwhere(wrong_BT[0] | wrong_BT[1])[0]
-        found = input_BT[row, place] if wrong_BT[0][row, place] else labels_BT[row, place]
+        if wrong_BT[0][row, place]:
+            found = input_BT[row, place]
+        else:
+            found = labels_BT[row, place]
         name = self.shares[self._sources[indices_B[row]]].name
         rule = f"sequence {indices_B[row]} holds token id {found}, and the model's vocabulary has {self._vocab_size}"
         raise RunError(rule, where=name, fix="make the data again with the model's tokenizer")

@@ -24,8 +24,12 @@ from trainer.errors import RunError, UserError
 if TYPE_CHECKING:
     from trainer.config import Config
 
-_TOKENS, _LABELS, _MASK = "input_ids", "labels", "attention_mask"
-_LOSS_MASK, _POSITIONS = "loss_mask", "position_ids"  # read where input_columns names them
+_TOKENS = "input_ids"
+_LABELS = "labels"
+_MASK = "attention_mask"
+# read where input_columns names them
+_LOSS_MASK = "loss_mask"
+_POSITIONS = "position_ids"
 _ROLES = (_TOKENS, _LABELS, _MASK, _LOSS_MASK, _POSITIONS)
 _OTHER_NAMES = {"target_ids": _LABELS}
 _COUNTED_SEQUENCES = 256
@@ -51,7 +55,9 @@ class MindRecordDataset:
     packing = None
 
     def __init__(self, files: Sequence[MindRecordFile], reading: Reading, rows: np.ndarray) -> None:
-        self._files, self._reading, self._rows = tuple(files), reading, rows
+        self._files = tuple(files)
+        self._reading = reading
+        self._rows = rows
         self._starts = np.cumsum([0, *(len(file.starts) for file in files)])
         self.num_sequences = self.num_documents = len(rows)
         self.seq_length = reading.seq_length
@@ -80,7 +86,8 @@ class MindRecordDataset:
         Raises:
             RunError: A row is damaged, has another length, or holds a token beyond the vocabulary.
         """
-        reading, rows_B = self._reading, self._rows[checked_indices(indices, self.num_sequences)]
+        reading = self._reading
+        rows_B = self._rows[checked_indices(indices, self.num_sequences)]
         read = [self._read(row) for row in rows_B.tolist()]
         columns = {role: np.stack([row[number] for row in read]) for number, role in enumerate(reading.columns)}
         tokens_BT = columns[_TOKENS][:, : reading.seq_length]
@@ -96,7 +103,9 @@ class MindRecordDataset:
             positions_BT, segments_BT = kept_apart(tokens_BT, reading.eod)
         if _POSITIONS in columns:
             positions_BT = columns[_POSITIONS][:, : reading.seq_length]
-        mask_BT = columns[_MASK][:, : reading.seq_length] if _MASK in columns else None
+        mask_BT = None
+        if _MASK in columns:
+            mask_BT = columns[_MASK][:, : reading.seq_length]
         if mask_BT is not None and reading.mask_is_starts:
             segments_BT[:, 1:] += np.cumsum(mask_BT[:, 1:] != mask_BT[:, :-1], axis=1)
         elif mask_BT is not None:
@@ -126,7 +135,10 @@ class MindRecordDataset:
         reading = self._reading
         arrays = file.read(number, list(reading.columns.values()))
         for (role, name), array in zip(reading.columns.items(), arrays, strict=True):
-            allowed = (reading.width,) if role in (_TOKENS, _LABELS) else (reading.seq_length, reading.width)
+            if role in (_TOKENS, _LABELS):
+                allowed = (reading.width,)
+            else:
+                allowed = (reading.seq_length, reading.width)
             rule = ""
             if len(array) not in allowed:
                 rule = f"row {number} has {len(array)} numbers in {name}, other rows {reading.width}"
@@ -153,29 +165,40 @@ def build_mindrecord(config: Config, section: str) -> tuple[MindRecordDataset, M
     paths = [path for name in names for path in _paths(name, location, is_listed)]
     files = [open_mindrecord(path, location) for path in paths]
     columns = _columns(config, section, files, location)
-    eod = _eod(config, section) if wanted.eod_reset else None
+    eod = None
+    if wanted.eod_reset:
+        eod = _eod(config, section)
     width = _width(config, files[0], columns)
     sizes = config.decoder
     reading = Reading(columns, sizes.seq_length, sizes.vocab_size, sizes.pad_token_id, eod, sizes.eod_reset, width)
     total = sum(len(file.starts) for file in files)
-    rows, held_out = np.arange(total), None
+    rows = np.arange(total)
+    held_out = None
     if section == "train_dataset" and wanted.held_out:
         if total < 2:
             raise data_error(config, f"{section}.held_out", "the files have only one row", "remove it")
         train, held = hold_out(Spans(rows, np.ones(total, np.int64)), wanted.held_out, config.seed)
-        rows, held_out = train.starts, MindRecordDataset(files, reading, held.starts)
+        rows = train.starts
+        held_out = MindRecordDataset(files, reading, held.starts)
     dataset = MindRecordDataset(files, reading, rows[: wanted.data_loader.num_samples])
     _check_rows(location, dataset, files[0], reading)
     return dataset, held_out
 
 
 def _named(config: Config, section: str) -> tuple[Location, list[str]]:
-    loader, prefix = getattr(config, section).data_loader, f"{section}.data_loader"
+    loader = getattr(config, section).data_loader
+    prefix = f"{section}.data_loader"
     named = loader.dataset_files
     if loader.dataset_dir and named:
         raise data_error(config, f"{prefix}.dataset_files", "dataset_dir names files too", "remove one")
-    key = f"{prefix}.dataset_files" if named else f"{prefix}.dataset_dir"
-    names = [named] if isinstance(named, str) else list(named or []) or [loader.dataset_dir]
+    if named:
+        key = f"{prefix}.dataset_files"
+    else:
+        key = f"{prefix}.dataset_dir"
+    if isinstance(named, str):
+        names = [named]
+    else:
+        names = list(named or []) or [loader.dataset_dir]
     if not all(names):
         fix = "set dataset_dir to a MindRecord file or a folder of them"
         raise data_error(config, key, "MindDataset needs a file or a folder", fix)
@@ -185,25 +208,33 @@ def _named(config: Config, section: str) -> tuple[Location, list[str]]:
 def _paths(name: str, location: Location, is_listed: bool) -> list[Path]:
     """The files of a name. A file stands for all that were written with it, but in a list for itself."""
     path = Path(name).expanduser()
-    return [path] if is_listed and not path.is_dir() else list_files(path, location)
+    if is_listed and not path.is_dir():
+        return [path]
+    return list_files(path, location)
 
 
 def _columns(config: Config, section: str, files: Sequence[MindRecordFile], location: Location) -> dict[str, str]:
     """Which columns are the tokens, the labels and the mask: those of input_columns, or all that have their names."""
-    wanted, key = getattr(config, section), f"{section}.input_columns"
+    wanted = getattr(config, section)
+    key = f"{section}.input_columns"
     first = files[0]
     names = wanted.input_columns
     keys = wanted.construct_args_key or []
     if not names:
-        names, keys = [name for name in first.types if _OTHER_NAMES.get(name, name) in (_TOKENS, _LABELS, _MASK)], []
+        names = [name for name in first.types if _OTHER_NAMES.get(name, name) in (_TOKENS, _LABELS, _MASK)]
+        keys = []
     roles: dict[str, str] = {}
     for number, name in enumerate(names):
-        role = keys[number] if number < len(keys) else name
+        role = name
+        if number < len(keys):
+            role = keys[number]
         role = _OTHER_NAMES.get(role, role)
         if role not in _ROLES:
             known = f"{_TOKENS}, {_LABELS} (or target_ids), {_MASK}, {_LOSS_MASK} and {_POSITIONS}"
             guess = nearest(role, _ROLES)
-            fix = f"you probably mean {guess}" if guess else "leave it out"
+            fix = "leave it out"
+            if guess:
+                fix = f"you probably mean {guess}"
             raise data_error(config, key, f"{role} is none of the columns that are read: {known}", fix)
         if role in roles:
             raise data_error(config, key, f"{roles[role]} and {name} are both {role}", "name one of them")
@@ -227,8 +258,14 @@ def _columns(config: Config, section: str, files: Sequence[MindRecordFile], loca
 
 
 def _eod(config: Config, section: str) -> int:
-    own, general = getattr(config, section).eod_token_id, config.decoder.eos_token_id
-    found = own if own is not None else general[0] if isinstance(general, list) else general
+    own = getattr(config, section).eod_token_id
+    general = config.decoder.eos_token_id
+    if own is not None:
+        found = own
+    else:
+        found = general
+        if isinstance(general, list):
+            found = general[0]
     if found is None:
         rule = "documents are kept apart at the token that ends one, and none is named"
         raise data_error(config, f"{section}.eod_reset", rule, f"set {section}.eod_token_id to it")
@@ -237,7 +274,8 @@ def _eod(config: Config, section: str) -> int:
 
 def _width(config: Config, file: MindRecordFile, columns: dict[str, str]) -> int:
     """The tokens of the first row, which must fit the model's sequences."""
-    key, length = "model.model_config.seq_length", config.decoder.seq_length
+    key = "model.model_config.seq_length"
+    length = config.decoder.seq_length
     width = len(file.read(0, [columns[_TOKENS]])[0])
     if width == length + 1 or (width == length and _LABELS in columns):
         return width

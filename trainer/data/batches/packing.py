@@ -80,14 +80,23 @@ class TokenDataset:
         self.num_documents = len(spans.lengths)
         self.max_token_id = token_file.meta.max_token_id
         self.content = token_file.path.name  # a hash of the text and the tokenizer's settings
-        self._token_file, self._spans = token_file, spans
+        self._token_file = token_file
+        self._spans = spans
         # Where each document starts in the stream, and its offset from there to the file.
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(spans.lengths)])
         self._shifts = spans.starts - self._offsets[:-1]
         self.num_tokens = int(self._offsets[-1])
-        found = -(-self.num_tokens // seq_length) if keep_tail else self.num_tokens // seq_length
-        self.num_sequences = found if limit is None else min(found, limit)
-        padding = max(1 - self.num_tokens / (found * seq_length), 0.0) if found else 0.0
+        if keep_tail:
+            found = -(-self.num_tokens // seq_length)
+        else:
+            found = self.num_tokens // seq_length
+        if limit is None:
+            self.num_sequences = found
+        else:
+            self.num_sequences = min(found, limit)
+        padding = 0.0
+        if found:
+            padding = max(1 - self.num_tokens / (found * seq_length), 0.0)
         bad_records = token_file.meta.num_skipped
         self.packing = PackingReport("cut", self.num_documents, self.num_sequences, padding, bad_records=bad_records)
 
@@ -136,19 +145,30 @@ class PackedDataset:
         limit: int | None = None,
         fitted: Fitted | None = None,
     ) -> None:
-        packed = best_fit(spans.lengths, seq_length) if packing == "whole" else one_each(len(spans.lengths))
-        self._starts = packed.starts if limit is None else packed.starts[: limit + 1]
+        if packing == "whole":
+            packed = best_fit(spans.lengths, seq_length)
+        else:
+            packed = one_each(len(spans.lengths))
+        if limit is None:
+            self._starts = packed.starts
+        else:
+            self._starts = packed.starts[: limit + 1]
         self._samples = packed.samples[: self._starts[-1]]
-        self._token_file, self._spans = token_file, spans
+        self._token_file = token_file
+        self._spans = spans
         self.seq_length = seq_length
         self.num_documents = len(self._samples)
         self.num_sequences = len(self._starts) - 1
         self.num_tokens = int(spans.lengths[self._samples].sum())
         self.max_token_id = token_file.meta.max_token_id
         fitted = fitted or Fitted(spans)
-        overlong = f", {fitted.overlong} overlong" if fitted.truncated or fitted.dropped else ""
+        overlong = ""
+        if fitted.truncated or fitted.dropped:
+            overlong = f", {fitted.overlong} overlong"
         self.content = f"{token_file.path.name}, packing {packing}{overlong}"
-        padding = 1 - self.num_tokens / (self.num_sequences * seq_length) if self.num_sequences else 0.0
+        padding = 0.0
+        if self.num_sequences:
+            padding = 1 - self.num_tokens / (self.num_sequences * seq_length)
         self.packing = PackingReport(
             packing, self.num_documents, self.num_sequences, padding, fitted.truncated, fitted.dropped,
             token_file.meta.num_skipped,
@@ -183,10 +203,13 @@ def _count(token_file: TokenFile, spans: Spans) -> DocumentCounts:
     token_file.check(spans.starts, spans.lengths, ("mask.bin",))
     # The first token of a document is no label. A sum for each document, and one for what lies between two.
     has_label = spans.lengths > 1
-    starts, ends = (spans.starts + 1)[has_label], (spans.starts + spans.lengths)[has_label]
+    starts = (spans.starts + 1)[has_label]
+    ends = (spans.starts + spans.lengths)[has_label]
     edges = np.column_stack([starts, ends]).reshape(-1)
     edges = edges[: len(edges) - (len(edges) > 0 and edges[-1] == len(token_file.mask))]
-    sums = np.add.reduceat(token_file.mask, edges, dtype=np.int64) if len(edges) else edges
+    sums = edges
+    if len(edges):
+        sums = np.add.reduceat(token_file.mask, edges, dtype=np.int64)
     return DocumentCounts(lengths, int(sums[::2].sum()))
 
 

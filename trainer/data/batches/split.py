@@ -64,4 +64,6 @@ def _draw(lengths: np.ndarray, target_tokens: int, seed: int) -> np.ndarray:
     indices = np.concatenate(taken)
     if not len(indices):
         return np.argmin(lengths, keepdims=True)
-    return indices if len(indices) < len(lengths) else indices[:-1]
+    if len(indices) < len(lengths):
+        return indices
+    return indices[:-1]

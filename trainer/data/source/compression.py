@@ -38,7 +38,9 @@ def open_content(source: Source, file: SourceFile) -> OpenFile:
         UserError: It cannot be opened, or pyarrow is needed for it and missing.
     """
     compression = suffix_of(file.path)[1]
-    pyarrow = import_pyarrow(file.path) if compression == ".zst" else None
+    pyarrow = None
+    if compression == ".zst":
+        pyarrow = import_pyarrow(file.path)
     raw = open_file(source, file)
     if compression == ".gz":
         return OpenFile(io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw)

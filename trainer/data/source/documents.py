@@ -51,7 +51,9 @@ def is_text(content: bytes) -> bool:
 
 def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator[Piece]:
     """Splits one file into pieces; holds at most two chunks in memory."""
-    held, held_at, consumed_bytes = b"", 0, 0
+    held = b""
+    held_at = 0
+    consumed_bytes = 0
     with open_content(source, file) as opened:
         while chunk := _read(source, file, opened.stream, chunk_bytes):
             held += chunk
@@ -62,7 +64,8 @@ def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator
             read_bytes = opened.raw.tell() - consumed_bytes
             consumed_bytes += read_bytes
             yield Piece(held[:cut], False, read_bytes)
-            held, held_at = held[cut:], held_at + cut
+            held = held[cut:]
+            held_at = held_at + cut
     if held:
         _check_text(source, file, held, held_at)
         yield Piece(held, True, file.size_bytes - consumed_bytes)
@@ -106,7 +109,8 @@ def _check_text(source: Source, file: SourceFile, text: bytes, offset_bytes: int
 def _not_text(source: Source, file: SourceFile, offset_bytes: int, reason: str) -> UserError:
     """The error for a file that is not UTF-8 text; `offset_bytes` is the first wrong byte of its content."""
     with open_content(source, file) as opened:
-        line, left_bytes = 1, offset_bytes
+        line = 1
+        left_bytes = offset_bytes
         while left_bytes > 0 and (chunk := opened.stream.read(min(left_bytes, _READ_BYTES))):
             line += chunk.count(b"\n")
             left_bytes -= len(chunk)

@@ -17,7 +17,8 @@ from trainer.errors import UserError, working_directory
 
 STDLIB = "stdlib"
 _COMPRESSIONS = (".gz", ".zst")
-TEXT, RECORDS = "text", "records"
+TEXT = "text"
+RECORDS = "records"
 
 # Not the standard library itself, or tests with deliberately broken text.
 _STDLIB_SKIPPED_FOLDERS = frozenset(
@@ -135,7 +136,9 @@ def describe_file(path: Path, key: str, where: str) -> SourceFile:
     try:
         return _status(path)
     except FileNotFoundError:
-        rule = "a link to a file that is gone" if os.path.islink(path) else "the path does not exist"
+        rule = "the path does not exist"
+        if os.path.islink(path):
+            rule = "a link to a file that is gone"
         fix = f"correct the path; relative paths start at {working_directory()}"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
     except (OSError, ValueError) as error:
@@ -211,7 +214,8 @@ def read_chunks(source: Source, file: SourceFile, stream, chunk_bytes: int = _RE
 
 def no_text(source: Source, num_skipped: int, first_skipped: str) -> UserError:
     """The error for a source without a single character, of which `num_skipped` bad records were left out."""
-    rule, fix = "the data set holds no text: every file or record of it is empty", "name files that contain text"
+    rule = "the data set holds no text: every file or record of it is empty"
+    fix = "name files that contain text"
     if num_skipped:
         first = first_skipped.split("\n")[0].rstrip(".")
         counted = f"{num_skipped:,} of its records are bad, and no other has any"

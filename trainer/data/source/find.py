@@ -51,7 +51,8 @@ def find_sources(config: Config, section: str) -> tuple[tuple[Source, float], ..
 
 def _source(config: Config, section: str, name: str, key: str) -> Source:
     """Lists the files of one path of a TextDataset or JsonlDataset."""
-    loader, where = getattr(config, section).data_loader, config.source.where(key)
+    loader = getattr(config, section).data_loader
+    where = config.source.where(key)
     if loader.type != "TextDataset":
         return _record_source(config, section, Request(name, key, [name], loader.columns, None))
     if name == STDLIB:
@@ -61,14 +62,19 @@ def _source(config: Config, section: str, name: str, key: str) -> Source:
         fix = f"set {section}.data_loader.type to JsonlDataset"
         raise UserError("the file holds records, and a TextDataset takes it for text", where=where, key=key, value=name,
                         fix=fix)
-    paths = matching_files(root, loader.patterns, key, where) if os.path.isdir(root) else [root]
+    if os.path.isdir(root):
+        paths = matching_files(root, loader.patterns, key, where)
+    else:
+        paths = [root]
     return Source(TEXT, name, key, where, tuple(describe_file(path, key, where) for path in paths))
 
 
 def _record_source(config: Config, section: str, request: Request) -> Source:
-    loader, key = getattr(config, section).data_loader, request.key
+    loader = getattr(config, section).data_loader
+    key = request.key
     where = config.source.where(key)
-    paths, notices = [Path(os.path.expanduser(path)) for path in request.paths], request.notices
+    paths = [Path(os.path.expanduser(path)) for path in request.paths]
+    notices = request.notices
     if len(paths) == 1 and os.path.isdir(paths[0]):
         paths, told = _files_of_split(loader, section, paths[0], key, where)
         notices = (*notices, *told)
@@ -84,7 +90,8 @@ def _check_split(config: Config, section: str, paths: list[Path]) -> None:
     split = getattr(config, section).data_loader.split
     if split and any(split_of(Path(path.name)) != split for path in paths):
         key = f"{section}.data_loader.split"
-        rule, fix = "single files are read whole, and their names say another split", "leave it out, or name a folder"
+        rule = "single files are read whole, and their names say another split"
+        fix = "leave it out, or name a folder"
         raise UserError(rule, where=config.source.where(key), key=key, value=split, fix=fix)
 
 

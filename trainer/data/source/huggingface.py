@@ -60,7 +60,10 @@ def _named(config: Config, section: str, loader: HuggingFaceLoader) -> tuple[str
         raise UserError(f"{loader.type} needs a file or a folder", where=where, key=key, value=loader.path, fix=fix)
     name = loader.path
     if loader.data_dir:
-        name = loader.data_dir if loader.path in _BUILDERS else os.path.join(loader.path, loader.data_dir)
+        if loader.path in _BUILDERS:
+            name = loader.data_dir
+        else:
+            name = os.path.join(loader.path, loader.data_dir)
     if not os.path.exists(os.path.expanduser(name)):
         rule = "there is no such file or folder, and nothing is downloaded while a run starts"
         raise UserError(rule, where=where, key=key, value=name, fix=_DOWNLOAD)
@@ -71,19 +74,29 @@ def _data_files(config: Config, section: str) -> list[str]:
     """The files that `data_files` names: a name, a list of names, or either for each split; names may be patterns."""
     loader = getattr(config, section).data_loader
     key = f"{section}.data_loader.data_files"
-    where, names = config.source.where(key), loader.data_files
+    where = config.source.where(key)
+    names = loader.data_files
     if isinstance(names, dict):
-        usual = "train" if section == "train_dataset" else "validation" if "validation" in names else "test"
+        if section == "train_dataset":
+            usual = "train"
+        else:
+            usual = "test"
+            if "validation" in names:
+                usual = "validation"
         split = loader.split or usual
         if split not in names:
-            rule, fix = f"it names no files for the split {split}", f"set {section}.data_loader.split"
+            rule = f"it names no files for the split {split}"
+            fix = f"set {section}.data_loader.split"
             raise UserError(rule, where=where, key=key, value=sorted(names), fix=fix)
         names = names[split]
     folder = loader.data_dir or ("" if loader.path in _BUILDERS else loader.path)
     found: list[str] = []
     for name in [names] if isinstance(names, str) else names:
         path = os.path.join(folder, name)
-        matches = sorted(glob.glob(os.path.expanduser(path), recursive=True)) if glob.has_magic(path) else [path]
+        if glob.has_magic(path):
+            matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
+        else:
+            matches = [path]
         if not matches:
             fix = f"correct it; relative paths start at {Path.cwd()}"
             raise UserError("no file matches it", where=where, key=key, value=name, fix=fix)
@@ -95,7 +108,9 @@ def _handled(
     config: Config, section: str, loader: HuggingFaceLoader
 ) -> tuple[dict[str, str], int | None, tuple[str, ...]]:
     """The columns, the limit and the notices that the handlers, steps of processing in their order, come to."""
-    columns, limit, notices = dict(loader.columns), None, []
+    columns = dict(loader.columns)
+    limit = None
+    notices = []
     for number, (kind, handler) in enumerate(handler_steps(loader.handler)):
         key = f"{section}.data_loader.handler.{number}"
         where = config.source.where(key) or config.source.where(f"{section}.data_loader.handler")
@@ -125,7 +140,9 @@ def handler_steps(handlers: list[dict[str, Any]] | Mapping[str, Any]) -> list[tu
 def _check_alpaca(config: Config, section: str, handler: dict[str, Any], key: str, where: str) -> None:
     """Refuses a tokenizer that only the handler names."""
     tokenizer = handler.get("tokenizer") or {}
-    folder = tokenizer.get("pretrained_model_dir") if isinstance(tokenizer, dict) else tokenizer
+    folder = tokenizer
+    if isinstance(tokenizer, dict):
+        folder = tokenizer.get("pretrained_model_dir")
     own = getattr(config, section).tokenizer.type != "bytes" or config.train_dataset.tokenizer.type != "bytes"
     if folder and not own and not config.pretrained_model_dir:
         rule = "the tokenizer of a handler is not read"

@@ -80,7 +80,8 @@ def open_indexed(prefix: str, location: Location) -> IndexedTokens:
             token's, or the ``.bin`` has another length than the index says.
     """
     root = os.path.expanduser(prefix)
-    index, data = Path(f"{root}.idx"), Path(f"{root}.bin")
+    index = Path(f"{root}.idx")
+    data = Path(f"{root}.bin")
 
     def fail(path: Path, rule: str, fix: str) -> UserError:
         return UserError(f"{path.name}: {rule}", where=location.where, key=location.key, value=prefix, fix=fix)
@@ -91,7 +92,10 @@ def open_indexed(prefix: str, location: Location) -> IndexedTokens:
             raise fail(path, f"there is no such file in {path.parent}", fix)
     again = "copy the two files again, or make them again"
     try:
-        content = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
+        if index.stat().st_size:
+            content = np.memmap(index, np.uint8, mode="r")
+        else:
+            content = np.empty(0, np.uint8)
         data_bytes = data.stat().st_size
         header = content[: _HEADER.size].tobytes()
         if not header.startswith(_MAGIC):
@@ -106,7 +110,9 @@ def open_indexed(prefix: str, location: Location) -> IndexedTokens:
             raise fail(index, f"the code {code} is no type of tokens ({known})", "make the two files again")
         needed = _HEADER.size + 12 * documents + 8 * groups
         if len(content) not in (needed, needed + documents):  # the latter with a mode for each
-            state = "it is truncated" if len(content) < needed else "it is too long"
+            state = "it is too long"
+            if len(content) < needed:
+                state = "it is truncated"
             raise fail(index, f"{state}: {len(content):,} bytes, and {documents:,} documents need {needed:,}", again)
         if not documents:
             raise fail(index, "it has no document", "name another file")
@@ -133,7 +139,9 @@ def write_indexed(prefix: Path, documents: Iterable[np.ndarray], vocab_size: int
 
     The index comes last and under its name only when it is whole: a writer that is killed leaves no pair of files.
     """
-    code = 8 if vocab_size < 65500 else 4
+    code = 4
+    if vocab_size < 65500:
+        code = 8
     dtype = np.dtype(DTYPES[code])
     lengths = []
     with open(f"{prefix}.bin", "wb") as data:

@@ -44,14 +44,20 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
     phase = loader.phase or ("train" if section == "train_dataset" else "valid")
     blend = _blend(config, section, phase)
     _check(config, section)
-    share = (0.0, 1.0) if blend.own or settings.split is None else _share(config, section, phase)
-    size = loader.sizes[_PHASES.index(phase)] if len(loader.sizes) > _PHASES.index(phase) else None
+    if blend.own or settings.split is None:
+        share = (0.0, 1.0)
+    else:
+        share = _share(config, section, phase)
+    size = None
+    if len(loader.sizes) > _PHASES.index(phase):
+        size = loader.sizes[_PHASES.index(phase)]
     if size is not None and size < 1:
         fix = "write how many samples an epoch has, or null for as many as the documents fill once"
         rule = f"{section} reads {phase}, and that has no samples"
         raise data_error(config, f"{section}.data_loader.sizes", rule, fix)
     if size is None and blend.weights is not None and len(blend.prefixes) > 1:
-        rule, fix = "files with weights need a number of samples", "write sizes: [samples of an epoch, 0, 0]"
+        rule = "files with weights need a number of samples"
+        fix = "write sizes: [samples of an epoch, 0, 0]"
         raise data_error(config, f"{section}.data_loader.sizes", rule, fix)
     files = [open_indexed(prefix, blend.location) for prefix in blend.prefixes]
     documents = [_documents(config, section, file, share, phase) for file in files]
@@ -64,7 +70,10 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
         )  # fmt: skip
 
     parts, sources = _ordered(blend, size, order)
-    found = len(sources) if sources is not None else parts[0].num_samples
+    if sources is not None:
+        found = len(sources)
+    else:
+        found = parts[0].num_samples
     number = min(count for count in (found, size, loader.num_samples) if count is not None)
     if not number:
         rule = f"the documents of {phase} do not fill one sample of {config.decoder.seq_length} tokens"
@@ -123,15 +132,20 @@ def _blend(config: Config, section: str, phase: str) -> _Blend:
             rule = f"{section} reads {phase}, and only {', '.join(own_keys)} is set"
             raise data_error(config, f"{prefix}.{key}", rule, f"set {key}, or {prefix}.phase")
         if loader.config.split is not None:
-            rule, fix = f"it divides the documents of data_path, and {own_keys[0]} is set", "remove it"
+            rule = f"it divides the documents of data_path, and {own_keys[0]} is set"
+            fix = "remove it"
             raise data_error(config, f"{prefix}.config.split", rule, fix)
     elif shared:
         key = shared[0]
     else:
-        rule, fix = "it names no files", "name the common path of a .bin and an .idx file: data_path: ['1', path]"
+        rule = "it names no files"
+        fix = "name the common path of a .bin and an .idx file: data_path: ['1', path]"
         raise data_error(config, f"{prefix}.config.data_path", rule, fix)
     key = f"{prefix}.{key}"
-    value = loader.dataset_dir if key.endswith("dataset_dir") else getattr(loader.config, key.split(".")[-1])
+    if key.endswith("dataset_dir"):
+        value = loader.dataset_dir
+    else:
+        value = getattr(loader.config, key.split(".")[-1])
     prefixes, weights = _paired(config, key, [value] if isinstance(value, str) else value)
     return _Blend(Location(config.source.name(key), config.source.where(key)), prefixes, weights, bool(own_keys))
 
@@ -139,7 +153,10 @@ def _blend(config: Config, section: str, phase: str) -> _Blend:
 def _paired(config: Config, key: str, items: list[str | int | float]) -> tuple[list[str], list[float] | None]:
     """Paths, and weights where they stand before them."""
     words = [str(item).strip() for item in items]
-    weights = [_number(word) for word in words[::2]] if len(words) % 2 == 0 else []
+    if len(words) % 2 == 0:
+        weights = [_number(word) for word in words[::2]]
+    else:
+        weights = []
     if not weights or all(weight is None for weight in weights):
         return [_prefix(word) for word in words], None
     if any(weight is None or not 0 < weight < math.inf for weight in weights):
@@ -157,12 +174,15 @@ def _number(word: str) -> float | None:
 
 def _prefix(path: str) -> str:
     """The common path of the two files; the name of one of them says it too."""
-    return path[:-4] if path.endswith((".bin", ".idx")) else path
+    if path.endswith((".bin", ".idx")):
+        return path[:-4]
+    return path
 
 
 def _share(config: Config, section: str, phase: str) -> tuple[float, float]:
     """Where the documents of a phase begin and end, as fractions of all."""
-    text, key = getattr(config, section).data_loader.config.split, f"{section}.data_loader.config.split"
+    text = getattr(config, section).data_loader.config.split
+    key = f"{section}.data_loader.config.split"
     fix = 'write three shares, as "969, 30, 1"'
     try:
         shares = [float(word) for word in re.findall(r"[.0-9]+", text)]
@@ -202,7 +222,8 @@ def _check(config: Config, section: str) -> None:
     resets = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "create_compressed_eod_mask")
     acting = next((name for name in resets if getattr(settings, name)), None)
     if acting is not None and settings.eod < 0:
-        rule, fix = "it acts at the token that ends a document, and eod does not name it", "set eod to that token"
+        rule = "it acts at the token that ends a document, and eod does not name it"
+        fix = "set eod to that token"
         raise data_error(config, f"{prefix}.{acting}", rule, fix)
     if settings.eod >= 0 and settings.eod == settings.pad:
         rule = "it is the token eod too, and the model would see no end of a document"

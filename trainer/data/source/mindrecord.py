@@ -73,7 +73,9 @@ class MindRecordFile:
                 break
             part = part[end:]
         kind = np.dtype(self.types[column]).newbyteorder("<")
-        return _expanded(part) if self.is_compressed else np.frombuffer(part, kind).astype(np.int64)
+        if self.is_compressed:
+            return _expanded(part)
+        return np.frombuffer(part, kind).astype(np.int64)
 
     def sample_rows(self) -> list[int]:
         """Some rows that are spread over the file."""
@@ -99,7 +101,8 @@ def _expanded(part: bytes) -> np.ndarray:
         raise ValueError("a compressed array has another length than it says")
     numbers = np.empty(count, np.int64)
     for kind in np.unique(kinds).tolist():
-        size, own = 1 << kind, kinds == kind
+        size = 1 << kind
+        own = kinds == kind
         places = (ends[own] - size)[:, None] + np.arange(size)
         numbers[own] = np.ascontiguousarray(content[places]).view(f"<i{size}")[:, 0]
     return numbers
@@ -124,14 +127,18 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
     try:
         with open_file(path) as file:
             size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            content = file.read(size) if size <= _MAX_HEADER_BYTES else b""
+            content = b""
+            if size <= _MAX_HEADER_BYTES:
+                content = file.read(size)
         header = json.loads(content)
-        schema, version = header["schema"][0], header["version"]
+        schema = header["schema"][0]
+        version = header["version"]
         types = {name: str(column["type"]) for name, column in schema["schema"].items()}
         arrays = tuple(schema["blob_fields"])
         has_integers = any("shape" in column and column["type"] in ("int32", "int64")
                            for column in schema["schema"].values())
-        first_page, page_size = int(header["header_size"]), int(header["page_size"])
+        first_page = int(header["header_size"])
+        page_size = int(header["page_size"])
         shards = tuple(header["shard_addresses"])
     except OSError as error:
         raise fail(path.name, f"it cannot be read ({error.strerror or error})", "make it readable") from None
@@ -172,6 +179,7 @@ def list_files(root: Path, location: Location) -> list[Path]:
         return [root.with_name(shard) for shard in open_mindrecord(root, location).shards]
     found = sorted(path for path in root.rglob("*") if IS_MINDRECORD.search(path.name) and path.is_file())
     if not found:
-        rule, fix = "the folder has no file whose name ends with mindrecord, or mindrecord and a number", "name another"
+        rule = "the folder has no file whose name ends with mindrecord, or mindrecord and a number"
+        fix = "name another"
         raise UserError(rule, where=location.where, key=location.key, value=str(root), fix=fix)
     return found

@@ -27,7 +27,8 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from trainer.config import Config
 
-MEAN, STANDARD_DEVIATION = 0.1307, 0.3081
+MEAN = 0.1307
+STANDARD_DEVIATION = 0.3081
 """Mean and standard deviation of the pixels of MNIST's training images, from 0 to 1."""
 PATH_VARIABLE = "DATA_PATH"
 """Environment variable that names the folder if the file does not, as in MindSpore's tutorials."""
@@ -36,7 +37,8 @@ _PARTS = {"train": ("train",), "test": ("t10k",), "all": ("train", "t10k")}
 _FOLDERS = {"train": "train", "t10k": "test"}  # subfolders in some copies
 _DRAW = "python scripts/make_digits.py data/digits draws a data set in the same format"
 
-IMAGES_MAGIC, LABELS_MAGIC = 2051, 2049
+IMAGES_MAGIC = 2051
+LABELS_MAGIC = 2049
 """0x00000803 and 0x00000801: unsigned bytes (08) of three axes, and of one."""
 
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -70,7 +72,10 @@ class ImageDataset:
     def __init__(self, images: Sequence[np.ndarray], labels: Sequence[np.ndarray], limit: int | None = None) -> None:
         pixels = [each.reshape(len(each), -1) for each in images]
         # A single file stays memory-mapped: unread images take no memory.
-        self._pixels_NP = pixels[0] if len(pixels) == 1 else np.concatenate(pixels)
+        if len(pixels) == 1:
+            self._pixels_NP = pixels[0]
+        else:
+            self._pixels_NP = np.concatenate(pixels)
         self._labels_N = np.concatenate(labels).astype(np.int32)
         digest = hashlib.sha256()
         for array in (*pixels, *labels):
@@ -95,11 +100,13 @@ def build_images(config: Config, section: str) -> ImageDataset:
         UserError: A file is missing, damaged or of another format, its images do not fit the classifier, or a label is
             not one of the classes.
     """
-    images, labels = [], []
+    images = []
+    labels = []
     for image_file, label_file in [_checked(config, section, *pair) for pair in _found(config, section)]:
         images.append(_placed(config, section, read_array, image_file))
         labels.append(_placed(config, section, read_array, label_file))
-        largest, classes = int(labels[-1].max()), config.classifier.classes
+        largest = int(labels[-1].max())
+        classes = config.classifier.classes
         if largest >= classes:
             rule = f"{label_file.path}: it has the label {largest}, and the classes are 0 to {classes - 1}"
             raise _error(config, section, rule, f"set model.classifier.classes to {largest + 1}")
@@ -159,7 +166,9 @@ def _error(config: Config, section: str, rule: str, fix: str) -> UserError:
     where = config.source.where(key)
     value = getattr(config, section).data_loader.dataset_dir
     if not value and PATH_VARIABLE in os.environ:
-        where, key, value = "environment", PATH_VARIABLE, os.environ[PATH_VARIABLE]
+        where = "environment"
+        key = PATH_VARIABLE
+        value = os.environ[PATH_VARIABLE]
     return UserError(rule, where=where or config.source.where(f"{section}.data_loader.type"), key=key, value=value,
                      fix=fix)
 
@@ -194,7 +203,10 @@ def read_header(path: Path, magic: int) -> IdxFile:
         raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {wanted}")
     found = struct.unpack(">i", header[:4])[0]
     if found != magic:
-        what = f"a file of {_KINDS[found]} ({found})" if found in _KINDS else f"{found}, which is not an idx file"
+        if found in _KINDS:
+            what = f"a file of {_KINDS[found]} ({found})"
+        else:
+            what = f"{found}, which is not an idx file"
         raise _wrong(path, f"it starts with the number of {what}, and {wanted} have {magic}")
     if len(header) < header_bytes:
         raise _wrong(path, f"it ends within its header of {header_bytes} bytes")
@@ -226,7 +238,9 @@ def read_array(file: IdxFile) -> np.ndarray:
 def _check_size(path: Path, size_bytes: int, shape: tuple[int, ...], header_bytes: int) -> None:
     wanted_bytes = header_bytes + math.prod(shape)
     if size_bytes != wanted_bytes:
-        state = "cut short" if size_bytes < wanted_bytes else "too long"
+        state = "too long"
+        if size_bytes < wanted_bytes:
+            state = "cut short"
         sizes = f"{' x '.join(map(str, shape))} take {wanted_bytes:,} bytes, and it has {size_bytes:,}"
         raise _wrong(path, f"it is {state}: {sizes}")
 

@@ -75,7 +75,8 @@ def _starts_array(source: Source, file: SourceFile, opened: OpenFile) -> bool:
 
 
 def _line_records(source: Source, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
-    number, consumed_bytes = 0, 0
+    number = 0
+    consumed_bytes = 0
     lines = iter(opened.stream)
     while True:
         number += 1
@@ -119,14 +120,16 @@ def _object(value: object, where: str, fix: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:80] + "..."
+    if not (len(shown) <= 80):
+        shown = shown[:80] + "..."
     raise UserError(f"a record must be a JSON object, not {type(value).__name__} {shown}", where=where, fix=fix)
 
 
 def _array_records(source: Source, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
     """Reads an array of objects: holds the chunk it has read and the record it is in, never the whole array."""
     text = _JsonText(opened)
-    number, consumed_bytes = 0, 0
+    number = 0
+    consumed_bytes = 0
     try:
         text.skip()  # the bracket that starts the array
         while text.peek() != "]" or number:
@@ -152,7 +155,9 @@ def _array_records(source: Source, file: SourceFile, opened: OpenFile, report: R
         if text.peek():
             raise _BadJson("there is more after the end of the array")
     except (_BadJson, RecursionError) as error:
-        reason = error if isinstance(error, _BadJson) else "nested too deep"
+        reason = "nested too deep"
+        if isinstance(error, _BadJson):
+            reason = error
         rule = f"the file is not JSON ({reason})"
         raise UserError(rule, where=f"{file.path}: record {max(number, 1)}", fix=_ARRAY_FIX) from None
     except UnicodeDecodeError as error:
@@ -224,17 +229,20 @@ class _JsonText:
         except UnicodeDecodeError as error:
             self._error = error  # raised where the text before it is used up
             text = error.object[: error.start].decode()
-        self._text, self._at = held + text, 0
+        self._text = held + text
+        self._at = 0
         return bool(chunk) or bool(text)
 
 
 def _columnar_records(source: Source, file: SourceFile, read_batches: Callable) -> Iterator[Record]:
     """Reads a file of Arrow's record batches."""
     pyarrow = import_pyarrow(file.path)
-    number, consumed_bytes = 0, 0
+    number = 0
+    consumed_bytes = 0
     try:
         for batch, done_bytes in read_batches(file):
-            read_bytes, consumed_bytes = done_bytes - consumed_bytes, done_bytes
+            read_bytes = done_bytes - consumed_bytes
+            consumed_bytes = done_bytes
             names = batch.schema.names
             nested = [name for name in names if pyarrow.types.is_nested(batch.schema.field(name).type)]
             for start in range(0, batch.num_rows, _BATCH_ROWS):
@@ -245,7 +253,8 @@ def _columnar_records(source: Source, file: SourceFile, read_batches: Callable) 
                     yield Record(row, f"{file.path}: record {number}", read_bytes)
                     read_bytes = 0
     except UnicodeDecodeError as error:
-        rule, fix = f"text must be UTF-8 ({error.reason})", "write the file anew with strings in UTF-8"
+        rule = f"text must be UTF-8 ({error.reason})"
+        fix = "write the file anew with strings in UTF-8"
         raise UserError(rule, where=f"{file.path}: record {number + 1}", fix=fix) from None
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:
@@ -279,7 +288,8 @@ def _parquet_batches(file: SourceFile) -> Iterator[tuple[Any, int]]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(file.path, pre_buffer=False) as opened:
-        rows, num_rows = 0, opened.metadata.num_rows
+        rows = 0
+        num_rows = opened.metadata.num_rows
         for batch in opened.iter_batches(batch_size=_BATCH_ROWS):
             rows += batch.num_rows
             yield batch, file.size_bytes * rows // max(num_rows, 1)
@@ -297,7 +307,9 @@ def _arrow_batches(file: SourceFile) -> Iterator[tuple[Any, int]]:
                 yield reader.get_batch(index), file.size_bytes * (index + 1) // reader.num_record_batches
             return
         # A mark ends a complete stream; without this check a file cut between two batches looks whole.
-        mark = b"\xff\xff\xff\xff\0\0\0\0" if start[:4] == b"\xff\xff\xff\xff" else b"\0\0\0\0"
+        mark = b"\0\0\0\0"
+        if start[:4] == b"\xff\xff\xff\xff":
+            mark = b"\xff\xff\xff\xff\0\0\0\0"
         stream.seek(max(file.size_bytes - len(mark), 0))
         if stream.read() != mark:
             raise pyarrow.ArrowInvalid("the mark at the end of the stream is missing")

@@ -79,7 +79,9 @@ def read_samples(source: Source, skipped: SkippedRecords) -> Iterator[tuple[Samp
     Raises:
         UserError: A record is bad and not skipped, or a file is damaged.
     """
-    report = skipped.add if source.skips_bad_records else raise_error
+    report = raise_error
+    if source.skips_bad_records:
+        report = skipped.add
     records = (record for file in source.files for record in read_records(source, file, report))
     for record in islice(records, source.limit):
         try:
@@ -145,7 +147,9 @@ class _Fields:
         return sum(name in self._columns for name in names)
 
     def key(self, name: str) -> str:
-        return self._columns[name] if name in self._columns else name
+        if name in self._columns:
+            return self._columns[name]
+        return name
 
     def get(self, name: str) -> Any:
         return self._fields.get(self.key(name))
@@ -160,7 +164,9 @@ class _Fields:
         return value
 
     def optional_text(self, name: str) -> str:
-        return self.text(name) if self.has(name) else ""
+        if self.has(name):
+            return self.text(name)
+        return ""
 
 
 def _formed(fields: _Fields) -> Sample | None:
@@ -173,7 +179,9 @@ def _formed(fields: _Fields) -> Sample | None:
 
 def _text(fields: _Fields) -> Sample | None:
     text = fields.text("text")
-    return Sample(None, None, "", text, fields.where) if text else None
+    if text:
+        return Sample(None, None, "", text, fields.where)
+    return None
 
 
 def _conversation(fields: _Fields, messages: list[dict[str, Any]]) -> Sample:
@@ -184,7 +192,9 @@ def _conversation(fields: _Fields, messages: list[dict[str, Any]]) -> Sample:
 
 
 def _instruction(fields: _Fields) -> Sample:
-    instruction, more, output = fields.text("instruction"), fields.optional_text("input"), fields.text("output")
+    instruction = fields.text("instruction")
+    more = fields.optional_text("input")
+    output = fields.text("output")
     if not (instruction or more):
         raise _empty(fields.where, fields.key("instruction"))
     if not output.strip():
@@ -194,7 +204,9 @@ def _instruction(fields: _Fields) -> Sample:
     earlier = _history(fields)
     if earlier or fields.optional_text("system"):
         return _conversation(fields, earlier + messages)
-    middle = f"### Input:\n{more}\n\n" if more else ""
+    middle = ""
+    if more:
+        middle = f"### Input:\n{more}\n\n"
     prompt = f"### Instruction:\n{instruction}\n\n{middle}### Response:\n"
     return Sample(messages, None, prompt, output, fields.where)
 
@@ -212,7 +224,8 @@ def _history(fields: _Fields) -> list[dict[str, Any]]:
 
 
 def _completion(fields: _Fields) -> Sample:
-    prompt, completion = fields.get("prompt"), fields.get("completion")
+    prompt = fields.get("prompt")
+    completion = fields.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         earlier = _messages(fields, "prompt")
         earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in earlier]
@@ -220,7 +233,8 @@ def _completion(fields: _Fields) -> Sample:
     if isinstance(prompt, list) or isinstance(completion, list):
         rule = f"{fields.key('prompt')} and {fields.key('completion')} must be two strings or two lists of messages"
         raise UserError(rule, where=fields.where, fix="write both in the same form")
-    prompt, completion = fields.text("prompt"), fields.text("completion")
+    prompt = fields.text("prompt")
+    completion = fields.text("completion")
     if not completion.strip():
         raise _empty(fields.where, fields.key("completion"))
     return Sample(None, None, prompt, completion, fields.where)
@@ -237,7 +251,8 @@ _FORMS: dict[tuple[str, ...], Callable[[_Fields], Sample | None]] = {
 
 
 def _messages(fields: _Fields, name: str) -> list[dict[str, Any]]:
-    key, messages = fields.key(name), fields.get(name)
+    key = fields.key(name)
+    messages = fields.get(name)
     if not isinstance(messages, list) or not messages:
         raise _wrong(fields.where, key, messages, "a list of messages that is not empty", _MESSAGES_FIX)
     return [_message(message, f"{key}.{index}", fields.where) for index, message in enumerate(messages)]
@@ -247,14 +262,20 @@ def _message(message: object, key: str, where: str) -> dict[str, Any]:
     """Checks a message and brings it into Hugging Face's form."""
     if not isinstance(message, dict):
         raise _wrong(where, key, message, "an object with role and content", _MESSAGES_FIX)
-    role_name, content_name = ("from", "value") if "role" not in message and "from" in message else ("role", "content")
+    if "role" not in message and "from" in message:
+        role_name = "from"
+        content_name = "value"
+    else:
+        role_name = "role"
+        content_name = "content"
     theirs = message.get(role_name)
     if theirs is None or (content_name not in message and "tool_calls" not in message):
         raise _wrong(where, key, message, f"an object with {role_name} and {content_name}", _MESSAGES_FIX)
     if not isinstance(theirs, str) or theirs not in _ROLES:
         expected = f"one of {', '.join(_ROLES)}"
         raise _wrong(where, f"{key}.{role_name}", theirs, expected, "correct or remove the message")
-    role, content = _ROLES[theirs], message.get(content_name)
+    role = _ROLES[theirs]
+    content = message.get(content_name)
     rest = {name: value for name, value in message.items() if name not in (role_name, content_name)}
     if theirs == "function_call":
         calls = _tool_calls(content, f"{key}.{content_name}", where)
@@ -270,7 +291,9 @@ def _content(content: object, key: str, where: str, *, may_be_null: bool) -> str
     if isinstance(content, str) or (content is None and may_be_null):
         return content
     if not isinstance(content, list):
-        fix = _EMPTY_FIX if content is None else _MESSAGES_FIX
+        fix = _MESSAGES_FIX
+        if content is None:
+            fix = _EMPTY_FIX
         raise _wrong(where, key, content, "text, or a list of parts with text", fix)
     for index, part in enumerate(content):
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -282,7 +305,8 @@ def _content(content: object, key: str, where: str, *, may_be_null: bool) -> str
 def _tool_calls(value: object, key: str, where: str) -> list[dict[str, Any]]:
     """The calls in a turn of ShareGPT's function_call: {"name", "arguments"} in JSON, or a list of them."""
     calls = _parsed(value, key, where)
-    calls = calls if isinstance(calls, list) else [calls]
+    if not isinstance(calls, list):
+        calls = [calls]
     for call in calls:
         if not isinstance(call, dict) or "name" not in call:
             raise _wrong(where, key, value, 'a call {"name": ..., "arguments": ...} in JSON', "correct the call")
@@ -292,7 +316,9 @@ def _tool_calls(value: object, key: str, where: str) -> list[dict[str, Any]]:
 def _tools(fields: _Fields) -> list[Any] | None:
     """The tools of a conversation: a list, or one in JSON."""
     value = fields.get("tools")
-    tools = _parsed(value, fields.key("tools"), fields.where) if isinstance(value, str) and value else value
+    tools = value
+    if isinstance(value, str) and value:
+        tools = _parsed(value, fields.key("tools"), fields.where)
     if tools and not isinstance(tools, list):
         raise _wrong(fields.where, fields.key("tools"), value, "a list of tools", "write [{...}, ...]")
     return tools or None
@@ -300,7 +326,9 @@ def _tools(fields: _Fields) -> list[Any] | None:
 
 def _parsed(value: object, key: str, where: str) -> Any:
     try:
-        return json.loads(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return json.loads(value)
+        return value
     except (ValueError, RecursionError):
         raise _wrong(where, key, value, "JSON", "correct it, or remove the record") from None
 
@@ -324,5 +352,8 @@ def _empty(where: str, key: str) -> UserError:
 
 
 def _wrong(where: str, key: str, value: object, expected: str, fix: str) -> UserError:
-    shown = value if len(repr(value)) <= _SHOWN_CHARACTERS else repr(value)[:_SHOWN_CHARACTERS] + "..."
+    if len(repr(value)) <= _SHOWN_CHARACTERS:
+        shown = value
+    else:
+        shown = repr(value)[:_SHOWN_CHARACTERS] + "..."
     return UserError(f"it must be {expected}", where=where, key=key, value=shown, fix=fix)

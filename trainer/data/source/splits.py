@@ -12,7 +12,8 @@ from trainer.data.source.files import unreadable
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
 
-_DICT, _STATE = "dataset_dict.json", "state.json"
+_DICT = "dataset_dict.json"
+_STATE = "state.json"
 _WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "dev", "val"),

@@ -25,7 +25,9 @@ class SyntheticDataset:
         self.num_tokens = num_sequences * seq_length
         self.max_token_id = vocab_size - 1
         self.content = f"random tokens from 0 to {vocab_size - 1}"
-        self._vocab_size, self._seed, self._first = vocab_size, seed, first
+        self._vocab_size = vocab_size
+        self._seed = seed
+        self._first = first
 
     def padding(self, size: int) -> Batch:
         return padding_batch(size, self.seq_length)

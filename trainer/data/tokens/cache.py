@@ -53,7 +53,10 @@ class _Reading(NamedTuple):
     @property
     def settings(self) -> str:
         """Everything that decides which tokens a text becomes."""
-        template = () if self.template is None else (self.template.fingerprint, self.train_on)
+        if self.template is None:
+            template = ()
+        else:
+            template = (self.template.fingerprint, self.train_on)
         return "\n".join((str(FORMAT_VERSION), self.tokenizer.fingerprint, *template, str(self.chunk_bytes), ""))
 
 
@@ -91,8 +94,12 @@ def find_token_file(
     reading = _Reading(tokenizer, template, train_on, chunk_bytes, group_bytes)
     token_file = _find(source, reading, cache, progress, notice)
     if notice is not None and token_file.meta.num_skipped:
-        count, first = token_file.meta.num_skipped, token_file.meta.first_skipped.split("\n")[0]
-        records = "1 bad record" if count == 1 else f"{count:,} bad records"
+        count = token_file.meta.num_skipped
+        first = token_file.meta.first_skipped.split("\n")[0]
+        if count == 1:
+            records = "1 bad record"
+        else:
+            records = f"{count:,} bad records"
         notice(f"{records} of {source.name} {'is' if count == 1 else 'are'} skipped; the first: {first}")
     return token_file
 
@@ -134,7 +141,9 @@ def _encoded(source: Source, reading: _Reading, skipped: SkippedRecords) -> Iter
     if template is None:
         yield from encode_pieces(read_pieces(source, chunk_bytes), tokenizer, group_bytes)
     else:
-        report = skipped.add if source.skips_bad_records else raise_error
+        report = raise_error
+        if source.skips_bad_records:
+            report = skipped.add
         samples = read_samples(source, skipped)
         yield from encode_samples(samples, tokenizer, template, train_on, group_bytes, report)
     _check_unchanged(source)
@@ -153,7 +162,9 @@ def _read_stamp(stamp_file: Path) -> str | None:
     except (OSError, ValueError):
         return None
     is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
-    return name if is_name else None
+    if is_name:
+        return name
+    return None
 
 
 def _write_stamp(stamp_file: Path, name: str) -> None:

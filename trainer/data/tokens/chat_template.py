@@ -35,13 +35,17 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data.tokens.template_engine import Compiled
 
-ASSISTANT, LAST, ALL = "assistant", "last", "all"
+ASSISTANT = "assistant"
+LAST = "last"
+ALL = "all"
 """Values of ``train_on``: the assistant's turns, its last one, or the whole text."""
 TEMPLATES = Path(__file__).parent / "templates"
 
 _VERSION = "chat-template-2"
-_FILE, _CONFIG_FILE = "chat_template.jinja", "tokenizer_config.json"
-_DEFAULT, _TOOL_USE = "default", "tool_use"
+_FILE = "chat_template.jinja"
+_CONFIG_FILE = "tokenizer_config.json"
+_DEFAULT = "default"
+_TOOL_USE = "tool_use"
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 # ChatML for a tokenizer that has no token for the end of a turn: the assistant's turns end with the end token.
@@ -107,7 +111,10 @@ class ChatTemplate:
 
         They do not know the variables of our ChatML, and not all of them know generation blocks.
         """
-        names = () if self.is_given else ("bos", "eos")
+        if self.is_given:
+            names = ()
+        else:
+            names = ("bos", "eos")
         set_here = "".join(f"{{%- set {name} = {json.dumps(self._variables[name])} %}}" for name in names)
         source = self._compiled[_DEFAULT].source
         if Path(self.where).parent == TEMPLATES:
@@ -152,7 +159,8 @@ class ChatTemplate:
         self._check_is_whole(plain, tools, text, where)
         if train_on == ALL:
             return text, [(0, len(text))]
-        trained = trained[-1:] if train_on == LAST else trained
+        if train_on == LAST:
+            trained = trained[-1:]
         if self._compiled[self._kind(tools)].has_generation:
             return text, self._generated_spans(generated, turns, trained, where)
         form = self._forms[self._kind(tools)]
@@ -182,7 +190,9 @@ class ChatTemplate:
         raise UserError(rule, where=where, key="messages", fix=fix)
 
     def _kind(self, tools: Sequence[Any] | None) -> str:
-        return _TOOL_USE if tools is not None and _TOOL_USE in self._compiled else _DEFAULT
+        if tools is not None and _TOOL_USE in self._compiled:
+            return _TOOL_USE
+        return _DEFAULT
 
     def _renderer(self, tools: Sequence[Any] | None) -> loss_spans.Render:
         def render(messages: Sequence[dict], add_generation_prompt: bool) -> str | None:
@@ -218,7 +228,9 @@ class ChatTemplate:
             raise EndlessTemplateError(rule, where=f"{self.where}:{line}" if line else self.where, fix=fix) from None
         except Exception as error:  # a template is a program: it can fail in any way
             line = engine.line_of(error)
-            at = f"line {line} of it: " if line else ""
+            at = ""
+            if line:
+                at = f"line {line} of it: "
             rule = f"the chat template ({self.name}) fails on this conversation ({at}{type(error).__name__}: {error})"
             fix = "change the conversation, or set train_dataset.chat_template to another template"
             if isinstance(error, TypeError) and _has_arguments_as_object(messages):
@@ -263,7 +275,8 @@ def load_chat_template(config: Config, section: str, tokenizer: Tokenizer) -> Ch
             ends a turn lies beyond the model's vocabulary.
     """
     template = _build(_find(config, section, tokenizer), tokenizer)
-    vocab_size, key = config.decoder.vocab_size, "model.model_config.vocab_size"
+    vocab_size = config.decoder.vocab_size
+    key = "model.model_config.vocab_size"
     if template.turn_end_id is not None and template.turn_end_id >= vocab_size:
         rule = f"the chat template ends turns with {template.turn_end!r}, whose id {template.turn_end_id} is beyond it"
         fix = f"set it to at least {template.turn_end_id + 1}, or use another tokenizer or template"
@@ -324,7 +337,9 @@ def _notices(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[s
     markers = dict.fromkeys(loss_spans.MARKER.findall(form.sample))
     split = ", ".join(marker for marker in markers if tokenizer.token_id(marker) is None)
     if not template.is_given:
-        text = f" ({split} are ordinary text for this tokenizer)" if split else ""
+        text = ""
+        if split:
+            text = f" ({split} are ordinary text for this tokenizer)"
         name = f"conversations are written as ChatML{text}"
         notices.append(f"Neither the tokenizer nor the YAML has a chat template: {name}.")
     elif split:
@@ -340,11 +355,15 @@ def _notices(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[s
 
 
 def _find(config: Config, section: str, tokenizer: Tokenizer) -> _Source:
-    owner = section if getattr(config, section).chat_template else "train_dataset"
+    owner = "train_dataset"
+    if getattr(config, section).chat_template:
+        owner = section
     wanted = getattr(config, owner).chat_template
     if wanted:
         return _find_named(wanted, f"{owner}.chat_template", config.source.where(f"{owner}.chat_template"))
-    source = _find_in(tokenizer.folder) if tokenizer.folder is not None else None
+    source = None
+    if tokenizer.folder is not None:
+        source = _find_in(tokenizer.folder)
     if source is not None:
         return source
     return _chatml_source(tokenizer)
@@ -366,7 +385,8 @@ def _find_named(wanted: str, key: str, where: str) -> _Source:
         source = _find_in(path)
         if source is not None:
             return source
-        rule, fix = f"the folder has neither {_FILE} nor a {_CONFIG_FILE} with a chat_template", "name another one"
+        rule = f"the folder has neither {_FILE} nor a {_CONFIG_FILE} with a chat_template"
+        fix = "name another one"
         raise UserError(rule, where=where, key=key, value=wanted, fix=fix)
     try:
         return _Source({_DEFAULT: read_saved(path).decode("utf-8")}, str(path), str(path), True)
@@ -389,7 +409,10 @@ def _find_in(folder: Path) -> _Source | None:
     found = read_beside(path, TokenizerConfig).chat_template
     if not found:
         return None
-    texts = {_DEFAULT: found} if isinstance(found, str) else {item.name: item.template for item in found}
+    if isinstance(found, str):
+        texts = {_DEFAULT: found}
+    else:
+        texts = {item.name: item.template for item in found}
     if _DEFAULT not in texts:
         rule = f"its chat_template has no template named {_DEFAULT}"
         raise UserError(rule, where=str(path), fix="name the template in train_dataset.chat_template")
@@ -413,8 +436,13 @@ def _compile(source: str, where: str) -> Compiled:
     try:
         return compile_template(source)
     except jinja2.TemplateSyntaxError as error:
-        inside = f", line {error.lineno} of the template" if where.endswith(".json") else ""
-        place = where if inside else f"{where}:{error.lineno}"
+        inside = ""
+        if where.endswith(".json"):
+            inside = f", line {error.lineno} of the template"
+        if inside:
+            place = where
+        else:
+            place = f"{where}:{error.lineno}"
         rule = f"the chat template has a syntax error{inside}: {str(error.message).removesuffix('.')}"
         raise UserError(rule, where=place, fix=fix) from None
     except Exception as error:  # nested too deep, or a constant that cannot be computed

@@ -48,10 +48,15 @@ class _Document(NamedTuple):
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer, group_bytes: int) -> Iterator[Encoded]:
     """Encodes the pieces of text documents, `group_bytes` at a time."""
     eos = np.array([tokenizer.eos_id], np.uint32)
-    bos = [] if tokenizer.bos_id is None else [np.array([tokenizer.bos_id], np.uint32)]
+    if tokenizer.bos_id is None:
+        bos = []
+    else:
+        bos = [np.array([tokenizer.bos_id], np.uint32)]
     in_document = False
     for group in _groups(pieces, lambda piece: len(piece.text), group_bytes):
-        parts, lengths, ends = [], [], []
+        parts = []
+        lengths = []
+        ends = []
         encoded = tokenizer.encode_utf8([piece.text for piece in group])
         for piece, ids in zip(group, encoded, strict=True):
             part = [*([] if in_document else bos), ids, *([eos] if piece.ends_document else [])]
@@ -92,13 +97,15 @@ def encode_samples(
 
 
 def _groups(items: Iterable, size_of: Callable[..., int], group_size: int) -> Iterator[list]:
-    group, held = [], 0
+    group = []
+    held = 0
     for item in items:
         group.append(item)
         held += size_of(item)
         if held >= group_size:
             yield group
-            group, held = [], 0
+            group = []
+            held = 0
     if group:
         yield group
 
@@ -108,7 +115,10 @@ def _document(sample: Sample, template: ChatTemplate, train_on: str, source_byte
         text, spans = template.spans(sample.messages, sample.tools, train_on, sample.where)
         return _Document(text, spans, True, source_bytes)
     if not sample.prompt or train_on == "all":
-        spans = None if not sample.prompt else [(0, len(sample.prompt) + len(sample.text))]
+        if not sample.prompt:
+            spans = None
+        else:
+            spans = [(0, len(sample.prompt) + len(sample.text))]
         return _Document(sample.prompt + sample.text, spans, False, source_bytes)
     text = sample.prompt + sample.text
     return _Document(text, [(len(sample.prompt), len(text))], False, source_bytes)
@@ -121,14 +131,18 @@ def _encode_documents(documents: Sequence[_Document], tokenizer: Tokenizer) -> E
     masked = [document.text for document in documents if document.spans is not None]
     encoded_whole = iter(tokenizer.encode_utf8(whole) if whole else ())
     encoded_masked = iter(tokenizer.encode_offsets(masked) if masked else ())
-    parts, masks, ends, length = [], [], [], 0
+    parts = []
+    masks = []
+    ends = []
+    length = 0
     for document in documents:
         if document.spans is None:
             ids = next(encoded_whole)
             mask = np.ones(len(ids), bool)
         else:
             offsets = next(encoded_masked)
-            ids, mask = offsets.ids, loss_mask(offsets, document.spans)
+            ids = offsets.ids
+            mask = loss_mask(offsets, document.spans)
         if not document.is_rendered:
             ids = np.concatenate([bos, ids, eos])
             mask = np.concatenate([np.full(len(bos), document.spans is None), mask, [True]])

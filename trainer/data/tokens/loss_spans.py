@@ -27,7 +27,10 @@ MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z]+(?
 
 # Private-use characters around it: no text holds them, and no template strips them.
 _SENTINEL = "\ue0a7sentinel\ue0a7"
-_QUESTION, _ANSWER, _NEXT_QUESTION, _NEXT_ANSWER = "Wqfirst", "Xqanswer", "Yqsecond", "Zqreply"
+_QUESTION = "Wqfirst"
+_ANSWER = "Xqanswer"
+_NEXT_QUESTION = "Yqsecond"
+_NEXT_ANSWER = "Zqreply"
 
 
 class Form(NamedTuple):
@@ -62,21 +65,29 @@ def read_form(render: Render, added_tokens: Mapping[str, bool], end_tokens: Sequ
     answers = [render(_conversation(_QUESTION, answer), False) for answer in (_ANSWER, _NEXT_ANSWER)]
     if whole is None or prompt is None or None in answers:
         return unknown._replace(sample=whole or "")
-    answer, question = whole.find(_ANSWER), whole.find(_NEXT_QUESTION)
+    answer = whole.find(_ANSWER)
+    question = whole.find(_NEXT_QUESTION)
     if answer < 0 or question < answer:
         return unknown._replace(sample=whole)
     between = whole[answer + len(_ANSWER) : question]
     turn_end = _first_token(between, unknown.added)
     if not turn_end:  # the markers of the template are ordinary text for this tokenizer
         marker = MARKER.match(between.lstrip())
-        turn_end = marker.group() if marker else (between.split() or [""])[0]
+        if marker:
+            turn_end = marker.group()
+        else:
+            turn_end = (between.split() or [""])[0]
     tail = answers[0].partition(_ANSWER)[2]
     ends_last_turn = turn_end in tail or bool(_first_token(tail, special))
     start = prompt.find(_QUESTION) + len(_QUESTION)
     header = commonprefix([prompt[start:], *(text[text.find(_QUESTION) + len(_QUESTION) :] for text in answers)])
     # What ends the user's turn before the header is no part of it: an answer to a tool's result has another one.
-    own = header.rpartition(turn_end)[2].lstrip() if turn_end else ""
-    prefill = prompt[start + len(header) :] if own else ""
+    own = ""
+    if turn_end:
+        own = header.rpartition(turn_end)[2].lstrip()
+    prefill = ""
+    if own:
+        prefill = prompt[start + len(header) :]
     form = unknown._replace(header=own, prefill=prefill, turn_end=turn_end, ends_last_turn=ends_last_turn, sample=whole)
     return form._replace(call_end=_call_end(render, form))
 
@@ -107,7 +118,9 @@ def _conversation(*contents: str) -> list[dict]:
 def _first_token(text: str, tokens: Sequence[str]) -> str:
     """The token that stands first in `text`, the longest of several at the same place; empty if there is none."""
     found = [(text.find(token), -len(token), token) for token in tokens if token and token in text]
-    return min(found)[2] if found else ""
+    if found:
+        return min(found)[2]
+    return ""
 
 
 def find_spans(render: Render, messages: Sequence[dict], wanted: Sequence[int], text: str, form: Form) -> Spans:
@@ -147,13 +160,17 @@ def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form:
     """The first character that the assistant writes in its turn."""
     if turn == 0 and form.header in text:  # no template says what is before the first message
         start = text.index(form.header) + len(form.header)
-        return start + len(form.prefill) if text.startswith(form.prefill, start) else start
+        if text.startswith(form.prefill, start):
+            return start + len(form.prefill)
+        return start
     prompt = render(messages[:turn], True)
     if prompt is not None and text.startswith(prompt):
         return len(prompt)
     before = render(messages[:turn], False)
     if prompt is not None and before is not None and text.startswith(before):
-        header = prompt[len(before) :] if prompt.startswith(before) else ""
+        header = ""
+        if prompt.startswith(before):
+            header = prompt[len(before) :]
         if form.header and header.startswith(form.header) and text.startswith(form.header, len(before)):
             return len(before) + len(form.header)
         return len(before) + len(commonprefix([header, text[len(before) :]]))
@@ -170,7 +187,8 @@ def _start_after_message(render: Render, messages: Sequence[dict], turn: int, te
     if turn == 0:
         return None
     marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _SENTINEL}]
-    prompt, whole = render(marked, True), render([*marked, *messages[turn:]], False)
+    prompt = render(marked, True)
+    whole = render([*marked, *messages[turn:]], False)
     if prompt is None or whole is None:
         return None
     before, found, after = whole.partition(_SENTINEL)
@@ -183,7 +201,9 @@ def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text:
     """Finds the content of the turn; None if that fails."""
     whole = render([*messages[:turn], {**messages[turn], "content": _SENTINEL}, *messages[turn + 1 :]], False)
     before, found, _ = (whole or "").partition(_SENTINEL)
-    return len(before) if found and text.startswith(before) else None
+    if found and text.startswith(before):
+        return len(before)
+    return None
 
 
 def _end(render: Render, messages: Sequence[dict], turn: int, text: str, form: Form, start: int, limit: int) -> int:

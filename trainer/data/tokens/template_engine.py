@@ -27,7 +27,8 @@ MAX_STEPS = 1 << 24
 MAX_CHARACTERS = 1 << 26
 _MAX_SOURCE = 1 << 20  # characters of a template
 
-_START, _END = "\ufdd0", "\ufdd1"
+_START = "\ufdd0"
+_END = "\ufdd1"
 """Around what a ``{% generation %}`` block writes. Unicode leaves both to programs: no text has them."""
 _DICT_METHODS = frozenset(dir(dict))
 _SAFE_ATTRIBUTES = {
@@ -140,7 +141,9 @@ class _Environment(ImmutableSandboxedEnvironment):
         # The sandbox gives the same, but takes most of the time of a rendering to check it.
         kind = type(obj)
         if kind is dict and attribute not in _DICT_METHODS:
-            return obj[attribute] if attribute in obj else self.undefined(obj=obj, name=attribute)
+            if attribute in obj:
+                return obj[attribute]
+            return self.undefined(obj=obj, name=attribute)
         if attribute in _SAFE_ATTRIBUTES.get(kind, ()):
             return getattr(obj, attribute)
         value = super().getattr(obj, attribute)

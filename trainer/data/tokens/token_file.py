@@ -51,8 +51,12 @@ FORMAT_VERSION = 2
 _MASK_CHUNK = 4 << 20
 _ABANDONED_SECONDS = 3600.0
 _TEMPORARY = ".building-"
-_ATTEMPTS, _WAIT_SECONDS = 10, 0.05  # where other processes build the same file
-_PAGED, _PAGES, _META = ("tokens.bin", "mask.bin"), "pages.bin", "meta.json"
+# where other processes build the same file
+_ATTEMPTS = 10
+_WAIT_SECONDS = 0.05
+_PAGED = ("tokens.bin", "mask.bin")
+_PAGES = "pages.bin"
+_META = "meta.json"
 
 Progress = Callable[[int, int], None]  # bytes of the source done, of how many
 
@@ -117,7 +121,9 @@ class TokenFile:
         for name in names:
             if name not in self.checks:
                 continue
-            item_bytes = self.tokens.itemsize if name == "tokens.bin" else 1
+            item_bytes = 1
+            if name == "tokens.bin":
+                item_bytes = self.tokens.itemsize
             damaged = self.checks[name].damaged(starts * item_bytes, (starts + lengths) * item_bytes)
             if damaged is not None:
                 rule = f"the token file is damaged: {name} is not what was written, from byte {damaged:,} on"
@@ -231,7 +237,8 @@ def build_token_file(
         rule = f"the folder for token files cannot be written ({error.strerror})"
         fix = f"set {cache.key} to a folder that you can write"
         raise UserError(rule, where=cache.where, key=cache.key, value=str(cache.path), fix=fix) from None
-    done_bytes, source_bytes = 0, source.size_bytes
+    done_bytes = 0
+    source_bytes = source.size_bytes
     try:
         with _Writer(temporary, tokenizer) as writer:
             for part in encoded:
@@ -260,7 +267,10 @@ def _failed_write(cache: Cache, error: OSError, temporary: Path, done_bytes: int
             fix=f"set {cache.key} to a folder on a disk that works",
         )
     written_bytes = sum(file.stat().st_size for file in temporary.glob("*"))
-    needed_bytes = int(written_bytes * source_bytes / done_bytes) if done_bytes else source_bytes * 2
+    if done_bytes:
+        needed_bytes = int(written_bytes * source_bytes / done_bytes)
+    else:
+        needed_bytes = source_bytes * 2
     return RunError(
         f"the disk is full: the token file needs about {needed_bytes} bytes, "
         f"{shutil.disk_usage(cache.path).free + written_bytes} are free",

@@ -110,7 +110,8 @@ def load_tokenizer(config: Config, section: str = "train_dataset") -> Tokenizer:
         return _load_hugging_face(config, wanted.path, f"{section}.tokenizer.path")
     ids = _id_list(config.decoder.eos_token_id)
     if ids and ids[0] != _BYTES_EOS_ID:
-        key, fix = "model.model_config.eos_token_id", f"leave it out, or set it to {_BYTES_EOS_ID}"
+        key = "model.model_config.eos_token_id"
+        fix = f"leave it out, or set it to {_BYTES_EOS_ID}"
         rule = f"the tokenizer `bytes` ends a document with id {_BYTES_EOS_ID}"
         raise UserError(rule, where=config.source.where(key), key=key, value=ids[0], fix=fix)
     return ByteTokenizer()
@@ -146,10 +147,15 @@ class ByteTokenizer:
     def token_id(self, text: str) -> int | None:
         if text == BYTES_EOS:
             return _BYTES_EOS_ID
-        return ord(text) if len(text) == 1 and text.isascii() else None
+        if len(text) == 1 and text.isascii():
+            return ord(text)
+        return None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        eos = b"" if skip_special_tokens else BYTES_EOS.encode()
+        if skip_special_tokens:
+            eos = b""
+        else:
+            eos = BYTES_EOS.encode()
         parts = (eos if token_id == _BYTES_EOS_ID else bytes([token_id]) for token_id in ids if 0 <= token_id <= 256)
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -184,7 +190,9 @@ class _ByteStream:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(bytes([token_id])) if 0 <= token_id < 256 else ""
+        if 0 <= token_id < 256:
+            return self._decoder.decode(bytes([token_id]))
+        return ""
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -204,10 +212,14 @@ class HuggingFaceTokenizer:
         folder: Path,
     ) -> None:
         self._tokenizer = tokenizer
-        self.eos_ids, self.eos_id = tuple(eos_ids), eos_ids[0]
+        self.eos_ids = tuple(eos_ids)
+        self.eos_id = eos_ids[0]
         self.eos_token = tokenizer.id_to_token(self.eos_id)
         self.bos_id = bos_id
-        self.bos_token = "" if bos_id is None else tokenizer.id_to_token(bos_id)
+        if bos_id is None:
+            self.bos_token = ""
+        else:
+            self.bos_token = tokenizer.id_to_token(bos_id)
         self.special_tokens = special_tokens
         self.added_tokens = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
         self.folder = folder
@@ -255,7 +267,8 @@ class HuggingFaceTokenizer:
         starts_N = ends_N - self._token_bytes[ids_N]
         if len(content) > len(text):
             character_of_byte = _characters_of_bytes(content)
-            starts_N, ends_N = character_of_byte[starts_N], character_of_byte[ends_N - 1] + 1
+            starts_N = character_of_byte[starts_N]
+            ends_N = character_of_byte[ends_N - 1] + 1
         return Offsets(ids_N, starts_N, ends_N)
 
     def token_id(self, text: str) -> int | None:
@@ -309,7 +322,8 @@ class _DiffStream:
         incomplete = text.endswith(_REPLACEMENT) and len(self._waiting) < _LONGEST_CHARACTER_TOKENS
         if not text or incomplete:
             return ""
-        self._shown, self._waiting = self._waiting, []
+        self._shown = self._waiting
+        self._waiting = []
         return text
 
     def finish(self) -> str:
@@ -330,7 +344,8 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
         rule = "the tokenizer `huggingface` needs a tokenizer.json"
         raise UserError(rule, where=where, key=key, value=name, fix=fix)
     path = Path(os.path.expanduser(name))
-    path = path / "tokenizer.json" if os.path.isdir(path) else path
+    if os.path.isdir(path):
+        path = path / "tokenizer.json"
     fix = "name a tokenizer.json as saved by Hugging Face tokenizers, or its folder, or set tokenizer.type to bytes"
     try:
         content = read_saved(path)
@@ -374,8 +389,11 @@ def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
 
 def _text_of(token: object) -> str | None:
     """The text of a token in tokenizer_config.json, which may be a serialised AddedToken."""
-    token = token.get("content") if isinstance(token, dict) else token
-    return token if isinstance(token, str) and token else None
+    if isinstance(token, dict):
+        token = token.get("content")
+    if isinstance(token, str) and token:
+        return token
+    return None
 
 
 def _special_tokens(tokenizer, described: Mapping[str, Any]) -> dict[str, Any]:
@@ -389,7 +407,10 @@ def _special_tokens(tokenizer, described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _id_list(value: object) -> list[int]:
-    values = value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        values = value
+    else:
+        values = [value]
     return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 
 
@@ -423,7 +444,8 @@ def _find_eos(config: Config, tokenizer, described: Mapping[str, Any], path: Pat
 def _find_bos(config: Config, tokenizer, described: Mapping[str, Any]) -> int | None:
     if described.get("add_bos_token") is False:
         return None
-    token_id, key = config.decoder.bos_token_id, "model.model_config.bos_token_id"
+    token_id = config.decoder.bos_token_id
+    key = "model.model_config.bos_token_id"
     if token_id is not None:
         return _known_ids(tokenizer, [token_id], config.source.where(key), key)[0]
     names = [name for name in (_text_of(described.get("bos_token")), *BOS_NAMES) if name]
@@ -432,10 +454,12 @@ def _find_bos(config: Config, tokenizer, described: Mapping[str, Any]) -> int | 
 
 def _check_vocabulary(config: Config, tokenizer, ids: Iterable[int]) -> None:
     """Checks that the tokens which every document holds are within the model's vocabulary."""
-    vocab_size, key = config.decoder.vocab_size, "model.model_config.vocab_size"
+    vocab_size = config.decoder.vocab_size
+    key = "model.model_config.vocab_size"
     for token_id in ids:
         if token_id >= vocab_size:
-            tokens, token = _largest_id(tokenizer) + 1, tokenizer.id_to_token(token_id)
+            tokens = _largest_id(tokenizer) + 1
+            token = tokenizer.id_to_token(token_id)
             rule = f"the tokenizer has {tokens} tokens, beyond the model's vocabulary of {vocab_size}"
             rule += f": a document needs {token!r}, whose id is {token_id}"
             fix = f"set it to at least {tokens}, or use the model's own tokenizer"

@@ -35,10 +35,13 @@ class TokenizerModel(OpenDocument):
 
     @model_validator(mode="after")
     def has_prefixes(self) -> TokenizerModel:
-        prefix, merges = self.continuing_subword_prefix, self.merges
+        prefix = self.continuing_subword_prefix
+        merges = self.merges
         # The library takes it off the second part of each merge, whatever that is.
         for merge in merges if prefix and isinstance(merges, list) else ():
-            parts = merge.split(" ") if isinstance(merge, str) else merge
+            parts = merge
+            if isinstance(merge, str):
+                parts = merge.split(" ")
             if not (isinstance(parts, list) and parts and str(parts[-1]).startswith(prefix)):
                 raise ValueError("continuing_subword_prefix does not begin the second part of every merge")
         return self

@@ -276,7 +276,9 @@ class Spoke(_Linked):
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
-        return super().sources if self._channel is None or self._channel.closed else [self._channel]
+        if self._channel is None or self._channel.closed:
+            return super().sources
+        return [self._channel]
 
     def _join(self, now: float) -> list[Message]:
         if self._links or self._over:
@@ -359,7 +361,10 @@ def connect_nodes(options: LaunchOptions, shared: Path, attempt: int = 0, resume
     string = os.environ.get(CONTROL_PORT_VARIABLE, "")
     if string and not string.isdecimal():
         raise UserError("must be the number of a port", key=CONTROL_PORT_VARIABLE, value=string, fix="write 8119")
-    port = int(string) if string else options.master_port + 1
+    if string:
+        port = int(string)
+    else:
+        port = options.master_port + 1
     host = options.master_addr.strip("[]")
     secret = secret_of_environment()
     path = secret_file(shared, port)

@@ -72,7 +72,9 @@ class SignedChannel(Lines):
                 continue
             data = line[_MAC_BYTES + 1 :]
             is_signed = hmac.compare_digest(line[:_MAC_BYTES], self._mac(self._called, self._received, data))
-            message = parse(data) if self._key and is_signed else None
+            message = None
+            if self._key and is_signed:
+                message = parse(data)
             if message is None:
                 self.close()
                 break
@@ -85,7 +87,10 @@ class SignedChannel(Lines):
         match = _FIRST_LINE.fullmatch(line)
         if match is None:
             return False
-        nonces = (match[1], self._nonce) if self._called else (self._nonce, match[1])
+        if self._called:
+            nonces = (match[1], self._nonce)
+        else:
+            nonces = (self._nonce, match[1])
         self._key = hmac.digest(self._secret, b"run_trainer launchers " + b" ".join(nonces), hashlib.sha256)
         for message in self._unsent:
             self.send(message)
@@ -106,7 +111,9 @@ class _Caller:
     def network(self) -> str:
         """Where one stranger can have all addresses: that of IPv4 itself, or the /64 of IPv6."""
         address = self.address.partition("%")[0]
-        return str(ipaddress.ip_network(f"{address}/64", strict=False)) if ":" in address else address
+        if ":" in address:
+            return str(ipaddress.ip_network(f"{address}/64", strict=False))
+        return address
 
 
 class ControlListener:

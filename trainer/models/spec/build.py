@@ -33,7 +33,10 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
     for layer in range(settings.num_layers + settings.mtp_depth):
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
-        targets = () if is_mtp else layer_targets(settings, layer)
+        if is_mtp:
+            targets = ()
+        else:
+            targets = layer_targets(settings, layer)
         kind = (is_mtp, is_moe, settings.has_window(layer), targets)
         if kind not in layers:
             layers[kind] = _layer_spec(settings, layer, targets)

@@ -43,7 +43,8 @@ def initial_value(
     Each name has its own random stream, so adding one changes no other.
     """
     shape = parameter.shape
-    part = whole_array(shape) if part is None else part
+    if part is None:
+        part = whole_array(shape)
     if parameter.init == "zeros":
         return np.zeros(part.shape, np.float32)
     if parameter.init == "ones":
@@ -69,13 +70,19 @@ def _drawn(draw: Callable[[np.ndarray], object], size: int, part: ArrayPart) -> 
     if part.size == size:
         draw(values)
         return values.reshape(part.shape)
-    block, begin, end = np.empty(min(size, _BLOCK), np.float32), 0, 0  # it has the numbers from begin to end
+    # it has the numbers from begin to end
+    block = np.empty(min(size, _BLOCK), np.float32)
+    begin = 0
+    end = 0
     for position, at, count in part.runs():
         while count:
             while position >= end:
-                begin, end = end, min(end + _BLOCK, size)
+                begin = end
+                end = min(end + _BLOCK, size)
                 draw(block[: end - begin])
             taken = min(count, end - position)
             values[at : at + taken] = block[position - begin : position - begin + taken]
-            position, at, count = position + taken, at + taken, count - taken
+            position = position + taken
+            at = at + taken
+            count = count - taken
     return values.reshape(part.shape)

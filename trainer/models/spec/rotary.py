@@ -23,13 +23,18 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
     """
     size = settings.rotary_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
-    frequencies, factor = 1.0 / settings.rope_base**exponents, 1.0
+    frequencies = 1.0 / settings.rope_base**exponents
+    factor = 1.0
     if settings.rope_scaling is not None and settings.rope_scaling.rope_type != "default":
         frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
     angles = np.outer(np.arange(positions), frequencies)
-    angles = np.repeat(angles, 2, axis=-1) if settings.rope_interleave else np.concatenate([angles, angles], axis=-1)
+    if settings.rope_interleave:
+        angles = np.repeat(angles, 2, axis=-1)
+    else:
+        angles = np.concatenate([angles, angles], axis=-1)
     kept = ((0, 0), (0, settings.rotary_head_size - size))
-    cos, sin = np.pad(np.cos(angles) * factor, kept, constant_values=1.0), np.pad(np.sin(angles) * factor, kept)
+    cos = np.pad(np.cos(angles) * factor, kept, constant_values=1.0)
+    sin = np.pad(np.sin(angles) * factor, kept)
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
@@ -58,7 +63,8 @@ def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, 
     def dimension(rotations: float) -> float:
         return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_base))
 
-    low, high = max(math.floor(dimension(scaling.beta_fast)), 0), min(math.ceil(dimension(scaling.beta_slow)), size - 1)
+    low = max(math.floor(dimension(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension(scaling.beta_slow)), size - 1)
     ramp = np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0, 1)
     return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
 

@@ -28,7 +28,10 @@ _COMPRESSED = 2048
 """The side of a compressed mask, whatever the number of tokens."""
 _MOST_DOCUMENTS = 1024
 """Documents that the operator takes in a micro-batch."""
-_GIVEN, _CAUSAL, _CAUSAL_OF_DOCUMENTS, _BAND = 0, 2, 3, 4
+_GIVEN = 0
+_CAUSAL = 2
+_CAUSAL_OF_DOCUMENTS = 3
+_BAND = 4
 """sparse_mode: the mask as it is given; compressed: causal, causal in each document, causal within a window."""
 
 
@@ -136,15 +139,20 @@ class Attention(Sharded):
         window: int | None = None, draw: DrawnMask | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.kv_heads, self.head_size = heads, kv_heads, head_size
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_size = head_size
         self.dtype = dtype
         self.length = length
         self.draw = draw
-        self.reshape, self.cast, self.repeat = P.Reshape(), P.Cast(), P.Tile()
+        self.reshape = P.Reshape()
+        self.cast = P.Cast()
+        self.repeat = P.Tile()
         value_size = value_size or head_size
         self.missing = head_size - value_size
         self.zeros_11w = Tensor(np.zeros((1, 1, self.missing), np.float32)) if self.missing else None
-        self.fill_up, self.cut = JoinHeads(kv_heads), SplitHeads(heads, value_size)
+        self.fill_up = JoinHeads(kv_heads)
+        self.cut = SplitHeads(heads, value_size)
 
         def flash(keep: float = 1.0, **options: int | str) -> FlashAttentionScore:
             factor = head_size**-0.5 if scale is None else scale
@@ -153,15 +161,19 @@ class Attention(Sharded):
         compressed = {"sparse_mode": _CAUSAL}
         if window is not None:
             compressed = {"sparse_mode": _BAND, "pre_tokens": window - 1, "next_tokens": 0}
-        self.given, self.given_drop = flash(), flash(1.0 - rate)
-        self.compressed, self.compressed_drop = flash(**compressed), flash(1.0 - rate, **compressed)
+        self.given = flash()
+        self.given_drop = flash(1.0 - rate)
+        self.compressed = flash(**compressed)
+        self.compressed_drop = flash(1.0 - rate, **compressed)
         self.documents = flash(input_layout="TND", sparse_mode=_CAUSAL_OF_DOCUMENTS, next_tokens=0)
 
     def construct(self, q_NC, k_NK, v_NK, mask, ends, dropout):
         if self.missing:
             zeros_NKw = self.repeat(self.cast(self.zeros_11w, v_NK.dtype), (v_NK.shape[0], self.kv_heads, 1))
             v_NK = self.fill_up(v_NK, self.reshape(zeros_NKw, (v_NK.shape[0], self.kv_heads * self.missing)))
-        q, k, v = self.cast(q_NC, self.dtype), self.cast(k_NK, self.dtype), self.cast(v_NK, self.dtype)
+        q = self.cast(q_NC, self.dtype)
+        k = self.cast(k_NK, self.dtype)
+        v = self.cast(v_NK, self.dtype)
         if ends is None:
             out = self.over_rows(q, k, v, mask, dropout)
         else:
@@ -171,7 +183,9 @@ class Attention(Sharded):
 
     def over_rows(self, q, k, v, mask, dropout):
         """Every sequence by itself."""
-        q, k, v = self.split(q), self.split(k), self.split(v)
+        q = self.split(q)
+        k = self.split(k)
+        v = self.split(v)
         is_whole = mask.ndim == 4
         if dropout is None:
             flash = self.given if is_whole else self.compressed

@@ -20,7 +20,8 @@ from mindspore.ops.auto_generate import SliceExt
 
 from trainer.data.batches.context import SequencePart
 
-_GIVEN, _CAUSAL_AT_THE_END = 0, 3
+_GIVEN = 0
+_CAUSAL_AT_THE_END = 3
 """sparse_mode: the mask as it is given; compressed and causal, the last query being at the last key."""
 
 
@@ -39,9 +40,13 @@ class GatheredAttention(nn.Cell):
         part: SequencePart, gather: Callable[[], Callable[[Tensor], Tensor]],
     ) -> None:  # fmt: skip
         super().__init__()
-        self.heads, self.dtype, self.gather = heads, dtype, gather()
+        self.heads = heads
+        self.dtype = dtype
+        self.gather = gather()
         self.scale = head_size**-0.5 if scale is None else scale
-        self.rank, self.ranks, self.own = part.rank, part.ranks, length // part.ranks
+        self.rank = part.rank
+        self.ranks = part.ranks
+        self.own = length // part.ranks
         self.half = self.own // 2
         chunks = range(2 * self.ranks)
         order = [2 * chunk if chunk < self.ranks else 4 * self.ranks - 1 - 2 * chunk for chunk in chunks]
@@ -56,7 +61,8 @@ class GatheredAttention(nn.Cell):
         kv = mint.index_select(kv.reshape(kv.shape[0], 2 * self.ranks, -1), 1, self.order)
         kv = kv.reshape(kv.shape[0], -1, 2 * width)
         q = q_NC.reshape(-1, self.own, q_NC.shape[1]).astype(self.dtype)
-        early, late = self.part_of(q, 1, 0, self.half), self.part_of(q, 1, self.half, self.own)
+        early = self.part_of(q, 1, 0, self.half)
+        late = self.part_of(q, 1, self.half, self.own)
         early = self.over(early, self.part_of(kv, 1, 0, (self.rank + 1) * self.half), mask)
         late = self.over(late, self.part_of(kv, 1, 0, (2 * self.ranks - self.rank) * self.half), late_mask)
         return ops.concat((early, late), 1).reshape(q_NC.shape).astype(q_NC.dtype)

@@ -31,7 +31,9 @@ class Dropout(nn.Cell):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.rate, self.apply, self.apply_to_grad = rate, DropoutDoMaskExt(), DropoutDoMaskExt()
+        self.rate = rate
+        self.apply = DropoutDoMaskExt()
+        self.apply_to_grad = DropoutDoMaskExt()
 
     def construct(self, x, mask):
         return self.apply(x, mask, self.rate)
@@ -94,7 +96,8 @@ class _OfRank(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        self.place_S, self.is_shared = Tensor(np.zeros(1, np.int64)), False
+        self.place_S = Tensor(np.zeros(1, np.int64))
+        self.is_shared = False
         self.morph = P.Morph(self.compute, self.infer_shape, self.infer_dtype).add_prim_attr("self_define_shard", True)
 
     def seed(self, seeds_B1, place_S):
@@ -104,7 +107,8 @@ class _OfRank(nn.Cell):
     def shard_as(self, data: int, tensor: int, inputs: Sequence[Sequence[str]], output: Sequence[str]) -> None:
         """Inputs before the seeds, and the output: the axes "data", "tensor", both ("data", "tensor"), or "None"."""
         layout = Layout((data, tensor), ("data", "tensor"))
-        self.place_S, self.is_shared = Tensor(np.arange(tensor, dtype=np.int64)), "tensor" in str(output)
+        self.place_S = Tensor(np.arange(tensor, dtype=np.int64))
+        self.is_shared = "tensor" in str(output)
         given = *(layout(*axes) for axes in inputs), layout("data", "None"), layout("tensor")
         self.morph.shard(in_strategy=given, out_strategy=(layout(*output),))
 
@@ -114,7 +118,8 @@ class ShardedDropout(_OfRank):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        self.rate, self.drop = rate, Dropout(rate)
+        self.rate = rate
+        self.drop = Dropout(rate)
 
     def construct(self, x_NC, seeds_B1):
         return self.morph(x_NC, seeds_B1, self.place_S)
@@ -142,9 +147,13 @@ class DrawnMask(_OfRank):
 
     def __init__(self, settings: ModelConfig, *, bits: bool) -> None:
         super().__init__()
-        length, heads, kv_heads = settings.seq_length, settings.num_heads, settings.kv_heads
+        length = settings.seq_length
+        heads = settings.num_heads
+        kv_heads = settings.kv_heads
         self.shape = (heads, length, length) if bits else (kv_heads, length * (heads // kv_heads), length)
-        self.bits, self.rate, self.ranks = bits, settings.attention_dropout, 1
+        self.bits = bits
+        self.rate = settings.attention_dropout
+        self.ranks = 1
         self.drop = Dropout(self.rate)
 
     def construct(self, seeds_B1):

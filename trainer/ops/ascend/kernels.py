@@ -114,7 +114,8 @@ class Rotary(nn.Cell):
         self.reshape = P.Reshape()
 
     def construct(self, x_NC, cos_BT1d, sin_BT1d):
-        rows, length = cos_BT1d.shape[0], cos_BT1d.shape[1]
+        rows = cos_BT1d.shape[0]
+        length = cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
         return self.reshape(self.core(x_BTHd, cos_BT1d, sin_BT1d), x_NC.shape)
 

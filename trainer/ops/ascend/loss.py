@@ -45,7 +45,8 @@ class PiecewiseCrossEntropy(nn.Cell):
         part: VocabShard | None = None,
     ) -> None:
         super().__init__(auto_prefix=False)
-        self.dtype, self.core = dtype, _Core(compiles, trained, part)
+        self.dtype = dtype
+        self.core = _Core(compiles, trained, part)
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
         return self.core(x_ND.astype(self.dtype), weight_VD.astype(self.dtype), labels_N, valid_N1)[0]
@@ -56,12 +57,17 @@ class _Core(nn.Cell):
 
     def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, part: VocabShard | None) -> None:
         super().__init__(auto_prefix=False)
-        self.part, self.first = part, 0 if part is None else part.first
-        self.sums, self.gradients = compiles(_Sums()), compiles(_Gradients(trained))
-        self.log_sum_exp, self.matmul_at, self.trained = LogSumExp(), P.MatMul(transpose_a=True), trained
+        self.part = part
+        self.first = 0 if part is None else part.first
+        self.sums = compiles(_Sums())
+        self.gradients = compiles(_Gradients(trained))
+        self.log_sum_exp = LogSumExp()
+        self.matmul_at = P.MatMul(transpose_a=True)
+        self.trained = trained
 
     def construct(self, x_ND, weight_VD, labels_N, valid_N1):
-        sums, label_logit_N1 = [], _zeros(valid_N1)
+        sums = []
+        label_logit_N1 = _zeros(valid_N1)
         for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
             sum_N1, label_logit_N1 = self.sums(x_ND, weight_PD, labels_N, first, label_logit_N1)
             sums.append(sum_N1)
@@ -78,7 +84,9 @@ class _Core(nn.Cell):
         return log_sum_N.reshape(-1, 1), every_R2N[:, 1].sum(0).reshape(-1, 1)
 
     def bprop(self, x_ND, weight_VD, labels_N, valid_N1, out, grads):
-        factor_N1, grad_x_ND, found = valid_N1 * grads[0], ops.zeros(x_ND.shape, mstype.float32), []
+        factor_N1 = valid_N1 * grads[0]
+        grad_x_ND = ops.zeros(x_ND.shape, mstype.float32)
+        found = []
         for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
             grad_x_ND, *grad_PD = self.gradients(x_ND, weight_PD, labels_N, first, factor_N1, out[1], grad_x_ND)
             found += grad_PD
@@ -104,8 +112,13 @@ class _Piece(nn.Cell):
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
-        self.x_wt, self.matmul, self.matmul_at = P.MatMul(transpose_b=True), P.MatMul(), P.MatMul(transpose_a=True)
-        self.cast, self.gather, self.log_sum_exp, self.scatter_add = P.Cast(), P.GatherD(), LogSumExp(), ScatterAddExt()
+        self.x_wt = P.MatMul(transpose_b=True)
+        self.matmul = P.MatMul()
+        self.matmul_at = P.MatMul(transpose_a=True)
+        self.cast = P.Cast()
+        self.gather = P.GatherD()
+        self.log_sum_exp = LogSumExp()
+        self.scatter_add = ScatterAddExt()
 
     def logits(self, x_ND, weight_PD):
         return self.cast(self.x_wt(x_ND, weight_PD), mstype.float32)

@@ -25,7 +25,9 @@ def keep(scalar: Tensor) -> Tensor:
 def add_up(kept: Sequence[Tensor | float]) -> Tensor | float:
     if not isinstance(kept[0], Tensor):  # zeros: another rank has the losses
         return sum(kept)
-    return kept[0] if len(kept) == 1 else mint.sum(mint.stack(list(kept)))
+    if len(kept) == 1:
+        return kept[0]
+    return mint.sum(mint.stack(list(kept)))
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
@@ -59,14 +61,20 @@ def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: S
 
 
 def of_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
-    own = () if counts is None else counts.layers
+    if counts is None:
+        own = ()
+    else:
+        own = counts.layers
     places = Tensor(np.array([own.index(layer) if layer in own else len(own) for layer in layers], np.int32))
 
     def rows(values: Tensor | None, *shape: int) -> Tensor:
         zeros = mint.zeros((1, *shape))
         return mint.index_select(zeros if values is None else mint.cat([values, zeros]), 0, places)
 
-    values = (None,) * 3 if counts is None else (counts.kept, counts.requested, counts.entropy_sum)
+    if counts is None:
+        values = (None,) * 3
+    else:
+        values = (counts.kept, counts.requested, counts.entropy_sum)
     return RoutingCounts(tuple(layers), rows(values[0], experts), rows(values[1], experts), rows(values[2]))
 
 

@@ -25,10 +25,12 @@ class Route(nn.Cell):
         super().__init__(auto_prefix=False)
         self.rule = rule
         self.is_grouped = rule.is_grouped
-        self.of_experts, self.of_groups = OneHot(rule.experts), OneHot(rule.groups)
+        self.of_experts = OneHot(rule.experts)
+        self.of_groups = OneHot(rule.groups)
 
     def construct(self, scores_NE, bias_E, capacity, drop_policy):
-        rule, scores_NE = self.rule, ops.stop_gradient(scores_NE)
+        rule = self.rule
+        scores_NE = ops.stop_gradient(scores_NE)
         choice_NE = scores_NE if bias_E is None else scores_NE + ops.stop_gradient(bias_E)
         if self.is_grouped:
             choice_NE = self.in_best_groups(choice_NE)
@@ -74,7 +76,8 @@ class Route(nn.Cell):
 
     def rows(self, group_A, safe_E):
         """The row of each assignment, and the token of each row."""
-        tokens, size = group_A.shape[0] // self.rule.chosen, group_A.shape[0]
+        tokens = group_A.shape[0] // self.rule.chosen
+        size = group_A.shape[0]
         order_A = stable_order(group_A)
         row_A = stable_order(order_A)  # sorting a permutation inverts it
         token_A = ops.floor_divide(order_A, self.rule.chosen)
@@ -139,7 +142,8 @@ class _GroupedMatmulCore(nn.Cell):
 
     def __init__(self, trained: bool, reaches_all: bool) -> None:
         super().__init__(auto_prefix=False)
-        self.is_trained, self.reaches_all = trained, reaches_all
+        self.is_trained = trained
+        self.reaches_all = reaches_all
 
     def construct(self, x_RI, weight_EOI, counts_E):
         return _grouped_product(x_RI, mint.transpose(weight_EOI, 1, 2), counts_E, 0)
@@ -175,7 +179,8 @@ class _OfTokens(nn.Cell):
 
     def __init__(self, has_safe_tokens: bool | None = None) -> None:
         super().__init__(auto_prefix=False)
-        self.has_safe_tokens, self.shapes_tell = bool(has_safe_tokens), has_safe_tokens is None
+        self.has_safe_tokens = bool(has_safe_tokens)
+        self.shapes_tell = has_safe_tokens is None
 
     def rows_of_tokens(self, x_ND, token_R, row_Nk):
         """x[token_R], with zeros for safe tokens."""
@@ -210,7 +215,8 @@ class Unpermute(_OfTokens):
         return (y_NkD * gates_Nk.astype(y_RD.dtype).expand_dims(-1)).sum(1)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
-        grad_RD, row_A = self.rows_of_tokens(grad_ND, token_R, row_Nk), row_Nk.reshape(-1)
+        grad_RD = self.rows_of_tokens(grad_ND, token_R, row_Nk)
+        row_A = row_Nk.reshape(-1)
         products_R = (y_RD.astype(mstype.float32) * grad_RD.astype(mstype.float32)).sum(-1)
         grad_gates = _take(products_R, row_A).reshape(row_Nk.shape).astype(gates_Nk.dtype)
         gate_R = ops.zeros((y_RD.shape[0],), y_RD.dtype)

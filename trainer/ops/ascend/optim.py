@@ -37,7 +37,8 @@ class FusedAdamW:
         step = Tensor(updates - 1, mstype.float32)
         for parameter, first, second, gradient, decay, _ in items:
             # Gradients may be kept in half precision; one at a time, so that there is no second set in float32.
-            gradient = gradient if gradient.dtype == mstype.float32 else gradient.astype(mstype.float32)
+            if gradient.dtype != mstype.float32:
+                gradient = gradient.astype(mstype.float32)
             # The second moment again: the largest one of AMSGrad, which is off.
             self.update(parameter, first, second, second, gradient, step, lr, *self.betas, decay, self.eps)
 
@@ -49,5 +50,7 @@ def momentum_update(
     if decay:
         gradient = mint.add(gradient, parameter, alpha=decay)
     buffer.mul_(momentum).add_(gradient)
-    direction = mint.add(gradient, buffer, alpha=momentum) if nesterov else buffer
+    direction = buffer
+    if nesterov:
+        direction = mint.add(gradient, buffer, alpha=momentum)
     parameter.sub_(direction, alpha=lr)

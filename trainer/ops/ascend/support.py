@@ -63,7 +63,10 @@ _KERNELS = "plugin/libmindspore_ops_ascend.so"
 _FURTHER = ("plugin/ascend/libmindspore_ascend_res_manager.so", "plugin/libmindspore_ascend.so.2")
 _ON_HOST = frozenset({"PyExecute", "PyInterpret", "PyFunc"})
 
-KERNEL, CANN, HOST, NONE = "kernel", "CANN", "host", "none"
+KERNEL = "kernel"
+CANN = "CANN"
+HOST = "host"
+NONE = "none"
 
 
 def kernel_sources(operators: Collection[str], libraries: Path | None = None) -> dict[str, str] | None:
@@ -86,7 +89,9 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
         # A view (SplitWithSizeView) computes nothing by itself, and has the kernel of its operator where it must copy.
         if {operator.lower(), operator.removesuffix("View").lower()} & kernels:
             return KERNEL
-        return CANN if operator in known else NONE
+        if operator in known:
+            return CANN
+        return NONE
 
     return {operator: source(operator) for operator in operators}
 
@@ -96,7 +101,8 @@ def _names_in(folder: Path) -> tuple[frozenset[str], frozenset[str]]:
     """What the installed libraries have a kernel for, in lower case, and every operator that they mention."""
     own = (folder / _KERNELS).read_bytes()
     # Mangled names of kernel classes (their length, the name, Ascend) and the names of CANN's functions.
-    classes, functions = re.findall(rb"\d([A-Z]\w*?)AscendE", own), re.findall(rb"\0aclnn(\w+)(?=\0)", own)
+    classes = re.findall(rb"\d([A-Z]\w*?)AscendE", own)
+    functions = re.findall(rb"\0aclnn(\w+)(?=\0)", own)
     mentioned = {
         name
         for library in (_KERNELS, *_FURTHER)

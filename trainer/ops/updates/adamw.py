@@ -85,7 +85,10 @@ def _update_block(
     keep: float,
 ) -> None:
     """Adds the gradient to m and v; then w = keep w - rate m / (sqrt(v) + eps)."""
-    weight, first, second, gradient = item.weight[part], item.first[part], item.second[part], item.gradient[part]
+    weight = item.weight[part]
+    first = item.first[part]
+    second = item.second[part]
+    gradient = item.gradient[part]
     x, scaled = (array[: weight.size] for array in scratch)
     if item.scale != 1.0:
         gradient = np.multiply(gradient, np.float32(item.scale), out=scaled)
