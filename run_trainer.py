@@ -7,9 +7,9 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the packages load ends without a traceback
     try:
-        from trainer.cli.loading import without_collections
+        from trainer.cli.loading import gc_disabled
 
-        with without_collections():
+        with gc_disabled():
             from trainer.cli.main import program
     except ModuleNotFoundError as missing:
         print(

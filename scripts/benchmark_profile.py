@@ -16,7 +16,7 @@ from rich.console import Console
 from trainer.config import Config, Override, load_config
 from trainer.plan.flops import flops_per_sequence
 from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of
-from trainer.profiling.regions import Regions
+from trainer.profiling.regions import RegionTimer
 
 WARM_UP_STEPS = 3
 
@@ -42,7 +42,7 @@ class Profile:
 
         self.step, self.dataset = open_training(config, lambda update: 1e-4), build_datasets(config)[0]
         self.rows, self.window = config.runner_config.batch_size, config.runner_config.gradient_accumulation_steps
-        self.regions, self.taken = Regions(), 0
+        self.regions, self.taken = RegionTimer(), 0
         for _ in range(WARM_UP_STEPS):
             self.plain()
         # Not before: their memory is that of the first step on.

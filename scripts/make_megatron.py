@@ -32,7 +32,7 @@ def main(argv: list[str]) -> list[str]:
     if arguments.config is None or len(arguments.rest) != 1:
         raise UserError("one PREFIX and a --config are needed", fix="write make_megatron.py data/wiki --config FILE")
     config, told = load_config(arguments.config, arguments.overrides), []
-    opened = open_token_files(config, TRAIN, notice=lambda sentence: print(f"note: {sentence}", file=sys.stderr))
+    opened = open_token_files(config, TRAIN, note=lambda sentence: print(f"note: {sentence}", file=sys.stderr))
     for number, (source, _, tokens) in enumerate(opened):
         if tokens.mask is not None:
             rule = "some of its tokens carry no loss, and indexed token files have no place for that"

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> str:
         fix = f"write {path.name}.mindrecord"
         raise UserError("the name of a MindRecord file ends with .mindrecord", key="FILE", value=str(path), fix=fix)
     config = load_config(arguments.config, arguments.overrides)
-    dataset, _ = build_train_dataset(config, notice=lambda sentence: print(f"note: {sentence}", file=sys.stderr))
+    dataset, _ = build_train_dataset(config, note=lambda sentence: print(f"note: {sentence}", file=sys.stderr))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_mindrecord(path, _rows(dataset))
     return f"{path}: {dataset.num_sequences:,} rows of {dataset.seq_length:,} tokens"

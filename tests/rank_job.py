@@ -31,7 +31,7 @@ def on_rank_processes(ranks: int, function: str, *arguments: Any, limit_seconds:
 
     Args:
         function: "module:function", of a module beside the calling test or in tests/; it gets the group of all ranks
-            (`trainer.parallel.host_group.HostGroup`) and the arguments, which JSON can hold. Its result is pickled.
+            (`trainer.parallel.host_group.CpuGroup`) and the arguments, which JSON can hold. Its result is pickled.
 
     Raises:
         AssertionError: A rank failed or took too long; the message has what each rank wrote.
@@ -89,14 +89,14 @@ def main(rank: int, ranks: int, folder: str, function: str, arguments: Sequence[
 
     from trainer.device.threads import set_up_cpu_threads
     from trainer.parallel.connections import connect
-    from trainer.parallel.host_group import HostGroup
+    from trainer.parallel.host_group import CpuGroup
 
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()
     connections = connect(rank, ranks, _Meeting(rank, ranks, Path(folder)).share, True, 60)
     module, name = function.split(":")
-    result = getattr(importlib.import_module(module), name)(HostGroup(connections, range(ranks)), *arguments)
+    result = getattr(importlib.import_module(module), name)(CpuGroup(connections, range(ranks)), *arguments)
     (Path(folder) / f"rank-{rank}").write_bytes(pickle.dumps(result))
 
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from trainer.parallel.connections import connect
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 
 _LIMIT_SECONDS = 20
 
@@ -41,13 +41,13 @@ def on_ranks(ranks: int, work: Callable[[ThreadRank], Any]) -> list[Any]:
         return list(pool.map(run, range(ranks)))
 
 
-def on_groups(ranks: int, work: Callable[[HostGroup], Any], on_one_host: bool = True) -> list[Any]:
+def on_groups(ranks: int, work: Callable[[CpuGroup], Any], on_one_host: bool = True) -> list[Any]:
     """Calls `work` with the group of all ranks on each of them; returns their results, or raises the first error."""
 
     def run(rank: ThreadRank) -> Any:
         found = connect(rank.rank, rank.size, rank.gather_bytes, on_one_host, _LIMIT_SECONDS)
         try:
-            return work(HostGroup(found, range(rank.size)))
+            return work(CpuGroup(found, range(rank.size)))
         finally:
             found.close()
 

@@ -51,7 +51,7 @@ def read_bytes(path: str | Path, limit: int | None = None) -> bytes:
     return content
 
 
-def path_mistake(path: str) -> str:
+def path_error(path: str) -> str:
     """What is wrong with the text of a path whatever is on the disk; empty for nothing.
 
     `~name` must be a user of this machine: it would otherwise be a folder of that name in the working directory.
@@ -77,12 +77,12 @@ def user_path(path: str | Path, where: str, key: str = "") -> Path:
     Raises:
         UserError: It names none.
     """
-    if mistake := path_mistake(str(path)):
+    if mistake := path_error(str(path)):
         raise UserError(mistake, where=where, key=key, value=str(path), fix="write another path")
     return Path(path).expanduser()
 
 
-def why_missing(path: str | Path) -> str:
+def missing_path_reason(path: str | Path) -> str:
     """Why a path cannot be found, as the end of "the path ...": ``does not exist``; empty where it is there."""
     try:
         os.stat(path)

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from fuzz import REPOSITORY, Attempt, check
 
 from fuzzing.mutate import NUMBERS, STRINGS, changed_bytes, changed_lines, odd_value, yaml_scalar
-from trainer.config import Config, config_notices, dump_config, load_config, parse_config, preflight
+from trainer.config import Config, config_notes, dump_config, load_config, parse_config, preflight
 from trainer.config.schema.fields import Section, fields_by_yaml_name, shape_of, support_of, types_of
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS
@@ -29,7 +29,7 @@ TINY = {
 
 def _check_read(config: Config) -> None:
     """What a configuration says it is must load to an equal one."""
-    config_notices(config)
+    config_notes(config)
     try:
         preflight(config)
     except UserError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.dryrun.tasks import batch_of, open_step, train, windows
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel import collectives
@@ -94,7 +94,7 @@ def sharded(run: Run) -> dict[str, Any]:
     shapes = {name: list(parameter.shape) for name, parameter in step.parameters.own.items()}
     shapes |= {total.name: list(total.shape) for total in step.sums.values()}
     if run.options.get("evaluates"):
-        batches = [batch_of(run, degrees_of(run.config, run.world).data_parallel, 0)]
+        batches = [batch_of(run, parallel_degrees(run.config, run.world).data_parallel, 0)]
         of_step = run.reads, run.kernels, run.collectives
         with run.measured():
             evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)

@@ -68,8 +68,8 @@ def test_it_loads_and_plans(path: Path, cache: Path, model_folder: Path) -> None
         expected = {"lora": ["random weights", "ChatML"], "moe_tiny": ["in training only"]}
         expected["finetune"] = ["max_position_embeddings", "<|im_start|>"]  # of the model folder
         wanted = expected.get(path.stem, [])
-        assert len(plan.notices) == len(wanted)
-        assert all(any(words in note for note in plan.notices) for words in wanted)
+        assert len(plan.notes) == len(wanted)
+        assert all(any(words in note for note in plan.notes) for words in wanted)
 
 
 @pytest.mark.slow

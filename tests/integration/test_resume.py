@@ -174,7 +174,7 @@ def test_the_plan_says_where_a_run_would_go_on(path: Path, whole: Path, capsys: 
     epoch, batch = 1 + HALF // steps_per_epoch, 1 + WINDOW * (HALF % steps_per_epoch)
     checkpoint = str(whole / "checkpoints" / f"step-{HALF:08d}")
     assert plan["resumes"] == {"checkpoint": checkpoint, "step": HALF, "epoch": epoch - 1, "batch": batch - 1}
-    assert plan["notices"] == plan_of(path, capsys)["notices"], "no setting differs"
+    assert plan["notes"] == plan_of(path, capsys)["notes"], "no setting differs"
     assert plan_of(path, capsys, output_dir=whole)["resumes"] is None
     place = f"step {HALF} is done, continues with step {HALF + 1} (epoch {epoch}, micro-batch {batch})"
     for resume, words in ((f"step-{HALF:08d}", f"{checkpoint}: {place}"), ("True", "is done, no step is left")):
@@ -217,12 +217,12 @@ def test_settings_that_changed_since_the_checkpoint_are_told(
         " runner_wrapper.max_grad_norm 0.7 -> 0.5, runner_wrapper.scale_sense.type DynamicLossScaleUpdateCell -> not"
         " set, amp_level not set -> O2, runner_wrapper.scale_sense not set -> 128"
     )
-    assert expected in plan_of(path, capsys, **flags)["notices"]
+    assert expected in plan_of(path, capsys, **flags)["notes"]
     train(path, **flags, runner_config__stop_step=HALF + 1, context__mode=1)
     assert expected in capsys.readouterr().out
     assert "resumes" in (output / "plan.txt").read_text()
     flags["resume_training"] = True  # its checkpoint remembers what it was made with
-    assert not any("differs" in notice for notice in plan_of(path, capsys, **flags)["notices"])
+    assert not any("differs" in note for note in plan_of(path, capsys, **flags)["notes"])
 
 
 def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
@@ -238,8 +238,8 @@ def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
     flags = {"output_dir": output, "resume_training": checkpoint.name, "lr_schedule__learning_rate": 0.02}
     plan = plan_of(path, capsys, **flags)
     assert plan["resumes"]["step"] == HALF
-    assert not any("differs" in notice for notice in plan["notices"])
-    assert any("was saved without checksums: only the lengths" in notice for notice in plan["notices"])
+    assert not any("differs" in note for note in plan["notes"])
+    assert any("was saved without checksums: only the lengths" in note for note in plan["notes"])
 
 
 def refusal(path: Path, output: Path, **flags: object) -> str:

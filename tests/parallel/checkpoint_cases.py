@@ -75,8 +75,9 @@ def save(step: TrainStep, config: Config, group: Group, folder: Path) -> None:
     base = None if config.decoder.pet_config is None else base_record(config, {}, {})
     communicator = step.communicator
     stages = save_stages(
-        folder, Position(step=3, tokens=9, data_from_step=3), step.to_save(), step_state=step.state(), config=config,
-        layout=DATA, base=base, keep_max=1, evaluations=EvalHistory(), rank=communicator.rank, ranks=communicator.size,
+        folder, Position(step=3, tokens=9, data_from_step=3), step.state_dict_shard(), step_state=step.state(),
+        config=config, layout=DATA,
+        base=base, keep_max=1, evaluations=EvalHistory(), rank=communicator.rank, ranks=communicator.size,
     )  # fmt: skip
     writing.do_stages(stages, folder, communicator)
 

@@ -33,7 +33,7 @@ def shared_tensors() -> list[np.ndarray]:
     return [array.astype(np.float32) for array in gradients_of(0) if array.size > 4]
 
 
-PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "EnterTensorParallel", "LeaveTensorParallel")
+PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "CopyToTensorParallel", "ReduceFromTensorParallel")
 
 
 def pair_input(rank: int, ranks: int) -> np.ndarray:
@@ -54,8 +54,8 @@ def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
         "AllReduce": lambda: every_x.sum(0),
         "AllGather": lambda: every_x.reshape(-1, 3),
         "ReduceScatter": lambda: by_rank[:, rank].sum(0),
-        "EnterTensorParallel": lambda: every_x[rank],
-        "LeaveTensorParallel": lambda: every_x.sum(0),
+        "CopyToTensorParallel": lambda: every_x[rank],
+        "ReduceFromTensorParallel": lambda: every_x.sum(0),
     }[name]()
 
 
@@ -64,9 +64,9 @@ def pair_gradient(name: str, ranks: int, rank: int) -> np.ndarray:
     parallelism takes what all ranks have alike for one thing, so its gradient is that of its name alone."""
     shapes = {"AllGather": (2 * ranks * ranks, 3), "ReduceScatter": (2, 3)}
     every_g = np.stack([factors_of(each, shapes.get(name, (2 * ranks, 3))) for each in range(ranks)])
-    if name in ("AllReduce", "EnterTensorParallel"):
+    if name in ("AllReduce", "CopyToTensorParallel"):
         return every_g.sum(0)
-    if name == "LeaveTensorParallel":
+    if name == "ReduceFromTensorParallel":
         return every_g[rank]
     if name == "AllGather":
         return every_g.sum(0).reshape(ranks, -1, 3)[rank]

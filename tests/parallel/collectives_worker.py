@@ -32,7 +32,7 @@ from expert_exchange import exchanged_experts  # noqa: E402
 from exported_graphs import export  # noqa: E402
 from mindspore import Parameter, Tensor, communication, nn, ops  # noqa: E402
 
-from trainer.checkpoint.writing import FileParts, write_checkpoint  # noqa: E402
+from trainer.checkpoint.writing import FileShards, write_checkpoint  # noqa: E402
 from trainer.config import parse_config  # noqa: E402
 from trainer.device.threads import set_up_cpu_threads  # noqa: E402
 from trainer.errors import RunError  # noqa: E402
@@ -42,7 +42,7 @@ from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.gradients import GradientReducer  # noqa: E402
-from trainer.parallel.sharding import OptimizerShard, PartOfArray, range_of_rank, whole_array  # noqa: E402
+from trainer.parallel.sharding import OptimizerShard, ShardedArray, full_shard_spec, shard_range  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 from trainer.step.accumulate import MicroBatch  # noqa: E402
 from trainer.storage.tensor_file import float32_entries  # noqa: E402
@@ -110,7 +110,7 @@ def shared(group: Group) -> dict[str, np.ndarray]:
     for way in ("together", "from parts", "on a device", "from parts on a device"):
         parameters, parts = [], []
         for number, whole in enumerate(shared_tensors()):
-            own, known = range_of_rank(whole.size, group.rank, group.size), np.full(whole.size, np.nan, np.float32)
+            own, known = shard_range(whole.size, group.rank, group.size), np.full(whole.size, np.nan, np.float32)
             parts.append(Tensor(whole.reshape(-1)[own]))
             if "parts" not in way:
                 known[own] = whole.reshape(-1)[own]
@@ -151,8 +151,8 @@ def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.n
         name = parameter_of(key)
         shapes[key] = arrays[name].shape
         if communicator.writes(name, name in ranges):
-            pieces[key] = [PartOfArray(whole_array(shapes[key])._replace(flat=ranges.get(name)), array)]
-    share = {"optimizer": FileParts(float32_entries(shapes), pieces)}
+            pieces[key] = [ShardedArray(full_shard_spec(shapes[key])._replace(flat=ranges.get(name)), array)]
+    share = {"optimizer": FileShards(float32_entries(shapes), pieces)}
     write_checkpoint(folder / "checkpoints", 3, share, {}, 1, communicator=communicator)
     try:
         write_checkpoint(folder / f"what rank {communicator.rank} sees", 3, share, {}, 1, communicator=communicator)

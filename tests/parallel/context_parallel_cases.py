@@ -14,14 +14,14 @@ from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.dropout import LayerDropout
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.schema.model import ModelConfig
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.models.dropout import DropoutShards
 from trainer.models.spec.model import AttentionSpec
 from trainer.ops.dropout import DropoutKey
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.mesh import Degrees, build_mesh
 from trainer.parallel.process_groups import process_groups
-from trainer.parallel.tensor import ModelShard
+from trainer.parallel.tensor import RankModelShard
 
 RANKS, ROWS, LENGTH, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE = 4, 2, 32, 8, 2, 6, 4
 SCALE, RATE, KEY, SITE = 0.5, 0.3, DropoutKey(1, 0, 2, 3), 4
@@ -86,7 +86,7 @@ class Given:
         self.gradients = [grad * np.float32(factor) for grad, factor in zip(grads, (SCALE, 1, 1), strict=True)]
 
 
-def on_rank(world: HostGroup) -> dict[tuple[str, int, int], list[np.ndarray]]:
+def on_rank(world: CpuGroup) -> dict[tuple[str, int, int], list[np.ndarray]]:
     """By case, number of ranks and how many of them exchange heads: result and gradients. Then a ring of four with a
     mistake: the keys of two ranks are exchanged ("order"), a rank takes the gradients of its own queries alone
     ("sum"), or the ranks see all that comes before, also in other documents ("mask")."""
@@ -94,19 +94,19 @@ def on_rank(world: HostGroup) -> dict[tuple[str, int, int], list[np.ndarray]]:
         (name, *layout): attend(world, case, *layout) for layout in LAYOUTS for name, case in CASES.items()
     }
     found["mask", RANKS, 1] = attend(world, CASES["documents"]._replace(documents=False), RANKS, 1)
-    gather = HostGroup.all_gather
-    with mock.patch.object(HostGroup, "all_gather", lambda group, array: gather(group, array)[::-1]):
+    gather = CpuGroup.all_gather
+    with mock.patch.object(CpuGroup, "all_gather", lambda group, array: gather(group, array)[::-1]):
         found["order", RANKS, 1] = attend(world, CASES["causal"], RANKS, 1)
-    with mock.patch.object(HostGroup, "reduce_scatter", lambda group, array: np.split(array, RANKS)[group.rank]):
+    with mock.patch.object(CpuGroup, "reduce_scatter", lambda group, array: np.split(array, RANKS)[group.rank]):
         found["sum", RANKS, 1] = attend(world, CASES["causal"], RANKS, 1)
     return found
 
 
-def attend(world: HostGroup, case: Case, size: int, ulysses: int) -> list[np.ndarray]:
+def attend(world: CpuGroup, case: Case, size: int, ulysses: int) -> list[np.ndarray]:
     """Result and gradients of a rank: those of the attention sublayer, whose output projection changes nothing."""
     degrees = Degrees(data_parallel=world.size // size, context_parallel=size)
     groups = process_groups(world, build_mesh(degrees, world.size), ulysses=ulysses)
-    part = SequencePart(groups.cp.rank, size, ulysses)
+    part = ContextShard(groups.cp.rank, size, ulysses)
     hidden = HEADS * VALUE_SIZE
     spec = AttentionSpec(
         hidden, HEADS, KV_HEADS, HEAD_SIZE, VALUE_SIZE, SCALE, 1e-6, HEAD_SIZE, window=case.window,
@@ -122,7 +122,7 @@ def attend(world: HostGroup, case: Case, size: int, ulysses: int) -> list[np.nda
     positions = TokenPositions(np.ones((tokens, 1, HEAD_SIZE // 2), np.complex64), blocks, windows)
     dropout = None
     if case.dropout:
-        heads = DropoutShards(settings(), ModelShard(None, None, tokens=part)).heads
+        heads = DropoutShards(settings(), RankModelShard(None, None, tokens=part)).heads
         dropout = LayerDropout(KEY, {}, (SITE, RATE), heads)
     weights = {"self_attn.o_proj.weight": np.eye(hidden, dtype=np.float32)}
     x_ND = np.zeros((tokens, hidden), np.float32)

@@ -25,7 +25,7 @@ def steps_together(communicator: Communicator) -> dict[str, np.ndarray]:
     found |= (
         long_training(dense, communicator) | overflow_of_one_rank(dense, communicator) | evaluated(dense, communicator)
     )
-    return found | {"differing weights": message_about_weights(dense, communicator), "vote": votes(communicator)}
+    return found | {"differing weights": message_about_weights(dense, communicator), "vote": rank_flags(communicator)}
 
 
 def long_training(trainer: TinyTrainer, communicator: Communicator) -> dict[str, np.ndarray]:
@@ -72,5 +72,5 @@ def message_about_weights(trainer: TinyTrainer, communicator: Communicator) -> n
     return np.array("nothing")
 
 
-def votes(communicator: Communicator) -> np.ndarray:
+def rank_flags(communicator: Communicator) -> np.ndarray:
     return np.array([communicator.any(False), communicator.any(communicator.rank == 1), communicator.any(True)])

@@ -17,7 +17,7 @@ from expert_operators import GroupedMatmul, operators_of_a_cpu
 from mindspore import Tensor, nn, ops
 
 from trainer.ops import plain
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 from trainer.semi_auto import experts
 
 TOKENS, WIDTH, HIDDEN, EXPERTS, CHOSEN = 6, 5, 3, 8, 2
@@ -25,7 +25,7 @@ MOST = TOKENS * CHOSEN + EXPERTS
 NAMES = ("y", "gates", "gate", "up", "down")
 
 
-def exchanged_experts(group: HostGroup) -> dict[str, np.ndarray]:
+def exchanged_experts(group: CpuGroup) -> dict[str, np.ndarray]:
     """Sum and gradients as this rank gets them, and as one rank gets them that has everything."""
     every = [tokens_of(rank) for rank in range(group.size)]
     matrices = weights()
@@ -85,7 +85,7 @@ def to_host(counts: Tensor, *_: object) -> tuple[int, ...]:
 class AllToAll(nn.Cell):
     """Sends the r-th n rows of [ranks n, ...] to rank r, which gets them in the order of ranks; backward, the same."""
 
-    def __init__(self, group: HostGroup) -> None:
+    def __init__(self, group: CpuGroup) -> None:
         super().__init__()
         self.group = group
 
@@ -97,7 +97,7 @@ class AllToAll(nn.Cell):
         return (self.construct(grad),)
 
 
-def exchange(group: HostGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
+def exchange(group: CpuGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
     """As `collectives.all_to_all_rows`."""
     parts = ops.split(rows, list(send))
     filled = [ops.concat((part, ops.zeros((MOST - len(part), rows.shape[1])))) for part in parts]

@@ -27,9 +27,9 @@ from trainer.ops.kernel_set import load_kernels  # noqa: E402
 from trainer.ops.precision import resolve_precision  # noqa: E402
 from trainer.ops.routing import RoutingRule  # noqa: E402
 from trainer.ops.select import select_kernels  # noqa: E402
-from trainer.parallel.host_group import HostGroup  # noqa: E402
-from trainer.parallel.sharding import range_of_rank  # noqa: E402
-from trainer.parallel.tensor import ModelShard  # noqa: E402
+from trainer.parallel.host_group import CpuGroup  # noqa: E402
+from trainer.parallel.sharding import shard_range  # noqa: E402
+from trainer.parallel.tensor import RankModelShard  # noqa: E402
 
 RANKS, TOKENS, AUX_GRADIENT = 4, 8, 0.3
 _EXPERTS = {"expert_num": 8, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
@@ -49,7 +49,7 @@ def settings_of(name: str) -> ModelConfig:
     return config_of(model=case.pop("model", {}) | {"moe_config": _EXPERTS | case}).decoder
 
 
-def on_rank(world: HostGroup, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
+def on_rank(world: CpuGroup, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
     """Of each case, with groups of 2 and of 4 ranks: what a rank computes; where a device has the dispatcher, then what
     its cells compute."""
     pairs = world.part([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
@@ -61,7 +61,7 @@ def on_rank(world: HostGroup, names: list[str]) -> dict[str, list[list[np.ndarra
     return found
 
 
-def computed(name: str, rank: int, group: HostGroup | None = None) -> list[np.ndarray]:
+def computed(name: str, rank: int, group: CpuGroup | None = None) -> list[np.ndarray]:
     """Output, gradients of the input and of the weights, for the tokens of a rank and all experts or a part."""
     settings = settings_of(name)
     moe = settings.experts
@@ -80,10 +80,10 @@ def inputs_of(name: str, rank: int) -> np.ndarray:
     return np.random.default_rng(rank).normal(size=(2, TOKENS, settings_of(name).hidden_size)).astype(np.float32)
 
 
-def weights_of(name: str, group: HostGroup | None) -> dict[str, np.ndarray]:
+def weights_of(name: str, group: CpuGroup | None) -> dict[str, np.ndarray]:
     settings, own = settings_of(name), slice(None)
     if group is not None:
-        own = range_of_rank(settings.experts.expert_num, group.rank, group.size)
+        own = shard_range(settings.experts.expert_num, group.rank, group.size)
     draw, weights = np.random.default_rng(11), {}
     for weight, shape in moe_shapes(settings).items():
         value = draw.normal(size=shape).astype(np.float32) * 0.5
@@ -94,11 +94,11 @@ def weights_of(name: str, group: HostGroup | None) -> dict[str, np.ndarray]:
     return weights
 
 
-def computed_by_cells(name: str, rank: int, group: HostGroup) -> list[np.ndarray]:
+def computed_by_cells(name: str, rank: int, group: CpuGroup) -> list[np.ndarray]:
     """The same by the cells and the dispatcher of a device, in whose place the ranks exchange arrays."""
     settings = settings_of(name)
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
-    layer = MoeLayer(settings, kernels, False, ModelShard(None, None, experts=group))
+    layer = MoeLayer(settings, kernels, False, RankModelShard(None, None, experts=group))
     weights = [Parameter(Tensor(value), weight) for weight, value in weights_of(name, group).items()]
     x_ND, dout_ND = inputs_of(name, rank)
     ones = Tensor(np.ones((TOKENS, 1), np.float32))
@@ -119,14 +119,14 @@ def computed_by_cells(name: str, rank: int, group: HostGroup) -> list[np.ndarray
     return [each.asnumpy() for each in (*outs, *gradients)]
 
 
-def exchange_counts(counts: Tensor, group: HostGroup) -> np.ndarray:
+def exchange_counts(counts: Tensor, group: CpuGroup) -> np.ndarray:
     """As `collectives.exchange_counts`."""
     given = counts.asnumpy().reshape(group.size, -1)
     return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
 
 
 def exchange_rows(
-    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: HostGroup, least: int | None = None
+    rows: Tensor, send: np.ndarray, receive: np.ndarray, group: CpuGroup, least: int | None = None
 ) -> Tensor:
     """As `collectives.exchange_rows`."""
     array, total = rows.asnumpy(), int(receive.sum())

@@ -21,8 +21,8 @@ class TwoLayers(nn.Cell):
 
     def __init__(self, group: Group) -> None:
         super().__init__()
-        self.enter = collectives.EnterTensorParallel(group)
-        self.leave = collectives.LeaveTensorParallel(group)
+        self.enter = collectives.CopyToTensorParallel(group)
+        self.leave = collectives.ReduceFromTensorParallel(group)
 
     def construct(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         return self.leave(ops.matmul(ops.tanh(ops.matmul(self.enter(x), a)), b))

@@ -19,7 +19,7 @@ from trainer.config import Config  # noqa: E402
 from trainer.models.generate import Generator, Sampling  # noqa: E402
 from trainer.models.spec.init import initial_value  # noqa: E402
 from trainer.models.spec.shapes import parameter_specs  # noqa: E402
-from trainer.parallel.host_group import HostGroup  # noqa: E402
+from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.prepare import held_parts  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
@@ -93,7 +93,7 @@ def weights_of(config: Config) -> dict[str, np.ndarray]:
 
 
 def trained(
-    group: HostGroup | None, name: str, steps: int, mutate: Callable[[TrainStep], None] = lambda step: None
+    group: CpuGroup | None, name: str, steps: int, mutate: Callable[[TrainStep], None] = lambda step: None
 ) -> dict[str, Any]:
     """Numbers of some steps, and the weights of this rank after them; without a group those of one process alone."""
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
@@ -132,7 +132,7 @@ def trained(
     return found
 
 
-def all_trained(group: HostGroup, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+def all_trained(group: CpuGroup, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Of these cases, and of each with each of its `MUTATIONS`."""
     found = {}
     for name in names:

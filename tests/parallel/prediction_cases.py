@@ -7,7 +7,7 @@ from typing import Any
 from tensor_parallel_cases import ALONE, Layout, config, spread
 
 from trainer.models.generate import Generator, Sampling
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.run.generation import copy_of
 from trainer.run.session import open_session
@@ -33,7 +33,7 @@ Predicted = dict[tuple[str, str], list[list[int]]]
 """(case, layout) -> the new tokens of each prompt that a rank continues."""
 
 
-def predicted(world: HostGroup) -> Predicted:
+def predicted(world: CpuGroup) -> Predicted:
     return {(case, layout): _predicted(case, world, layout) for case, layouts in CASES.items() for layout in layouts}
 
 
@@ -41,7 +41,7 @@ def predicted_alone() -> Predicted:
     return {(case, ""): _predicted(case, None) for case in CASES}
 
 
-def _predicted(case: str, world: HostGroup | None, name: str = "") -> list[list[int]]:
+def _predicted(case: str, world: CpuGroup | None, name: str = "") -> list[list[int]]:
     """The likeliest tokens, then sampled ones."""
     ranks = 1 if world is None else world.size
     one = config(case, Layout(**LAYOUTS[name]) if name else ALONE, ranks, layers=2)  # DeepSeek's second has experts

@@ -21,7 +21,7 @@ from trainer.errors import RunError  # noqa: E402
 from trainer.models import compute_weights  # noqa: E402
 from trainer.models.compute_weights import ShardedWeights  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
-from trainer.parallel.host_group import HostGroup  # noqa: E402
+from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run import session  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
@@ -137,7 +137,7 @@ def _trained(group: Group, case: str, levels: Sequence[str], steps: int) -> Trai
 
 def saved(step: TrainStep, group: Group) -> list[dict[str, np.ndarray]]:
     """Weights and optimizer state as all ranks together write them; each number comes from one of them."""
-    own = step.to_save()
+    own = step.state_dict_shard()
     found: list[dict[str, np.ndarray]] = [{}, {}]
     for rank_parts in group.gather_bytes(pickle.dumps((dict(own.weights), dict(own.optimizer)))):
         for whole, parts in zip(found, pickle.loads(rank_parts), strict=True):
@@ -163,7 +163,7 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
     calls: list[str] = []
     unshard = ShardedWeights.unshard
 
-    def own_part(group: HostGroup, array: np.ndarray) -> np.ndarray:
+    def own_part(group: CpuGroup, array: np.ndarray) -> np.ndarray:
         return group._ranges(array.reshape(-1))[group.rank].copy()
 
     def forward_alone(weights: ShardedWeights, names: Sequence[str]) -> None:
@@ -177,7 +177,7 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
 
     call = TrainStep.__call__
     mistakes = {
-        "a range is not summed": ("level2", mock.patch.object(HostGroup, "reduce_scatter_range", own_part)),
+        "a range is not summed": ("level2", mock.patch.object(CpuGroup, "reduce_scatter_range", own_part)),
         "a norm is counted twice": ("level2", mock.patch.object(TrainStep, "__call__", counted_by_all)),
         "a weight is not gathered": ("level3", mock.patch.object(ShardedWeights, "unshard", forward_alone)),
     }

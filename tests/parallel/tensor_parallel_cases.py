@@ -28,7 +28,7 @@ from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.layout import ModelLayout  # noqa: E402
 from trainer.parallel.mesh import Mesh  # noqa: E402
-from trainer.parallel.tensor import ModelShard  # noqa: E402
+from trainer.parallel.tensor import RankModelShard  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
@@ -234,7 +234,7 @@ def told(step: TrainStep, results: Sequence[Any], one: Config, group: Group | No
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
     """What all ranks write to a checkpoint, put together."""
-    own, whole_arrays = step.to_save(), {}
+    own, whole_arrays = step.state_dict_shard(), {}
     pieces = {key: (each.part, each.array.copy()) for key, each in (own.weights | own.optimizer).items()}
     for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(pieces))):
         for key, (part, array) in of_rank.items():
@@ -242,7 +242,7 @@ def saved(step: TrainStep) -> dict[str, np.ndarray]:
     return whole_arrays
 
 
-def spread(model: Any, settings: Any, shard: ModelShard | None) -> None:
+def spread(model: Any, settings: Any, shard: RankModelShard | None) -> None:
     """Values of their own for norms, biases and the adapters' B, which begin as ones and zeros."""
     draw = np.random.default_rng(4)
     for name, shape in all_shapes(settings).items():
@@ -258,12 +258,12 @@ def assembled(layout: ModelLayout, ranks: list[Trained]) -> dict[str, np.ndarray
     found = {}
     degrees = layout.degrees
     for name, one in layout.parameters.items():
-        whole_array = np.full(one.shape, np.nan, np.float32)
+        full_shard_spec = np.full(one.shape, np.nan, np.float32)
         for rank, result in enumerate(ranks):
             where = Mesh(degrees).coordinate_of(rank)
             place = layout.shard(name, where).slices
-            there = whole_array[place]
+            there = full_shard_spec[place]
             assert np.isnan(there).all() or np.array_equal(there, result.weights[name]), (name, rank)
-            whole_array[place] = result.weights[name]
-        found[name] = whole_array
+            full_shard_spec[place] = result.weights[name]
+        found[name] = full_shard_spec
     return found

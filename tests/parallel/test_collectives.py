@@ -23,7 +23,7 @@ from collective_cases import (
 )
 
 from trainer.checkpoint.store import read_checkpoint
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ranks")]
 
@@ -72,7 +72,7 @@ def test_sums_during_a_backward_pass_are_those_after_it(found: Found, way: str) 
         for place in range(len(SHAPES)):
             right = 2 * sum(gradients[place].astype(np.float64) for gradients in given)
             if place in SHARDED:
-                right = right.reshape(-1)[range_of_rank(right.size, number, len(found))]
+                right = right.reshape(-1)[shard_range(right.size, number, len(found))]
             ours, is_half = rank[f"on a device {way} {place}"], way == "in their dtype" and place in SUBLAYERS
             limit = 2e-3 if is_half else 2e-6
             assert ours.dtype == (np.float16 if is_half else np.float32) and ours.shape == right.shape
@@ -145,8 +145,8 @@ def test_a_device_with_all_operators_gets_them(found: Found) -> None:
         "AllReduce": ["AllReduce", "AllReduce"],
         "AllGather": ["AllGather", "ReduceScatter"],
         "ReduceScatter": ["ReduceScatter", "AllGather"],
-        "EnterTensorParallel": ["", "AllReduce"],
-        "LeaveTensorParallel": ["AllReduce", ""],
+        "CopyToTensorParallel": ["", "AllReduce"],
+        "ReduceFromTensorParallel": ["AllReduce", ""],
     }
     for arrays in found:
         assert {name: arrays[f"native {name}"].tolist() for name in expected} == expected

@@ -26,7 +26,7 @@ from context_parallel_cases import (
 from rank_job import on_rank_processes
 from tolerances import rounding_limit
 
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.ops.dropout import dropout_mask
 
 _FORWARD = HEAD_SIZE + LENGTH + 8 + LENGTH  # scores, softmax with its merge, values
@@ -82,7 +82,7 @@ def errors(found: list[dict], name: str, size: int, ulysses: int) -> list[float]
     """Of the result and of the gradients, the largest of any rank, as multiples of what rounding may cause."""
     worst = []
     for rank, of_rank in enumerate(found):
-        part = SequencePart(rank % size, size, ulysses)
+        part = ContextShard(rank % size, size, ulysses)
         wanted = [part.of(each) for each in right(name)]
         pairs = zip(of_rank[name, size, ulysses], wanted, _LIMITS, strict=True)
         worst.append([np.abs(ours.reshape(whole.shape) - whole).max() / np.abs(whole).max() / limit for

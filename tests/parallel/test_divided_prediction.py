@@ -6,7 +6,7 @@ from prediction_cases import CASES, LAYOUTS, PROMPTS, predicted_alone
 from rank_job import on_rank_processes
 from tensor_parallel_cases import Layout, config
 
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.parallel.mesh import Mesh, model_copy
 from trainer.parallel.world import World
 
@@ -15,7 +15,7 @@ def test_every_rank_has_the_tokens_of_one_rank() -> None:
     every, right = on_rank_processes(4, "prediction_cases:predicted"), predicted_alone()
     for case, layouts in CASES.items():
         for layout in layouts:
-            mesh = Mesh(degrees_of(config(case, Layout(**LAYOUTS[layout]), 4), World(0, 4, 0, 4)))
+            mesh = Mesh(parallel_degrees(config(case, Layout(**LAYOUTS[layout]), 4), World(0, 4, 0, 4)))
             for rank, found in enumerate(every):
                 copy = model_copy(mesh, rank)
                 likeliest, sampled = (half[copy.number :: copy.copies] for half in halves(right[case, ""]))

@@ -111,7 +111,7 @@ def test_who_says_first_that_it_fails_failed_first(tmp_path: Path) -> None:
     job = launch(tmp_path, 1000, "1@3:announce=9", "0@20:exit=1", **SHORT)
     job.wait_for_step(2)
     began = time.monotonic()
-    assert job.end() == 9  # rank 1 lingers on, and rank 0 notices the failure and ends before
+    assert job.end() == 9  # rank 1 lingers on, and rank 0 notes the failure and ends before
     assert time.monotonic() - began < LIMIT_SECONDS
     assert "rank 1 failed first: exit code 9" in job.errors
 

@@ -12,7 +12,7 @@ from sharing_cases import CASES, RESUMED_AT, STEPS, Trained, trained
 
 from trainer.device.threads import set_up_cpu_threads
 from trainer.parallel.connections import Connections
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 
 set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
 
@@ -38,7 +38,7 @@ def of_ranks(ranks: int) -> list[dict[str, Any]]:
 
 @functools.cache
 def of_one_rank(case: str) -> Trained:
-    [one] = trained(HostGroup(Connections(0, {}), [0]), case, [""], [LONG if case == CLIPPED else STEPS])
+    [one] = trained(CpuGroup(Connections(0, {}), [0]), case, [""], [LONG if case == CLIPPED else STEPS])
     return one
 
 

@@ -9,7 +9,7 @@ from rank_job import on_rank_processes
 from traffic_cases import CASES, HEAD_IN_BLOCKS, Sent, config_of_case
 
 from trainer.config import Config
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import world_of
 from trainer.plan.division import groups_of
@@ -31,7 +31,7 @@ def counted() -> dict[str, list[Sent]]:
 
 
 def ranks_of(name: str) -> int:
-    return degrees_of(config_of_case(name), world_of(1)).ranks
+    return parallel_degrees(config_of_case(name), world_of(1)).ranks
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -53,7 +53,7 @@ def test_the_plan_counts_what_is_sent(name: str, counted: dict[str, list[Sent]])
 def planned(config: Config, rank: int, ranks: int) -> tuple[Counter[tuple], int]:
     """By ranks of the group and collective what a rank sends; and what for experts."""
     world = world_of(ranks)
-    mesh, found, of_experts = Mesh(degrees_of(config, world)), Counter[tuple](), 0
+    mesh, found, of_experts = Mesh(parallel_degrees(config, world)), Counter[tuple](), 0
     groups = groups_of(config, world, rank)
     for one in rank_traffic(config, world, "CPU", mesh.coordinate_of(rank)):
         if one.what == EVEN_ROWS:

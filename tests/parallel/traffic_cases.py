@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
-from trainer.config.checks.parallel import degrees_of, micro_batches  # noqa: E402
+from trainer.config.checks.parallel import micro_batches, parallel_degrees  # noqa: E402
 from trainer.models.spec import saved  # noqa: E402
 from trainer.parallel import stage_link  # noqa: E402
 from trainer.parallel.connections import Connections  # noqa: E402
-from trainer.parallel.host_group import HostGroup  # noqa: E402
+from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.mesh import Mesh  # noqa: E402
 from trainer.parallel.world import World  # noqa: E402
 from trainer.run import session  # noqa: E402
@@ -94,7 +94,7 @@ class CountedConnections:
         self.connections.exchange(outgoing, incoming)
 
 
-class CountedGroup(HostGroup):
+class CountedGroup(CpuGroup):
     """A group that counts, and so do the groups made of it."""
 
     def part(self, ranks: Sequence[int], name: str = "") -> CountedGroup:
@@ -117,7 +117,7 @@ def _named(links: CountedConnections, ranks: tuple[int, ...], name: str, array: 
 
 
 def _counted(name: str) -> Callable:
-    plain = getattr(HostGroup, name)
+    plain = getattr(CpuGroup, name)
 
     def collective(self: CountedGroup, array: np.ndarray | Sequence[np.ndarray]) -> Any:
         with _named(self.connections, self.ranks, name, array if isinstance(array, np.ndarray) else array[0]):
@@ -127,7 +127,7 @@ def _counted(name: str) -> Callable:
 
 
 def _counted_with_more(name: str) -> Callable:
-    plain = getattr(HostGroup, name)
+    plain = getattr(CpuGroup, name)
 
     def collective(self: CountedGroup, array: np.ndarray | Sequence[np.ndarray], more: Any) -> Any:
         first = array if isinstance(array, np.ndarray) else array[0]
@@ -150,13 +150,13 @@ def config_of_case(name: str) -> Config:
     return config_of(model=case.get("model", {}), **parallel, **case.get("sections", {}))
 
 
-def counted(world: HostGroup, names: Sequence[str]) -> dict[str, Sent]:
+def counted(world: CpuGroup, names: Sequence[str]) -> dict[str, Sent]:
     """What this rank sends in a step of each case."""
     with HEAD_IN_BLOCKS:
         return {name: _step(world, config_of_case(name)) for name in names}
 
 
-def _step(world: HostGroup, config: Config) -> Sent:
+def _step(world: CpuGroup, config: Config) -> Sent:
     """The second step, where the first one may leave weights whole; else the first one."""
     sent: Sent = Counter()
     group = CountedGroup(CountedConnections(world.connections, sent), world.ranks)
@@ -171,7 +171,7 @@ def _step(world: HostGroup, config: Config) -> Sent:
     try:
         job = World(world.rank, world.size, world.rank, world.size)
         step = session.open_training(config, lambda update: 1e-3, None, job, "CPU")
-        degrees = degrees_of(config, job)
+        degrees = parallel_degrees(config, job)
         where, rows = Mesh(degrees).coordinate_of(world.rank), config.runner_config.batch_size
         for number in range(config.parallel.parallel_optimizer_config.optimizer_level != "level3", 2):
             sent.clear()

@@ -13,7 +13,7 @@ from mindspore import Tensor, mint, nn, ops
 from numpy_kernels import distance
 
 from trainer.config.schema.model import ModelConfig
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.ops import plain as plain_kernels
 from trainer.ops.ascend import context
 from trainer.ops.ascend.attention import AttentionMasks
@@ -54,7 +54,7 @@ class SliceExt:
         return mint.narrow(input, dim, start, end - start)
 
 
-def kernel(part: SequencePart, gather) -> context.GatheredAttention:
+def kernel(part: ContextShard, gather) -> context.GatheredAttention:
     return context.GatheredAttention(HEADS, KV_HEADS, SIZE, length=TOKENS, part=part, gather=gather)
 
 
@@ -68,7 +68,7 @@ def test_a_rank_computes_its_tokens(
     monkeypatch.setattr(context, "SliceExt", SliceExt)
     draw = np.random.default_rng(2)
     qkv = [draw.normal(size=(ROWS, TOKENS, heads * SIZE)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    parts = [SequencePart(each, RANKS) for each in range(RANKS)]
+    parts = [ContextShard(each, RANKS) for each in range(RANKS)]
     own = [[Tensor(part.of(x).reshape(-1, x.shape[2])) for x in qkv] for part in parts]
     every = ops.concat([ops.concat((k, v), -1) for _, k, v in own]).astype(mindspore.bfloat16)
     masks = AttentionMasks(SETTINGS, parts[rank])(segments, window)
@@ -95,7 +95,7 @@ def _twice(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("segments", [ONE, PACKED], ids=["one", "packed"])
 def test_the_front_end_infers_the_graph(segments: np.ndarray, tmp_path: Path) -> None:
-    part = SequencePart(1, RANKS)
+    part = ContextShard(1, RANKS)
     masks = AttentionMasks(SETTINGS, part)(segments)
     tokens = ROWS * TOKENS // RANKS
     inputs = [Tensor(np.ones((tokens, heads * SIZE), np.float32)) for heads in (HEADS, KV_HEADS, KV_HEADS)]

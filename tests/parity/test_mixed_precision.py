@@ -23,7 +23,7 @@ from mindspore import dtype as mstype
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
 
-from trainer.models.compute_weights import ComputeWeights, in_float32
+from trainer.models.compute_weights import ModelParams, in_float32
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
@@ -123,7 +123,7 @@ def test_a_head_that_several_modules_use_has_no_copy() -> None:
 
 def test_an_update_casts_the_weights_that_it_changed_and_a_load_casts_all() -> None:
     masters = {name: Parameter(Tensor(np.zeros((2, 2), np.float32)), name) for name in ("frozen", "trained")}
-    weights = ComputeWeights(masters, HALF, {name: ParameterSpec(name, (2, 2)) for name in masters})
+    weights = ModelParams(masters, HALF, {name: ParameterSpec(name, (2, 2)) for name in masters})
     for master in masters.values():
         master.set_data(Tensor(np.ones((2, 2), np.float32)))
     weights.refresh(["trained", "a bias"])

@@ -34,8 +34,8 @@ from trainer.models.spec.model import MoeSpec
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
 from trainer.models.spec.saved import moe_saved
 from trainer.ops.routing import Routing, RoutingRule
-from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.host_group import CpuGroup
+from trainer.parallel.sharding import shard_range
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 SEQUENCES, LENGTH, EXPERTS, CHOSEN, WIDTH = 2, 6, 4, 2, 5
@@ -286,8 +286,8 @@ def test_two_ranks_with_a_sequence_and_half_of_the_experts_each(name: str, dispa
     moe = made.moe.model_copy(update={"moe_token_dispatcher_type": dispatcher})
     upstream_ND = made.case.upstream_ND[:-2].reshape(TOKENS, HIDDEN)
 
-    def work(group: HostGroup) -> tuple[np.ndarray, list[float], np.ndarray, dict[str, np.ndarray], MoePass]:
-        own = range_of_rank(EXPERTS, group.rank, group.size)
+    def work(group: CpuGroup) -> tuple[np.ndarray, list[float], np.ndarray, dict[str, np.ndarray], MoePass]:
+        own = shard_range(EXPERTS, group.rank, group.size)
         rows, labels = slice(group.rank * LENGTH, (group.rank + 1) * LENGTH), made.inputs.labels
         weights = {key: array[own] if ".experts." in key else array for key, array in made.weights.items()}
         inputs = MoeInputs(RouterLabels(labels.tokens_B1[group.rank : group.rank + 1], labels.valid_N1[rows]))

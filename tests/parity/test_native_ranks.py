@@ -30,11 +30,11 @@ from trainer.models.dropout import DropoutShards
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING
 from trainer.models.spec.saved import attention_saved, mlp_saved
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.layout import ModelLayout, ParameterLayout, model_layout
 from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.sharding import range_of_rank
-from trainer.parallel.tensor import ModelShard, TensorParallel
+from trainer.parallel.sharding import shard_range
+from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 RANKS, U_FLOAT16 = 2, 2.0**-11
@@ -73,10 +73,10 @@ def run_ranks(case: Case, shares_rows: bool, run: Callable, dtype: type = np.flo
     options, x_ND, gradient) -> result, gradient of x, gradients of the weights."""
     layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=shares_rows)
 
-    def work(group: HostGroup) -> RankResult:
+    def work(group: CpuGroup) -> RankResult:
         tensor = TensorParallel(group, shares_rows)
         [layer] = model_spec(case.settings).local(RANKS, group.rank).layers
-        shard = ModelShard(layout, where(group.rank), tensor)
+        shard = RankModelShard(layout, where(group.rank), tensor)
         shards = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
                   for name, array in case.weights.items()}  # fmt: skip
         weights = {
@@ -239,8 +239,8 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(ids_N, labels_N, valid_N1, head, embedding)
 
 
-def shard_of(weights: Mapping[str, np.ndarray], name: str, group: HostGroup) -> dict[str, np.ndarray]:
-    own = range_of_rank(VOCABULARY, group.rank, group.size)
+def shard_of(weights: Mapping[str, np.ndarray], name: str, group: CpuGroup) -> dict[str, np.ndarray]:
+    own = shard_range(VOCABULARY, group.rank, group.size)
     return {**weights, name: np.ascontiguousarray(weights[name][own])}
 
 
@@ -258,7 +258,7 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, lar
         weights = case.weights | {"weight": case.weights["weight"] * np.float32(large)}
         case = Case(case.x_ND, case.upstream_ND, weights, case.formula, case.terms)
 
-    def work(group: HostGroup) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    def work(group: CpuGroup) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
         tensor = TensorParallel(group, shares_rows)
         run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), tensor, VOCABULARY)
         own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.rows(len(case.x_ND))]
@@ -291,7 +291,7 @@ def test_an_embedding_over_shards_of_the_vocabulary(shares_rows: bool) -> None:
     given = vocabulary()
     case = given.embedding
 
-    def work(group: HostGroup) -> tuple[np.ndarray, np.ndarray]:
+    def work(group: CpuGroup) -> tuple[np.ndarray, np.ndarray]:
         tensor = TensorParallel(group, shares_rows)
         run, own = CpuEmbedding(tensor, VOCABULARY), shard_of(case.weights, EMBEDDING, group)
         call = SublayerCall(own)

@@ -18,7 +18,7 @@ from tolerances import rounding_limit
 from trainer.config import parse_config
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import AdamW, Optimizer, build_optimizer
-from trainer.parallel.sharding import OptimizerShard, range_of_rank
+from trainer.parallel.sharding import OptimizerShard, shard_range
 
 SHAPES = {"embedding": (61, 9), "norm": (17,), "matrix": (40, 33), "large": (300, 700), "bias": (2,)}
 THRESHOLD_BYTES = 4 * 500  # norm and bias stay whole
@@ -67,7 +67,7 @@ class Ranks:
         for number, name in enumerate(SHARED):
             wholes = [self.given[rank][0][number] for rank in range(len(self.optimizers))]
             assert all(parameter.name == name for parameter in wholes)
-            ranges = [range_of_rank(wholes[0].size, rank, len(wholes)) for rank in range(len(wholes))]
+            ranges = [shard_range(wholes[0].size, rank, len(wholes)) for rank in range(len(wholes))]
             parts = [
                 whole.asnumpy().reshape(-1)[own]
                 if self.given[rank][1] is None
@@ -127,7 +127,7 @@ def test_a_rank_keeps_its_part_of_the_large_and_all_of_the_rest(kind: str) -> No
         for state in kinds:
             sizes = {name: array.size for name, array in optimizer.state[state].items()}
             for name, size in sizes.items():
-                own = range_of_rank(int(np.prod(SHAPES[name])), rank, 4)
+                own = shard_range(int(np.prod(SHAPES[name])), rank, 4)
                 assert size == (own.stop - own.start if name in SHARED else np.prod(SHAPES[name])), name
         assert optimizer.state_arrays().keys() == {f"{state}.{name}" for state in kinds for name in SHAPES}
 

@@ -35,7 +35,7 @@ from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD
 from trainer.optim.schedules import build_schedule
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.gradients import GradientReducer
-from trainer.step.accumulate import WindowGradients, accumulate
+from trainer.step.accumulate import StepGradients, accumulate
 from trainer.step.evaluate import evaluate, perplexity
 
 LIMITS = decoder_limits(config_of().decoder, rows=4)
@@ -64,7 +64,7 @@ def norm_of(gradients: Sequence[Tensor | np.ndarray]) -> float:
     return math.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in arrays))
 
 
-def assert_same_window(ours: WindowGradients, right: WindowGradients) -> None:
+def assert_same_window(ours: StepGradients, right: StepGradients) -> None:
     assert ours.tokens == right.tokens
     assert ours.loss == pytest.approx(right.loss, rel=LIMITS.loss)
     assert norm_of(ours.gradients) == pytest.approx(norm_of(right.gradients), rel=LIMITS.gradients)
@@ -348,7 +348,7 @@ def test_what_is_saved_says_that_later_steps_change_it(tiny: TinyTrainer, window
     """The copies of a save beside the training rely on it."""
     step = tiny.step(optimizer=ADAMW)
     step(window[:1])
-    saved = step.to_save()
+    saved = step.state_dict_shard()
     weights, state = ({name: piece.array.copy() for name, piece in each.items()}
                       for each in (saved.weights, saved.optimizer))  # fmt: skip
     step(window[:1])

@@ -56,7 +56,7 @@ def test_steps_and_evaluations_are_those_of_explicit_mode() -> None:
         assert mine.loss == pytest.approx(right.loss, rel=OF_LOSSES)
         assert mine.global_norm == pytest.approx(right.global_norm, rel=OF_GRADIENTS)
         assert mine.local_norms == pytest.approx(right.local_norms, OF_GRADIENTS)
-    saved, expected = step.to_save(), run.to_save()
+    saved, expected = step.state_dict_shard(), run.state_dict_shard()
     for found, arrays in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
         assert set(found) == set(arrays)
         assert max(distance(found[name], arrays[name].array) for name in arrays) < OF_GRADIENTS
@@ -70,7 +70,7 @@ def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
     wrapper = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 1e-6, "scale_sense": 16.0}
     config = config_of(runner_wrapper=wrapper, runner_config={"batch_size": ROWS})
     step = open_semi_auto_training(config, lambda update: 0.1, None, SINGLE_PROCESS, "CPU")
-    before = {name: array.copy() for name, array in step.to_save().weights.items()}
+    before = {name: array.copy() for name, array in step.state_dict_shard().weights.items()}
     spike = step([images(1)])
     assert not spike.updated and spike.skipped.startswith("spike: norm")
     empty = step([images(1, padding=ROWS)])
@@ -79,7 +79,7 @@ def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
     step.parameters.own[last].set_data(Tensor(before[last] * np.float32(np.inf)))
     overflow = step([images(1)])
     assert (overflow.updated, overflow.overflow, step.optimizer.updates) == (False, True, 0)
-    for name, array in step.to_save().weights.items():
+    for name, array in step.state_dict_shard().weights.items():
         assert name == last or np.array_equal(array, before[name]), name
     step.guards.wrapper = step.guards.wrapper.model_copy(update={"use_skip_data_by_global_norm": False})
     step.guards.loss_scale.value = 1.0

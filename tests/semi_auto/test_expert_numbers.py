@@ -57,7 +57,7 @@ def test_steps_are_those_of_explicit_mode(on_a_cpu: None) -> None:
         assert mine.global_norm == pytest.approx(right.global_norm, rel=1e-6)
         for rate, expected in zip(mine.router_rates[1:], right.router_rates[1:], strict=True):
             np.testing.assert_allclose(rate, expected, 1e-5)
-    saved, expected = step.to_save().weights, run.to_save().weights
+    saved, expected = step.state_dict_shard().weights, run.state_dict_shard().weights
     assert max(distance(saved[name], expected[name].array) for name in expected) < 1e-6
     evaluated = step.model(batch(2)).tokens.asnumpy(), run.model(run.build_inputs(batch(2))).tokens.asnumpy()
     assert distance(*evaluated) < 1e-6

@@ -26,7 +26,7 @@ from trainer.audit import report
 from trainer.checkpoint.store import read_checkpoint
 from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
-from trainer.config.checks.parallel import sharing_level
+from trainer.config.checks.parallel import zero_level
 from trainer.data import Batch
 from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
@@ -128,7 +128,7 @@ def test_shared_optimizer_state() -> None:
 
 def level_of(recompute: dict, **section: Any) -> str:
     parallel = {"parallel_mode": 1, "enable_parallel_optimizer": True, "parallel_optimizer_config": section}
-    return sharing_level(config_of({"parallel": parallel, "recompute_config": recompute}))
+    return zero_level(config_of({"parallel": parallel, "recompute_config": recompute}))
 
 
 def test_levels_of_sharing() -> None:
@@ -326,7 +326,7 @@ def test_steps_are_those_of_a_run() -> None:
         assert mine.loss == pytest.approx(right.loss, rel=limits.loss)
         assert mine.global_norm == pytest.approx(right.global_norm, rel=limits.gradients)
         assert mine.local_norms == pytest.approx(right.local_norms, 1e-4, 1e-6)
-    saved, expected = step.to_save(), run.to_save()
+    saved, expected = step.state_dict_shard(), run.state_dict_shard()
     assert saved.updates == expected.updates
     for mine, right in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
         assert set(mine) == set(right)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.config import Config, Override, config_notices, parse_config
+from trainer.config import Config, Override, config_notes, parse_config
 from trainer.errors import UserError
 
 BASE = """\
@@ -47,6 +47,6 @@ def failure(action: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def notices(text: str, *pairs: str) -> str:
-    """All notices about a file, a line each."""
-    return "\n".join(config_notices(load(text, *pairs)))
+def notes(text: str, *pairs: str) -> str:
+    """All notes about a file, a line each."""
+    return "\n".join(config_notes(load(text, *pairs)))

@@ -15,13 +15,13 @@ from test_joined_names import as_chatglm
 from test_joined_names import golden as golden_of_family
 
 from trainer.checkpoint.tensor_names import disk_parts, to_disk
-from trainer.checkpoint.weights import FittingWeights, fitting_weights, read_weights
+from trainer.checkpoint.weights import CheckedWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec import init
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import Init, ParameterSpec
 from trainer.models.spec.shapes import parameter_shapes
-from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
+from trainer.parallel.sharding import Shard, ShardedArray, ShardSpec, full_shard_spec
 from trainer.storage import tensor_file
 from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.tensor_file import (
@@ -39,16 +39,16 @@ from trainer.storage.tensor_file import (
 SHAPES = [(), (1,), (7,), (5, 6), (6, 1), (3, 4, 5), (4, 3, 2, 5)]
 
 
-def parts_of(shape: tuple[int, ...], seed: int = 0, count: int = 12) -> Iterator[ArrayPart]:
+def parts_of(shape: tuple[int, ...], seed: int = 0, count: int = 12) -> Iterator[ShardSpec]:
     """Shards and ranges of them, drawn at random; the first is all of the array."""
     draw = np.random.default_rng(seed)
-    yield whole_array(shape)
+    yield full_shard_spec(shape)
     for number in range(count):
         ends = [sorted(draw.integers(0, size + 1, 2)) for size in shape]
         ends = [[int(low), int(high) + (low == high and high < size)] for (low, high), size in
                 zip(ends, shape, strict=True)]  # fmt: skip
         shard = Shard(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
-        part = ArrayPart(shape, shard)
+        part = ShardSpec(shape, shard)
         low, high = sorted(map(int, draw.integers(0, part.size + 1, 2)))
         yield part if number % 2 else part._replace(flat=slice(low, high))
 
@@ -57,7 +57,7 @@ def numbers(shape: tuple[int, ...]) -> np.ndarray:
     return np.random.default_rng(1).normal(size=shape).astype(np.float32)
 
 
-def right(array: np.ndarray, part: ArrayPart) -> np.ndarray:
+def right(array: np.ndarray, part: ShardSpec) -> np.ndarray:
     own = array[part.shard.slices]
     return own if part.flat is None else own.reshape(-1)[part.flat]
 
@@ -78,7 +78,7 @@ def test_parts_are_read_from_a_file_and_written_to_their_places(
         np.testing.assert_array_equal(found, right(array, part))
         np.testing.assert_array_equal(read_part(array, part), found)
         make_file(path, entries)
-        write_pieces(path, entries, {"b": [PartOfArray(part, found)]})
+        write_pieces(path, entries, {"b": [ShardedArray(part, found)]})
         again = safetensors.numpy.load_file(path)["b"]
         np.testing.assert_array_equal(right(again, part), found)
         assert np.count_nonzero(again) == np.count_nonzero(found)
@@ -164,8 +164,8 @@ def test_the_tensor_that_is_not_finite_is_named_whatever_part_is_read() -> None:
     good, bad = numbers((4, 3)), numbers((4, 3))
     bad[3, 1] = np.nan
     arrays = {"stack": np.stack([good, bad])}
-    weights = FittingWeights(arrays, {"first": good, "second": bad}, Path("file"), "", "load_checkpoint")
-    upper = ArrayPart((2, 4, 3), Shard((0, 0, 0), (2, 2, 3)))
+    weights = CheckedWeights(arrays, {"first": good, "second": bad}, Path("file"), "", "load_checkpoint")
+    upper = ShardSpec((2, 4, 3), Shard((0, 0, 0), (2, 2, 3)))
     assert weights.read({"stack": upper})["stack"].shape == (2, 2, 3)
     for parts in (None, {"stack": upper._replace(shard=Shard((0, 2, 0), (2, 2, 3)))}):
         with pytest.raises(Exception, match="not finite: second has NaN"):

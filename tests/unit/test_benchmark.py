@@ -27,7 +27,7 @@ from trainer.config import Override, load_config, parse_config  # noqa: E402
 from trainer.models.spec.shapes import parameter_shapes  # noqa: E402
 from trainer.monitors.metrics import Monitor, StepMetrics, step_record  # noqa: E402
 from trainer.profiling.host import NOT_EXPLAINED, profile_rows  # noqa: E402
-from trainer.profiling.regions import Key, Regions  # noqa: E402
+from trainer.profiling.regions import Key, RegionTimer  # noqa: E402
 
 CONFIG = """
 runner_config: {batch_size: 8}
@@ -482,7 +482,7 @@ def test_each_second_of_a_step_is_in_one_row() -> None:
             function(item, place % 2)
         spend(1)  # nobody works
 
-    regions = Regions(lambda: now)
+    regions = RegionTimer(lambda: now)
     product = regions.wrapped(spend, lambda of, arguments: f"product of {of.part}", lambda _: (8.0, 2.0))
 
     def item(seconds: float, thread: int) -> None:

@@ -256,7 +256,7 @@ def test_markers_in_the_data_do_not_move_the_spans(families):
 
 def test_an_unclosed_last_answer_gets_the_end_token(families):
     tokenizer, template = families["glm4"]
-    assert any("<|endoftext|> is added, with loss" in notice for notice in template.notices)
+    assert any("<|endoftext|> is added, with loss" in note for note in template.notes)
     encoded = encode_sample(Sample(MULTI, None, "", "", "x:1"), tokenizer, template, "assistant")
     assert encoded.tokens[-1] == tokenizer.eos_id and encoded.has_loss[-1]
 
@@ -267,7 +267,7 @@ def test_an_unclosed_last_answer_gets_the_end_token(families):
 def test_without_a_template_bytes_are_written_as_chatml_with_the_end_token():
     tokenizer, template = ByteTokenizer(), chatml(ByteTokenizer())
     assert template.name == "ChatML" and not template.is_given
-    assert template.notices == (
+    assert template.notes == (
         "Neither the tokenizer nor the YAML has a chat template: conversations are written as ChatML "
         "(<|im_start|>, <|im_end|> are ordinary text for this tokenizer).",
     )
@@ -291,7 +291,7 @@ def test_a_conversation_that_ends_with_a_question_ends_with_a_token_without_loss
 
 def test_without_a_template_a_tokenizer_with_the_token_of_chatml_ends_turns_with_it(tmp_path):
     tokenizer, template = load(tmp_path, write_tokenizer_of(tmp_path / "t", "chatml"))
-    assert not template.is_given and [notice[-10:] for notice in template.notices] == ["as ChatML."]
+    assert not template.is_given and [note[-10:] for note in template.notes] == ["as ChatML."]
     assert trained(template, MULTI) == ["Hello<|im_end|>", "Bye<|im_end|>"]
     assert template.turn_end_id == tokenizer.token_id("<|im_end|>") != tokenizer.eos_id
 
@@ -342,7 +342,7 @@ def test_a_folder_without_a_template_is_an_error(tmp_path):
 
 def test_markers_that_are_no_tokens_are_said(tmp_path):
     template = load(tmp_path, chat_template="llama3")[1]
-    assert template.notices == (
+    assert template.notes == (
         "Markers of the chat template are not tokens of the tokenizer but ordinary text: <|start_header_id|>, "
         "<|end_header_id|>, <|eot_id|>.",
     )
@@ -489,7 +489,7 @@ def test_the_template_of_alpaca_writes_an_instruction_as_one_without_a_template_
     assert plain.tokens.tolist() == rendered.tokens.tolist()
     assert plain.has_loss.tolist() == rendered.has_loss.tolist()
     prompt = template.render(MULTI[:1], add_generation_prompt=True)
-    assert prompt == sample.prompt and template.turn_end_id == tokenizer.eos_id and template.notices == ()
+    assert prompt == sample.prompt and template.turn_end_id == tokenizer.eos_id and template.notes == ()
 
 
 def test_a_prompt_and_its_completion_are_one_text_between_the_tokens_of_a_document(families):

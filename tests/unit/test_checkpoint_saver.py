@@ -19,12 +19,12 @@ from trainer.checkpoint import state, writing
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.store import read_checkpoint
-from trainer.checkpoint.writing import FileParts, checkpoint_stages
+from trainer.checkpoint.writing import FileShards, checkpoint_stages
 from trainer.config import Config
 from trainer.errors import RunError
 from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import PartOfArray, whole_array
+from trainer.parallel.sharding import ShardedArray, full_shard_spec
 from trainer.storage.tensor_file import float32_entries
 
 
@@ -189,17 +189,17 @@ def train_and_save(communicator: ThreadRank, folder: Path, told: list) -> int:
     """Steps of a run on this rank, as `trainer.run.loop` makes them, until a save is complete; how many there were."""
     rank, size = communicator.rank, communicator.size
     saver = Saver(folder, communicator, True, lambda path, step: told[rank].append(step))
-    own = whole_array((4 * size,))._replace(flat=slice(4 * rank, 4 * rank + 4))
-    piece = PartOfArray(own, np.full(4, rank, np.float32))
-    tensors = {"optimizer": FileParts(float32_entries({"m": own.whole}), {"m": [piece]})}
+    own = full_shard_spec((4 * size,))._replace(flat=slice(4 * rank, 4 * rank + 4))
+    piece = ShardedArray(own, np.full(4, rank, np.float32))
+    tensors = {"optimizer": FileShards(float32_entries({"m": own.whole}), {"m": [piece]})}
     tensors |= {} if rank else {"model": {"w": np.float32([1])}}
     gate = Gate("wrote state")
     if rank != 1:
         gate.opened.set()
     saver.save(lambda: checkpoint_stages(folder, 1, tensors, {}, 1, gate, rank=rank, ranks=size), 1)
     for step in range(1, 10_000):
-        votes = communicator.gather_bytes(b"%d" % saver.is_ready)
-        if all(map(int, votes)):
+        rank_flags = communicator.gather_bytes(b"%d" % saver.is_ready)
+        if all(map(int, rank_flags)):
             saver.advance()
         if told[rank]:
             return step

@@ -21,9 +21,9 @@ from trainer.checkpoint.store import (
     read_checkpoint,
     shard_name,
 )
-from trainer.checkpoint.writing import FileParts, write_checkpoint
+from trainer.checkpoint.writing import FileShards, write_checkpoint
 from trainer.errors import RunError, UserError
-from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, range_of_rank, whole_array
+from trainer.parallel.sharding import Shard, ShardedArray, ShardSpec, full_shard_spec, shard_range
 from trainer.parallel.world import World
 from trainer.storage.marker import MARKER, marker_content
 from trainer.storage.tensor_file import entries_of, make_file
@@ -38,25 +38,25 @@ ENTRIES = {
 }
 
 
-def parts_of(rank: int, ranks: int) -> dict[str, FileParts]:
+def parts_of(rank: int, ranks: int) -> dict[str, FileShards]:
     """Each rank has columns of w, and a range of m.w; rank 0 also has b and m.b."""
-    w, own = WEIGHTS["w"], range_of_rank(35, rank, ranks)
-    columns = range_of_rank(7, rank, ranks)
+    w, own = WEIGHTS["w"], shard_range(35, rank, ranks)
+    columns = shard_range(7, rank, ranks)
     shard = Shard((0, columns.start), (5, columns.stop - columns.start))
     pieces = {
-        "model": {"w": [PartOfArray(ArrayPart(w.shape, shard), shard.of(w))], "b": [whole_piece(WEIGHTS["b"])]},
+        "model": {"w": [ShardedArray(ShardSpec(w.shape, shard), shard.of(w))], "b": [whole_piece(WEIGHTS["b"])]},
         "optimizer": {
-            "m.w": [PartOfArray(whole_array(w.shape)._replace(flat=own), STATE["m.w"][own])],
+            "m.w": [ShardedArray(full_shard_spec(w.shape)._replace(flat=own), STATE["m.w"][own])],
             "m.b": [whole_piece(STATE["m.b"])],
         },
     }
     for of_part in pieces.values() if rank else ():
         of_part.popitem()
-    return {part: FileParts(ENTRIES[part], pieces[part]) for part in pieces}
+    return {part: FileShards(ENTRIES[part], pieces[part]) for part in pieces}
 
 
-def whole_piece(array: np.ndarray) -> PartOfArray:
-    return PartOfArray(whole_array(array.shape), array)
+def whole_piece(array: np.ndarray) -> ShardedArray:
+    return ShardedArray(full_shard_spec(array.shape), array)
 
 
 def save(folder: Path, ranks: int, step: int = 1) -> list:
@@ -73,7 +73,7 @@ def save_shards(folder: Path, ranks: int, step: int = 1) -> list:
     """As earlier versions: each rank writes its range of m.w to a file of its own."""
 
     def work(communicator: ThreadRank) -> Path:
-        shards = {"m.w": STATE["m.w"][range_of_rank(35, communicator.rank, ranks)]} | (
+        shards = {"m.w": STATE["m.w"][shard_range(35, communicator.rank, ranks)]} | (
             {} if communicator.rank else {"m.b": STATE["m.b"]}
         )
         tensors = {shard_name("optimizer", communicator.rank, ranks): shards} | (

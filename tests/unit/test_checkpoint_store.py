@@ -354,10 +354,10 @@ def test_a_folder_under_the_name_of_another_step_is_damaged(tmp_path: Path) -> N
 def test_a_renamed_checkpoint_is_named_where_it_is_passed_over(tmp_path: Path) -> None:
     older, newest = (save(tmp_path / "checkpoints", step) for step in (1, 2))
     shutil.copytree(older, older.with_name("a copy"))
-    assert store.passed_over(newest) == []
+    assert store.renamed_checkpoint_notes(newest) == []
     renamed = newest.rename(newest.with_name("my-best-model"))
     assert store.find_checkpoint(tmp_path) == older
-    (note,) = store.passed_over(older)
+    (note,) = store.renamed_checkpoint_notes(older)
     assert note.startswith(f"{renamed} was saved after step-00000001") and "--resume_training my-best-model" in note
     shutil.rmtree(older)
     shutil.rmtree(older.with_name("a copy"))

@@ -6,7 +6,7 @@ import pytest
 from config_helpers import BASE, load
 from test_config_places import SNIPPETS
 
-from trainer.config import Override, config_notices, dump_config, parse_config, preflight
+from trainer.config import Override, config_notes, dump_config, parse_config, preflight
 
 FULL = (
     BASE
@@ -55,15 +55,15 @@ def test_the_dump_holds_what_acts_and_not_what_is_ignored():
 
 def test_a_dump_of_a_resumed_run_says_nothing_new_in_another_run_mode():
     dumped = dump_config(load(BASE, "resume_training=True", "run_mode=eval"))
-    assert config_notices(parse_config("config.yaml", dumped)) == []
+    assert config_notes(parse_config("config.yaml", dumped)) == []
     given = [Override("resume_training", "True", "flag --resume_training")]
-    assert "resume_training True: not used" in "".join(config_notices(parse_config("config.yaml", dumped, given)))
+    assert "resume_training True: not used" in "".join(config_notes(parse_config("config.yaml", dumped, given)))
 
 
 def test_a_dump_runs_as_it_is_and_says_nothing_new():
     again = parse_config("dumped.yaml", dump_config(load(BASE)))
     preflight(again)
-    assert config_notices(again) == []
+    assert config_notes(again) == []
 
 
 def test_configurations_of_different_origin_are_equal_and_different_values_are_not():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from config_helpers import error_of, load, notices
+from config_helpers import error_of, load, notes
 from golden_files import load_model_case, model_case_names
 
 from trainer.config import dump_config, parse_config
@@ -65,7 +65,7 @@ def test_config_json_names_the_family_where_arch_does_not(kind: str) -> None:
 def test_a_family_that_is_not_known_is_an_error_unless_arch_says_what_to_take_it_as() -> None:
     text = f"model_config: {{{SIZES}, architectures: [GPTForCausalLM], model_type: gpt}}\n"
     assert "architectures = ['GPTForCausalLM']: this family is not known here" in error_of(text)
-    told = notices(text + "model: {arch: {type: LlamaForCausalLM}}\n")
+    told = notes(text + "model: {arch: {type: LlamaForCausalLM}}\n")
     assert "architectures ['GPTForCausalLM']: not a family that is known here; taken as LlamaForCausalLM, as" in told
     assert "model_type gpt: not a family" in told
 
@@ -118,10 +118,10 @@ def test_what_a_config_json_says_against_itself(text: str, parts: list[str]) -> 
 
 def test_where_hugging_face_would_train_without_the_balance_loss_is_told() -> None:
     text = qwen3_moe("output_router_logits: False, router_aux_loss_coef: 0.001")
-    assert "output_router_logits False: Hugging Face then leaves the balance loss out" in notices(text)
-    assert "here it is added, times 0.0005 (" in notices(text)  # 0.001 * 2 experts a token / 4 layers
+    assert "output_router_logits False: Hugging Face then leaves the balance loss out" in notes(text)
+    assert "here it is added, times 0.0005 (" in notes(text)  # 0.001 * 2 experts a token / 4 layers
     for quiet in ("output_router_logits: True", "output_router_logits: False, router_aux_loss_coef: 0.0"):
-        assert "output_router_logits" not in notices(qwen3_moe(quiet))
+        assert "output_router_logits" not in notes(qwen3_moe(quiet))
 
 
 @pytest.mark.parametrize("name", [*model_case_names("experts"), *model_case_names("mtp")])

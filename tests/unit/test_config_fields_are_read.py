@@ -50,7 +50,7 @@ DERIVED = {
 ELSEWHERE = {
     # The loader turns it into tie_word_embeddings.
     "model.settings.untie_embeddings_and_output_weights",
-    # The loader turns these into model.arch.type and moe_layer_freq; a rule and a notice look at the last.
+    # The loader turns these into model.arch.type and moe_layer_freq; a rule and a note look at the last.
     "model.settings.architectures",
     "model.settings.model_type",
     "model.settings.net_name",
@@ -86,7 +86,7 @@ ELSEWHERE = {
     "model.settings.moe_config.moe_router_load_balancing_type",
     # trainer.config.checks.moe.watches_drop_rate: it or a callback turns the monitor on.
     "model.settings.moe_config.callback_moe_droprate",
-    # trainer.config.checks.parallel: degrees_of, shards_optimizer, shard_threshold_bytes, sharing_level; what is not
+    # trainer.config.checks.parallel: parallel_degrees, shards_optimizer, shard_threshold_bytes, zero_level; what is not
     # built is told.
     "use_parallel",
     "parallel.parallel_mode",

@@ -255,8 +255,8 @@ def test_flags_that_cannot_be_honoured_are_errors(run, argv, parts):
         ["--sink_mode", "True"],
     ],
 )
-def test_flags_that_change_nothing_give_a_notice(run, argv):
-    from trainer.config import config_notices
+def test_flags_that_change_nothing_give_a_note(run, argv):
+    from trainer.config import config_notes
 
-    told = "\n".join(config_notices(run(*argv)))
+    told = "\n".join(config_notes(run(*argv)))
     assert f"flag {argv[0]}" in told and "ignored: " in told

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notes
 
 from trainer.cli.flags import split_arguments
 from trainer.config import Override, load_config, parse_config
@@ -139,7 +139,7 @@ def test_aliases_follow_an_override_of_their_anchor():
     assert (config.runner_config.batch_size, config.decoder.batch_size) == (8, 8)
     assert (config.train_dataset.held_out, config.eval_dataset.held_out) == (0.2, 0.2)
     assert config.decoder.hidden_dropout == 0.2
-    told = notices(ANCHORED, "runner_config.batch_size=8")
+    told = notes(ANCHORED, "runner_config.batch_size=8")
     assert "runner_config.batch_size is anchored, model.model_config.batch_size follows" in told
 
 
@@ -147,7 +147,7 @@ def test_keys_added_to_an_anchored_section_reach_its_aliases():
     config = load(ANCHORED, "train_dataset.data_loader.num_samples=9", "train_dataset.max_batches=2")
     assert config.eval_dataset.data_loader.num_samples == 9
     assert config.eval_dataset.max_batches == 2
-    told = notices(ANCHORED, "train_dataset.data_loader.num_samples=9")
+    told = notes(ANCHORED, "train_dataset.data_loader.num_samples=9")
     assert "train_dataset.data_loader.num_samples is anchored, eval_dataset.data_loader.num_samples follows" in told
 
 
@@ -174,7 +174,7 @@ def test_merge_keys_follow_their_base_and_can_be_changed_alone():
     text = "train_dataset: &data {held_out: 0.1, max_batches: 1}\neval_dataset: {<<: *data, batch_size: 2}\n"
     followed = load(text, "train_dataset.held_out=0.2", "train_dataset.prefetch_size=7")
     assert (followed.eval_dataset.held_out, followed.eval_dataset.prefetch_size) == (0.2, 7)
-    assert "train_dataset.held_out is anchored, eval_dataset.held_out follows" in notices(
+    assert "train_dataset.held_out is anchored, eval_dataset.held_out follows" in notes(
         text, "train_dataset.held_out=0.2"
     )
     alone = load(text, "eval_dataset.held_out=0.3")
@@ -200,7 +200,7 @@ def test_flat_expert_keys_are_overridden_in_their_section():
 
 
 def test_an_override_that_names_nothing_anchored_says_nothing():
-    assert notices(ANCHORED, "runner_config.epochs=5") == notices(ANCHORED)
+    assert notes(ANCHORED, "runner_config.epochs=5") == notes(ANCHORED)
 
 
 def test_the_file_is_never_changed_by_overrides(tmp_path):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from config_helpers import BASE, error_of, load, notices
+from config_helpers import BASE, error_of, load, notes
 
 from trainer.config import parse_config
-from trainer.config.checks.problem import SeveralProblems
+from trainer.config.checks.problem import ConfigErrors
 
 ACCUMULATION = """\
 # runner config
@@ -135,7 +135,7 @@ def test_the_callback_snippet_has_all_its_values(text):
 
 
 def test_lost_indentation_is_told():
-    message = notices(CLIPPING)
+    message = notes(CLIPPING)
     assert "a.yaml:3: indent these lines: 3 keys at the top level are taken as runner_wrapper's" in message
 
 
@@ -326,7 +326,7 @@ def test_types_have_other_spellings():
     text = "callbacks: [{type: CheckpointMointor}]\noptimizer: {type: FusedAdamW}\n"
     config = load(text)
     assert (config.callbacks[0].type, config.optimizer.type) == ("CheckpointMonitor", "AdamW")
-    assert "a.yaml:2: optimizer.type FusedAdamW is taken as AdamW" in notices(text)
+    assert "a.yaml:2: optimizer.type FusedAdamW is taken as AdamW" in notes(text)
 
 
 def test_sections_told_apart_by_type_have_a_default_type():
@@ -347,7 +347,7 @@ def test_all_problems_are_shown_in_the_order_of_the_file():
 
 def test_the_first_twenty_problems_are_shown():
     text = "".join(f"zzz{number}: 1\n" for number in range(2000))
-    with pytest.raises(SeveralProblems) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         load(text, "yyy=1")
     found, left = caught.value, "\n... and 1981 more, in a.yaml, flag --yyy."
     assert str(found).startswith("2001 problems") and str(found).endswith(left)
@@ -427,7 +427,7 @@ def test_a_sliding_window_that_contradicts_itself():
 
 def test_the_dtype_of_a_hugging_face_file_is_told():
     for name in ("dtype", "torch_dtype"):
-        assert f"ignored: model.model_config.{name}" in notices(f"model_config: {{{name}: bfloat16}}\n")
+        assert f"ignored: model.model_config.{name}" in notes(f"model_config: {{{name}: bfloat16}}\n")
 
 
 def test_beta1_and_beta2_are_the_betas():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notes
 
 from trainer.config import preflight
 
@@ -285,23 +285,23 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
     ],
 )
 def test_what_changes_nothing_is_told(text, parts):
-    told = notices(text)
+    told = notes(text)
     assert all(part in told for part in parts), told
 
 
-def test_a_plain_file_gives_no_notice():
-    assert notices(BASE) == ""
+def test_a_plain_file_gives_no_note():
+    assert notes(BASE) == ""
 
 
 def test_who_names_a_checkpoint_is_not_told_that_it_is_resumed():
     """As a launcher does that starts a job again."""
-    assert "resume_training" not in notices(
+    assert "resume_training" not in notes(
         "run_mode: finetune\nload_checkpoint: here\nresume_training: step-00000003\n"
     )
 
 
-def test_default_values_written_out_give_no_notice():
-    assert notices("runner_config: {sink_mode: False}\nprofile: False\nswap_config: {swap: False}\n") == ""
+def test_default_values_written_out_give_no_note():
+    assert notes("runner_config: {sink_mode: False}\nprofile: False\nswap_config: {swap: False}\n") == ""
 
 
 def test_derived_sizes():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notes
 
 from trainer.config import load_config
 from trainer.config.read.nodes import plain
@@ -164,15 +164,15 @@ runner_config: {epochs: &n 3, batch_size: *n}
     assert (config.runner_config.epochs, config.runner_config.batch_size) == (3, 3)
 
 
-def test_an_ellipsis_line_is_left_out_with_a_notice():
+def test_an_ellipsis_line_is_left_out_with_a_note():
     text = "runner_config:\n  ...\n  epochs: 3\n  ...\nseed: 5\n...\n"
     config = load(text)
     assert (config.runner_config.epochs, config.seed) == (3, 5)
-    assert "a.yaml: left out the lines of only '...' (2, 4)" in notices(text)
+    assert "a.yaml: left out the lines of only '...' (2, 4)" in notes(text)
 
 
-def test_an_ellipsis_that_ends_the_document_needs_no_notice():
-    assert notices("seed: 5\n...\n") == ""
+def test_an_ellipsis_that_ends_the_document_needs_no_note():
+    assert notes("seed: 5\n...\n") == ""
 
 
 def test_an_ellipsis_within_text_stays():

@@ -10,9 +10,9 @@ from thread_ranks import on_groups
 from trainer.arrays.attention.context import ContextParallel
 from trainer.config.checks.degrees import context_problems
 from trainer.data.batches.batch import Batch
-from trainer.data.batches.context import SequencePart
-from trainer.ops.dropout import DropoutKey, MaskPart, dropout_mask
-from trainer.parallel.host_group import HostGroup
+from trainer.data.batches.context import ContextShard
+from trainer.ops.dropout import DropoutKey, MaskShard, dropout_mask
+from trainer.parallel.host_group import CpuGroup
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from trainer.parallel.host_group import HostGroup
 def test_ranks_share_the_tokens_of_every_sequence(ranks: int, ulysses: int) -> None:
     length = 12 * ranks
     whole = Batch(*np.random.default_rng(ranks).integers(0, 99, (4, 3, length), dtype=np.int32))
-    parts = [SequencePart(rank, ranks, ulysses) for rank in range(ranks)]
+    parts = [ContextShard(rank, ranks, ulysses) for rank in range(ranks)]
     for part in parts:  # neighbours have together what a rank of a ring has
         together = np.concatenate([each.positions(length) for each in parts if each.ring == part.ring])
         np.testing.assert_array_equal(together, part.ring.positions(length))
@@ -37,7 +37,7 @@ def test_ranks_share_the_tokens_of_every_sequence(ranks: int, ulysses: int) -> N
 def test_each_rank_of_a_ring_meets_as_many_keys(ranks: int) -> None:
     length = 8 * ranks
     segments = np.zeros((1, length), np.int32)
-    seen = [[each.sum() for each in SequencePart(rank, ranks).allowed(segments)] for rank in range(ranks)]
+    seen = [[each.sum() for each in ContextShard(rank, ranks).allowed(segments)] for rank in range(ranks)]
     assert [sum(each) for each in seen] == [length * (length + 1) // 2 // ranks] * ranks
 
 
@@ -49,7 +49,7 @@ def test_a_rank_sees_what_one_rank_does(ranks: int, window: int | None) -> None:
     apart = np.subtract.outer(np.arange(length), np.arange(length))
     right = (segments[:, :, None] == segments[:, None]) & (apart >= 0) & (apart < (window or length))
     for rank in range(ranks):
-        part, found = SequencePart(rank, ranks), np.zeros((2, 4 * 2, length), bool)
+        part, found = ContextShard(rank, ranks), np.zeros((2, 4 * 2, length), bool)
         for half, allowed in enumerate(part.allowed(segments, window)):
             assert allowed.shape[2] == ((rank + 1) * 4, (2 * ranks - rank) * 4)[half]
             found[:, half * 4 : half * 4 + 4, : allowed.shape[2]] = allowed
@@ -96,9 +96,9 @@ def test_ranks_drop_what_one_rank_drops(ulysses: int) -> None:
     key, shape = DropoutKey(1, 0, 2, 3), (2 * 8, 6)
     whole, found = dropout_mask(key, 4, shape, 0.3), np.full(shape, np.nan)
     for rank in range(2):
-        rows = SequencePart(rank, 2, ulysses).rows(2, 8)
+        rows = ContextShard(rank, 2, ulysses).rows(2, 8)
         for number, columns in enumerate((slice(0, 3), slice(3, 6))):
-            part = MaskPart(2 * rank + number, (rows, columns))
+            part = MaskShard(2 * rank + number, (rows, columns))
             found[rows, columns] = own = dropout_mask(key, 4, shape, 0.3, part)
             assert own.shape == part.of(shape)
     assert np.array_equal(found, whole)
@@ -118,8 +118,8 @@ def test_what_ranks_exchange(ranks: int, ulysses: int, kv_heads: int) -> None:
     whole_BTC = draw.normal(size=(sequences, length, kv_heads * size)).astype(np.float32)
     copies = max(1, ulysses // kv_heads)
 
-    def work(world: HostGroup) -> None:
-        part, place = SequencePart(world.rank, ranks, ulysses), world.rank % ulysses
+    def work(world: CpuGroup) -> None:
+        part, place = ContextShard(world.rank, ranks, ulysses), world.rank % ulysses
         ring, sharing = None, None
         if ulysses < ranks:
             ring = world.part(range(place, ranks, ulysses))

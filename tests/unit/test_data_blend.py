@@ -137,7 +137,7 @@ def test_sources_of_a_configuration(tmp_path):
     evaluation = {"data_loader": sources_of(tmp_path), "packing": "none"}
     told: list[str] = []
     config = config_of(tmp_path, sources_of(tmp_path), eval_dataset=evaluation, run_mode="eval")
-    assert build_eval_dataset(config, notice=told.append).num_sequences == 30
+    assert build_eval_dataset(config, note=told.append).num_sequences == 30
     assert len(told) == 1 and "weights in eval_dataset have no effect" in told[0]
 
 

@@ -101,12 +101,12 @@ def test_drop_remainder_decides_about_the_last_sequence(tmp_path):
     assert last.labels.tolist() == [[97, 97, 97, 256] + [IGNORE_INDEX] * 4]
 
 
-def test_an_uneven_split_is_a_notice(tmp_path):
+def test_an_uneven_split_is_a_note(tmp_path):
     told: list[str] = []
     config = make_config(tmp_path, corpus_of(tmp_path, (400, 500)), train={"held_out": 0.1})
-    build_datasets(config, notice=told.append)
+    build_datasets(config, note=told.append)
     assert len(told) == 1 and "44.5% of all tokens instead of held_out = 10.0%" in told[0]
-    build_datasets(make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}), notice=told.append)
+    build_datasets(make_config(tmp_path, corpus_of(tmp_path), train={"held_out": 0.1}), note=told.append)
     assert len(told) == 1
 
 

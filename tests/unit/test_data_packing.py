@@ -124,7 +124,7 @@ def test_numbers_out_of_range_are_an_error(tmp_path, indices):
             dataset.batch(indices)
 
 
-# Held out
+# RankParams out
 
 
 def spans_of(lengths) -> Spans:

@@ -144,9 +144,9 @@ def test_the_names_of_files_tell_their_splits(tmp_path):
     (folder / "dataset_infos.json").write_text("{}")
     ((source, _),) = sources_of(tmp_path, dataset_dir=str(folder))
     assert [file.path.name[:8] for file in source.files] == ["train-00"] * 2
-    assert "reads the split train" in source.notices[0] and "has test" in source.notices[0]
+    assert "reads the split train" in source.notes[0] and "has test" in source.notes[0]
     assert texts_of(tmp_path, "eval_dataset", dataset_dir=str(folder)) == ["data/test-00000-of-00001"]
-    assert not sources_of(tmp_path, dataset_dir=str(folder / "data"), split="train")[0][0].notices
+    assert not sources_of(tmp_path, dataset_dir=str(folder / "data"), split="train")[0][0].notes
 
 
 def test_files_whose_names_tell_no_split_are_training_data(tmp_path):
@@ -222,7 +222,7 @@ def test_handlers_take_records_and_rename_columns(tmp_path):
     ((source, _),) = sources_of(tmp_path, type="HFDataLoader", path=str(tmp_path / "a.jsonl"), handler=handler)
     samples = [sample for sample, _ in read_samples(source, SkippedRecords())]
     assert [sample.messages[0]["content"] for sample in samples] == ["q0", "q1"]
-    assert [note.split(":")[0].split()[-1] for note in source.notices] == ["AlpacaInstructDataHandler"]
+    assert [note.split(":")[0].split()[-1] for note in source.notes] == ["AlpacaInstructDataHandler"]
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_conversations_that_the_template_refuses_are_skipped_on_request(tmp_path
     template = load_chat_template(config, "train_dataset", ByteTokenizer())
     ((source, _),) = find_sources(config, "train_dataset")
     told = []
-    built = find_token_file(source, ByteTokenizer(), cache_of(tmp_path), template=template, notice=told.append)
+    built = find_token_file(source, ByteTokenizer(), cache_of(tmp_path), template=template, note=told.append)
     assert (built.meta.num_documents, built.meta.num_skipped) == (1, 3)
     first = f"{path}:1: the chat template (gemma) refuses"
     assert told[0].startswith(f"3 bad records of {path} are skipped; the first: {first}")
@@ -275,7 +275,7 @@ def test_a_file_that_changes_during_the_build_is_an_error(tmp_path):
     [(name, damage) for name in ("tokens.bin", "offsets.bin", "meta.json") for damage in ("cut", "gone", "longer")]
     + [("offsets.bin", "garbage"), ("meta.json", "garbage")],
 )
-def test_a_damaged_token_file_is_rebuilt_with_a_notice(tmp_path, name, damage):
+def test_a_damaged_token_file_is_rebuilt_with_a_note(tmp_path, name, damage):
     source, cache = source_of(tmp_path, write_corpus(tmp_path / "corpus")), cache_of(tmp_path)
     path = find_token_file(source, ByteTokenizer(), cache).path
     content = (path / name).read_bytes()
@@ -285,11 +285,11 @@ def test_a_damaged_token_file_is_rebuilt_with_a_notice(tmp_path, name, damage):
         damaged = {"cut": content[:-1], "longer": content + b"\0", "garbage": b"\xff" * len(content)}
         (path / name).write_bytes(damaged[damage])
     told: list[str] = []
-    again = find_token_file(source, ByteTokenizer(), cache, notice=told.append)
+    again = find_token_file(source, ByteTokenizer(), cache, note=told.append)
     assert again.tokens.tolist() == expected_tokens() and again.path == path
     assert len(told) == 1 and "damaged" in told[0] and str(path) in told[0]
     assert token_files(tmp_path) == [path], "the damaged one is gone"
-    find_token_file(source, ByteTokenizer(), cache, notice=told.append)
+    find_token_file(source, ByteTokenizer(), cache, note=told.append)
     assert len(told) == 1
 
 

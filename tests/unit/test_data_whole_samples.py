@@ -128,7 +128,7 @@ def test_truncated_and_dropped_samples_are_counted_and_told(tmp_path):
     ):  # fmt: skip
         told: list[str] = []
         config = make_config(tmp_path, path, loader=JSONL, model=model, train={"overlong": overlong})
-        found = build_datasets(config, notice=told.append)[0].packing
+        found = build_datasets(config, note=told.append)[0].packing
         assert (found.samples, found.truncated, found.dropped) == counts and found.packing == "whole"
         assert len(told) == 1 and told[0].startswith("1 of 3 samples of ") and done in told[0]
 
@@ -144,7 +144,7 @@ def test_a_long_sample_can_be_an_error_with_its_number(tmp_path):
 def test_overlong_has_no_effect_on_text_that_is_cut(tmp_path):
     (tmp_path / "a.txt").write_text("text" * 20)
     told: list[str] = []
-    build_datasets(make_config(tmp_path, tmp_path / "a.txt", train={"overlong": "error"}), notice=told.append)
+    build_datasets(make_config(tmp_path, tmp_path / "a.txt", train={"overlong": "error"}), note=told.append)
     assert len(told) == 1 and "train_dataset.overlong = error has no effect" in told[0]
 
 

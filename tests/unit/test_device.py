@@ -15,7 +15,7 @@ from fork_server import FORKED, ensure_server
 from trainer.config import Config
 from trainer.device import doctor
 from trainer.device import resolve as device_room
-from trainer.device.resolve import device_notices, resolve_device
+from trainer.device.resolve import device_notes, resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
 from trainer.run.prepare import build_plan
 
@@ -34,7 +34,7 @@ def without_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(config: Config) -> str:
-    return "\n".join(device_notices(config, resolve_device(config)))
+    return "\n".join(device_notes(config, resolve_device(config)))
 
 
 # ---- the choice ------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_what_is_not_there(wanted: str, words: list[str]) -> None:
     assert told(config).startswith(f"context.device_target {wanted}: ")
     assert "the run uses the CPU (device_fallback)" in told(config)
     plan = build_plan(config)
-    assert plan.device == "CPU" and any("device_fallback" in notice for notice in plan.notices)
+    assert plan.device == "CPU" and any("device_fallback" in note for note in plan.notes)
 
 
 @pytest.mark.usefixtures("without_ascend")

@@ -8,18 +8,18 @@ import pytest
 from config_helpers import load
 
 from trainer.checkpoint.state import changed_settings, settings_record
-from trainer.config import Config, config_notices, dump_config, parse_config
-from trainer.config.device_defaults import device_default_notice, device_defaults, with_device_defaults
-from trainer.device.resolve import device_notices
+from trainer.config import Config, config_notes, dump_config, parse_config
+from trainer.config.device_defaults import apply_device_defaults, device_default_note, device_defaults
+from trainer.device.resolve import device_notes
 from trainer.ops.precision import resolve_precision
-from trainer.ops.select import dtype_notices, precision_of, select_kernels
+from trainer.ops.select import dtype_notes, precision_of, select_kernels
 
 DENSE = "model: {arch: {type: LlamaForCausalLM}, model_config: {num_layers: 2%s}}\n"
 EXPERTS = DENSE % ", moe_config: {expert_num: 4%s}"
 
 
 def on_ascend(text: str) -> Config:
-    return with_device_defaults(load(text), "Ascend")
+    return apply_device_defaults(load(text), "Ascend")
 
 
 @pytest.mark.parametrize(
@@ -41,16 +41,16 @@ def on_ascend(text: str) -> Config:
 def test_an_ascend_has_defaults_where_nothing_is_written(text: str, expected: dict) -> None:
     config = load(text)
     assert device_defaults(config, "Ascend") == expected
-    completed = with_device_defaults(config, "Ascend")
+    completed = apply_device_defaults(config, "Ascend")
     for key, value in expected.items():
         section = completed.decoder.moe_config if "." in key else completed.decoder
         assert getattr(section, key.split(".")[-1]) == value
-    assert with_device_defaults(completed, "Ascend") is completed
-    assert with_device_defaults(config, "CPU") is config
+    assert apply_device_defaults(completed, "Ascend") is completed
+    assert apply_device_defaults(config, "CPU") is config
     said = ", ".join(f"{key} {value}" for key, value in expected.items())
-    assert device_default_notice(completed, "Ascend") == (said and f"defaults of an Ascend: {said}")
-    assert said in "\n".join(device_notices(completed, "Ascend"))
-    assert device_default_notice(config, "CPU") == ""
+    assert device_default_note(completed, "Ascend") == (said and f"defaults of an Ascend: {said}")
+    assert said in "\n".join(device_notes(completed, "Ascend"))
+    assert device_default_note(config, "CPU") == ""
 
 
 def test_what_a_run_saves_says_the_defaults_it_had() -> None:
@@ -87,6 +87,6 @@ def test_an_ascend_is_told_nothing_of_a_cpu() -> None:
     # In mode 1 a CPU computes blocks that have no products in bfloat16.
     config = load(DENSE % ", compute_dtype: bfloat16" + "\ncontext: {mode: 1}\n")
     for device in ("CPU", "Ascend"):
-        own = dtype_notices(config, precision_of(config, device), device)
-        told = "\n".join([*config_notices(config, device=device), *device_notices(config, device), *own])
+        own = dtype_notes(config, precision_of(config, device), device)
+        told = "\n".join([*config_notes(config, device=device), *device_notes(config, device), *own])
         assert ("computes in float32" in told) == (device == "CPU")

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from trainer.config import Override, load_config, parse_config
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.parallel.world import World
 from trainer.plan.memory import memory_estimate
 
@@ -116,5 +116,5 @@ def test_long_sequences_grow_with_their_tokens_alone() -> None:
 )  # fmt: skip
 def test_shipped_configurations_of_small_models(name: str, measured_mib: float) -> None:
     config = load_config(f"configs/{name}.yaml", [Override("context.device_target", "Ascend", "flag")])
-    found = memory_estimate(with_device_defaults(config, "Ascend"), True, "Ascend")
+    found = memory_estimate(apply_device_defaults(config, "Ascend"), True, "Ascend")
     assert found["total"] / (1 << 20) == pytest.approx(measured_mib, rel=0.15)

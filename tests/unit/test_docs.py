@@ -382,7 +382,7 @@ def test_every_configuration_can_be_planned(name: str, tmp_path: Path, monkeypat
     # adapters have no base where quickstart.yaml has not been trained, and that evaluation drops no tokens.
     expected = {"mindformers_llama.yaml": range(6, 99), "lora.yaml": (2,), "moe_tiny.yaml": (1,),
                 "finetune.yaml": range(2)}
-    assert len(plan.notices) in expected.get(name, (0,))
+    assert len(plan.notes) in expected.get(name, (0,))
 
 
 def test_the_instructions_can_start_from_the_weights_of_the_quickstart() -> None:

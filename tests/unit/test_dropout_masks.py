@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.arrays.dropout import DropoutSite, LayerDropout
-from trainer.ops.dropout import DropoutKey, OwnHeads, drawn_bits, dropout_mask, keep_threshold, scores_mask
+from trainer.ops.dropout import DropoutKey, LocalHeads, drawn_bits, dropout_mask, keep_threshold, scores_mask
 
 KEY = DropoutKey(seed=1, rank=0, step=0, micro_batch=0)
 SHAPE = (50, 40)
@@ -112,7 +112,7 @@ def test_probabilities_of_a_layer_are_those_of_the_mask(heads: int, kv_heads: in
     shape = (sequences * kv_heads, length * groups, length)
     for rank in range(ranks):
         own = None
-        local = OwnHeads(rank, heads, kv_heads, heads // ranks, max(1, kv_heads // ranks))
+        local = LocalHeads(rank, heads, kv_heads, heads // ranks, max(1, kv_heads // ranks))
         if ranks > 1:
             own, shape = local, (sequences * local.own_kv_heads, length * local.own_heads // local.own_kv_heads, length)
         layer, local_groups = LayerDropout(KEY, {}, (2, 0.4), own), local.own_heads // local.own_kv_heads
@@ -135,7 +135,7 @@ def test_heads_of_ranks_are_those_of_the_whole_mask(heads: int, kv_heads: int, r
     by_head = by_head.reshape(sequences, heads, length, length)
     every, kv = slice(0, length), max(1, kv_heads // ranks)
     for rank in range(ranks):
-        layer = LayerDropout(KEY, {}, (1, 0.4), OwnHeads(rank, heads, kv_heads, heads // ranks, kv))
+        layer = LayerDropout(KEY, {}, (1, 0.4), LocalHeads(rank, heads, kv_heads, heads // ranks, kv))
         for sequence in range(sequences):
             found = layer.probabilities(sequence, every, slice(0, kv), kv, heads // ranks // kv, every, length, False)
             own = by_head[sequence, rank * heads // ranks : (rank + 1) * heads // ranks]

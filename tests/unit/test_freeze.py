@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notes
 
 from trainer.config import Config, dump_config, parse_config
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
-from trainer.optim.freeze import freeze_notices, frozen_names, trained_shapes
+from trainer.optim.freeze import freeze_notes, frozen_names, trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
@@ -150,10 +150,10 @@ def test_mtp_modules_can_be_frozen() -> None:
         ("{include: '*.2.*correction_bias'}", "layer 2", "moved by 0.001 a step in layers 1, 3-4"),
     ],
 )
-def test_a_notice_says_that_the_expert_bias_of_frozen_routers_stays(freeze: str, layers: str, plan: str) -> None:
+def test_a_note_says_that_the_expert_bias_of_frozen_routers_stays(freeze: str, layers: str, plan: str) -> None:
     config = config_of(freeze, *MODULES)
     told = f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
-    assert list(freeze_notices(config))[freeze != "{}" :] == ([told] if layers else [])
+    assert list(freeze_notes(config))[freeze != "{}" :] == ([told] if layers else [])
     assert plan in build_plan(config).model.experts["balance"]
 
 
@@ -162,16 +162,16 @@ def test_a_model_with_only_expert_biases_left_has_nothing_to_train() -> None:
     assert "leaves nothing to train" in failure(lambda: frozen_names(config))
 
 
-def test_a_tied_head_is_frozen_with_the_embedding_with_a_notice() -> None:
+def test_a_tied_head_is_frozen_with_the_embedding_with_a_note() -> None:
     tied = ("model.model_config.tie_word_embeddings=True",)
-    count, notice = freeze_notices(config_of("{include: embeddings}", *tied))
+    count, note = freeze_notes(config_of("{include: embeddings}", *tied))
     weights = sum(math.prod(shape) for shape in all_shapes(config_of("{}", *tied).decoder).values())
     embedding = math.prod(all_shapes(config_of("{}", *tied).decoder)[EMBEDDING])
     assert count == f"freeze: {embedding:,} of {weights:,} weights are frozen"
-    assert "tie_word_embeddings" in notice and "head" in notice
-    assert notice in plan_text(build_plan(config_of("{include: embeddings}", *tied)))
+    assert "tie_word_embeddings" in note and "head" in note
+    assert note in plan_text(build_plan(config_of("{include: embeddings}", *tied)))
     for other in (config_of("{include: embeddings}"), config_of("{layers: 0}", *tied)):
-        assert len(list(freeze_notices(other))) == 1
+        assert len(list(freeze_notes(other))) == 1
     message = failure(lambda: frozen_names(config_of("{include: lm_head.weight}", *tied)))
     assert f"the model has no separate head (tie_word_embeddings): write {EMBEDDING}" in message
 
@@ -223,7 +223,7 @@ def test_the_plan_counts_and_needs_less_memory() -> None:
 
 
 def test_a_model_that_is_not_trained_says_so() -> None:
-    assert "freeze: not used, run_mode is predict" in notices(f"{TEXT}freeze: {{layers: 0}}\nrun_mode: predict\n")
+    assert "freeze: not used, run_mode is predict" in notes(f"{TEXT}freeze: {{layers: 0}}\nrun_mode: predict\n")
     assert FINAL_NORM in trained_shapes(load(TEXT))
 
 

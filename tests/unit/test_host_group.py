@@ -13,8 +13,8 @@ from thread_ranks import ThreadRank, on_groups, on_ranks
 from trainer.errors import RunError
 from trainer.parallel import connections
 from trainer.parallel.connections import Connections
-from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.host_group import CpuGroup
+from trainer.parallel.sharding import shard_range
 
 
 def arrays_of(ranks: int, shape: tuple[int, ...], dtype: type = np.float32) -> list[np.ndarray]:
@@ -28,7 +28,7 @@ def arrays_of(ranks: int, shape: tuple[int, ...], dtype: type = np.float32) -> l
 def test_sums_gathers_and_broadcasts(ranks: int, shape: tuple[int, ...], dtype: type) -> None:
     given = arrays_of(ranks, shape, dtype)
 
-    def work(group: HostGroup) -> list[np.ndarray]:
+    def work(group: CpuGroup) -> list[np.ndarray]:
         own = given[group.rank]
         sums = [group.all_reduce(own), group.all_gather(own), group.broadcast(own, ranks - 1)]
         into = own.copy(), np.empty_like(own)
@@ -51,11 +51,11 @@ def test_reduce_scatter_gives_each_rank_its_rows(ranks: int) -> None:
     given = arrays_of(ranks, (ranks * 4, 5))
     odd = [array.reshape(-1)[:-1] for array in given]  # ranges of unequal length
 
-    def work(group: HostGroup) -> tuple[np.ndarray, list[np.ndarray]]:
+    def work(group: CpuGroup) -> tuple[np.ndarray, list[np.ndarray]]:
         own = group.reduce_scatter_range(odd[group.rank])
         flats = [np.full(size, np.nan, np.float32) for size in (odd[0].size, ranks + 1)]
         for flat, part in zip(flats, (own, group.rank), strict=True):
-            flat[range_of_rank(flat.size, group.rank, ranks)] = part
+            flat[shard_range(flat.size, group.rank, ranks)] = part
         group.complete_ranges(flats)
         return group.reduce_scatter(given[group.rank]), flats
 
@@ -74,7 +74,7 @@ def test_an_all_to_all_with_unequal_parts_and_none() -> None:
     sent = [[np.full((count, 2), 10 * source + to) for to, count in enumerate(counts)] for source, counts in
             enumerate(rows)]  # fmt: skip
 
-    def work(group: HostGroup) -> list[np.ndarray]:
+    def work(group: CpuGroup) -> list[np.ndarray]:
         return group.all_to_all(sent[group.rank], [(rows[source][group.rank], 2) for source in range(3)])
 
     for rank, found in enumerate(on_groups(3, work)):
@@ -83,7 +83,7 @@ def test_an_all_to_all_with_unequal_parts_and_none() -> None:
 
 
 def test_a_group_of_some_ranks_leaves_the_others_alone() -> None:
-    def work(group: HostGroup) -> float:
+    def work(group: CpuGroup) -> float:
         pair = group.part([0, 2] if group.rank % 2 == 0 else [1, 3])
         total = pair.all_reduce(np.array([float(group.rank)]))
         if group.rank in (0, 3):  # a message of 4 MB, more than a socket holds
@@ -101,9 +101,9 @@ def test_bytes_of_any_length_arrive(on_one_host: bool) -> None:
 
 
 def test_a_rank_that_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "_NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "_NOTE_SECONDS", 0.0)
 
-    def work(group: HostGroup) -> None:
+    def work(group: CpuGroup) -> None:
         if group.rank == 1:
             group.connections.close()
         else:
@@ -158,7 +158,7 @@ def test_connections_need_no_order_of_sending(shares_memory: bool) -> None:
 
 def test_the_other_end_of_shared_memory_is_told_when_this_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it has sent before arrives; then the wait ends with an error, also where the ring is full."""
-    monkeypatch.setattr(connections, "_NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(connections, "_NOTE_SECONDS", 0.0)
     ends, memory = socket.socketpair(), mmap.mmap(-1, 1 << 13)
     first, second = (Connections(rank, {1 - rank: ends[rank]}, {1 - rank: memory}) for rank in range(2))
     first.exchange({1: [memoryview(b"last words")]}, {})
@@ -175,7 +175,7 @@ def test_the_other_end_of_shared_memory_is_told_when_this_one_ends(monkeypatch: 
 def test_without_shared_memory_of_the_system_the_sockets_carry_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_new_memory", lambda: None)
 
-    def work(group: HostGroup) -> tuple[float, int]:
+    def work(group: CpuGroup) -> tuple[float, int]:
         return float(group.all_reduce(np.ones(100_000)).sum()), len(group.connections.memories)
 
     assert on_groups(3, work) == [(300_000.0, 0)] * 3

@@ -20,10 +20,10 @@ from safetensors.numpy import load_file, save_file
 from trainer.checkpoint.adapters import description, starting_weights
 from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, shards, write_weights
 from trainer.checkpoint.tensor_names import to_disk
-from trainer.checkpoint.weights import FittingWeights, read_weights
+from trainer.checkpoint.weights import CheckedWeights, read_weights
 from trainer.checkpoint.writing import write_checkpoint
 from trainer.cli.main import dispatch
-from trainer.config import config_notices, parse_config
+from trainer.config import config_notes, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import class_differences, config_json, saved_class
 from trainer.data.tokens.chat_template import load_chat_template
@@ -140,7 +140,7 @@ def test_a_model_that_no_class_computes_has_no_config_json(
     config = load(model)
     assert any(difference in what for what in class_differences(config.decoder, kind))
     assert "config.json" not in folder_files(config)
-    assert any("checkpoints have no config.json" in notice for notice in config_notices(config))
+    assert any("checkpoints have no config.json" in note for note in config_notes(config))
     weights = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(config.decoder).items()}
     save_file(to_disk(weights, class_on_disk(config)), tmp_path / "model.safetensors")
     loaded = load(f"{model}load_checkpoint: {tmp_path}\n")
@@ -353,7 +353,7 @@ def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Pa
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     good, bad = np.ones(4, np.float32), np.array([1, np.nan, 1, 1], np.float32)
     arrays = {"a": good, "b": good}
-    assert FittingWeights(arrays, arrays, tmp_path, "", "").read().keys() == arrays.keys()
+    assert CheckedWeights(arrays, arrays, tmp_path, "", "").read().keys() == arrays.keys()
     arrays = {"a": good, "b": bad}
-    message = failure(lambda: FittingWeights(arrays, arrays, tmp_path, "", "").read())
+    message = failure(lambda: CheckedWeights(arrays, arrays, tmp_path, "", "").read())
     assert "the weights are not finite: b has NaN or infinity" in message

@@ -12,7 +12,7 @@ from golden_files import load_model_case
 from safetensors.numpy import save_file
 
 from trainer.checkpoint.adapters import starting_weights
-from trainer.checkpoint.tensor_names import split_joined, to_disk
+from trainer.checkpoint.tensor_names import split_fused_tensors, to_disk
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
 from trainer.config.hugging_face import config_json, saved_class
@@ -82,7 +82,7 @@ def test_chatglms_files_hold_a_glm(joined: bool, tmp_path: Path) -> None:
     }  # fmt: skip
     model = {"arch": {"type": "ChatGLM2ForConditionalGeneration"}, "model_config": {**keys, "seq_length": 24}}
     config = parse_config("a", json.dumps({"model": model, "load_checkpoint": str(tmp_path), "run_mode": "finetune"}))
-    assert_same(starting_weights(config), split_joined(weights, settings))
+    assert_same(starting_weights(config), split_fused_tensors(weights, settings))
     ours, theirs = config.decoder, settings
     for fact in ("head_size", "rotary_size", "kv_heads", "ffn_size", "rope_base", "rope_interleave", "qkv_has_bias"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact
@@ -115,7 +115,7 @@ def test_telechat2s_key_value_has_each_heads_key_before_its_value() -> None:
     settings = load(f"model_config: {{{sizes}}}\n").decoder
     joined = np.arange(8 * 8, dtype=np.float32).reshape(8, 8)
     name = "transformer.h.0.self_attention.key_value.weight"
-    found = split_joined({name: joined}, settings)
+    found = split_fused_tensors({name: joined}, settings)
     np.testing.assert_array_equal(found["model.layers.0.self_attn.k_proj.weight"], joined[[0, 1, 4, 5]])
     np.testing.assert_array_equal(found["model.layers.0.self_attn.v_proj.weight"], joined[[2, 3, 6, 7]])
     message = failure(lambda: fitting_weights({name: joined[:6]}, settings, Path("file")))

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from config_helpers import error_of, load, notices
+from config_helpers import error_of, load, notes
 from golden_files import load_model_case
 
 from trainer.config import dump_config, parse_config
@@ -85,9 +85,9 @@ def test_heads_of_keys_and_their_width_have_no_effect() -> None:
     assert (decoder.kv_heads, decoder.head_size, decoder.rotary_size) == (4, 14, 8)
     assert attention_spec(decoder).value_size == 10
     assert attention_spec(decoder).cache_widths == (16, 8) and attention_spec(decoder).cache_heads == 1
-    told = notices(dense(n_kv_heads=2, head_dim=9))
+    told = notes(dense(n_kv_heads=2, head_dim=9))
     assert "n_kv_heads 2: not used, multi-head latent attention has" in told and "head_dim 9: not used" in told
-    assert "not used, multi" not in notices(dense(n_kv_heads=4, head_dim=8))
+    assert "not used, multi" not in notes(dense(n_kv_heads=4, head_dim=8))
     grouped = load('model_config: {num_heads: 4, n_kv_heads: 2, hidden_size: 32}').decoder
     assert attention_spec(grouped).cache_widths == (16, 16)
 
@@ -132,7 +132,7 @@ def test_a_published_config_json(tmp_path: Path) -> None:
     decoder = load(text).decoder
     assert attention_spec(decoder).scale == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
     assert (decoder.num_layers, decoder.experts.expert_num, decoder.mtp_depth) == (61, 256, 1)
-    assert "not used, as in transformers: ep_size, moe_layer_freq, scoring_func, topk_method" in notices(text)
+    assert "not used, as in transformers: ep_size, moe_layer_freq, scoring_func, topk_method" in notes(text)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_what_is_refused(text: str, parts: list[str]) -> None:
 
 
 def test_muon_without_qk_clip_is_told() -> None:
-    assert "queries and keys are not clipped" in notices(deepseek("num_layers: 4", "optimizer: {type: Muon}\n"))
+    assert "queries and keys are not clipped" in notes(deepseek("num_layers: 4", "optimizer: {type: Muon}\n"))
 
 
 # Names and shapes

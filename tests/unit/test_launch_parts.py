@@ -33,7 +33,7 @@ from trainer.launch.job import (
 from trainer.launch.msrun import listen_error, pick_free
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
-from trainer.launch.terminal import Follower, PlainText, growth_of, last_lines
+from trainer.launch.terminal import Follower, PlainText, last_lines, tail_file
 from trainer.launch.wire import Channel, Lines, ListeningSocket
 
 CHATTER = (
@@ -199,7 +199,7 @@ def test_what_not_even_sigkill_ends_is_left_behind(tmp_path: Path) -> None:
 
 def test_a_log_is_followed_without_chatter(tmp_path: Path) -> None:
     log, terminal = tmp_path / "rank-0.log", io.BytesIO()
-    follower = Follower(growth_of(log), terminal)
+    follower = Follower(tail_file(log), terminal)
     shown = b""
     for piece in (b"", b"one\n" + CHATTER[:30], CHATTER[30:] + b"tw", b"o\n[0/3]", b" x\n\rstep 1", b"\rstep 2\n"):
         with log.open("ab") as file:
@@ -213,7 +213,7 @@ def test_a_log_is_followed_without_chatter(tmp_path: Path) -> None:
 def test_following_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    follower = Follower(growth_of(tmp_path / "absent"), os.fdopen(writer, "wb", buffering=0))
+    follower = Follower(tail_file(tmp_path / "absent"), os.fdopen(writer, "wb", buffering=0))
     assert follower.new_text() == b""
     follower.copy(b"x")
     assert follower.broken

@@ -21,7 +21,7 @@ from trainer.launch import command, heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import Restart, worker_specs
 from trainer.launch.control.nodes import Nodes
-from trainer.launch.job import Continuation, End, JobFiles, Outcome, decide_outcome, job_files
+from trainer.launch.job import End, JobFiles, Outcome, RestartPlan, decide_outcome, job_files
 from trainer.launch.msrun import pick_free
 from trainer.launch.restart import continuation
 from trainer.monitors.jsonl import JsonlMonitor
@@ -62,7 +62,7 @@ def run(
 
     monkeypatch.setattr(command, "_supervise", supervise)
     monkeypatch.setattr(command, "SHARED_PORT", None)
-    way = Continuation(tmp_path, lambda: f"step-{len(starts)}", resumed, fewer)
+    way = RestartPlan(tmp_path, lambda: f"step-{len(starts)}", resumed, fewer)
     signals: deque[int] = deque()
     with command.collect_signals(signals):
         return command._start_and_restart(options, job_files(tmp_path, 0, 1), way, signals), starts
@@ -126,7 +126,7 @@ def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
 
 def test_nodes_do_not_wait_long_for_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", "a secret for tests alone")
-    way = Continuation(tmp_path, lambda: "", lambda given, name: given, lambda given, name: None)
+    way = RestartPlan(tmp_path, lambda: "", lambda given, name: given, lambda given, name: None)
     options = LaunchOptions(4, 2, master_port=pick_free("127.0.0.1"))
     for attempt, changes, seconds in ((0, {}, 7200), (1, {}, 600), (1, {"start_timeout": 30.5}, 31)):
         nodes = command._nodes(replace(options, **changes), way, attempt, "")
@@ -173,7 +173,7 @@ def test_a_batch_that_allows_no_fewer_ranks_ends_the_job(tmp_path: Path, monkeyp
 # ---- checkpoints and batches -----------------------------------------------------------------------------------------
 
 
-def job(tmp_path: Path, *words: str, plan_of: Callable[[Config, World], None] | None = None) -> Continuation:
+def job(tmp_path: Path, *words: str, plan_of: Callable[[Config, World], None] | None = None) -> RestartPlan:
     fits = plan_of or (lambda config, world: None)
     return continuation(options_of(tmp_path, *words), config_of(tmp_path, *words), fits)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from config_helpers import BASE, error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notes
 
 from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
 from trainer.checkpoint.documents import BaseRecord
@@ -149,20 +149,20 @@ def test_resuming_a_finetuning_needs_the_base_too() -> None:
 
 
 def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:
-    assert "on top of random weights" in notices(with_adapters())
-    assert notices(with_adapters(), f"load_checkpoint={tmp_path}") == ""
-    assert notices(with_adapters(), f"load_checkpoint={tmp_path}", "resume_training=True") == ""
+    assert "on top of random weights" in notes(with_adapters())
+    assert notes(with_adapters(), f"load_checkpoint={tmp_path}") == ""
+    assert notes(with_adapters(), f"load_checkpoint={tmp_path}", "resume_training=True") == ""
     unused = {"freeze_exclude": ["*norm*"], "param_init_type": "float16", "lora_a_init": "zero"}
-    told = notices(with_adapters(**unused), "run_mode=eval")
+    told = notes(with_adapters(**unused), "run_mode=eval")
     for part in (f"{KEY}.freeze_exclude", "only the adapters are trained", f"{KEY}.param_init_type", "lora_a_init"):
         assert part in told, told
 
 
 def test_adapters_of_a_matrix_that_transformers_joins_with_another_are_not_for_peft() -> None:
     glm = ("model.arch.type=GlmForCausalLM", "load_checkpoint=/nowhere")
-    assert "PEFT cannot load adapters" in notices(with_adapters(target_modules=".*_proj"), *glm)
-    assert "PEFT" not in notices(with_adapters(target_modules=".*[qkvo]_proj|.*down_proj"), *glm)
-    assert "PEFT" not in notices(with_adapters(target_modules=".*_proj"))
+    assert "PEFT cannot load adapters" in notes(with_adapters(target_modules=".*_proj"), *glm)
+    assert "PEFT" not in notes(with_adapters(target_modules=".*[qkvo]_proj|.*down_proj"), *glm)
+    assert "PEFT" not in notes(with_adapters(target_modules=".*_proj"))
 
 
 # Shapes and values

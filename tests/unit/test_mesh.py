@@ -19,7 +19,7 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def degrees_of(ranks: int) -> Iterator[tuple[int, int, int, int]]:
+def parallel_degrees(ranks: int) -> Iterator[tuple[int, int, int, int]]:
     for pipeline in divisors(ranks):
         for data in divisors(ranks // pipeline):
             for context in divisors(ranks // pipeline // data):
@@ -27,7 +27,7 @@ def degrees_of(ranks: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def meshes(ranks: int) -> Iterator[Mesh]:
-    for pipeline, data, context, tensor in degrees_of(ranks):
+    for pipeline, data, context, tensor in parallel_degrees(ranks):
         for expert in divisors(data * context * tensor):
             yield build_mesh(Degrees(pipeline, data, context, tensor, expert), ranks)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from config_helpers import error_of, load, notices
+from config_helpers import error_of, load, notes
 from golden_files import GOLDEN_FOLDER, load_model_case, model_case_names
 
 from trainer.config import dump_config, parse_config
@@ -61,7 +61,7 @@ def test_a_folder_alone_describes_a_model(tmp_path: Path, name: str) -> None:
     assert (decoder.do_sample, decoder.temperature, decoder.top_p, decoder.top_k) == (True, 0.6, 0.9, 50)
     assert (config.load_checkpoint, config.train_dataset.tokenizer.path) == (str(folder), str(folder))
     assert config.train_dataset.tokenizer.type == "huggingface"
-    assert "ignored" not in notices(key(folder))
+    assert "ignored" not in notes(key(folder))
     again = parse_config("config.yaml", dump_config(config))
     assert again == config and again.decoder == config.decoder
 
@@ -122,7 +122,7 @@ def test_sizes_that_contradict_the_folder(tmp_path: Path, yaml: str, parts: list
     for part in parts:
         assert part in message
     name, value = yaml.split(": ")
-    told = notices(text)  # a training that reads none of the weights
+    told = notes(text)  # a training that reads none of the weights
     assert "this training starts from new weights, of other sizes than those in pretrained_model_dir" in told
     assert f"{name} {value} instead of " in told
 
@@ -218,7 +218,7 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
     text = key(folder_of(tmp_path, OTHERS[name]), AS_LLAMA)
     config = load(text)
     assert (config.model.arch.type, config.decoder.num_layers, config.decoder.head_dim) == ("LlamaForCausalLM", 4, 8)
-    told = notices(text)
+    told = notes(text)
     assert f"{name}: not a family that is known here; taken as LlamaForCausalLM, as model.arch.type says" in told
     assert "neighbouring numbers" in told
     assert parse_config("config.yaml", dump_config(config)) == config
@@ -255,7 +255,7 @@ def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_p
     message = error_of(key(odd, AS_LLAMA))
     assert "mystery = 0.5: nobody can tell" in message and "silent" not in message
     known = folder_of(tmp_path, described(), mystery=0.5)
-    assert "config.json: not used, as in transformers: mlp_bias, mystery" in notices(key(known))
+    assert "config.json: not used, as in transformers: mlp_bias, mystery" in notes(key(known))
 
 
 def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:

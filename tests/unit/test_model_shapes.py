@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from golden_files import load_model_case, model_case_names, model_settings
 
-from trainer.checkpoint.tensor_names import split_joined
+from trainer.checkpoint.tensor_names import split_fused_tensors
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.init import initial_value
@@ -37,7 +37,7 @@ def test_names_and_shapes_are_hugging_faces(name: str) -> None:
     case = load_model_case(name)
     settings = parse_config(name, json.dumps({"model": {"model_config": model_settings(case.config)}})).decoder
     assert parameter_shapes(settings) == {
-        key: value.shape for key, value in split_joined(case.weights, settings).items()
+        key: value.shape for key, value in split_fused_tensors(case.weights, settings).items()
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from config_helpers import BASE, error_of, load, notices
+from config_helpers import BASE, error_of, load, notes
 
 from trainer.config import dump_config, parse_config
 from trainer.config.checks.moe import watches_drop_rate
@@ -96,7 +96,7 @@ def test_a_bias_callback_that_describes_another_model() -> None:
     callback = "callbacks: [{type: TopkBiasBalanceCallback, topk_bias_update_rate: 0.1}]\n"
     keys = "balance_via_topk_bias: True, topk_bias_update_rate: 0.001"
     assert "topk_bias_update_rate = 0.1: disagrees with" in error_of(moe(keys, callback))
-    assert "every step moves the bias by itself" in notices(moe(keys, callback.replace("0.1", "0.001")))
+    assert "every step moves the bias by itself" in notes(moe(keys, callback.replace("0.1", "0.001")))
 
 
 @pytest.mark.parametrize(
@@ -178,8 +178,8 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         ),
     ],
 )
-def test_notices(text: str, told: str) -> None:
-    assert told in notices(text) if told else notices(text) == ""
+def test_notes(text: str, told: str) -> None:
+    assert told in notes(text) if told else notes(text) == ""
 
 
 def test_a_flag_that_takes_the_experts_away_is_blamed() -> None:

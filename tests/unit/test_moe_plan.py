@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import Config, Override, load_config
-from trainer.ops.select import kernel_notices
+from trainer.ops.select import kernel_notes
 from trainer.plan.experts import experts_plan
 from trainer.plan.plan import Plan
 from trainer.plan.render import plan_dict, plan_text
@@ -126,10 +126,10 @@ def test_recomputed_experts_need_less() -> None:
 
 def test_a_fused_permutation_that_is_not_there_is_told_once() -> None:
     asked = {"use_gmm": True, "use_fused_ops_permute": True}
-    told = list(kernel_notices(plan_of("moe_dropless", **moe(**asked), context__device_target="CPU").model.kernels))
+    told = list(kernel_notes(plan_of("moe_dropless", **moe(**asked), context__device_target="CPU").model.kernels))
     assert told == [
         "use_fused_ops_permute: the reference sorts the tokens, moe_token_permute exists only on Ascend; device is CPU"
     ]
     for changes in ({"use_fused_ops_permute": False}, {"use_gmm": False}):  # the latter has a note of its own
         plan = plan_of("moe_dropless", **moe(**asked | changes), context__device_target="CPU")
-        assert not list(kernel_notices(plan.model.kernels))
+        assert not list(kernel_notes(plan.model.kernels))

@@ -138,7 +138,7 @@ def test_the_other_events_have_lines() -> None:
     monitor.on_start(run_info(start_step=50, last_step=120, resumed_from=Path("o/step-00000050")))
     monitor.on_eval(EVALUATION)
     monitor.on_checkpoint(Path("o/checkpoints/step-00000020"), 20)
-    monitor.on_notice("bfloat16 computes in float32")
+    monitor.on_note("bfloat16 computes in float32")
     monitor.close(None)
     assert shown == [
         "training: steps 51 to 120 of 200 (2 epochs of 100), continuing o/step-00000050",
@@ -218,7 +218,7 @@ for step in range(1, 201):
         time.sleep(0.4)
         monitor.on_activity("")
         monitor.on_eval(EVALUATION)
-        monitor.on_notice("scale [bold] kept")
+        monitor.on_note("scale [bold] kept")
         print("printed by a library", file=sys.stderr)
     time.sleep(0.003)
 monitor.close(None)
@@ -401,7 +401,7 @@ def test_a_log_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_a_log_on_a_full_disk_ends_the_run() -> None:
     monitor = log_file_monitor(Path("/dev/full"))
     with pytest.raises(RunError, match="No space left on device"):
-        monitor.on_notice("x")
+        monitor.on_note("x")
     monitor.close(None)
 
 

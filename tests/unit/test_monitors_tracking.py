@@ -73,37 +73,37 @@ def tell(monitor: TrackerMonitor, folder: Path, steps: range) -> None:
 
 
 def test_a_tracker_is_told_of_everything_in_order(tmp_path):
-    recorder, notices = Recorder(), []
-    tell(TrackerMonitor("it", lambda: recorder, notices.append), tmp_path, range(1, 10))
-    assert recorder.told == ["start", *range(1, 10), 1.25, PAUSE, "failed"] and notices == []
+    recorder, notes = Recorder(), []
+    tell(TrackerMonitor("it", lambda: recorder, notes.append), tmp_path, range(1, 10))
+    assert recorder.told == ["start", *range(1, 10), 1.25, PAUSE, "failed"] and notes == []
     recorder = Recorder()
-    tell(TrackerMonitor("it", lambda: recorder, notices.append, every=4), tmp_path, range(1, 10))
+    tell(TrackerMonitor("it", lambda: recorder, notes.append, every=4), tmp_path, range(1, 10))
     assert recorder.told == ["start", 1, 4, 8, 9, 1.25, PAUSE, "failed"]
 
 
 def test_a_tracker_that_fails_is_told_once_and_nothing_else_fails(tmp_path):
-    recorder, notices = Recorder(fails_at=3), []
-    tell(TrackerMonitor("it", lambda: recorder, notices.append), tmp_path, range(1, 10))
+    recorder, notes = Recorder(fails_at=3), []
+    tell(TrackerMonitor("it", lambda: recorder, notes.append), tmp_path, range(1, 10))
     assert recorder.told == ["start", 1, 2]
-    assert notices == ["it keeps nothing of this run from here on: ConnectionError: the service is away"]
+    assert notes == ["it keeps nothing of this run from here on: ConnectionError: the service is away"]
 
     def make() -> Tracker:
         raise SystemExit("no account")
 
-    notices.clear()
-    tell(TrackerMonitor("it", make, notices.append), tmp_path, range(1, 10))
-    assert notices == ["it keeps nothing of this run from here on: SystemExit: no account"]
+    notes.clear()
+    tell(TrackerMonitor("it", make, notes.append), tmp_path, range(1, 10))
+    assert notes == ["it keeps nothing of this run from here on: SystemExit: no account"]
 
 
 def test_a_tracker_that_hangs_keeps_nobody_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.monitors.tracking._END_SECONDS", 0.2)
     monkeypatch.setattr("trainer.monitors.tracking._WAITING", 4)
-    waits, notices = threading.Event(), []
-    monitor = TrackerMonitor("it", lambda: Recorder(waits=waits), notices.append)
+    waits, notes = threading.Event(), []
+    monitor = TrackerMonitor("it", lambda: Recorder(waits=waits), notes.append)
     tell(monitor, tmp_path, range(1, 10))
     waits.set()
-    assert notices[0] == "it keeps nothing of this run from here on: did not end within 0 s"
-    assert "records were left out" in notices[1]
+    assert notes[0] == "it keeps nothing of this run from here on: did not end within 0 s"
+    assert "records were left out" in notes[1]
 
 
 def test_numbers_are_flat_and_finite():
@@ -126,9 +126,9 @@ monitor_config:
 
 
 def test_event_files_have_the_tags_of_mindspore_transformers(tmp_path):
-    config, notices = load(FILE.format(folder=tmp_path)), []
+    config, notes = load(FILE.format(folder=tmp_path)), []
     assert config.runner_wrapper.local_norm  # as it is recorded
-    (monitor,) = tracker_monitors(config, notices.append)
+    (monitor,) = tracker_monitors(config, notes.append)
     norms = {"layers.0.q": 0.5, "layers.2.q": 0.25}
     monitor.on_start(run_info(tmp_path))
     monitor.on_step(metrics(1, extra={"aux_loss": 1.25, "mtp_loss": 3.0}, details={"local_norm": norms}))
@@ -136,7 +136,7 @@ def test_event_files_have_the_tags_of_mindspore_transformers(tmp_path):
     monitor.on_eval(EvalMetrics(2, 1, 1.25, 3.5, 10, 0.5))
     monitor.on_samples(2, [("a", "b")], 0.25)
     monitor.close(None)
-    assert notices == []
+    assert notes == []
     (path,) = (tmp_path / "rank_0").iterdir()
     found = read_events(path)
     assert found.scalars["loss"] == [(1, 1.5), (2, 1.5)] and found.scalars["loss vs samples"] == [(8, 1.5), (16, 1.5)]
@@ -168,10 +168,10 @@ def test_a_resumed_run_keeps_what_older_files_have_and_a_new_one_hides_it(tmp_pa
 
 def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
-    notices = []
-    (monitor,) = tracker_monitors(load(f"tensorboard: {{tensorboard_dir: {tmp_path}/file/x}}\n"), notices.append)
+    notes = []
+    (monitor,) = tracker_monitors(load(f"tensorboard: {{tensorboard_dir: {tmp_path}/file/x}}\n"), notes.append)
     tell(monitor, tmp_path, range(1, 4))
-    assert len(notices) == 1 and "TensorBoard keeps nothing of this run from here on: NotADirectoryError" in notices[0]
+    assert len(notes) == 1 and "TensorBoard keeps nothing of this run from here on: NotADirectoryError" in notes[0]
 
 
 def test_without_a_folder_for_tensorboard_its_records_are_printed():

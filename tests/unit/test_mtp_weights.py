@@ -62,14 +62,14 @@ def without_modules(folder: Path, layers: tuple[int, ...] = (1, 2)) -> Path:
     ("name", "depth", "layers", "them"),
     [(DENSE, 0, "layers 1-2", "them"), (DENSE, 1, "layer 2", "it"), (MTP, 1, "layer 2", "it")],
 )
-def test_modules_that_the_model_lacks_are_left_out_with_a_notice(
+def test_modules_that_the_model_lacks_are_left_out_with_a_note(
     tmp_path: Path, mode: str, name: str, depth: int, layers: str, them: str
 ) -> None:
     save_file(weights_of(name), tmp_path / "model.safetensors")
-    config, notices = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
-    found = starting_weights(config, notices.append)
+    config, notes = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
+    found = starting_weights(config, notes.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
-    (text,) = notices
+    (text,) = notes
     assert f"({layers}); mtp_depth: 2 would use {them}" in text
     whole = fitting_weights(weights_of(name), config_of(name, tmp_path).decoder, Path("file"))
     for key, array in found.items():
@@ -88,10 +88,10 @@ def test_a_deeper_model_is_not_mistaken_for_modules(modules: Path) -> None:
 def test_missing_modules_start_from_the_seed_in_training(
     modules: Path, layers: tuple[int, ...]
 ) -> None:
-    config, notices = config_of(DENSE, without_modules(modules, layers), mode="finetune"), []
-    found = starting_weights(config, notices.append)
+    config, notes = config_of(DENSE, without_modules(modules, layers), mode="finetune"), []
+    found = starting_weights(config, notes.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
-    (text,) = notices
+    (text,) = notes
     which = "layers 1-2 (mtp_depth 2) start" if len(layers) == 2 else "layer 2 (mtp_depth 2) starts"
     assert text == f"the checkpoint has no multi-token prediction module: {which} from the seed"
     name = "model.layers.2.eh_proj.weight"
@@ -103,11 +103,11 @@ def test_missing_modules_are_not_needed_outside_training(modules: Path, tmp_path
     without_modules(modules, (2,))
     text = "the checkpoint has no multi-token prediction module: layer 2 (mtp_depth 2); only training uses it"
     for mode in ("eval", "predict"):
-        config, notices = config_of(DENSE, modules, mode=mode), []
-        assert starting_weights(config, notices.append).keys() == parameter_shapes(config.decoder).keys()
-        assert notices == [text]
+        config, notes = config_of(DENSE, modules, mode=mode), []
+        assert starting_weights(config, notes.append).keys() == parameter_shapes(config.decoder).keys()
+        assert notes == [text]
     found = export(config_of(DENSE, modules), tmp_path / "exported", merge=False)
-    assert found.notices[0] == text and "transformers has no multi-token prediction" in found.notices[1]
+    assert found.notes[0] == text and "transformers has no multi-token prediction" in found.notes[1]
     written = load_file(tmp_path / "exported" / "model.safetensors")
     assert written.keys() == load_file(modules / "model.safetensors").keys()
 
@@ -135,10 +135,10 @@ BALANCED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-def test_missing_expert_biases_start_at_zero_with_a_notice(mixtral: Path, mode: str) -> None:
-    config, notices = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
-    found = starting_weights(config, notices.append)
-    assert notices == ["balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"]
+def test_missing_expert_biases_start_at_zero_with_a_note(mixtral: Path, mode: str) -> None:
+    config, notes = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
+    found = starting_weights(config, notes.append)
+    assert notes == ["balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"]
     biases = [array for name, array in found.items() if name.endswith(EXPERT_BIAS)]
     assert len(biases) == len(config.decoder.moe_layers) and not np.any(biases)
     assert found.keys() == parameter_shapes(config.decoder).keys()
@@ -162,7 +162,7 @@ def test_a_mixture_with_an_expert_bias_is_exported_as_a_class_that_has_one_alone
     own = tmp_path / "glm"
     own.mkdir()
     save_file(load_model_case("experts_glm4_moe").weights, own / "model.safetensors")
-    assert export(config_of("experts_glm4_moe", own), tmp_path / "glm.safetensors", merge=False).notices == ()
+    assert export(config_of("experts_glm4_moe", own), tmp_path / "glm.safetensors", merge=False).notes == ()
 
 
 def test_adapters_whose_targets_are_in_experts_too_are_merged(mixtral: Path) -> None:

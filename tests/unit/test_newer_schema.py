@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notices
+from config_helpers import BASE, error_of, failure, load, notes
 from fork_server import FORKED, ensure_server
 
 from trainer.config import Override, converted, dump_config, parse_config
-from trainer.config.checks.parallel import in_job
+from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.callbacks import CheckpointMonitor
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, world_of
-from trainer.run.plan_file import described_world, plan_file
+from trainer.run.plan_file import plan_file, world_from_degrees
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MODEL = """\
@@ -163,7 +163,7 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
     lora = "lora_config: {target_modules: 'linear_qkv|linear_fc1', lora_rank: 4, lora_alpha: 8}\n"
     pet = load(SMALL + lora).decoder.pet_config
     assert (pet.lora_rank, pet.lora_alpha, pet.target_modules) == (4, 8, ".*(q_proj|k_proj|v_proj|gate_proj|up_proj)")
-    assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notices(SMALL + lora)
+    assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notes(SMALL + lora)
     assert "target_modules = '(': it is not a regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
     assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
 
@@ -185,7 +185,7 @@ def test_select_recomputation_names_modules():
 
 
 def test_keys_without_a_counterpart_are_notes_with_their_lines():
-    told = notices(FULL)
+    told = notes(FULL)
     assert "a.yaml: a file of MindSpore Transformers' newer schema" in told
     for key, line in (
         ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
@@ -193,7 +193,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.profile_cpu", 60),
     ):  # fmt: skip
         assert f"{key} (a.yaml:{line})" in told, key
-    assert "checkpoint.enable_save False: the end of a run is saved" in notices(
+    assert "checkpoint.enable_save False: the end of a run is saved" in notes(
         f"checkpoint: {{enable_save: False}}\n{SMALL}"
     )
 
@@ -245,14 +245,14 @@ def test_keys_of_both_schemas_are_flags():
 
 def test_a_step_has_the_sequences_of_the_global_batch_in_any_job():
     config = load(SMALL)
-    in_jobs = [in_job(config, world_of(ranks)).runner_config for ranks in (1, 2, 4)]
+    in_jobs = [resolve_for_job(config, world_of(ranks)).runner_config for ranks in (1, 2, 4)]
     assert [runner.gradient_accumulation_steps for runner in in_jobs] == [4, 2, 1]
-    staged = in_job(load(FULL), world_of(16))
+    staged = resolve_for_job(load(FULL), world_of(16))
     assert (staged.parallel_config.micro_batch_num, staged.runner_config.gradient_accumulation_steps) == (4, 1)
     message = failure(lambda: plan_file(config, world_of(3), []))
     assert "training.global_batch_size = 8: must be a multiple of batch_size x data_parallel = 2 x 3" in message
-    again = parse_config("config.yaml", dump_config(in_job(config, world_of(2))))
-    assert in_job(again, world_of(4)).runner_config.gradient_accumulation_steps == 1
+    again = parse_config("config.yaml", dump_config(resolve_for_job(config, world_of(2))))
+    assert resolve_for_job(again, world_of(4)).runner_config.gradient_accumulation_steps == 1
 
 
 def test_a_run_has_the_steps_that_the_file_says():
@@ -265,7 +265,7 @@ def test_a_run_has_the_steps_that_the_file_says():
 
 def test_the_plan_is_that_of_the_smallest_job_of_its_degrees():
     config = load(FULL)
-    plan = plan_file(config, described_world(config, SINGLE_PROCESS), [])
+    plan = plan_file(config, world_from_degrees(config, SINGLE_PROCESS), [])
     assert (plan.ranks, plan.steps.micro_batches) == (4, 16)
     assert plan.degrees == {"pipeline_stage": 2, "model_parallel": 2}
 
@@ -273,16 +273,16 @@ def test_the_plan_is_that_of_the_smallest_job_of_its_degrees():
 def test_a_model_without_sizes_is_planned_as_far_as_it_goes():
     text = SMALL.replace(MODEL, MODEL.partition("  vocab_size")[0])
     text = text.replace("device_target: CPU", "device_target: Ascend")
-    plan = plan_file(load(text), described_world(load(text), SINGLE_PROCESS), [])
-    assert not plan.memory_bytes and "the sizes of the model are not in the file" in "\n".join(plan.notices)
-    assert "not looked at: model" not in "\n".join(plan.notices)
+    plan = plan_file(load(text), world_from_degrees(load(text), SINGLE_PROCESS), [])
+    assert not plan.memory_bytes and "the sizes of the model are not in the file" in "\n".join(plan.notes)
+    assert "not looked at: model" not in "\n".join(plan.notes)
 
 
 @pytest.mark.parametrize("text", [SMALL, FULL])
 def test_the_conversion_is_the_same_configuration(text: str):
     written, told = converted("a.yaml", text)
     assert parse_config("b.yaml", written) == load(text)
-    assert "newer schema" not in notices(written) and told
+    assert "newer schema" not in notes(written) and told
 
 
 def test_convert_writes_a_file_once(tmp_path):

@@ -130,7 +130,7 @@ def test_shapes_of_the_local_model_are_those_of_the_layout(kind: str, tensor: in
         assert layout.local_shapes(where) == {parameter.name: parameter.shape for parameter in local}
 
 
-def heads_of(layout: ModelLayout, name: str, size: int) -> list[list[int]]:
+def project_qkv(layout: ModelLayout, name: str, size: int) -> list[list[int]]:
     """The heads of which each tensor rank holds the rows or columns."""
     dimension = layout.parameters[name].dimension
     shards = [layout.shard(name, where) for where in coordinates(layout.degrees)]
@@ -144,8 +144,8 @@ def heads_of(layout: ModelLayout, name: str, size: int) -> list[list[int]]:
 def test_a_rank_has_the_keys_of_its_queries() -> None:
     for kv_heads, expected in ((4, [[0], [1], [2], [3]]), (2, [[0], [0], [1], [1]]), (1, [[0]] * 4)):
         layout = model_layout(settings_of(n_kv_heads=kv_heads), Degrees(model_parallel=4))
-        queries = heads_of(layout, "model.layers.0.self_attn.q_proj.weight", 12)
-        keys = heads_of(layout, "model.layers.0.self_attn.k_proj.weight", 12)
+        queries = project_qkv(layout, "model.layers.0.self_attn.q_proj.weight", 12)
+        keys = project_qkv(layout, "model.layers.0.self_attn.k_proj.weight", 12)
         assert keys == expected and queries == [[0, 1], [2, 3], [4, 5], [6, 7]]
         for own_queries, own_keys in zip(queries, keys, strict=True):
             assert {query * kv_heads // 8 for query in own_queries} == set(own_keys)
@@ -155,7 +155,7 @@ def test_parts_of_latent_attention_are_whole_heads() -> None:
     layout = model_layout(settings_of(**LATENT), Degrees(model_parallel=4))
     prefix, heads = "model.layers.0.self_attn.", [[0, 1], [2, 3], [4, 5], [6, 7]]
     for name, size in (("q_b_proj", 10), ("kv_b_proj", 14), ("o_proj", 8)):
-        assert heads_of(layout, f"{prefix}{name}.weight", size) == heads
+        assert project_qkv(layout, f"{prefix}{name}.weight", size) == heads
     whole = {name for name, one in layout.parameters.items() if name.startswith(prefix) and one.parts == 1}
     assert {name.removeprefix(prefix) for name in whole} == {
         "q_a_proj.weight", "q_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight"

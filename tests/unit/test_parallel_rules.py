@@ -8,15 +8,15 @@ import pytest
 from config_helpers import BASE, error_of, failure, load
 
 from trainer.cli.flags import split_arguments
-from trainer.config import config_notices, dump_config, parse_config, preflight
-from trainer.config.checks.parallel import degrees_of, in_job, shard_threshold_bytes, shards_optimizer
+from trainer.config import config_notes, dump_config, parse_config, preflight
+from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, shard_threshold_bytes, shards_optimizer
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.plan.ascend import ascend_problems
-from trainer.run.plan_file import described_world
-from trainer.run.prepare import build_plan, choose_backend
+from trainer.run.plan_file import world_from_degrees
+from trainer.run.prepare import build_plan, select_execution_mode
 from trainer.semi_auto.rules import semi_auto_problems
 
 EIGHT = world_of(8)
@@ -26,21 +26,21 @@ LATENT = "multi_latent_attention: True, kv_lora_rank: 8, qk_nope_head_dim: 8, qk
 def run_error(text: str, world=EIGHT, *overrides: str) -> str:
     """The message that a job ends in before it starts."""
     config = load(BASE + text, *overrides)
-    return failure(lambda: preflight(config, world, choose_backend(config, world).problems()))
+    return failure(lambda: preflight(config, world, select_execution_mode(config, world).problems()))
 
 
 def told(text: str, world=EIGHT) -> str:
     config = load(BASE + text)
-    return "\n".join([*config_notices(config, world), *choose_backend(config, world).notices()])
+    return "\n".join([*config_notes(config, world), *select_execution_mode(config, world).notes()])
 
 
 def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
     config = load(BASE)
     for world in (SINGLE_PROCESS, world_of(2), EIGHT):
         preflight(config, world)
-        assert degrees_of(config, world) == Degrees(data_parallel=world.size)
-    assert config_notices(config) == []
-    assert config_notices(config, EIGHT) == ["use_parallel: not set, taken as True: this job has 8 ranks"]
+        assert parallel_degrees(config, world) == Degrees(data_parallel=world.size)
+    assert config_notes(config) == []
+    assert config_notes(config, EIGHT) == ["use_parallel: not set, taken as True: this job has 8 ranks"]
     assert "data_parallel" not in dump_config(config)
 
 
@@ -53,11 +53,11 @@ def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
         "use_parallel: True\nparallel: {parallel_mode: 0, enable_parallel_optimizer: True}\n",
     ],
 )
-def test_what_fits_eight_ranks_gives_no_notice(text: str) -> None:
+def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
     config = load(BASE + text)
     preflight(config, EIGHT)
-    assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
-    assert config_notices(config, EIGHT) == []
+    assert parallel_degrees(config, EIGHT) == Degrees(data_parallel=8)
+    assert config_notes(config, EIGHT) == []
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
 
 
 @pytest.mark.parametrize(
-    ("text", "notice"),
+    ("text", "note"),
     [
         ("parallel_config: {data_parallel: 8, model_parallel: 2}\n", "(data_parallel 8, model_parallel 2): not used"),
         ("parallel_config: {data_parallel: 8}\n", "one device runs it all: start several with `launch --nproc`"),
@@ -146,10 +146,10 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
          "parallel (parallel_mode 1, enable_parallel_optimizer): not used, one device"),
     ],
 )  # fmt: skip
-def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
+def test_what_does_not_count_alone_is_told(text: str, note: str) -> None:
     preflight(load(BASE + text))
-    assert notice in told(text, SINGLE_PROCESS)
-    assert degrees_of(load(BASE + text), SINGLE_PROCESS) == Degrees()
+    assert note in told(text, SINGLE_PROCESS)
+    assert parallel_degrees(load(BASE + text), SINGLE_PROCESS) == Degrees()
 
 
 @pytest.mark.parametrize("mode", ["predict", "eval", "chat"])
@@ -164,13 +164,13 @@ def test_what_does_not_count_alone_is_told(text: str, notice: str) -> None:
 def test_what_several_ranks_have_trained_one_process_evaluates_and_continues(mode: str, text: str) -> None:
     file = load(BASE + "use_parallel: True\n" + text, f"run_mode={mode}", "predict_data=a", "load_checkpoint=.",
                 "train_dataset.held_out=0.05")  # fmt: skip
-    config = in_job(file, SINGLE_PROCESS)
-    preflight(config, SINGLE_PROCESS, choose_backend(config, SINGLE_PROCESS).problems())
+    config = resolve_for_job(file, SINGLE_PROCESS)
+    preflight(config, SINGLE_PROCESS, select_execution_mode(config, SINGLE_PROCESS).problems())
     why = "semi-automatic mode trains only" if "parallel_mode" in text else "start several with `launch --nproc`"
     why = "a conversation is held by one rank" if mode == "chat" else why
-    assert f"one device runs it all: {why}" in "".join(config_notices(config))
-    assert described_world(file, SINGLE_PROCESS) == SINGLE_PROCESS, "the plan is of that process, too"
-    assert in_job(file, EIGHT).use_parallel, "a job keeps its degrees"
+    assert f"one device runs it all: {why}" in "".join(config_notes(config))
+    assert world_from_degrees(file, SINGLE_PROCESS) == SINGLE_PROCESS, "the plan is of that process, too"
+    assert resolve_for_job(file, EIGHT).use_parallel, "a job keeps its degrees"
 
 
 @pytest.mark.parametrize(("degrees", "divides"), [("{model_parallel: 2}", True), ("{data_parallel: 2}", False)])
@@ -179,19 +179,19 @@ def test_several_ranks_are_recommended_where_they_run(degrees: str, divides: boo
     file = load(f"{BASE}use_parallel: True\nparallel_config: {degrees}\n", "run_mode=predict", "predict_data=a",
                 "load_checkpoint=.", "context.device_target=Ascend")  # fmt: skip
     why = "prediction divides a model on CPUs alone"
-    refused = [one.error.rule for one in ascend_problems(file, degrees_of(file, world_of(2)))]
+    refused = [one.error.rule for one in ascend_problems(file, parallel_degrees(file, world_of(2)))]
     assert refused == [why] * divides
-    notices = "".join(config_notices(in_job(file, SINGLE_PROCESS)))
-    assert f"one device runs it all: {why if divides else 'start several'}" in notices
+    notes = "".join(config_notes(resolve_for_job(file, SINGLE_PROCESS)))
+    assert f"one device runs it all: {why if divides else 'start several'}" in notes
 
 
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     text = "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
     config = load(BASE + "use_parallel: True\n" + text)
     preflight(config, EIGHT)
-    assert degrees_of(config, EIGHT) == Degrees(data_parallel=8)
+    assert parallel_degrees(config, EIGHT) == Degrees(data_parallel=8)
     said = "parallel.parallel_mode 1: explicit mode in its place, as parallel_fallback explicit says"
-    assert config_notices(config, EIGHT) == [said]
+    assert config_notes(config, EIGHT) == [said]
     flagged = load(BASE + "parallel: {parallel_mode: semi_auto_parallel}\n", "parallel.parallel_fallback=explicit")
     preflight(flagged, EIGHT)
     assert split_arguments(["--parallel_fallback", "explicit"]).overrides[0].key == "parallel.parallel_fallback"
@@ -270,7 +270,7 @@ def test_what_mindspore_documents_of_joined_collectives_is_taken() -> None:
     fusion = "{openstate: True, allreduce: {mode: index, config: [1, 5]}, allgather: {mode: size, config: 32},"
     text = f"parallel: {{parallel_mode: 1, comm_fusion: {fusion} reducescatter: {{mode: auto, config: null}}}}}}\n"
     config = load(BASE + text)
-    preflight(config, EIGHT, choose_backend(config, EIGHT).problems())
+    preflight(config, EIGHT, select_execution_mode(config, EIGHT).problems())
 
 
 def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> None:
@@ -281,10 +281,10 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
     said = str(error.value)
     assert "a.yaml:16: parallel.parallel_mode = 'semi_auto_parallel': MindSpore compiles semi-automatic" in said
     assert "never for a CPU" in said and "add --parallel_fallback explicit" in said
-    choose_backend(load(text), SINGLE_PROCESS).check_device("CPU")  # not in force
+    select_execution_mode(load(text), SINGLE_PROCESS).check_device("CPU")  # not in force
     explicit = load(BASE + "parallel: {parallel_mode: 1}\n", "parallel.parallel_fallback=explicit")
-    choose_backend(explicit, EIGHT).check_device("CPU")
-    preflight(load(text), EIGHT, choose_backend(load(text), EIGHT).problems())  # nothing else is wrong with it
+    select_execution_mode(explicit, EIGHT).check_device("CPU")
+    preflight(load(text), EIGHT, select_execution_mode(load(text), EIGHT).problems())  # nothing else is wrong with it
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
 )
 def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: str, said: str) -> None:
     config = load(BASE.replace("model_config:", "model_config:\n    " + model, 1) + f"parallel_config: {text}\n")
-    backend = choose_backend(config, EIGHT)
+    backend = select_execution_mode(config, EIGHT)
     backend.check_device("CPU")
     with pytest.raises(UserError, match=re.escape(said)):
         backend.check_device("Ascend")
@@ -327,25 +327,26 @@ def test_what_explicit_mode_cannot_do_on_an_ascend_is_refused(text: str, model: 
 def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     pipeline = "parallel: {parallel_mode: 1}\nparallel_config: {pipeline_stage: 2, micro_batch_num: 4}\n"
     more = "runner_config: {gradient_accumulation_steps: 4}\n"
-    notices = told(pipeline + more, EIGHT)
-    assert "gradient_accumulation_steps 4: no effect in a pipeline" in notices
-    assert "micro_batch_num 4 says how many" in notices
+    notes = told(pipeline + more, EIGHT)
+    assert "gradient_accumulation_steps 4: no effect in a pipeline" in notes
+    assert "micro_batch_num 4 says how many" in notes
     graph_alone = "parallel_config: {use_seq_parallel: True}\nrecompute_config: {mp_comm_recompute: False}\n"
     said = "recompute_config.mp_comm_recompute False: not used, only semi"
     assert said in told(graph_alone, EIGHT) and said not in told("parallel: {parallel_mode: 1}\n" + graph_alone, EIGHT)
     sharing = "parallel: {parallel_mode: 1, parallel_optimizer_config: {optimizer_level: level2}, "
     order, sequence = "pipeline_config: {pipeline_interleave: True}", "parallel_config: {use_seq_parallel: True}\n"
-    notices = told(f"{sharing}{order}}}\n{sequence}")
-    assert "optimizer_config.optimizer_level: not used, parallel.enable_parallel_optimizer is False" in notices
-    assert "pipeline_interleave True: not used, parallel_config.pipeline_stage is 1" in notices
-    assert "use_seq_parallel True: not used, parallel_config.model_parallel is 1" in notices
+    notes = told(f"{sharing}{order}}}\n{sequence}")
+    assert "optimizer_config.optimizer_level: not used, parallel.enable_parallel_optimizer is False" in notes
+    assert "pipeline_interleave True: not used, parallel_config.pipeline_stage is 1" in notes
+    assert "use_seq_parallel True: not used, parallel_config.model_parallel is 1" in notes
     degrees = "parallel_config: {pipeline_stage: 2, micro_batch_num: 2, model_parallel: 2, use_seq_parallel: True}\n"
     assert "not used" not in told(f"{sharing}enable_parallel_optimizer: True, {order}}}\n{degrees}")
     differs = load(BASE + pipeline + "runner_config: {gradient_accumulation_steps: 8}\n")
-    preflight(differs, EIGHT, choose_backend(differs, EIGHT).problems())  # a problem only beside use_parallel True
+    # A problem only beside use_parallel True.
+    preflight(differs, EIGHT, select_execution_mode(differs, EIGHT).problems())
     alone = "parallel: {parallel_mode: 1}\nparallel_config: {micro_batch_num: 4}\ncontext: {mode: 1}\n"
-    notices = told(alone, EIGHT)
-    assert "micro_batch_num 4: no effect without a pipeline" in notices and "context.mode 1: no effect" in notices
+    notes = told(alone, EIGHT)
+    assert "micro_batch_num 4: no effect without a pipeline" in notes and "context.mode 1: no effect" in notes
     assert "full_batch" not in told("parallel: {parallel_mode: 1, full_batch: False}\n", EIGHT)
     assert "full_batch False: not used" in told("parallel: {full_batch: False}\n", EIGHT)
     one = told("use_parallel: True\nparallel: {parallel_mode: 1}\n", SINGLE_PROCESS)
@@ -355,7 +356,7 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
 def test_every_rank_of_semi_automatic_mode_reads_the_rows_of_all() -> None:
     config = load(BASE + "parallel: {parallel_mode: 1}\nparallel_config: {model_parallel: 2, data_parallel: 4}\n"
                   "runner_config: {batch_size: 3, gradient_accumulation_steps: 5}\n")  # fmt: skip
-    backend = choose_backend(config, EIGHT)
+    backend = select_execution_mode(config, EIGHT)
     read = backend.data_config.runner_config
     assert (read.batch_size, read.gradient_accumulation_steps, backend.data_ranks) == (12, 5, (0, 1))
     assert config.runner_config.batch_size == 3

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from config_helpers import failure, load, notices
+from config_helpers import failure, load, notes
 from data_helpers import write_tokenizer
 
 from trainer.config import parse_config
-from trainer.config.checks.problem import Problem, SeveralProblems
+from trainer.config.checks.problem import ConfigError, ConfigErrors
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.device import resolve
@@ -21,7 +21,7 @@ from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.plan.device_memory import fixed_bytes
 from trainer.plan.plan import Plan
 from trainer.plan.render import plan_sections, sections_text
-from trainer.run.plan_file import described_world, plan_file
+from trainer.run.plan_file import plan_file, world_from_degrees
 
 FINETUNE = """\
 seed: 42
@@ -88,9 +88,9 @@ def no_ascend(monkeypatch):
 
 
 def plan_of(text: str) -> Plan:
-    told: list[Problem] = []
+    told: list[ConfigError] = []
     config = parse_config("a.yaml", text, (), told)
-    return plan_file(config, described_world(config, SINGLE_PROCESS), told)
+    return plan_file(config, world_from_degrees(config, SINGLE_PROCESS), told)
 
 
 def test_a_file_for_ascend_is_planned_for_its_own_job():
@@ -102,7 +102,7 @@ def test_a_file_for_ascend_is_planned_for_its_own_job():
     assert len(notes) <= 12 and notes[0].startswith("- load_checkpoint is empty")  # what changes results comes first
     assert all("no effect" in note or "set with" in note or "computed again" in note or "change nothing" in note
                or "not read" in note for note in notes[3:]), notes  # fmt: skip
-    told = "\n".join(plan.notices)
+    told = "\n".join(plan.notes)
     assert "not on this machine, and so not looked at: train_dataset.data_loader /data/on/another/machine" in told
     assert "planned for another machine" in told and "starts from new weights" in told
     text = sections_text(plan_sections(plan, verbose=False))
@@ -117,7 +117,7 @@ def test_degrees_that_do_not_fit_the_ranks_stay_an_error():
 
 def test_what_is_not_built_for_ascend_is_one_note():
     plan = plan_of(FINETUNE.replace("model_parallel: 2,", "model_parallel: 2, expert_parallel: 2,"))
-    assert "a run on Ascend does not start: parallel_config.expert_parallel = 2" in "\n".join(plan.notices)
+    assert "a run on Ascend does not start: parallel_config.expert_parallel = 2" in "\n".join(plan.notes)
 
 
 def test_memory_is_that_of_the_rank_that_needs_most():
@@ -139,7 +139,7 @@ def test_weights_beyond_the_device_are_an_error():
     memory = plan_of(FINETUNE).memory_bytes
     sizes = fixed_bytes(memory), memory["total"]
     between = f"{sum(sizes) / 2 / 2**30:.4f}GB"
-    close = "\n".join(plan_of(FINETUNE.replace("58GB", between)).notices)
+    close = "\n".join(plan_of(FINETUNE.replace("58GB", between)).notes)
     assert f"max_device_memory {between}: a rank needs about" in close
     assert certain in failure(lambda: plan_of(FINETUNE.replace("58GB", f"{0.99 * sizes[0] / 2**30:.4f}GB")))
 
@@ -167,8 +167,8 @@ def test_the_fix_for_memory_is_one_that_the_plan_accepts(text: str, limit: str, 
     told = failure(lambda: plan_of(text))
     assert dict(re.findall(r"([a-z_.]+) to (\w+)", told.partition("for example set")[2])) == settings
     config = load(text, *(f"{key}={value}" for key, value in settings.items()))
-    plan = plan_file(config, described_world(config, SINGLE_PROCESS), [])
-    assert "does not start" not in "\n".join(plan.notices)
+    plan = plan_file(config, world_from_degrees(config, SINGLE_PROCESS), [])
+    assert "does not start" not in "\n".join(plan.notes)
     assert f"a rank of {plan.ranks} needs {plan.memory_bytes['total'] / 2**30:.1f} GiB" in told
 
 
@@ -181,7 +181,7 @@ def test_all_problems_are_told_at_once():
     broken = FINETUNE.replace("batch_size: 1,", "batch_sise: 1,").replace("epochs: 2", "epochs: none")
     broken = broken.replace("data_parallel: 4", "data_parallel: x").replace("use_parallel: True", "lr_scale: True")
     broken = broken.replace('"./parallel.json"}', '"./parallel.json", unknown: 1}')
-    with pytest.raises(SeveralProblems) as caught:
+    with pytest.raises(ConfigErrors) as caught:
         plan_of(broken)
     for part in ("batch_sise: unknown", "epochs = 'none'", "data_parallel = 'x'", "lr_scale = True", "MindSpore 2.10"):
         assert part in str(caught.value)
@@ -197,7 +197,7 @@ def test_a_key_that_resembles_no_other_hides_no_rule():
 def test_data_that_is_elsewhere_is_named_by_its_files():
     loader = "{type: HFDataLoader, load_func: load_dataset, path: json, data_files: /data/alpaca.json}"
     before = '{type: JsonlDataset, dataset_dir: "/data/on/another/machine", shuffle: True}'
-    told = "\n".join(plan_of(FINETUNE.replace(before, loader)).notices)
+    told = "\n".join(plan_of(FINETUNE.replace(before, loader)).notes)
     assert "not looked at: train_dataset.data_loader /data/alpaca.json" in told
 
 
@@ -212,7 +212,7 @@ do_eval: True
 eval_dataset: {{data_loader: {{type: MindDataset, dataset_dir: {tmp_path}/eval.mindrecord}}}}
 """
     for broken in (text, text.replace("epochs: 2", "epochs: 0")):
-        with pytest.raises(SeveralProblems) as caught:
+        with pytest.raises(ConfigErrors) as caught:
             plan_of(broken)
         lines = str(caught.value.short).splitlines()[1:-1]
         parts = ["epochs = 0"] * (broken != text)
@@ -238,7 +238,7 @@ def test_a_wrong_value_makes_no_further_problems():
 def test_a_model_folder_that_is_elsewhere_leaves_the_sizes_open():
     plan = plan_of(TEMPLATE)
     assert plan.ranks == 8 and not plan.memory_bytes and plan.steps.schedule == "CosineWithWarmUpLR"
-    assert "pretrained_model_dir /path/to/model" in "\n".join(plan.notices)
+    assert "pretrained_model_dir /path/to/model" in "\n".join(plan.notes)
     assert "weights  not known" in sections_text(plan_sections(plan, verbose=False))
     here = failure(lambda: plan_of(TEMPLATE.replace('{device_target: "Ascend"}', '{device_target: "CPU"}')))
     assert "there is no such folder" in here
@@ -248,7 +248,7 @@ def test_a_template_without_a_model_is_planned_as_far_as_it_goes():
     template = TEMPLATE.replace('pretrained_model_dir: "/path/to/model"\n', "")
     template = template.replace('{data_loader: {type: JsonlDataset, dataset_dir: ""}}', "{data_loader: }")
     plan = plan_of(template)
-    told = "\n".join(plan.notices)
+    told = "\n".join(plan.notes)
     assert "the sizes of the model are not in the file: a run needs them, or --model FOLDER" in told
     assert "not looked at: train_dataset.data_loader (no path is written)" in told and not plan.memory_bytes
     some = failure(lambda: plan_of(template.replace("offset: 0", "num_layers: 2")))
@@ -285,7 +285,7 @@ def test_schedules_by_their_registered_names(name, taken):
 
 def test_keys_that_a_schedule_does_not_use_are_noted():
     text = "lr_schedule: {type: CosineAnnealingLR, base_lr: 1.0, t_max: 10, warmup_steps: 5, power: 2.0}\n"
-    assert "this schedule does not use it" in notices(text)
+    assert "this schedule does not use it" in notes(text)
     assert build_schedule(load(text).lr_schedule, 10)(0) == 1.0
 
 
@@ -306,7 +306,7 @@ def test_flat_yarn_becomes_rope_scaling():
     alone = load("model_config: {position_embedding_type: yarn, rotary_scaling_factor: 40, mscale: 0.5}\n").decoder
     assert alone.rope_scaling.attention_factor == pytest.approx(1.1844, abs=1e-4)
     unused = "model_config: {position_embedding_type: rope, rotary_scaling_factor: 40, beta_fast: 32}\n"
-    assert load(unused).decoder.rope_scaling is None and "they act with position_embedding_type yarn" in notices(unused)
+    assert load(unused).decoder.rope_scaling is None and "they act with position_embedding_type yarn" in notes(unused)
 
 
 def test_a_balance_loss_in_lists_is_that_of_the_experts():
@@ -322,7 +322,7 @@ def test_ids_outside_the_vocabulary_matter_where_they_act():
 
 def test_weights_that_a_training_from_new_ones_names_are_noted():
     text = "model_config: {checkpoint_name_or_path: own_7b, extend_method: 'None', scaling_factor: {factor: 16.0}}\n"
-    assert "not read, run_mode train starts from new weights" in notices(text)
+    assert "not read, run_mode train starts from new weights" in notes(text)
     assert "use load_checkpoint" in failure(lambda: load("run_mode: finetune\n" + text))
 
 

@@ -13,13 +13,13 @@ from config_helpers import BASE, load
 from safetensors.numpy import save_file
 
 from trainer.config import Override, load_config
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.errors import UserError
 from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.ops.host_library import OneDnn, find_onednn
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan import plan as plan_module
-from trainer.plan.memory import check_memory, memory_estimate, memory_notices
+from trainer.plan.memory import check_memory, memory_estimate, memory_notes
 from trainer.plan.plan import Plan
 from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run import prepare
@@ -68,7 +68,7 @@ def test_the_plan_counts_the_bad_records_that_are_skipped(tmp_path: Path) -> Non
     found = plan_of("instructions", train_dataset__data_loader=loader, train_dataset__cache_dir=str(tmp_path / "cache"))
     assert found.data.packing.bad_records == plan_dict(found)["data"]["packing"]["bad_records"] == 2
     assert "2 bad records skipped" in " ".join(plan_text(found).split())
-    (note,) = (note for note in found.notices if "skipped" in note)
+    (note,) = (note for note in found.notes if "skipped" in note)
     assert "2 bad records of " in note and f"{tmp_path}/some.jsonl:1: messages = []" in note
 
 
@@ -82,7 +82,7 @@ def test_the_plan_shows_packing_with_its_numbers() -> None:
     ) in text
     long = plan_of("instructions", model__model_config__seq_length=64, train_dataset__overlong="drop")
     assert f"{long.data.packing.dropped} dropped" in plan_text(long) and long.data.packing.dropped > 0
-    assert any(f"{long.data.packing.dropped} of 203 samples of" in notice for notice in long.notices)
+    assert any(f"{long.data.packing.dropped} of 203 samples of" in note for note in long.notes)
     assert plan_of("instructions", train_dataset__packing="none").data.rows == said["samples"]
     assert plan_of("quickstart").data.packing.packing == "cut"
     synthetic = plan_of("quickstart", train_dataset__data_loader="{type: SyntheticDataset, num_samples: 40}")
@@ -153,7 +153,7 @@ def test_it_says_how_the_layers_are_computed(monkeypatch: pytest.MonkeyPatch) ->
     plan = plan_of("quickstart")
     assert plan.execution == "layer by layer on arrays, in NumPy: MindSpore's libdnnl.so.3 cannot be loaded"
     told = "MindSpore's libdnnl.so.3 cannot be loaded: NumPy computes the layers, which takes longer"
-    assert told in plan.notices and told not in plan_of("quickstart", context__mode=1).notices
+    assert told in plan.notes and told not in plan_of("quickstart", context__mode=1).notes
 
 
 def test_rows_of_an_evaluation_are_those_it_reads() -> None:
@@ -170,31 +170,31 @@ def test_notes_are_a_list() -> None:
 
 
 def test_notes_come_by_importance_and_name_their_file_once() -> None:
-    notices = (
-        Notice("ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them", "ignored"),
-        Notice("compute_dtype: computes in float32; compute_dtype asks for bfloat16", "dtype"),
-        Notice("parallel_config (data_parallel 8): replaced, one device runs it all", "parallel"),
+    notes = (
+        Note("ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them", "ignored"),
+        Note("compute_dtype: computes in float32; compute_dtype asks for bfloat16", "dtype"),
+        Note("parallel_config (data_parallel 8): replaced, one device runs it all", "parallel"),
         "moe_config: capacity_factor 1.25 drops tokens in training only",
     )
-    plan = replace(plan_of("quickstart"), notices=notices)
+    plan = replace(plan_of("quickstart"), notes=notes)
     (title, rows), *_ = plan_sections(plan, verbose=True)
     assert title == "notes (lines are those of configs/x.yaml)"
     assert [row[0] for row in rows[1:]] == [
-        *(f"- {notice}" for notice in reversed(notices[1:])),
+        *(f"- {note}" for note in reversed(notes[1:])),
         "- ignored: a.b (line 3), a.c (line 4): nothing reads them",
     ]
     (_, rows), *_ = plan_sections(plan, verbose=False)
     assert rows[-1] == ("- 2 keys that change nothing here (--verbose says why): a.b (line 3), a.c (line 4)",)
 
 
-def test_a_notice_has_the_kind_of_what_differs() -> None:
-    notices = plan_of("mindformers_llama", parallel_config__data_parallel=8, do_eval=True, context__mode=1).notices
-    kinds = {notice.split(":")[0].split(" (")[0]: notice.kind for notice in notices if isinstance(notice, Notice)}
+def test_a_note_has_the_kind_of_what_differs() -> None:
+    notes = plan_of("mindformers_llama", parallel_config__data_parallel=8, do_eval=True, context__mode=1).notes
+    kinds = {note.split(":")[0].split(" (")[0]: note.kind for note in notes if isinstance(note, Note)}
     assert kinds["ignored"] == "ignored" and kinds["parallel_config"] == "parallel"
     assert kinds["model.model_config.compute_dtype"] == "dtype"
-    (other,) = (notice for notice in plan_of("quickstart", optimizer__momentum=0.5).notices)
+    (other,) = (note for note in plan_of("quickstart", optimizer__momentum=0.5).notes)
     assert other.startswith("optimizer.momentum 0.5: not used") and other.kind == "ignored"
-    assert json.loads(json.dumps(plan_dict(plan_of("quickstart", optimizer__momentum=0.5))))["notices"] == [other]
+    assert json.loads(json.dumps(plan_dict(plan_of("quickstart", optimizer__momentum=0.5))))["notes"] == [other]
 
 
 ADAPTERS = "{{pet_type: lora, lora_rank: 16, lora_alpha: 16, lora_dropout: {}, target_modules: '{}'}}"
@@ -288,11 +288,11 @@ def test_the_memory_of_an_evaluation_is_near_what_was_measured() -> None:
 
 
 def test_a_run_that_does_not_fit_is_told_so() -> None:
-    assert list(memory_notices(2000 * MIB, left_bytes=2000 * MIB)) == []
-    (notice,) = memory_notices(2001 * MIB, left_bytes=1000 * MIB)
-    assert "about 2,001 MiB of memory and 1,000 MiB are left" in notice
+    assert list(memory_notes(2000 * MIB, left_bytes=2000 * MIB)) == []
+    (note,) = memory_notes(2001 * MIB, left_bytes=1000 * MIB)
+    assert "about 2,001 MiB of memory and 1,000 MiB are left" in note
     huge = plan_of("bench_dense", runner_config__batch_size=8192, train_dataset__data_loader__num_samples=8192)
-    assert any("MiB are left" in notice for notice in huge.notices)
+    assert any("MiB are left" in note for note in huge.notes)
 
 
 def test_a_run_whose_weights_cannot_fit_is_refused() -> None:
@@ -348,6 +348,6 @@ def test_records_of_parameters_that_are_not_there_are_a_note(target: str, more: 
     section = f"monitor_on: True, local_norm_format: log, target: {target}, {more}"
     if "monitor_on: False" in more:
         section = section.replace("monitor_on: True, ", "")
-    notices = build_plan(load(f"{BASE}\nmonitor_config: {{{section}}}\n")).notices
-    found = [notice for notice in notices if "monitor_config.target" in notice]
+    notes = build_plan(load(f"{BASE}\nmonitor_config: {{{section}}}\n")).notes
+    found = [note for note in notes if "monitor_config.target" in note]
     assert len(found) == bool(parts) and all(part in found[0] for part in parts)

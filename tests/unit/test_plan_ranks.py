@@ -11,7 +11,7 @@ from trainer.cli.main import dispatch
 from trainer.config import Config, Override, load_config
 from trainer.errors import UserError
 from trainer.parallel.world import World, world_of
-from trainer.plan.memory import memory_estimate, memory_notices
+from trainer.plan.memory import memory_estimate, memory_notes
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
@@ -129,11 +129,11 @@ def test_memory_counts_the_ranks_of_a_host() -> None:
         f"4 ranks of this host{4 * plan.memory_bytes['total'] / MIB:>10,.0f}".split()
         == text[text.index("4 ranks") :].split()[:6]
     )
-    assert list(memory_notices(100 * MIB, 400 * MIB, ranks=4)) == []
-    (notice,) = memory_notices(100 * MIB, 399 * MIB, ranks=4)
-    assert "the 4 ranks of this host need about 400 MiB of memory and 399 MiB are left" in notice
+    assert list(memory_notes(100 * MIB, 400 * MIB, ranks=4)) == []
+    (note,) = memory_notes(100 * MIB, 399 * MIB, ranks=4)
+    assert "the 4 ranks of this host need about 400 MiB of memory and 399 MiB are left" in note
     crowd = build_plan(config_of(), world_of(1024))
-    assert any("the 1024 ranks of this host need" in notice for notice in crowd.notices)
+    assert any("the 1024 ranks of this host need" in note for note in crowd.notes)
 
 
 def test_the_command_plans_for_a_job_that_is_not_there(capsys: pytest.CaptureFixture) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from config_helpers import BASE, error_of, load, notices
+from config_helpers import BASE, error_of, load, notes
 
 from trainer.ops import select
 from trainer.ops.precision import Precision, resolve_precision
-from trainer.ops.select import dtype_notices, part_dtypes, precision_of, select_kernels
+from trainer.ops.select import dtype_notes, part_dtypes, precision_of, select_kernels
 
 KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
 
@@ -129,8 +129,8 @@ def test_bad_values(pair: str, rule: str) -> None:
         ("model_config: {fp32_residual_connection: False}\n", ["the residual stream is always float32"]),
     ],
 )
-def test_notices(text: str, parts: list[str]) -> None:
-    told = notices(text)
+def test_notes(text: str, parts: list[str]) -> None:
+    told = notes(text)
     assert all(part in told for part in parts), told
 
 
@@ -145,14 +145,14 @@ def test_notices(text: str, parts: list[str]) -> None:
     ],
 )
 def test_nothing_is_told_where_all_is_as_written(text: str) -> None:
-    assert notices(text) == ""
+    assert notes(text) == ""
 
 
 def on_cpu(text: str) -> tuple[Precision, list[str]]:
     """The dtypes of a run on a CPU, and what is told of them."""
     config = load(text)
     precision = precision_of(config, "CPU")
-    return precision, list(dtype_notices(config, precision, "CPU"))
+    return precision, list(dtype_notes(config, precision, "CPU"))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from config_helpers import BASE, error_of, load, notices
+from config_helpers import BASE, error_of, load, notes
 
 from trainer.config import dump_config, parse_config
 from trainer.config.layer_ranges import layer_text
@@ -84,14 +84,14 @@ def test_mistakes_are_explained(keys: str, parts: list[str]) -> None:
 
 
 def test_what_was_taken_is_said() -> None:
-    said = notices(f"{TEXT}recompute_config: {{select_recompute: [{SILU}, add]}}\n")
+    said = notes(f"{TEXT}recompute_config: {{select_recompute: [{SILU}, add]}}\n")
     assert "the feed-forward sublayer of layers 0-3 is computed again" in said and r"feed_forward\.mul, " in said
     assert "select_recompute: add: no part of a block here" in said
-    assert "feed-forward sublayer of every block" in notices(f"{TEXT}recompute_config: {{select_recompute: True}}\n")
-    said = notices(f"{TEXT}recompute_config: {{recompute: [1]}}\n")
+    assert "feed-forward sublayer of every block" in notes(f"{TEXT}recompute_config: {{select_recompute: True}}\n")
+    said = notes(f"{TEXT}recompute_config: {{recompute: [1]}}\n")
     assert "recompute: layer 1; in MindSpore Transformers a list counts layers of pipeline stages" in said
     for plain in ("recompute: True", "recompute: 2", "select_recompute: [attention]"):
-        assert "recompute" not in notices(f"{TEXT}recompute_config: {{{plain}}}\n")
+        assert "recompute" not in notes(f"{TEXT}recompute_config: {{{plain}}}\n")
 
 
 def test_the_plan_shows_it_and_needs_less_memory() -> None:

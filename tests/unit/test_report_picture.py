@@ -115,15 +115,15 @@ def test_nothing_to_draw_draws_nothing(tmp_path: Path, content: str | None) -> N
     assert not (tmp_path / "report.png").exists()
 
 
-def test_a_picture_that_fails_is_a_notice(tmp_path: Path) -> None:
+def test_a_picture_that_fails_is_a_note(tmp_path: Path) -> None:
     write_metrics(tmp_path / "metrics.jsonl", 3)
-    notices: list[str] = []
+    notes: list[str] = []
     (tmp_path / "report.png.tmp").mkdir()
-    ReportMonitor(tmp_path, notices.append).close(None)
-    assert len(notices) == 1 and "/report.png was not written: IsADirectoryError" in notices[0]
+    ReportMonitor(tmp_path, notes.append).close(None)
+    assert len(notes) == 1 and "/report.png was not written: IsADirectoryError" in notes[0]
     (tmp_path / "report.png.tmp").rmdir()
-    ReportMonitor(tmp_path, notices.append).close(None)
-    assert len(notices) == 1 and (tmp_path / "report.png").exists()
+    ReportMonitor(tmp_path, notes.append).close(None)
+    assert len(notes) == 1 and (tmp_path / "report.png").exists()
 
 
 def test_the_drawing_library_is_imported_only_to_draw() -> None:

@@ -14,7 +14,7 @@ from trainer.errors import RunError
 from trainer.parallel.communicator import check_same_values
 from trainer.parallel.sharding import Shard
 from trainer.semi_auto import shards
-from trainer.semi_auto.shards import first_holders, gather_whole, parameter_shard
+from trainer.semi_auto.shards import first_rank_per_shard, gather_whole, parameter_shard
 
 RANKS = 8
 
@@ -84,7 +84,7 @@ def test_whole_arrays_from_the_shards_of_all_ranks(monkeypatch: pytest.MonkeyPat
     of_rank = [{"a": parameter_shard(layout([4, 2], [1, 0], [16, 12]), rank)} for rank in range(RANKS)]
     for rank in range(4):  # of the first stage only, and twice
         of_rank[rank]["b"] = parameter_shard(layout([2, 2], [0], [8]), rank)
-    holders = {name: first_holders([each.get(name) for each in of_rank]) for name in shapes}
+    holders = {name: first_rank_per_shard([each.get(name) for each in of_rank]) for name in shapes}
     assert list(holders["b"]) == [0, 1] and len(holders["a"]) == RANKS and holders["frozen"] == {}
 
     def gathered(member: Member) -> dict[str, np.ndarray]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.parallel.sharding import OptimizerShard, buckets, range_of_rank
+from trainer.parallel.sharding import OptimizerShard, buckets, shard_range
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 @pytest.mark.parametrize("numbers", [8, 9, 1000, 4097])
 def test_ranges_of_all_ranks_cover_the_whole_and_have_equal_length(numbers: int, ranks: int) -> None:
-    ranges = [range_of_rank(numbers, rank, ranks) for rank in range(ranks)]
+    ranges = [shard_range(numbers, rank, ranks) for rank in range(ranks)]
     assert [number for each in ranges for number in range(numbers)[each]] == list(range(numbers))
     lengths = [each.stop - each.start for each in ranges]
     assert max(lengths) - min(lengths) <= 1
@@ -20,7 +20,7 @@ def test_ranges_of_all_ranks_cover_the_whole_and_have_equal_length(numbers: int,
 def test_small_parameters_stay_whole() -> None:
     shard = OptimizerShard(1, 4, threshold_bytes=64 << 10)
     assert shard.divides(16 << 10) and not shard.divides((16 << 10) - 1)
-    assert shard.own_range(16 << 10) == slice(4096, 8192)
+    assert shard.local_range(16 << 10) == slice(4096, 8192)
     assert not OptimizerShard(0, 4).divides(3) and OptimizerShard(0, 4).divides(4)  # every rank gets at least one
 
 

@@ -37,7 +37,7 @@ DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
 Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
-class ArrayPart(Protocol):
+class ShardSpec(Protocol):
     """A part of a decoder. Its inputs are arrays of the tensors that have gradients, then constants of the call."""
 
     def forward(self, call: SublayerCall, *inputs: Any) -> Results:
@@ -80,7 +80,7 @@ class PartWeights:
 
 
 def run_part(
-    part: ArrayPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
+    part: ShardSpec, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
     dropout: LayerDropout | None = None,
 ) -> Results:  # fmt: skip
     """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass computes it again."""
@@ -92,7 +92,7 @@ class _PartCell(nn.Cell):
     """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
 
     def __init__(
-        self, part: ArrayPart, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
+        self, part: ShardSpec, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
         dropout: LayerDropout | None,
     ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)

@@ -16,7 +16,7 @@ import numpy as np
 from trainer.ops.dropout import DropoutKey, drawn_bits, keep_threshold
 
 if TYPE_CHECKING:
-    from trainer.ops.dropout import OwnHeads
+    from trainer.ops.dropout import LocalHeads
 
 
 class DropoutSite(NamedTuple):
@@ -47,7 +47,7 @@ class LayerDropout:
 
     def __init__(
         self, key: DropoutKey, sites: Mapping[str, DropoutSite], probabilities: tuple[int, float] = (0, 0.0),
-        heads: OwnHeads | None = None,
+        heads: LocalHeads | None = None,
     ) -> None:  # fmt: skip
         self.key = key
         self.sites = sites

@@ -15,7 +15,7 @@ from trainer.arrays.memory import empty, store
 from trainer.arrays.sublayer import Linear
 from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -60,7 +60,7 @@ class CpuEmbedding:
         self.tensor = tensor
         self.first_token = 0
         if tensor is not None:
-            self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
+            self.first_token = shard_range(vocabulary, tensor.group.rank, tensor.group.size).start
 
     def forward(self, call: SublayerCall, ids_N: np.ndarray) -> Tensor:
         """Returns the embeddings, [N, E]; with sequence parallelism those of the rows that this rank has."""

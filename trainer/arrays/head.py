@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.memory import as_narrow, empty, host_threads, parts
+from trainer.arrays.memory import empty, host_threads, parts, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.sublayer import Linear
 from trainer.arrays.tiles import RmsNorm, shared_product
 from trainer.models.spec.saved import logit_rows
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
@@ -59,7 +59,7 @@ class FusedLinearCrossEntropy:
         self.first_token = 0
         self.largest_shard = 0
         if tensor is not None:
-            self.first_token = range_of_rank(vocabulary, tensor.group.rank, tensor.group.size).start
+            self.first_token = shard_range(vocabulary, tensor.group.rank, tensor.group.size).start
             self.largest_shard = -(-vocabulary // tensor.group.size)
 
     def normed(self, call: SublayerCall, x_nD: np.ndarray, y_nE: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ class FusedLinearCrossEntropy:
         y_nE = self.normed(call, x_nD, np.empty((len(x_nD), self.width), np.float32))
         weight_VE = call.weights["weight"]
         if weight_VE.dtype != np.float32:
-            y_nE = as_narrow(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
+            y_nE = to_bfloat16_if_needed(y_nE, np.empty(y_nE.shape, weight_VE.dtype))
         logits_nV = np.empty((len(y_nE), len(weight_VE)), np.float32)
         shared_product(y_nE, weight_VE, logits_nV)
         return logits_nV
@@ -145,7 +145,7 @@ class FusedLinearCrossEntropy:
             if narrow_nE is None:
                 factor_nE = y_nE
             else:
-                factor_nE = as_narrow(y_nE, narrow_nE[:size])
+                factor_nE = to_bfloat16_if_needed(y_nE, narrow_nE[:size])
             grad_nV = None
             if grad_NE is not None:
                 grad_nV = (logits_nV if narrow_nV is None else narrow_nV)[:size]
@@ -154,7 +154,7 @@ class FusedLinearCrossEntropy:
             if grad_NE is not None:
                 y_nE *= valid_n1
                 if narrow_nE is not None:
-                    as_narrow(y_nE, factor_nE)
+                    to_bfloat16_if_needed(y_nE, factor_nE)
                 self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], of_weight_VE, first=not part.start)
                 grad_NE[part] *= valid_n1
         return np.float32(loss)
@@ -195,7 +195,7 @@ class FusedLinearCrossEntropy:
             logits[np.arange(len(logits)), place_n[rows]] -= inside_n[rows]
             if grad_nV.dtype == np.float16:
                 logits *= _SMALL_GRADIENTS
-            as_narrow(logits, grad_nV[rows])
+            to_bfloat16_if_needed(logits, grad_nV[rows])
 
         def scale_shard(rows: slice, thread: int) -> None:
             logits_nV[rows] *= share_n[rows, None]

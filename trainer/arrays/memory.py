@@ -44,11 +44,11 @@ def empty(*shape: int, dtype: type = np.float32) -> tuple[Tensor, np.ndarray]:
 
 def store(x: np.ndarray, out: np.ndarray) -> None:
     """Writes x to `out`, rounded to its dtype."""
-    if as_narrow(x, out) is x:
+    if to_bfloat16_if_needed(x, out) is x:
         out[...] = x
 
 
-def as_narrow(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def to_bfloat16_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Returns x; or where `out` has another dtype than float32, the same numbers there, rounded."""
     if out.dtype == np.float32:
         return x
@@ -56,7 +56,7 @@ def as_narrow(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     return out
 
 
-def as_wide(x: np.ndarray, out: np.ndarray) -> np.ndarray:
+def to_float32_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
     """Returns x; or where it is not float32, the same numbers in `out`, which is."""
     if x.dtype == np.float32:
         return x

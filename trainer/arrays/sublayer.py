@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.arrays.memory import as_narrow, empty, store
+from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.tiles import RmsNorm, Scratch, SublayerCall, Tile
 
@@ -59,7 +59,7 @@ class Linear:
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
-            as_narrow(wide_nO, out_nO)
+            to_bfloat16_if_needed(wide_nO, out_nO)
 
     def through_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns scale * A dropout(x)^T, [R, n], and keeps it for the gradient of B."""
@@ -74,7 +74,7 @@ class Linear:
         low_Rn = tile.take_array(self.adapter.rank, tile.size)
         operators().matmul(factor_RI, x_nI.T, low_Rn)
         low_Rn *= np.float32(self.adapter.scale)
-        return as_narrow(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
+        return to_bfloat16_if_needed(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
 
     def _saved_low(self, call: SublayerCall) -> np.ndarray:
         """Returns the numbers that `through_lora_a` keeps, [R, N]."""
@@ -112,7 +112,7 @@ class Linear:
         elif self.adapter is not None:
             operators().matmul(low_Rn.T, weights[self.lora_a], wide_nI, True)
         if wide_nI is not into_nI:
-            as_narrow(wide_nI, into_nI)
+            to_bfloat16_if_needed(wide_nI, into_nI)
         return low_Rn
 
     def backward_rows(
@@ -128,8 +128,8 @@ class Linear:
             input_NI = empty(*x_NI.shape, dtype=dtype)[1]
 
         def compute(tile: Tile) -> None:
-            as_narrow(x_NI[tile.rows], input_NI[tile.rows])
-            factor_nO = as_narrow(grad_NO[tile.rows], factor_NO[tile.rows])
+            to_bfloat16_if_needed(x_NI[tile.rows], input_NI[tile.rows])
+            factor_nO = to_bfloat16_if_needed(grad_NO[tile.rows], factor_NO[tile.rows])
             self.backward(call, factor_nO, out_NI[tile.rows], tile)
 
         scratch.run(len(x_NI), compute)
@@ -288,7 +288,7 @@ class NormedInput:
                 else:
                     wide_nD = tile.take(x_nD.shape[1])
                 self.norm(x_nD, call.weights[self.norm_name], call.saved["scale"][tile.rows, 0], wide_nD)
-                as_narrow(wide_nD, y_nD)
+                to_bfloat16_if_needed(wide_nD, y_nD)
         return y_nD
 
     def backward(
@@ -437,7 +437,7 @@ class SublayerOutput:
         self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile
     ) -> np.ndarray | None:
         """Writes the gradient of a tile of y, and returns what `Linear.add_adapter_gradients` takes."""
-        factor_nD = as_narrow(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
+        factor_nD = to_bfloat16_if_needed(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
         return self.linear.backward(call, factor_nD, into_nI, tile)
 
     def end_backward(self, call: SublayerCall, grad: OutputGradient, y_NI: np.ndarray | None) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from trainer.arrays.memory import as_narrow, as_wide, empty, host_threads, parts, store
+from trainer.arrays.memory import empty, host_threads, parts, store, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.onednn import operators
 
 if TYPE_CHECKING:
@@ -125,13 +125,13 @@ class Tile:
         """Returns the numbers of x in `dtype`: x itself where it has it already."""
         if x_nI.dtype == dtype:
             return x_nI
-        return as_narrow(x_nI, self.take(x_nI.shape[1], dtype))
+        return to_bfloat16_if_needed(x_nI, self.take(x_nI.shape[1], dtype))
 
     def widened(self, x_nI: np.ndarray) -> np.ndarray:
         """Returns the numbers of x in float32: x itself where it is float32 already."""
         if x_nI.dtype == np.float32:
             return x_nI
-        return as_wide(x_nI, self.take(x_nI.shape[1]))
+        return to_float32_if_needed(x_nI, self.take(x_nI.shape[1]))
 
 
 def shared_product(
@@ -262,7 +262,7 @@ class WeightGradients:
             if grad_NO.dtype == np.float32:
                 wide = grad_NO
             else:
-                wide = as_wide(grad_NO, np.empty(grad_NO.shape, np.float32))
+                wide = to_float32_if_needed(grad_NO, np.empty(grad_NO.shape, np.float32))
             np.sum(wide, 0, out=array)
 
     def add_tile(self, name: str, tile: Tile, gradient: np.ndarray) -> None:
@@ -288,7 +288,7 @@ class WeightGradients:
 
 def swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
     """Writes silu(gate) * up in float32 to `out_nF` (Shazeer 2020, equation 5); `out_nF` may be gate."""
-    operators().silu(as_wide(gate_nF, out_nF), out_nF)
+    operators().silu(to_float32_if_needed(gate_nF, out_nF), out_nF)
     operators().multiply(out_nF, up_nF, out_nF)
 
 
@@ -311,9 +311,9 @@ def swiglu_gradient(
         else:
             wide_inner_nF = tile.take(width)
         run.multiply(silu_nF, up_nF, wide_inner_nF)
-        as_narrow(wide_inner_nF, inner_nF)
+        to_bfloat16_if_needed(wide_inner_nF, inner_nF)
     silu_nF *= grad_nF
     run.multiply(grad_nF, up_nF, grad_nF)
     run.silu_gradient(wide_gate_nF, grad_nF, wide_gate_nF)
-    as_narrow(wide_gate_nF, gate_nF)
+    to_bfloat16_if_needed(wide_gate_nF, gate_nF)
     store(silu_nF, up_nF)

@@ -19,8 +19,8 @@ import numpy as np
 from mindspore import Tensor, nn
 
 from trainer.data.batches.batch import Batch
-from trainer.models.block import Block, EmbeddingMapping, Head, MergeTokens
-from trainer.models.decoder import DecoderWiring
+from trainer.models.block import Block, EmbeddingMapping, Head, MtpMerge
+from trainer.models.decoder import DecoderForward
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
 from trainer.models.spec.build import model_spec
@@ -48,7 +48,7 @@ class Node(NamedTuple):
     """Dtypes of its input tensors, those of lists one after the other."""
 
 
-class FunctionalDecoder(DecoderWiring):
+class FunctionalDecoder(DecoderForward):
     """A decoder as one function of its inputs and weights, since an exported file would hold all values of Parameters.
 
     The routing must be in the graph too, since no host decides anything while a graph runs (`use_gmm` on Ascend).
@@ -66,7 +66,7 @@ class FunctionalDecoder(DecoderWiring):
         modules = sum(number in spec.module_layers for number in numbers)
         super().__init__(settings, len(numbers) - modules, modules)
         self.layers = nn.CellList([_Layer(settings, kernels, layer, tokens) for layer in numbers])
-        self.merges = nn.CellList([MergeTokens(settings, kernels) for _ in range(modules)])
+        self.merges = nn.CellList([MtpMerge(settings, kernels) for _ in range(modules)])
         self.heads = nn.CellList([Head(settings, kernels) for _ in range(1 + modules)])
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)

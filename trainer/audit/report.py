@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.audit.graph import Node, export_step, trained_names
-from trainer.config.checks.parallel import in_job, is_semi_auto
-from trainer.config.device_defaults import device_defaults, with_device_defaults
+from trainer.config.checks.parallel import is_semi_auto, resolve_for_job
+from trainer.config.device_defaults import apply_device_defaults, device_defaults
 from trainer.device.settings import device_calls, jit_options
 from trainer.errors import UserError
 from trainer.models.spec.build import model_spec
@@ -142,9 +142,9 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
         kind = config.model.arch.type
         fix = "audit a configuration of a language model"
         raise UserError("has no fused operators", where=config.source.where(key), key=key, value=kind, fix=fix)
-    config = in_job(config, world)
-    nobody_asked = device_defaults(config, "Ascend")
-    config = with_device_defaults(config, "Ascend")
+    config = resolve_for_job(config, world)
+    device_default_keys = device_defaults(config, "Ascend")
+    config = apply_device_defaults(config, "Ascend")
     for checked in (device_calls, jit_options):
         checked(config, "Ascend")  # a run there refuses what these refuse
     settings = config.decoder
@@ -156,7 +156,7 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     kinds = _kinds(spec, trained)
     graphs = _Graphs(settings, kernels, trained)
     total = graphs.operators(kinds)
-    fused = tuple(_fused(spec, choices, nobody_asked, kinds, total, graphs))
+    fused = tuple(_fused(spec, choices, device_default_keys, kinds, total, graphs))
     counts = Counter({node: count for node, count in total.items() if node not in SUPPORT})
     sources = kernel_sources(total)
     return Audit(
@@ -223,14 +223,14 @@ class _Graphs:
 def _fused(
     spec: ModelSpec,
     choices: Sequence[KernelChoice],
-    nobody_asked: Collection[str],
+    device_default_keys: Collection[str],
     kinds: dict[_Kind, list[int]],
     total: Counter[str],
     graphs: _Graphs,
 ) -> Iterator[Fused]:
     for choice in choices:
         # A default that the model does not allow is not missing.
-        by_default = choice.asked.split(":")[0] in nobody_asked
+        by_default = choice.asked.split(":")[0] in device_default_keys
         wanted = choice.fused or not (by_default or choice.asked.endswith("False"))
         for operator in _OPERATORS[choice.kernel]:
             asked = 0

@@ -21,14 +21,14 @@ import numpy as np
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
 from trainer.checkpoint.store import find_checkpoint, loads_weights, read_checkpoint
 from trainer.checkpoint.weights import (
-    FittingWeights,
+    CheckedWeights,
     Parts,
     check_files,
     check_weights,
     from_seed,
     model_part,
+    open_initial_weights,
     read_safetensors,
-    stored_weights,
 )
 from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
@@ -37,7 +37,7 @@ from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, paramet
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved
-from trainer.storage.tensor_file import AnyArray, row_blocks
+from trainer.storage.tensor_file import ArrayOrLazyArray, row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -60,7 +60,7 @@ _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 def starting_weights(
     config: Config,
-    notice: Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
     parts: Parts | None = None,
@@ -71,7 +71,7 @@ def starting_weights(
     All parameters by name, initialised from `seed` where no file names them; None where no file names any.
 
     Args:
-        notice: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
+        note: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
         new_modules: Multi-token prediction modules that the file lacks are initialised from the seed, as a model has
             them even where only training reads them; otherwise they are missing here too.
         parts: What is read: the parts of parameters that a rank has; None: all of all.
@@ -81,11 +81,11 @@ def starting_weights(
         UserError: The files cannot be read, or belong to another model or base model.
     """
     if not config.has_adapters:
-        stored = stored_weights(config, notice, new_modules=new_modules, world=world)
+        stored = open_initial_weights(config, note, new_modules=new_modules, world=world)
         if stored is None:
             return None
         return stored.read(parts)
-    base = base_weights(config, notice, new_modules=new_modules, world=world)
+    base = base_weights(config, note, new_modules=new_modules, world=world)
     found = base.read(parts)
     if config.adapter_id:
         adapters = read_adapters(config, Path(config.adapter_id).expanduser(), found if parts is None else base.arrays)
@@ -103,23 +103,23 @@ def check_starting_files(config: Config) -> None:
 
 def base_weights(
     config: Config,
-    notice: Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
     world: World = SINGLE_PROCESS,
-) -> FittingWeights:
+) -> CheckedWeights:
     """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
-    found = stored_weights(config, notice, new_modules=new_modules, world=world)
+    found = open_initial_weights(config, note, new_modules=new_modules, world=world)
     if found is None:
         return _from_seed(config, adapters=False)
     return found
 
 
-def _from_seed(config: Config, adapters: bool) -> FittingWeights:
+def _from_seed(config: Config, adapters: bool) -> CheckedWeights:
     """Returns the initial values of the adapters, or of the model without them."""
     specs = parameter_specs(config.decoder).values()
     parameters = [each for each in specs if (each.role == "adapter") == adapters]
-    return FittingWeights(from_seed(parameters, config.decoder, config.seed), {}, Path(), "", "")
+    return CheckedWeights(from_seed(parameters, config.decoder, config.seed), {}, Path(), "", "")
 
 
 def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts | None = None) -> dict[str, Any]:
@@ -136,7 +136,7 @@ def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts 
     return record | {"digest": digest(base, config.decoder)}
 
 
-def digest(weights: Mapping[str, AnyArray], settings: ModelConfig) -> str:
+def digest(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> str:
     """SHA-256 over names, shapes and float32 values of the decoder's parameters, without adapters."""
     found = hashlib.sha256()
     for name, shape in sorted(parameter_shapes(settings).items()):
@@ -147,7 +147,7 @@ def digest(weights: Mapping[str, AnyArray], settings: ModelConfig) -> str:
     return found.hexdigest()
 
 
-def read_adapters(config: Config, path: Path, base: Mapping[str, AnyArray] | None) -> FittingWeights:
+def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArray] | None) -> CheckedWeights:
     """Adapters by parameter name, trained on the base model `base`; without it their numbers are not read.
 
     `path` is a folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
@@ -178,18 +178,18 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, AnyArray] | Non
 
 
 def fitting_adapters(
-    tensors: Mapping[str, AnyArray], config: Config, path: Path, where: str, key: str = "adapter_id"
-) -> FittingWeights:
+    tensors: Mapping[str, ArrayOrLazyArray], config: Config, path: Path, where: str, key: str = "adapter_id"
+) -> CheckedWeights:
     """Adapters of a folder by parameter name; raises a UserError where they do not fit `pet_config`."""
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
     shapes = adapter_shapes(config.decoder)
     check_weights(adapters, shapes, path, where, key=key)
     arrays = {name: adapters[name] for name in shapes}
-    return FittingWeights(arrays, arrays, path, where, key)
+    return CheckedWeights(arrays, arrays, path, where, key)
 
 
-def check_base(before: BaseRecord, config: Config, base: Mapping[str, AnyArray]) -> None:
+def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLazyArray]) -> None:
     """Raises a UserError unless the adapters of a checkpoint with this record were trained on `base`."""
     now = digest(base, config.decoder)
     if before.digest == now:

@@ -23,15 +23,15 @@ from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.store import (
     Checkpoint,
-    behind_link,
     damaged,
     find_checkpoint,
-    passed_over,
     read_checkpoint,
+    renamed_checkpoint_notes,
+    resolve_best_link,
 )
-from trainer.checkpoint.tensor_names import DiskPart, disk_parts
+from trainer.checkpoint.tensor_names import DiskSlice, disk_parts
 from trainer.checkpoint.weights import Parts, first_of, fitting_weights, is_finite
-from trainer.checkpoint.writing import FileParts, Stages, checkpoint_stages, do_stages
+from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, do_stages
 from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
@@ -40,7 +40,7 @@ from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import ArrayPart, PartOfArray, as_part, whole_array
+from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.plan import Plan, Resumption
 from trainer.storage.tensor_file import StoredArray, float32_entries
@@ -94,7 +94,7 @@ class Resumed:
     step: dict[str, Any] | None  # state of the training step (loss scale); None in an older checkpoint without it
     evaluations: EvalHistory
     path: Path
-    notices: tuple[str, ...]  # settings that differ from the run that saved it
+    notes: tuple[str, ...]  # settings that differ from the run that saved it
 
 
 def save_stages(
@@ -129,7 +129,7 @@ def save_stages(
     Raises:
         RunError: The disk is full or cannot be written, on any rank; earlier checkpoints are unchanged.
     """
-    weights, state_parts = ({name: as_part(array) for name, array in arrays.items()}
+    weights, state_parts = ({name: as_sharded_array(array) for name, array in arrays.items()}
                             for arrays in (saved.weights, saved.optimizer))  # fmt: skip
     documents: dict[str, Any] = {}
     if base is None:
@@ -162,22 +162,22 @@ def save_stages(
     )  # fmt: skip
 
 
-def _copied(parts: FileParts) -> FileParts:
-    copies = {name: [PartOfArray(part, np.array(array)) for part, array in pieces]
+def _copied(parts: FileShards) -> FileShards:
+    copies = {name: [ShardedArray(part, np.array(array)) for part, array in pieces]
               for name, pieces in parts.pieces.items()}  # fmt: skip
     return parts._replace(pieces=copies)
 
 
-def _under_names(parts: Mapping[str, ArrayPart], prefix: str = "") -> dict[str, list[DiskPart]]:
+def _under_names(parts: Mapping[str, ShardSpec], prefix: str = "") -> dict[str, list[DiskSlice]]:
     """Tensors on disk that are arrays in memory, with longer names."""
-    return {prefix + name: [DiskPart(name, slice(0, part.size), part)] for name, part in parts.items()}
+    return {prefix + name: [DiskSlice(name, slice(0, part.size), part)] for name, part in parts.items()}
 
 
 def _file_parts(
-    own: Mapping[str, PartOfArray],
+    own: Mapping[str, ShardedArray],
     shapes: Mapping[str, tuple[int, ...]],
-    on_disk: Callable[[Mapping[str, ArrayPart]], Mapping[str, Sequence[DiskPart]]],
-) -> FileParts:
+    on_disk: Callable[[Mapping[str, ShardSpec]], Mapping[str, Sequence[DiskSlice]]],
+) -> FileShards:
     """What this rank has of the tensors of a file.
 
     Args:
@@ -186,10 +186,10 @@ def _file_parts(
         on_disk: Parts of arrays -> parts of the tensors that are made of them.
     """
     found = on_disk({name: own[name].part for name in shapes if name in own})
-    pieces = {name: [PartOfArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
+    pieces = {name: [ShardedArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
               for name, parts in found.items()}  # fmt: skip
-    wholes = on_disk({name: whole_array(shape) for name, shape in shapes.items()})
-    return FileParts(float32_entries({name: parts[0].part.whole for name, parts in wholes.items()}), pieces)
+    wholes = on_disk({name: full_shard_spec(shape) for name, shape in shapes.items()})
+    return FileShards(float32_entries({name: parts[0].part.whole for name, parts in wholes.items()}), pieces)
 
 
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -225,7 +225,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     where = config.source.where(_KEY)
     folder = _resume_folder(config)
     if isinstance(config.resume_training, str):
-        named = behind_link(folder / config.resume_training)
+        named = resolve_best_link(folder / config.resume_training)
         if not named.is_dir():
             rule = f"there is no such checkpoint in {folder}"
             fix = "name an existing folder, or use --resume_training alone for the newest complete one"
@@ -295,16 +295,16 @@ def _resumed(
     if state.settings is not None:
         changes = changed_settings(state.settings, settings_record(config))
     if changes:
-        notices = (f"differs from the run that made {path.name}: {changes}",)
+        notes = (f"differs from the run that made {path.name}: {changes}",)
     else:
-        notices = ()
+        notes = ()
     if not found.has_checksums:
-        notices += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
-    if config.resume_training is True and behind_link(_resume_folder(config)) != path:
-        notices += tuple(passed_over(path))
+        notes += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
+    if config.resume_training is True and resolve_best_link(_resume_folder(config)) != path:
+        notes += tuple(renamed_checkpoint_notes(path))
     evaluations = from_state(state.evaluations and state.evaluations.model_dump(), position.step)
     step = state.step and state.step.model_dump()
-    return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notices)
+    return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
 
 
 def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, StoredArray]:
@@ -322,7 +322,7 @@ def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, StoredArra
             rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
             raise damaged(found.path, rule)
 
-    def read(name: str, part: ArrayPart) -> np.ndarray:
+    def read(name: str, part: ShardSpec) -> np.ndarray:
         numbers = stored.array(name).read(part)
         if not is_finite(numbers):
             raise damaged(found.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
@@ -335,7 +335,7 @@ def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
     """The plan of a resumed run: the position from which it continues, and the settings that differ."""
     position = resumed.position
     resumes = Resumption(str(resumed.path), position.step, position.epoch, position.batch)
-    return replace(plan, resumes=resumes, notices=(*plan.notices, *resumed.notices))
+    return replace(plan, resumes=resumes, notes=(*plan.notes, *resumed.notes))
 
 
 def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:

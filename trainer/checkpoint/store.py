@@ -30,10 +30,10 @@ import safetensors
 
 from trainer.errors import UserError
 from trainer.input_files import open_file, read_bytes
-from trainer.parallel.sharding import ArrayPart, Shard
+from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
-from trainer.storage.marker import MARKER, Marker, is_as_saved
+from trainer.storage.marker import MARKER, Marker, matches_checksum
 from trainer.storage.tensor_file import StoredArray, TensorFile, concatenated
 
 STATE = "state.json"
@@ -108,7 +108,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
         UserError: There is none. (Whether a named checkpoint is complete is checked when it is read.)
     """
     try:
-        path = behind_link(path)
+        path = resolve_best_link(path)
         if not path.exists():
             raise UserError("there is no such checkpoint", key=key, value=str(path), fix="check the path")
         if _STEP_FOLDER.fullmatch(path.name) or (path / STATE).exists():
@@ -145,7 +145,7 @@ def _newest_whole(folder: Path) -> Path | None:
     return newest_complete(folder)
 
 
-def passed_over(checkpoint: Path) -> list[str]:
+def renamed_checkpoint_notes(checkpoint: Path) -> list[str]:
     """A note for each complete checkpoint beside this one that was saved later, but has no name of a step."""
     chosen = read_marker(checkpoint)
     # fmt: skip
@@ -167,7 +167,7 @@ def _renamed(folder: Path) -> list[tuple[Path, Marker]]:
     return [(path, marker) for path in paths if (marker := read_marker(path)) is not None]
 
 
-def behind_link(path: Path) -> Path:
+def resolve_best_link(path: Path) -> Path:
     """The checkpoint that `path` points to where it is a ``checkpoints/best``, else `path` itself.
 
     Raises:
@@ -224,7 +224,7 @@ def read_checkpoint(
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
         checksums: Whether to check them, for which the files are read.
-        world: The ranks that all read it: those of a host divide the checks, see `is_as_saved`.
+        world: The ranks that all read it: those of a host divide the checks, see `matches_checksum`.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
@@ -282,7 +282,7 @@ def _whole_marker(path: Path) -> Marker:
         raise _incomplete(path, f"it has no readable {MARKER} file: {why}") from error
     named = _STEP_FOLDER.fullmatch(path.name)
     if named is not None and int(named[1]) != marker.step:
-        fix = f"rename it to {folder_name(marker.step)}, or remove it; or {use_another(path)}"
+        fix = f"rename it to {folder_name(marker.step)}, or remove it; or {fallback_fix(path)}"
         rule = f"the checkpoint is damaged: {MARKER} says step {marker.step}, the folder's name {int(named[1])}"
         raise UserError(rule, key="checkpoint", value=str(path), fix=fix)
     return marker
@@ -342,7 +342,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         """An array, of which parts can be read; reading raises a UserError where the file is damaged."""
         parts, (_, shape) = [file.tensor(name) for file in self._files_with(name)], self.about(name)
 
-        def read(part: ArrayPart) -> np.ndarray:
+        def read(part: ShardSpec) -> np.ndarray:
             try:
                 if len(parts) == 1:
                     return parts[0].read(part)
@@ -379,10 +379,10 @@ class StoredArrays(Mapping[str, np.ndarray]):
         return len(self.files[0].entries)
 
 
-def _read_flat(ranges: list[StoredArray], part: ArrayPart) -> np.ndarray:
+def _read_flat(ranges: list[StoredArray], part: ShardSpec) -> np.ndarray:
     """A part of an array that is stored as consecutive ranges of any shape."""
     flat = concatenated([StoredArray((math.prod(each.shape),), each.read) for each in ranges])
-    runs = (ArrayPart(flat.shape, Shard((at,), (count,))) for at, _, count in part.runs())
+    runs = (ShardSpec(flat.shape, Shard((at,), (count,))) for at, _, count in part.runs())
     return np.concatenate([flat.read(run) for run in runs]).reshape(part.shape)
 
 
@@ -430,7 +430,7 @@ def _check_file(path: Path, name: str, marker: Marker, whose: str = "", world: W
     if actual_bytes != expected_bytes:
         raise damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
     try:
-        changed = not is_as_saved(path / name, marker, world)
+        changed = not matches_checksum(path / name, marker, world)
     except OSError as error:
         raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
     if changed:
@@ -438,15 +438,15 @@ def _check_file(path: Path, name: str, marker: Marker, whose: str = "", world: W
 
 
 def _incomplete(path: Path, why: str) -> UserError:
-    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=use_another(path))
+    return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=fallback_fix(path))
 
 
 def damaged(path: Path, what: str) -> UserError:
     """The error for a checkpoint whose files are not as they were saved; its fix names another one."""
-    return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=use_another(path))
+    return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=fallback_fix(path))
 
 
-def use_another(path: Path) -> str:
+def fallback_fix(path: Path) -> str:
     """Offers the complete checkpoint that was saved before this one; else the one saved last. Of a run that
     loads weights alone `loads_weights` changes the flag that is named."""
     marker = read_marker(path)

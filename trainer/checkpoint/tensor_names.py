@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.config.families import FAMILIES, ExpertNames
-from trainer.parallel.sharding import ArrayPart, whole_array
-from trainer.storage.tensor_file import AnyArray, concatenated, stacked
+from trainer.parallel.sharding import ShardSpec, full_shard_spec
+from trainer.storage.tensor_file import ArrayOrLazyArray, concatenated, stacked
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
@@ -61,11 +61,11 @@ _OTHERWISE = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joi
 # ---- matrices that are joined ----------------------------------------------------------------------------------------
 
 
-def split_joined(weights: Mapping[str, AnyArray], settings: ModelConfig) -> dict[str, AnyArray]:
+def split_fused_tensors(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> dict[str, ArrayOrLazyArray]:
     """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
     if not any(name.startswith("transformer.") or any(piece in name for piece in _OTHERWISE) for name in weights):
         return dict(weights)
-    found: dict[str, AnyArray] = {}
+    found: dict[str, ArrayOrLazyArray] = {}
     for name, array in weights.items():
         if name != "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
             found |= _split(_renamed(name), array, settings)
@@ -81,7 +81,7 @@ def _renamed(name: str) -> str:
     return name
 
 
-def _split(name: str, array: AnyArray, settings: ModelConfig) -> Iterator[tuple[str, AnyArray]]:
+def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterator[tuple[str, ArrayOrLazyArray]]:
     """Yields the matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
     module, _, kind = name.rpartition(".")
     joined = next((joined for joined in _JOINED if module.endswith(f".{joined}")), "")
@@ -104,7 +104,7 @@ def _split(name: str, array: AnyArray, settings: ModelConfig) -> Iterator[tuple[
         yield f"{module.removesuffix(joined)}{matrix}.{kind}", part
 
 
-def _cut(array: AnyArray, *rows: int) -> list[AnyArray]:
+def _cut(array: ArrayOrLazyArray, *rows: int) -> list[ArrayOrLazyArray]:
     """Cuts an array into the rows up to each of these, and the rest."""
     return [array[start:end] for start, end in zip((0, *rows), (*rows, array.shape[0]), strict=True)]
 
@@ -152,7 +152,7 @@ def disk_shapes(shapes: Shapes, form: ExpertNames = ONE_BY_ONE) -> dict[str, tup
     return found
 
 
-def from_disk(weights: Mapping[str, AnyArray], shapes: Shapes) -> dict[str, AnyArray]:
+def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[str, ArrayOrLazyArray]:
     """Returns parameters by their names in memory; `shapes` are those in memory.
 
     `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`.
@@ -177,7 +177,7 @@ def from_disk(weights: Mapping[str, AnyArray], shapes: Shapes) -> dict[str, AnyA
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-class DiskPart(NamedTuple):
+class DiskSlice(NamedTuple):
     """Where numbers of a parameter are in a tensor on disk.
 
     Attributes:
@@ -188,10 +188,10 @@ class DiskPart(NamedTuple):
 
     name: str
     own: slice
-    part: ArrayPart
+    part: ShardSpec
 
 
-def disk_parts(parts: Mapping[str, ArrayPart], kind: str) -> dict[str, list[DiskPart]]:
+def disk_parts(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[DiskSlice]]:
     """Returns what each tensor to save has of these parts of parameters, one tensor for each expert.
 
     `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
@@ -199,20 +199,20 @@ def disk_parts(parts: Mapping[str, ArrayPart], kind: str) -> dict[str, list[Disk
     form = ONE_BY_ONE
     if kind in FAMILIES:
         form = FAMILIES[kind].expert_names
-    found: dict[str, list[DiskPart]] = {}
+    found: dict[str, list[DiskSlice]] = {}
     for name, part in parts.items():
         tensors = _tensors(name, part.whole, form)
         if _EXPERTS in name:
-            pieces = [(tensors[expert], DiskPart(name, own, one)) for expert, one, own in part.items()]
+            pieces = [(tensors[expert], DiskSlice(name, own, one)) for expert, one, own in part.items()]
         else:
-            pieces = [(tensors[0], DiskPart(name, slice(0, part.size), part))]
+            pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
         for tensor, piece in pieces:
             tensor_of_class, placed = _in_class(tensor, piece, kind)
             found.setdefault(tensor_of_class, []).append(placed)
     return found
 
 
-def _in_class(tensor: str, piece: DiskPart, kind: str) -> tuple[str, DiskPart]:
+def _in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]:
     """Returns the tensor of a class that has what would be a piece of this one, and where it has it."""
     if kind not in FAMILIES:
         return tensor, piece
@@ -227,17 +227,17 @@ def _in_class(tensor: str, piece: DiskPart, kind: str) -> tuple[str, DiskPart]:
     return tensor, piece
 
 
-def _below(part: ArrayPart, place: int, count: int) -> ArrayPart:
+def _below(part: ShardSpec, place: int, count: int) -> ShardSpec:
     """Returns the same part of one of `count` matrices of a shape, each above the next."""
     rows, *others = part.whole
     shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
-    return ArrayPart((count * rows, *others), shard, part.flat)
+    return ShardSpec((count * rows, *others), shard, part.flat)
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """Returns tensors to save as in `disk_parts`, as views where they are not made of several parameters."""
     found = {}
-    for name, parts in disk_parts({name: whole_array(array.shape) for name, array in arrays.items()}, kind).items():
+    for name, parts in disk_parts({name: full_shard_spec(array.shape) for name, array in arrays.items()}, kind).items():
         ordered = sorted(parts, key=lambda one: one.part.shard.start)
         flat = [arrays[one.name].reshape(-1)[one.own] for one in ordered]
         found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].part.whole)

@@ -17,10 +17,10 @@ from trainer.checkpoint.state import OPTIMIZER
 from trainer.checkpoint.store import (
     STATE,
     Checkpoint,
-    behind_link,
     check_checkpoint,
     is_step_folder,
     newest_complete,
+    resolve_best_link,
     step_folders,
 )
 from trainer.checkpoint.weights import is_finite
@@ -50,7 +50,7 @@ def verify(path: Path) -> list[Finding]:
         UserError: There is neither, or it cannot be read.
     """
     try:
-        path = behind_link(path)
+        path = resolve_best_link(path)
         if not path.is_dir():
             rule = "is not a folder"
             if not path.exists():

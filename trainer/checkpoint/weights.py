@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import safetensors
 
-from trainer.checkpoint.store import behind_link, find_checkpoint, loads_weights, read_checkpoint, use_another
-from trainer.checkpoint.tensor_names import disk_shapes, form_of, from_disk, split_joined
+from trainer.checkpoint.store import fallback_fix, find_checkpoint, loads_weights, read_checkpoint, resolve_best_link
+from trainer.checkpoint.tensor_names import disk_shapes, form_of, from_disk, split_fused_tensors
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
 from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix
 from trainer.models.spec.shapes import parameter_shapes, parameter_specs
-from trainer.parallel.sharding import ArrayPart
+from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.marker import MARKER, check_saved
-from trainer.storage.tensor_file import BFLOAT16, AnyArray, StoredArray, TensorFile, read_part, row_blocks
+from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, StoredArray, TensorFile, read_part, row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
-Parts: TypeAlias = Mapping[str, ArrayPart]
+Parts: TypeAlias = Mapping[str, ShardSpec]
 """The part of each parameter that a rank has; of others it has nothing."""
 # A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
@@ -39,13 +39,13 @@ _OF_MODULES = ("eh_proj.weight", "enorm.weight", "hnorm.weight")
 _BUFFERS = (".rotary_emb.inv_freq",)
 
 
-def stored_weights(
+def open_initial_weights(
     config: Config,
-    notice: Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
     world: World = SINGLE_PROCESS,
-) -> FittingWeights | None:
+) -> CheckedWeights | None:
     """The weights of `load_checkpoint`, checked against the model, before their numbers are read; None when the key is
     not set. The arguments are those of `trainer.checkpoint.adapters.starting_weights`.
 
@@ -54,7 +54,7 @@ def stored_weights(
     """
     if not config.load_checkpoint:
         return None
-    found, absent, biases = _fitting_model(config, notice, new_modules=new_modules, world=world)
+    found, absent, biases = _fitting_model(config, note, new_modules=new_modules, world=world)
     names = biases
     if new_modules:
         names = absent
@@ -68,12 +68,12 @@ def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: 
 
 
 def check_files(config: Config) -> None:
-    """Raises the UserError of `stored_weights` without reading numbers: files, names, dtypes and shapes alone."""
+    """Raises the UserError of `open_initial_weights` without reading numbers: files, names, dtypes and shapes alone."""
     if config.load_checkpoint:
         _fitting_model(config, numbers=False)
 
 
-class FittingWeights(NamedTuple):
+class CheckedWeights(NamedTuple):
     """Weights that fit a model and whose numbers have not been read.
 
     Attributes:
@@ -82,8 +82,8 @@ class FittingWeights(NamedTuple):
         path, where, key: For messages.
     """
 
-    arrays: dict[str, AnyArray]
-    tensors: Mapping[str, AnyArray]
+    arrays: dict[str, ArrayOrLazyArray]
+    tensors: Mapping[str, ArrayOrLazyArray]
     path: Path
     where: str
     key: str
@@ -109,18 +109,18 @@ class FittingWeights(NamedTuple):
         rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
         fix = "use another checkpoint"
         if (self.path / MARKER).exists():
-            fix = use_another(self.path)
+            fix = fallback_fix(self.path)
         return UserError(rule, where=self.where, key=self.key, value=str(self.path), fix=fix)
 
 
 def _fitting_model(
     config: Config,
-    notice: Callable[[str], None] | None = None,
+    note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
     numbers: bool = True,
     world: World = SINGLE_PROCESS,
-) -> tuple[FittingWeights, set[str], set[str]]:
+) -> tuple[CheckedWeights, set[str], set[str]]:
     """The weights of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
     those. `numbers` as in `read_weights`."""
     path = Path(config.load_checkpoint).expanduser()
@@ -131,23 +131,23 @@ def _fitting_model(
         shapes = parameter_shapes(config.network)
         return _fitting(weights, shapes, config.network, path, where, compare=compare), set(), set()
     settings = config.decoder
-    weights = split_joined(weights, settings)
-    unused, *notices = unused_modules(weights, settings)
+    weights = split_fused_tensors(weights, settings)
+    unused, *notes = unused_modules(weights, settings)
     modules, about_modules = missing_modules(weights, settings, new_modules and config.trains)
     if config.trains and config.has_adapters:  # frozen ones from the seed would predict nothing
         modules = set()
     biases, about_biases = missing_biases(weights, settings)
     absent = biases | modules
-    for text in (*notices, about_biases if biases else "", about_modules if modules else ""):
-        if text and notice is not None:
-            notice(text)
+    for text in (*notes, about_biases if biases else "", about_modules if modules else ""):
+        if text and note is not None:
+            note(text)
     used = {name: array for name, array in weights.items() if name not in unused}
     shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
     return _fitting(used, shapes, settings, path, where, compare=compare), absent, biases
 
 
 def fitting_weights(
-    weights: Mapping[str, AnyArray],
+    weights: Mapping[str, ArrayOrLazyArray],
     settings: ModelConfig,
     path: Path,
     where: str = "",
@@ -156,17 +156,17 @@ def fitting_weights(
 ) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
-    `path`, `where` and `key` are for messages; `parts` as in `FittingWeights.read`.
+    `path`, `where` and `key` are for messages; `parts` as in `CheckedWeights.read`.
 
     Raises:
         UserError: They belong to another model.
     """
     shapes = parameter_shapes(settings)
-    return _fitting(split_joined(weights, settings), shapes, settings, path, where, key).read(parts)
+    return _fitting(split_fused_tensors(weights, settings), shapes, settings, path, where, key).read(parts)
 
 
 def _fitting(
-    weights: Mapping[str, AnyArray],
+    weights: Mapping[str, ArrayOrLazyArray],
     shapes: Mapping[str, tuple[int, ...]],
     settings: ModelConfig,
     path: Path,
@@ -174,7 +174,7 @@ def _fitting(
     key: str = "load_checkpoint",
     *,
     compare: bool = True,
-) -> FittingWeights:
+) -> CheckedWeights:
     """The weights of a file, whose tensors have these shapes in memory; raises a UserError unless they are there.
 
     `compare` False: what has the name and the shape of a copy is one, whatever its numbers.
@@ -182,10 +182,10 @@ def _fitting(
     own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings, compare)}
     on_disk = disk_shapes(shapes, form_of(own))
     check_weights(own, on_disk, path, where, key, settings)
-    return FittingWeights(from_disk(own, shapes), {name: own[name] for name in on_disk}, path, where, key)
+    return CheckedWeights(from_disk(own, shapes), {name: own[name] for name in on_disk}, path, where, key)
 
 
-def _is_copy(name: str, weights: Mapping[str, AnyArray], settings: ModelConfig, compare: bool) -> bool:
+def _is_copy(name: str, weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig, compare: bool) -> bool:
     """Whether it is a copy of a weight that layers share, or of embedding or head in a published multi-token
     prediction module."""
     if (shared := _owner(name, settings)) != name and shared in weights:
@@ -199,7 +199,7 @@ def _is_copy(name: str, weights: Mapping[str, AnyArray], settings: ModelConfig, 
     return False
 
 
-def _is_equal(one: AnyArray, other: AnyArray, compare: bool) -> bool:
+def _is_equal(one: ArrayOrLazyArray, other: ArrayOrLazyArray, compare: bool) -> bool:
     return one.shape == other.shape and (not compare or all(map(np.array_equal, row_blocks(one), row_blocks(other))))
 
 
@@ -227,7 +227,7 @@ def read_weights(
     Raises:
         UserError: There are no readable weights.
     """
-    path = behind_link(path)
+    path = resolve_best_link(path)
     if path.is_file():
         files = [path]
     else:
@@ -260,7 +260,7 @@ def model_part(path: Path, part: str, numbers: bool, world: World = SINGLE_PROCE
 
 
 def check_weights(
-    weights: Mapping[str, AnyArray],
+    weights: Mapping[str, ArrayOrLazyArray],
     shapes: Mapping[str, tuple[int, ...]],
     path: Path,
     where: str = "",
@@ -333,7 +333,7 @@ def read_safetensors(
         rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
 
-    def read(name: str, part: ArrayPart) -> np.ndarray:
+    def read(name: str, part: ShardSpec) -> np.ndarray:
         try:
             return found.tensor(name).read(part).astype(np.float32, copy=False)
         except OSError as error:
@@ -347,7 +347,7 @@ def read_safetensors(
 
 
 def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """Tensors of MTP modules that the model does not have, and a notice about them; `names` are those of the file."""
+    """Tensors of MTP modules that the model does not have, and a note about them; `names` are those of the file."""
     beyond = [name for name in names if _layer(name) >= settings.num_layers]
     layers = {_layer(name) for name in beyond}
     modules = _modules(beyond)
@@ -372,7 +372,7 @@ def module_layers(names: Iterable[str], settings: ModelConfig) -> set[int]:
 
 
 def missing_modules(names: Iterable[str], settings: ModelConfig, trains: bool) -> tuple[set[str], str]:
-    """Parameters of MTP modules that the file lacks completely, and a notice about them."""
+    """Parameters of MTP modules that the file lacks completely, and a note about them."""
     there = {_layer(name) for name in names}
     depth = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
     missing = [layer for layer in depth if layer not in there]
@@ -385,7 +385,7 @@ def missing_modules(names: Iterable[str], settings: ModelConfig, trains: bool) -
 
 
 def missing_biases(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """The expert biases of balance_via_topk_bias, where the file has none at all, and a notice about them."""
+    """The expert biases of balance_via_topk_bias, where the file has none at all, and a note about them."""
     moe = settings.experts
     if moe is None or not moe.balance_via_topk_bias or any(name.endswith(EXPERT_BIAS) for name in names):
         return set(), ""

@@ -31,7 +31,7 @@ from trainer.checkpoint import store
 from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, folder_name
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import PartOfArray, whole_array
+from trainer.parallel.sharding import ShardedArray, full_shard_spec
 from trainer.storage.checksums import checksum_of_bytes, checksum_of_file
 from trainer.storage.marker import MARKER, marker_content
 from trainer.storage.tensor_file import (
@@ -112,7 +112,7 @@ def exchange(done: Done, communicator: Communicator) -> list[Done]:
     return [Done(result, failure and Failure(*failure)) for result, failure in every]
 
 
-class FileParts(NamedTuple):
+class FileShards(NamedTuple):
     """What a rank has of the tensors of a file.
 
     Attributes:
@@ -124,7 +124,7 @@ class FileParts(NamedTuple):
     pieces: Pieces
 
 
-def whole_file(arrays: Mapping[str, np.ndarray]) -> FileParts:
+def whole_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
     """A file that one rank has.
 
     Raises:
@@ -133,14 +133,14 @@ def whole_file(arrays: Mapping[str, np.ndarray]) -> FileParts:
     for name, array in arrays.items():
         if array.dtype.name not in CODES:
             raise TypeError(f"{name} has dtype {array.dtype}, which safetensors does not support")
-    pieces = {name: [PartOfArray(whole_array(array.shape), array)] for name, array in arrays.items()}
-    return FileParts(entries_of(arrays), pieces)
+    pieces = {name: [ShardedArray(full_shard_spec(array.shape), array)] for name, array in arrays.items()}
+    return FileShards(entries_of(arrays), pieces)
 
 
 def checkpoint_stages(
     folder: Path,
     step: int,
-    tensors: Mapping[str, Mapping[str, np.ndarray] | FileParts],
+    tensors: Mapping[str, Mapping[str, np.ndarray] | FileShards],
     state: Mapping[str, object],
     keep_max: int,
     on_stage: OnStage | None = None,
@@ -170,7 +170,7 @@ def checkpoint_stages(
     stage = on_stage or (lambda name: None)
     first = rank == 0
     path = folder / folder_name(step)
-    own = {part: given if isinstance(given, FileParts) else whole_file(given) for part, given in tensors.items()}
+    own = {part: given if isinstance(given, FileShards) else whole_file(given) for part, given in tensors.items()}
     files = {name: _as_bytes(content) for name, content in {**(documents or {}), STATE: state}.items()}
     other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
     results = [result for result, _ in (yield Work(lambda: (_own_bytes(own), other_bytes)))]
@@ -221,7 +221,7 @@ def checkpoint_stages(
     return path
 
 
-def _begin(path: Path, shared: Mapping[str, FileParts], needed_bytes: int, stage: OnStage) -> str:
+def _begin(path: Path, shared: Mapping[str, FileShards], needed_bytes: int, stage: OnStage) -> str:
     """Makes the folder of a save, with the files that several ranks will write, and returns its name. No folder that
     was left on another host has this name."""
     folder = path.parent
@@ -258,7 +258,7 @@ class _Written(NamedTuple):
     checksum: str
 
 
-def _own_bytes(own: Mapping[str, FileParts]) -> dict[str, tuple[int, int]]:
+def _own_bytes(own: Mapping[str, FileShards]) -> dict[str, tuple[int, int]]:
     """Bytes that this rank writes of each part, and bytes of the whole."""
     return {
         part: (sum(piece.array.nbytes for of_tensor in pieces.values() for piece in of_tensor),
@@ -308,7 +308,7 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def _write_files(
-    unfinished: Path, parts: Mapping[str, FileParts], files: Mapping[str, bytes], stage: OnStage
+    unfinished: Path, parts: Mapping[str, FileShards], files: Mapping[str, bytes], stage: OnStage
 ) -> dict[str, _Written]:
     """Writes the files that this rank has all of and flushes them to disk."""
     checksums = {}
@@ -328,7 +328,7 @@ def _write_files(
     return written
 
 
-def _write_shared(unfinished: Path, part: str, own: FileParts, stage: OnStage) -> None:
+def _write_shared(unfinished: Path, part: str, own: FileShards, stage: OnStage) -> None:
     """Writes this rank's pieces of a file of several ranks and flushes them to disk."""
     if any(own.pieces.values()):
         path = unfinished / f"{part}{ENDING}"
@@ -378,7 +378,7 @@ def _point_to_best(folder: Path, name: str, stage: OnStage) -> None:
         if best.is_symlink() or best.is_file():
             best.unlink()
         return
-    if store.behind_link(best).name == name:
+    if store.resolve_best_link(best).name == name:
         return
     new = folder / f"{UNFINISHED}{BEST}"
     try:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def without_collections() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Python's cyclic collector is off: it would go through many thousands of new objects, of which none is garbage."""
     was_on = gc.isenabled()
     gc.disable()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
-from trainer.cli.loading import without_collections
+from trainer.cli.loading import gc_disabled
 from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending
 from trainer.cli.tools import tools
@@ -31,7 +31,7 @@ from trainer.launch import heartbeat
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.checks.problem import Problem
+    from trainer.config.checks.problem import ConfigError
     from trainer.launch.arguments import LaunchOptions
     from trainer.parallel.world import World
     from trainer.smoke.changes import Change
@@ -157,7 +157,7 @@ def _dispatch(argv: list[str]) -> int:
     own = {switch: option for option in options for switch in option.opts if switch not in _OF_A_RUN}
     switches = ["--help", *(switch for switch, option in own.items() if option.is_flag)]
     values = [switch for switch, option in own.items() if not option.is_flag]
-    with without_collections():
+    with gc_disabled():
         arguments = split_arguments(rest, switches, values)
     if "--help" in arguments.rest:
         _add_flags(command, command)
@@ -327,16 +327,16 @@ def _plan(
         return _dry_run(context.obj, dryrun, json_, world, rank)
     if audit is not None:
         return _audit(_load(context.obj), audit, json_, world, rank)
-    with without_collections():
-        from trainer.config.checks.problem import SeveralProblems
+    with gc_disabled():
+        from trainer.config.checks.problem import ConfigErrors
         from trainer.plan.render import plan_dict, plan_sections, print_sections
-        from trainer.run.plan_file import described_world, plan_file
+        from trainer.run.plan_file import plan_file, world_from_degrees
 
-        told: list[Problem] = []
+        told: list[ConfigError] = []
         loaded = _load(context.obj, told)
         try:
-            plan = plan_file(loaded, described_world(loaded, world), told)
-        except SeveralProblems as problems:
+            plan = plan_file(loaded, world_from_degrees(loaded, world), told)
+        except ConfigErrors as problems:
             raise (problems.whole if verbose else problems.short) from None
     if schedule is not None:
         from trainer.plan.pipeline import draw_schedule
@@ -373,7 +373,7 @@ def _smoke(
         if value < least:
             fix = f"write {key} {least} or more"
             raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
-    told: list[Problem] = []
+    told: list[ConfigError] = []
     tell = functools.partial(print, file=sys.stderr if json_ else sys.stdout, flush=True)
 
     def show(changes: list[Change]) -> None:
@@ -421,9 +421,9 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
     from trainer.dryrun.report import as_rank, audit_there
     from trainer.plan.render import print_sections
-    from trainer.run.plan_file import described_world
+    from trainer.run.plan_file import world_from_degrees
 
-    world = as_rank(described_world(config, world), rank)
+    world = as_rank(world_from_degrees(config, world), rank)
     # An image classifier has nothing to audit, which the audit itself says.
     found = ""
     if config.classifier is None:
@@ -448,13 +448,13 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
     from trainer.config import Override
     from trainer.dryrun.report import as_rank, check_name, dry_run, dry_run_dict, dry_run_sections
     from trainer.plan.render import print_sections
-    from trainer.run.plan_file import described_world
+    from trainer.run.plan_file import world_from_degrees
 
     check_name(device)
-    told: list[Problem] = []
+    told: list[ConfigError] = []
     arguments.overrides.append(Override("context.device_target", "Ascend", "flag --dryrun"))
     config = _load(arguments, told)
-    world = as_rank(described_world(config, world), rank)
+    world = as_rank(world_from_degrees(config, world), rank)
     found = dry_run(config, world, told, functools.partial(print, file=sys.stderr, flush=True))
     if json_:
         print(json.dumps(dry_run_dict(found), indent=1))
@@ -550,11 +550,11 @@ def _export(
 app.registered_commands += [*reports.registered_commands, *tools.registered_commands]
 
 
-def _load(arguments: Arguments, problems: list[Problem] | None = None) -> Config:
+def _load(arguments: Arguments, problems: list[ConfigError] | None = None) -> Config:
     """Reads the configuration; `problems` takes its mistakes, which are raised without it."""
     from trainer.config import load_config
 
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
-    with without_collections():
+    with gc_disabled():
         return load_config(arguments.config, arguments.overrides, problems)

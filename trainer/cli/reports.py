@@ -15,7 +15,7 @@ from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
 
 if TYPE_CHECKING:
-    from trainer.report.record import RunRecord
+    from trainer.report.record import RunData
 
 reports = typer.Typer()
 
@@ -89,7 +89,7 @@ def _runs(
     return EXIT_OK
 
 
-def _tell_notes(records: Sequence[RunRecord]) -> None:
+def _tell_notes(records: Sequence[RunData]) -> None:
     """What is damaged in the files of the runs; beside the tables, which programs may read."""
     for note in (note for record in records for note in record.notes):
         print(f"note: {note}", file=sys.stderr)

@@ -70,9 +70,9 @@ def _convert(
     from trainer.config import converted
     from trainer.config.read.yaml_reader import read_text
 
-    text, notices = converted(file, read_text(file))
-    for notice in notices:
-        print(f"note: {notice}", file=sys.stderr)
+    text, notes = converted(file, read_text(file))
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     if output is None:
         print(text, end="")
         return EXIT_OK

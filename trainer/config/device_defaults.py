@@ -31,7 +31,7 @@ def device_defaults(config: Config, device: str) -> dict[str, Any]:
     return found
 
 
-def with_device_defaults(config: Config, device: str) -> Config:
+def apply_device_defaults(config: Config, device: str) -> Config:
     """The configuration with the values of `device_defaults` written in, so that whatever reads or saves it sees them.
 
     A second call changes nothing.
@@ -47,10 +47,10 @@ def with_device_defaults(config: Config, device: str) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def device_default_notice(config: Config, device: str) -> str:
+def device_default_note(config: Config, device: str) -> str:
     """Which of these values the run has although nothing wrote them; empty if there are none.
 
-    `config` is one that `with_device_defaults` has completed.
+    `config` is one that `apply_device_defaults` has completed.
     """
     if device != "Ascend" or config.classifier is not None:
         return ""

@@ -12,4 +12,4 @@ class SourceLocation(NamedTuple):
     text: str
 
 
-NOWHERE = SourceLocation(0, "")
+NO_LOCATION = SourceLocation(0, "")

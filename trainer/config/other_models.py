@@ -34,7 +34,7 @@ OTHERS = {
 _SUFFIX = "ForCausalLM"
 
 
-def of_other_class(name: str) -> str:
+def unsupported_features(name: str) -> str:
     """What is unlike a Llama in a class of transformers that is not built; empty where nothing is known of it."""
     stem = name.removesuffix(_SUFFIX).lower()
     found = (text for kind, text in OTHERS.items() if stem in (kind.replace("_", ""), kind.removesuffix("_text")))

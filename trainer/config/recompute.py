@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.layer_ranges import LayerError, layer_numbers, layer_text
 from trainer.config.schema.root import Config
 from trainer.config.schema.system import RecomputeConfig
@@ -134,7 +134,7 @@ def _sublayers(written: Any, config: Config, meant: tuple[str, ...] = ("mlp",)) 
     return choice
 
 
-def recompute_problems(config: Config) -> Iterator[Problem]:
+def recompute_problems(config: Config) -> Iterator[ConfigError]:
     """Layers and parts that the model does not have."""
     readers = {"recompute": _layers, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers,
                "select_comm_recompute": lambda written, config: gathered_again(config)}  # fmt: skip
@@ -147,7 +147,7 @@ def recompute_problems(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{_KEY}.{name}", str(error), f"{name}: {fix}")
 
 
-def recompute_notices(config: Config) -> Iterator[str]:
+def recompute_notes(config: Config) -> Iterator[str]:
     """What was taken for a file's regular expressions, and what a list of numbers means."""
     settings = config.recompute_config
     if not config.trains:

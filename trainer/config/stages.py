@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.root import Config
 
 _KEY = "model.model_config.offset"
@@ -69,7 +69,7 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
     return chosen
 
 
-def stage_problems(config: Config) -> Iterator[Problem]:
+def stage_problems(config: Config) -> Iterator[ConfigError]:
     """Offsets that do not fit the stages, or leave layers over."""
     settings = config.decoder
     stages = config.parallel_config.pipeline_stage

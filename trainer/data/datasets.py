@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
 from trainer.data.batches.blend import BlendedDataset
-from trainer.data.batches.packing import Fitted, PackedDataset, SequenceDataset, TokenDataset, fit
+from trainer.data.batches.packing import FittedSpans, PackedDataset, SequenceDataset, TokenDataset, fit
 from trainer.data.batches.split import Spans
 from trainer.data.source.files import RECORDS, Source
 from trainer.data.source.find import find_sources
 from trainer.data.source.synthetic import SyntheticDataset
-from trainer.data.tokens.cache import Notice, find_token_file
+from trainer.data.tokens.cache import OnNote, find_token_file
 from trainer.data.tokens.chat_template import load_chat_template, trained_part
 from trainer.data.tokens.token_file import Cache, Progress, TokenFile
 from trainer.data.tokens.tokenizer import Tokenizer, load_tokenizer
@@ -29,44 +29,44 @@ _VOCAB_KEY = "model.model_config.vocab_size"
 
 
 def build_datasets(
-    config: Config, progress: Progress | None = None, notice: Notice | None = None
+    config: Config, progress: Progress | None = None, note: OnNote | None = None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Builds the data sets of a training run; slow only when the token file is not in the cache.
 
     They are the training data, and the data for evaluation: ``eval_dataset`` if the run evaluates, otherwise the
     documents held out of ``train_dataset``; None where there are neither. `progress` is called with (bytes done, bytes
-    of the source) while a token file is built, `notice` with a sentence where the data differ from what was requested.
+    of the source) while a token file is built, `note` with a sentence where the data differ from what was requested.
 
     Raises:
         UserError: See `find_sources`, `load_tokenizer` and `find_token_file`; or a sequence is longer than the data, a
             batch larger than the data set, or a token beyond the model's vocabulary.
         RunError: The disk is full, or the data changes while it is read.
     """
-    train, held_out = build_train_dataset(config, progress, notice)
+    train, held_out = build_train_dataset(config, progress, note)
     if config.eval_dataset is None:
         return train, held_out
     evaluates = config.do_eval or config.run_mode == "eval"
-    return train, _build_eval(config, progress, notice) if evaluates else None
+    return train, _build_eval(config, progress, note) if evaluates else None
 
 
 def build_train_dataset(
-    config: Config, progress: Progress | None = None, notice: Notice | None = None
+    config: Config, progress: Progress | None = None, note: OnNote | None = None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Builds the training data and what is held out of it; None without ``held_out``."""
-    train, held_out = _build_section(config, TRAIN, progress, notice)
+    train, held_out = _build_section(config, TRAIN, progress, note)
     _check_sizes(config, TRAIN, train)
     return train, held_out
 
 
 def build_eval_dataset(
-    config: Config, progress: Progress | None = None, notice: Notice | None = None
+    config: Config, progress: Progress | None = None, note: OnNote | None = None
 ) -> SequenceDataset | None:
     """Builds only the data of an evaluation; None without ``eval_dataset`` and held-out documents."""
     if config.eval_dataset is not None:
-        return _build_eval(config, progress, notice)
+        return _build_eval(config, progress, note)
     if not config.train_dataset.held_out:
         return None
-    return _build_section(config, TRAIN, progress, notice)[1]
+    return _build_section(config, TRAIN, progress, note)[1]
 
 
 def check_tokenizer(config: Config, section: str) -> None:
@@ -106,14 +106,14 @@ def batch_size(config: Config, section: str) -> int:
     return config.runner_config.batch_size
 
 
-def _build_eval(config: Config, progress: Progress | None, notice: Notice | None) -> SequenceDataset:
-    dataset, _ = _build_section(config, EVAL, progress, notice)
+def _build_eval(config: Config, progress: Progress | None, note: OnNote | None) -> SequenceDataset:
+    dataset, _ = _build_section(config, EVAL, progress, note)
     _check_sizes(config, EVAL, dataset)
     return dataset
 
 
 def _build_section(
-    config: Config, section: str, progress: Progress | None, notice: Notice | None
+    config: Config, section: str, progress: Progress | None, note: OnNote | None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Builds the data set of a section, and the one held out of ``train_dataset`` if requested."""
     wanted = getattr(config, section)
@@ -133,18 +133,18 @@ def _build_section(
         from trainer.data.batches.mindrecord import build_mindrecord
 
         return build_mindrecord(config, section)
-    opened = open_token_files(config, section, progress, notice)
+    opened = open_token_files(config, section, progress, note)
     limit = None
     if len(opened) == 1:
         limit = wanted.data_loader.num_samples
-    built = [_build_source(config, section, source, file, limit, notice) for source, _, file in opened]
+    built = [_build_source(config, section, source, file, limit, note) for source, _, file in opened]
     if len(opened) == 1:
         return built[0]
-    return _blend(config, section, [(source, weight) for source, weight, _ in opened], built, notice)
+    return _blend(config, section, [(source, weight) for source, weight, _ in opened], built, note)
 
 
 def open_token_files(
-    config: Config, section: str, progress: Progress | None = None, notice: Notice | None = None
+    config: Config, section: str, progress: Progress | None = None, note: OnNote | None = None
 ) -> list[tuple[Source, float, TokenFile]]:
     """Opens the token file of each source of a section of text or records, with the weight of the source.
 
@@ -161,18 +161,18 @@ def open_token_files(
     how = {"template": template, "train_on": trained_part(config, section)}
     num_rendered = 0
     for source, weight in sources:
-        for told in source.notices if notice is not None else ():
-            notice(told)
-        token_file = find_token_file(source, tokenizer, cache, **how, progress=progress, notice=notice)
+        for told in source.notes if note is not None else ():
+            note(told)
+        token_file = find_token_file(source, tokenizer, cache, **how, progress=progress, note=note)
         num_rendered += token_file.meta.num_rendered
         opened.append((source, weight, token_file))
-    for sentence in template.notices if num_rendered and notice is not None else ():
-        notice(sentence)
+    for sentence in template.notes if num_rendered and note is not None else ():
+        note(sentence)
     return opened
 
 
 def _build_source(
-    config: Config, section: str, source: Source, token_file: TokenFile, limit: int | None, notice: Notice | None
+    config: Config, section: str, source: Source, token_file: TokenFile, limit: int | None, note: OnNote | None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Packs the documents of a source to at most `limit` sequences, and those held out of it."""
     wanted = getattr(config, section)
@@ -181,13 +181,13 @@ def _build_source(
     documents = split.whole(token_file.offsets)
     held_out = None
     fitted = None
-    if packing == "cut" and wanted.overlong != "truncate" and notice is not None:
-        notice(f"{source.name} is cut every {seq_length} tokens: {section}.overlong = {wanted.overlong} has no effect.")
+    if packing == "cut" and wanted.overlong != "truncate" and note is not None:
+        note(f"{source.name} is cut every {seq_length} tokens: {section}.overlong = {wanted.overlong} has no effect.")
     if packing != "cut":
-        fitted = _fitted(config, section, documents, source, notice)
+        fitted = _fitted(config, section, documents, source, note)
         documents = fitted.spans
     if section == TRAIN and wanted.held_out:
-        documents, held_out = _hold_out(config, documents, packing, notice)
+        documents, held_out = _hold_out(config, documents, packing, note)
 
     def dataset_of(spans: Spans, keep_tail: bool, limit: int | None) -> SequenceDataset:
         if packing == "cut":
@@ -195,7 +195,7 @@ def _build_source(
         return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted)
 
     dataset = dataset_of(documents, not wanted.drop_remainder, limit)
-    # Held-out text is short, and an evaluation reads it once: it includes every token.
+    # RankParams-out text is short, and an evaluation reads it once: it includes every token.
     return dataset, None if held_out is None else dataset_of(held_out, True, None)
 
 
@@ -204,13 +204,13 @@ def _blend(
     section: str,
     sources: Sequence[tuple[Source, float]],
     built: Sequence[tuple[SequenceDataset, SequenceDataset | None]],
-    notice: Notice | None,
+    note: OnNote | None,
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Blends the data sets of several sources by weight; an evaluation reads each of their sequences once."""
     names = [source.name for source, _ in sources]
     weights = [weight for _, weight in sources]
-    if section == EVAL and len(set(weights)) > 1 and notice is not None:
-        notice("An evaluation reads every sequence of its sources once: the weights in eval_dataset have no effect.")
+    if section == EVAL and len(set(weights)) > 1 and note is not None:
+        note("An evaluation reads every sequence of its sources once: the weights in eval_dataset have no effect.")
     limit = getattr(config, section).data_loader.num_samples
     blended = BlendedDataset([data for data, _ in built], names, weights if section == TRAIN else None, limit)
     for number, share in enumerate(blended.shares):
@@ -228,7 +228,7 @@ def _blend(
     return blended, BlendedDataset(held_out, names, None) if held_out else None
 
 
-def _fitted(config: Config, section: str, samples: Spans, source: Source, notice: Notice | None) -> Fitted:
+def _fitted(config: Config, section: str, samples: Spans, source: Source, note: OnNote | None) -> FittedSpans:
     """Makes samples fit a sequence as the section's `overlong` says."""
     overlong = getattr(config, section).overlong
     seq_length = config.decoder.seq_length
@@ -244,16 +244,16 @@ def _fitted(config: Config, section: str, samples: Spans, source: Source, notice
         rule = f"all {fitted.dropped} samples of {source.name} are longer than a sequence of {seq_length} tokens"
         fix = "set it to truncate, or a larger model.model_config.seq_length"
         raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
-    if notice is not None and (fitted.truncated or fitted.dropped):
+    if note is not None and (fitted.truncated or fitted.dropped):
         done = "truncated: they lose the beginning of their prompt"
         if fitted.dropped:
             done = "dropped"
         count = f"{fitted.dropped or fitted.truncated:,} of {len(samples.lengths):,} samples"
-        notice(f"{count} of {source.name} are longer than a sequence ({seq_length} tokens) and are {done}.")
+        note(f"{count} of {source.name} are longer than a sequence ({seq_length} tokens) and are {done}.")
     return fitted
 
 
-def _hold_out(config: Config, documents: Spans, packing: str, notice: Notice | None) -> tuple[Spans, Spans]:
+def _hold_out(config: Config, documents: Spans, packing: str, note: OnNote | None) -> tuple[Spans, Spans]:
     """Splits the documents of ``train_dataset`` into (training, held out)."""
     fraction = config.train_dataset.held_out
     if packing != "cut" and len(documents.lengths) < 2:
@@ -264,8 +264,8 @@ def _hold_out(config: Config, documents: Spans, packing: str, notice: Notice | N
     train, held_out = split.hold_out(documents, fraction, config.seed)
     held_out_tokens = int(held_out.lengths.sum())
     actual = held_out_tokens / (held_out_tokens + int(train.lengths.sum()))
-    if notice is not None and not fraction / 1.5 <= actual <= fraction * 1.5:
-        notice(f"Whole documents are held out: {actual:.1%} of all tokens instead of held_out = {fraction:.1%}.")
+    if note is not None and not fraction / 1.5 <= actual <= fraction * 1.5:
+        note(f"Whole documents are held out: {actual:.1%} of all tokens instead of held_out = {fraction:.1%}.")
     return train, held_out
 
 

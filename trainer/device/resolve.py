@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import is_semi_auto
-from trainer.config.device_defaults import device_default_notice
-from trainer.config.notice import Notice
+from trainer.config.device_defaults import device_default_note
+from trainer.config.note import Note
 from trainer.device.doctor import find_ascend, missing_for_ascend
 from trainer.device.settings import SPEED_UP_KEY, device_calls, jit_options, unused_keys
 from trainer.errors import UserError
@@ -66,32 +66,32 @@ def plans_elsewhere(config: Config) -> bool:
     return context.device_target == "Ascend" and not context.device_fallback and bool(_lacks(config))
 
 
-def device_notices(config: Config, device: str) -> Iterator[str]:
+def device_notes(config: Config, device: str) -> Iterator[str]:
     """What of the section `context` is different, or unused, on the device of this run."""
     wanted = config.context.device_target
     lacks = _lacks(config)
-    defaults = device_default_notice(config, device)
+    defaults = device_default_note(config, device)
     if defaults:
         yield defaults
     if device == "Ascend" and SPEED_UP_KEY in (config.context.ascend_config or {}) and not is_semi_auto(config):
         text = f"context.ascend_config.{SPEED_UP_KEY}: not read, only semi-automatic mode has it"
-        yield Notice(text, "ignored")
+        yield Note(text, "ignored")
     if lacks and device == wanted:
-        yield Notice(f"{_KEY} {wanted}: planned for another machine; {lacks}", "parallel")
+        yield Note(f"{_KEY} {wanted}: planned for another machine; {lacks}", "parallel")
     elif lacks and wanted is not None:
         yield f"{_KEY} {wanted}: {lacks}; the run uses the {device} (device_fallback)"
     elif lacks and find_ascend(Path("/"), os.environ).cards:
         yield f"{lacks}: the run uses the {device}"
     elif wanted is None and config.context.device_fallback:
         text = f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
-        yield Notice(text, "ignored")
+        yield Note(text, "ignored")
     unused = unused_keys(config, device)
     if unused:
-        yield Notice(f"ignored: {', '.join(unused)}: only Ascend devices have it", "ignored")
+        yield Note(f"ignored: {', '.join(unused)}: only Ascend devices have it", "ignored")
     settings = [str(call) for call in device_calls(config, device)]
     settings += [f"mindspore.jit {name}={value}" for name, value in jit_options(config, device).items()]
     if settings:
-        yield Notice(f"context: set with {', '.join(settings)}", "ignored")
+        yield Note(f"context: set with {', '.join(settings)}", "ignored")
 
 
 def _lacks(config: Config) -> str:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config import dump_config
-from trainer.config.checks.parallel import degrees_of, in_job, runs_semi_auto
+from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import run_problems
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.doctor import memory_left_bytes
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
@@ -24,7 +24,7 @@ from trainer.run.plan_file import plan_file
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.checks.problem import Problem
+    from trainer.config.checks.problem import ConfigError
     from trainer.parallel.world import World
     from trainer.plan.render import Section
 
@@ -91,7 +91,7 @@ def as_rank(world: World, rank: int) -> World:
 
 
 def dry_run(
-    config: Config, world: World, told: list[Problem], tell: Callable[[str], None], steps: int = 2
+    config: Config, world: World, told: list[ConfigError], tell: Callable[[str], None], steps: int = 2
 ) -> DryRun:
     """Runs steps of the training as one rank; data are made up and weights stay empty.
 
@@ -118,8 +118,8 @@ def dry_run(
 
 def planned_bytes(config: Config, world: World) -> int:
     """What the plan estimates of the device memory of this rank, as a part of its pipeline's stage."""
-    config = with_device_defaults(in_job(config, world), "Ascend")
-    stages = degrees_of(config, world).pipeline_stage
+    config = apply_device_defaults(resolve_for_job(config, world), "Ascend")
+    stages = parallel_degrees(config, world).pipeline_stage
     return memory_estimate(config, config.trains, "Ascend", world, world.rank * stages // world.size)["total"]
 
 
@@ -162,7 +162,7 @@ def _with_collectives(audit: dict[str, Any], config: Config, world: World, step:
 
 def group_names(config: Config, world: World) -> dict[tuple[int, ...], str]:
     """The ranks of each group of this rank -> the name of the group, as the plan has it."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if config.classifier is not None or degrees.ranks != world.size:
         return {}
     found = {tuple(range(world.size)): "all"}

@@ -17,14 +17,14 @@ from mindspore import Tensor
 
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.state import Position, load_weights, save
-from trainer.config.checks.parallel import degrees_of, micro_batches, runs_semi_auto
+from trainer.config.checks.parallel import micro_batches, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
 from trainer.models.generate import Generator, Sampling
 from trainer.ops import dispatch
 from trainer.parallel import collectives
-from trainer.parallel.sharding import as_part
+from trainer.parallel.sharding import as_sharded_array
 from trainer.parallel.world import World
 from trainer.run.session import open_session, open_training, set_up_device
 from trainer.semi_auto.step import GraphStep
@@ -77,7 +77,7 @@ def open_step(run: Run) -> Any:
     if not runs_semi_auto(run.config, run.world):
         return open_training(run.config, _schedule, None, run.world, "Ascend")
     step = open_semi_auto_training(run.config, _schedule, None, run.world, "Ascend")
-    step.gives_loss = True  # other stages have it, and they are not there
+    step.reports_loss = True  # other stages have it, and they are not there
     return step
 
 
@@ -99,7 +99,7 @@ def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     runner = run.config.runner_config
     if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
         return [batch_of(run, step.window.rows, number)]
-    count = micro_batches(run.config, degrees_of(run.config, run.world))
+    count = micro_batches(run.config, parallel_degrees(run.config, run.world))
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
 
 
@@ -133,8 +133,8 @@ def evaluation(run: Run) -> dict[str, Any]:
     else:
         session = open_session(run.config, None, run.world, "Ascend")
     if not graph:  # another rank may have the losses, and it is not there
-        session.communicator.all_sum = lambda sums: [sums[0], max(sums[1], 1), *sums[2:]]
-    rows = run.config.runner_config.batch_size * (degrees_of(run.config, run.world).data_parallel if graph else 1)
+        session.communicator.all_reduce_exact = lambda sums: [sums[0], max(sums[1], 1), *sums[2:]]
+    rows = run.config.runner_config.batch_size * (parallel_degrees(run.config, run.world).data_parallel if graph else 1)
     found = None
     pipeline = session.pipeline
     if pipeline is None:
@@ -165,7 +165,7 @@ def checkpoint(run: Run) -> dict[str, Any]:
     """Trains a step, saves, loads what was saved, and trains again."""
     step = open_step(run)
     step(windows(run, step, 0))
-    saved = step.to_save()
+    saved = step.state_dict_shard()
     with tempfile.TemporaryDirectory() as folder:
         path = save(
             Path(folder), Position(step=1), saved, step_state=step.state(), config=run.config, layout={}, base=None,
@@ -174,7 +174,7 @@ def checkpoint(run: Run) -> dict[str, Any]:
         names = sorted(each.name for each in path.iterdir())
     if not isinstance(step, GraphStep):
         load_weights(step.model, {name: piece.array for name, piece in saved.weights.items()})
-    step.load_optimizer({key: as_part(array).array for key, array in saved.optimizer.items()}, saved.updates)
+    step.load_optimizer({key: as_sharded_array(array).array for key, array in saved.optimizer.items()}, saved.updates)
     step.load_state(step.state())
     run.measured_steps(lambda number: step(windows(run, step, number + 1)))
     return {"files": names, "updates": step.optimizer.updates}
@@ -197,7 +197,7 @@ def every_collective(run: Run) -> dict[str, Any]:
     def all_of_them(number: int) -> None:
         cells = (
             collectives.AllReduce(group), collectives.AllGather(group), collectives.ReduceScatter(group),
-            collectives.EnterTensorParallel(group), collectives.LeaveTensorParallel(group),
+            collectives.CopyToTensorParallel(group), collectives.ReduceFromTensorParallel(group),
         )  # fmt: skip
         for cell in cells:
             _, gradient = mindspore.value_and_grad(lambda x, cell=cell: cell(x).sum())(x_RD)

@@ -11,7 +11,7 @@ from mindspore import dtype as mstype
 from trainer.models import classifier, decoder
 from trainer.models.spec.model import ParameterSpec
 from trainer.optim.base import Optimizer
-from trainer.parallel.sharding import ArrayPart
+from trainer.parallel.sharding import ShardSpec
 from trainer.run import session
 from trainer.semi_auto import shards
 
@@ -34,7 +34,7 @@ def leave_weights_empty() -> None:
 
 
 def _empty_weight(
-    parameter: ParameterSpec, settings: Any, seed: int, part: ArrayPart | None = None
+    parameter: ParameterSpec, settings: Any, seed: int, part: ShardSpec | None = None
 ) -> Tensor:
     return mint.empty(parameter.shape if part is None else part.shape, dtype=mstype.float32)
 

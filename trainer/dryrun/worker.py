@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import parse_config
-from trainer.config.checks.parallel import in_job
+from trainer.config.checks.parallel import resolve_for_job
 from trainer.dryrun.measure import Run, failure_of
 from trainer.dryrun.process import CASES, RESULTS, Measurement
 from trainer.parallel.world import World
@@ -60,7 +60,7 @@ def measure(
     found = {}
     results = {}
     try:
-        config = in_job(parse_config(name, case["config"]), world)
+        config = resolve_for_job(parse_config(name, case["config"]), world)
         prepare_process(config, world)
         run = Run(config, world, case["steps"], case["options"], say, libraries)
         run.start()

@@ -20,7 +20,7 @@ from trainer.config import Config, load_config
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions, visible_devices
-from trainer.launch.job import Continuation
+from trainer.launch.job import RestartPlan
 from trainer.launch.msrun import listen_error
 from trainer.launch.restart import continuation
 from trainer.parallel.world import World
@@ -34,7 +34,7 @@ _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Z
 
 def check_launch(
     options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
-) -> Continuation:
+) -> RestartPlan:
     """Checks the options of `launch` and msrun_launcher.sh on the machine of this node.
 
     Returns:

@@ -31,10 +31,10 @@ from trainer.launch.control.nodes import Nodes, connect_nodes
 from trainer.launch.control.secret import SECRET_VARIABLE
 from trainer.launch.heartbeat import JOB_VARIABLE, RESTART_VARIABLE
 from trainer.launch.job import (
-    Continuation,
     JobFiles,
     JobState,
     Outcome,
+    RestartPlan,
     WorkerState,
     how,
     job_files,
@@ -59,7 +59,7 @@ from trainer.launch.msrun import (
 from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
-from trainer.launch.terminal import Follower, Screen, growth_of, output_of_pipe, terminal_size
+from trainer.launch.terminal import Follower, Screen, output_of_pipe, tail_file, terminal_size
 from trainer.launch.wire import ListeningSocket, Message
 
 _DETACHED_START_SECONDS = 20.0
@@ -85,7 +85,7 @@ class Restart(NamedTuple):
 _FIRST_START = Restart()
 
 
-def launch(options: LaunchOptions, continuation: Continuation | None = None) -> int:
+def launch(options: LaunchOptions, continuation: RestartPlan | None = None) -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
 
     Args:
@@ -110,7 +110,7 @@ def launch(options: LaunchOptions, continuation: Continuation | None = None) -> 
 
 
 def _start_and_restart(
-    options: LaunchOptions, files: JobFiles, continuation: Continuation | None, signals: deque[int]
+    options: LaunchOptions, files: JobFiles, continuation: RestartPlan | None, signals: deque[int]
 ) -> int:
     """Runs the job until it ends well, is told to end, or fails once more than it may be started again."""
     before: Outcome | None = None
@@ -212,7 +212,7 @@ def _supervise(
         return supervisor.run()
 
 
-def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: int, resume: str) -> Nodes:
+def _nodes(options: LaunchOptions, continuation: RestartPlan | None, attempt: int, resume: str) -> Nodes:
     if options.nodes == 1:
         return Nodes(resume=resume)
     assert continuation is not None
@@ -225,7 +225,7 @@ def _nodes(options: LaunchOptions, continuation: Continuation | None, attempt: i
 def _screen(followed: Message, scratch: Path) -> Screen:
     """Shows the worker of this spec to the user; on a terminal, as if it were alone there."""
     if not sys.stdout.isatty():
-        return Screen(Follower(growth_of(Path(followed["log"])), sys.stdout.buffer))
+        return Screen(Follower(tail_file(Path(followed["log"])), sys.stdout.buffer))
     pipe = scratch / "terminal"
     followed["terminal"] = {"pipe": str(pipe), "size": terminal_size()}
     return Screen(Follower(output_of_pipe(pipe), sys.stdout.buffer), drawn=True)
@@ -272,7 +272,7 @@ def worker_specs(
 def _own_environment(threads: int) -> dict[str, str]:
     """Returns PATH and encoding as the user has them, at most so many threads, and a long wait for heartbeats.
 
-    By itself its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers notice
+    By itself its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers note
     themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs ended with SIGSEGV.
     """
     environment = {"PATH": os.environ.get("PATH", os.defpath)}

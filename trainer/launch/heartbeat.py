@@ -84,7 +84,7 @@ def read_step(path: Path) -> int | None:
 def failed(exit_code: int) -> None:
     """To be called when the worker is about to end with an error.
 
-    Ending may take long, and the other workers may notice and end before: so the launcher knows who failed first.
+    Ending may take long, and the other workers may note and end before: so the launcher knows who failed first.
     """
     _announce("failed", exit_code)
 

@@ -202,7 +202,7 @@ class Outcome:
     stopped_by: int | None = None  # the signal that told the job to end, before or after the failure
 
 
-class Continuation(NamedTuple):
+class RestartPlan(NamedTuple):
     """How a job that failed goes on; made by `trainer.launch.restart`.
 
     Attributes:

@@ -103,7 +103,7 @@ def adopt_orphans() -> None:
 
 
 def _prctl(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # not Linux: agents notice that their connection is gone
+    with contextlib.suppress(OSError, AttributeError):  # not Linux: agents note that their connection is gone
         ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 

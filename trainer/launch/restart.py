@@ -15,13 +15,13 @@ from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.job import Continuation
+from trainer.launch.job import RestartPlan
 from trainer.parallel.world import World, world_of
 
 PlanOf = Callable[[Config, World], object]
 
 
-def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf) -> Continuation:
+def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf) -> RestartPlan:
     """How this job would go on.
 
     Args:
@@ -33,7 +33,7 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
             shared = options.log_dir
         else:
             shared = Path(config.output_dir)
-        return Continuation(shared, lambda: "", lambda given, name: given, lambda given, name: None)
+        return RestartPlan(shared, lambda: "", lambda given, name: given, lambda given, name: None)
     folder = Path(config.output_dir).expanduser().absolute() / "checkpoints"
     before = _saved(folder)  # of an earlier training, which may have used the folder too
 
@@ -61,7 +61,7 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
     def fewer(given: LaunchOptions, name: str) -> LaunchOptions | None:
         return _fewer(given, lambda smaller: resumed(smaller, name), plan_of)
 
-    return Continuation(Path(config.output_dir), newest, resumed, fewer)
+    return RestartPlan(Path(config.output_dir), newest, resumed, fewer)
 
 
 class _Saved(NamedTuple):

@@ -152,7 +152,7 @@ class Follower:
                 self.broken = True
 
 
-def growth_of(path: Path) -> Callable[[], bytes]:
+def tail_file(path: Path) -> Callable[[], bytes]:
     """Returns a function that reads what was appended to a file since its last call; the file need not exist yet."""
     offset = 0
 

@@ -1,6 +1,6 @@
 """The parts of a decoder on a CPU: native layers on arrays (`trainer.arrays`), for training, evaluation and prediction.
 
-They are called by `DecoderWiring` and take the parameters of the model themselves.
+They are called by `DecoderForward` and take the parameters of the model themselves.
 
 Legend: B sequences of T tokens, N tokens of a rank, D hidden, E width of the embedding, V vocabulary.
 """
@@ -24,7 +24,7 @@ from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import host_threads, on_host, parts
 from trainer.arrays.mlp import CpuMlp
-from trainer.arrays.moe.dispatch import TokenRanks
+from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.tiles import Scratch, SublayerCall
@@ -46,18 +46,18 @@ from trainer.models.spec.names import (
     sublayer_of,
 )
 from trainer.ops.routing import RoutingRule
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from mindspore import Parameter
 
-    from trainer.arrays.cells import ArrayPart
+    from trainer.arrays.cells import ShardSpec
     from trainer.config import ModelConfig
-    from trainer.models.compute_weights import ComputeWeights
+    from trainer.models.compute_weights import ModelParams
     from trainer.models.dropout import DropoutShards
     from trainer.models.inputs import DecoderCall
     from trainer.models.spec.model import LayerSpec
-    from trainer.parallel.tensor import ModelShard
+    from trainer.parallel.tensor import RankModelShard
 
 
 _SHARED_WORK = 1 << 23  # multiplications of a layer from which threads share the sequences of a pass
@@ -77,8 +77,9 @@ class ArrayParts:
     """
 
     def __init__(
-        self, settings: ModelConfig, dtype: str, parameters: Mapping[str, Parameter], weights: ComputeWeights | None,
-        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards | None, shard: ModelShard | None,
+        self, settings: ModelConfig, dtype: str, parameters: Mapping[str, Parameter], weights: ModelParams | None,
+        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards | None,
+        shard: RankModelShard | None,
     ) -> None:  # fmt: skip
         self.settings = settings
         if shard is None:
@@ -219,7 +220,7 @@ class ArrayParts:
             elif name == "mlp":
                 x_ND = run_part(self.mlp_of(spec.mlp), weights, (x_ND,), (), save, dropout)
             else:
-                part: ArrayPart = self.attention_of(spec.attention)
+                part: ShardSpec = self.attention_of(spec.attention)
                 if name == "block":
                     part = BlockPart(part, self.mlp_of(spec.mlp))
                 arguments: tuple = (x_ND,), (call.inputs.positions,)
@@ -250,7 +251,7 @@ class ArrayParts:
             return local_NV
         group = self.tensor.group
         logits_NV = np.empty((len(local_NV), self.vocabulary), np.float32)
-        logits_NV[:, range_of_rank(self.vocabulary, group.rank, group.size)] = local_NV
+        logits_NV[:, shard_range(self.vocabulary, group.rank, group.size)] = local_NV
         group.complete_ranges(list(logits_NV))
         return logits_NV
 
@@ -351,7 +352,7 @@ class ArrayParts:
 
 
 def prediction_parts(
-    settings: ModelConfig, parameters: Mapping[str, Parameter], shard: ModelShard | None
+    settings: ModelConfig, parameters: Mapping[str, Parameter], shard: RankModelShard | None
 ) -> ArrayParts:
     """Returns the parts of a decoder for a prediction in float32, whatever trains it.
 
@@ -370,11 +371,11 @@ class _Experts:
     """The sublayer of all layers with experts, and what its calls need."""
 
     def __init__(
-        self, settings: ModelConfig, layers: Sequence[LayerSpec], scratch: Scratch, shard: ModelShard | None,
+        self, settings: ModelConfig, layers: Sequence[LayerSpec], scratch: Scratch, shard: RankModelShard | None,
         predicts: bool,
     ) -> None:  # fmt: skip
         self.settings = settings
-        self.token_ranks: TokenRanks | None = None
+        self.token_ranks: TokenSharingGroup | None = None
         self.sharing = 1  # ranks that have other rows of the residual stream
         self.moe: CpuMoe | None = None
         spec = next((layer.mlp for layer in layers if isinstance(layer.mlp, MoeSpec)), None)
@@ -387,7 +388,7 @@ class _Experts:
             if tensor is not None and predicts:
                 tensor = tensor._replace(shares_rows=False)
             if shard.sharing is not None:
-                self.token_ranks = TokenRanks(shard.sharing, shard.tokens)
+                self.token_ranks = TokenSharingGroup(shard.sharing, shard.tokens)
                 self.sharing = shard.sharing.size
             if tensor is not None and not tensor.shares_rows:
                 self.sharing //= tensor.group.size

@@ -79,7 +79,7 @@ class AttentionLayer(nn.Cell):
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         y_ND = self.entered(x_ND, weights)
-        q_NC, k_NK, v_NK = self.heads_of(y_ND, query_tables, key_tables, weights)
+        q_NC, k_NK, v_NK = self.project_qkv(y_ND, query_tables, key_tables, weights)
         return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
 
     def added(self, context_NC, weights):
@@ -89,14 +89,14 @@ class AttentionLayer(nn.Cell):
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries and keys, and values."""
-        return self.heads_of(self.entered(x_ND, weights), query_tables, key_tables, weights)
+        return self.project_qkv(self.entered(x_ND, weights), query_tables, key_tables, weights)
 
     def entered(self, x_ND, weights):
         """What the heads are made from: the normed residual stream."""
         y_ND = self.norm(x_ND, weights[self.norm_weight])
         return y_ND if self.enter is None else self.enter(y_ND)
 
-    def heads_of(self, y_ND, query_tables, key_tables, weights):
+    def project_qkv(self, y_ND, query_tables, key_tables, weights):
         q_NC = self.query(y_ND, weights)
         k_NK = self.key(y_ND, weights)
         v_NK = self.value(y_ND, weights)
@@ -291,7 +291,7 @@ class Head(nn.Cell):
         return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)
 
 
-class MergeTokens(nn.Cell):
+class MtpMerge(nn.Cell):
     """(embeddings of later tokens, residual stream, its norm, two norms, projection) -> input of a module's block."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet) -> None:

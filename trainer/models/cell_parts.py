@@ -19,12 +19,12 @@ from mindspore import Parameter, Tensor
 from mindspore import dtype as mstype
 
 from trainer.config.recompute import SUBLAYERS
-from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MergeTokens
-from trainer.models.compute_weights import ComputeWeights
+from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MtpMerge
+from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import AdapterMasks, DropoutShards
 from trainer.models.inputs import DecoderCall, ModelInputs
-from trainer.models.moe import MoeLayer, MoePart
-from trainer.models.recompute import Compiled, Differentiable, LayerPart, compile_cell
+from trainer.models.moe import MoeFunction, MoeLayer
+from trainer.models.recompute import Compiled, Differentiable, LayerFunction, compile_cell
 from trainer.models.spec.build import dropout_sites, model_spec
 from trainer.models.spec.names import (
     EMBEDDING,
@@ -40,14 +40,14 @@ from trainer.models.spec.shapes import (
 )
 from trainer.ops.vocabulary import VocabShard
 from trainer.parallel.collectives import AllGather
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import PredictionCall
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
-    from trainer.parallel.tensor import ModelShard, TensorParallel
+    from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 
 _CACHED_MULTIPLE = 32  # of the length that a prediction's attention sees: few shapes occur
@@ -65,7 +65,7 @@ _NO_DROPOUT = DropoutMasks(None, None, None)
 
 
 class CellParts:
-    """Embedding, layers, merges and heads of a decoder, which `DecoderWiring` calls.
+    """Embedding, layers, merges and heads of a decoder, which `DecoderForward` calls.
 
     Args:
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
@@ -75,8 +75,8 @@ class CellParts:
     """
 
     def __init__(
-        self, settings: ModelConfig, kernels: KernelSet, weights: ComputeWeights, compiled: Compiled,
-        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards, shard: ModelShard | None,
+        self, settings: ModelConfig, kernels: KernelSet, weights: ModelParams, compiled: Compiled,
+        recomputed: Sequence[str], trained: Collection[str], dropout: DropoutShards, shard: RankModelShard | None,
     ) -> None:  # fmt: skip
         self.settings = settings
         self.kernels = kernels
@@ -112,7 +112,7 @@ class CellParts:
         else:
             self.head_loss = None
         if modules:
-            self.merge = Differentiable(MergeTokens(settings, kernels), compiled).plain
+            self.merge = Differentiable(MtpMerge(settings, kernels), compiled).plain
         else:
             self.merge = None
 
@@ -136,7 +136,7 @@ class CellParts:
 
     def _layers(
         self, recomputed: Sequence[str], compiled: bool, trained: Collection[str]
-    ) -> list[dict[str, LayerPart | MoePart]]:
+    ) -> list[dict[str, LayerFunction | MoeFunction]]:
         """For each layer its parts, in order: the whole block, or its sublayers where one of them is recomputed.
 
         A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
@@ -155,14 +155,14 @@ class CellParts:
             return Differentiable(block, compiled)
 
         first = self.spec.first_reached(trained)
-        layers: list[dict[str, LayerPart | MoePart]] = []
+        layers: list[dict[str, LayerFunction | MoeFunction]] = []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
             if self.settings.is_moe_layer(layer):
                 experts = self._parameters(layer, moe_shapes(self.settings))
             else:
                 experts = ()
             reached = layer >= first
-            parts: dict[str, LayerPart | MoePart] = {}
+            parts: dict[str, LayerFunction | MoeFunction] = {}
             if all(weight is None for weight in weights):
                 layers.append(parts)
                 continue
@@ -178,11 +178,11 @@ class CellParts:
                 own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
                 redone = again == name or (bool(experts) and again == "block")
                 one = function(name, None if name == "mlp" else kernels.window(settings, layer))
-                parts[name] = LayerPart(one, own, reached=reached, recomputed=redone)
+                parts[name] = LayerFunction(one, own, reached=reached, recomputed=redone)
             if experts:
                 redone = again in ("block", "mlp")
                 capacity = self.settings.experts.capacity
-                parts["experts"] = MoePart(self.moe, layer, experts, capacity, reached=reached, recomputed=redone)
+                parts["experts"] = MoeFunction(self.moe, layer, experts, capacity, reached=reached, recomputed=redone)
             layers.append(parts)
         return layers
 
@@ -363,7 +363,7 @@ def _vocab_shard(vocabulary: int, tensor: TensorParallel | None) -> VocabShard |
     if tensor is None:
         return None
     group = tensor.group
-    first = range_of_rank(vocabulary, group.rank, group.size).start
+    first = shard_range(vocabulary, group.rank, group.size).start
     return VocabShard(group.rank, group.size, first, AllGather(group))
 
 

@@ -17,7 +17,7 @@ from mindspore.ops import operations as P
 
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
-from trainer.models.compute_weights import ComputeWeights
+from trainer.models.compute_weights import ModelParams
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Differentiable, compile_cell
 from trainer.models.spec.init import initial_value
@@ -122,7 +122,7 @@ class Classifier(nn.Cell):
             name: Parameter(Tensor(initial_value(spec, settings, seed)), name, requires_grad=name not in frozen)
             for name, spec in specs.items()
         }
-        self.compute_weights = ComputeWeights(self.parameters_by_name, kernels.compute_dtype, specs)
+        self.compute_weights = ModelParams(self.parameters_by_name, kernels.compute_dtype, specs)
         self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = Layers(settings, kernels)

@@ -38,7 +38,7 @@ _Arrays: TypeAlias = "dict[OptimizerShard, list[np.ndarray]]"
 _DONT_NEED = 4  # MADV_DONTNEED of Linux, after which the pages read as zeros and take no memory
 
 
-class ComputeWeights:
+class ModelParams:
     """What a model's parts take in the place of its parameters.
 
     Only matrices of products have copies. Rows of the embedding are looked up in float32, also where it is the matrix
@@ -95,7 +95,7 @@ class ComputeWeights:
         """Of the weights of which this rank keeps a range, flattened."""
         if self.sharded is None:
             return {}
-        return {name: shard.own_range(self.main_params[name].size) for name, shard in self.sharded.shards.items()}
+        return {name: shard.local_range(self.main_params[name].size) for name, shard in self.sharded.shards.items()}
 
     def end_step(self) -> None:
         """Frees what other ranks have of the weights, of which none is in use."""
@@ -118,7 +118,7 @@ class ComputeWeights:
 
 
 def in_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of `ComputeWeights.grad_targets` in the dtype of the parameters."""
+    """Gradients of `ModelParams.grad_targets` in the dtype of the parameters."""
     return [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
 
 
@@ -192,7 +192,7 @@ class ShardedWeights:
             if name in coming:
                 continue
             flat = self.parameters[name].asnumpy().reshape(-1)
-            own = self.shards[name].own_range(flat.size)
+            own = self.shards[name].local_range(flat.size)
             _free_pages(flat[: own.start])
             _free_pages(flat[own.stop :])
 

@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, nn
 
 from trainer.models.array_parts import ArrayParts
 from trainer.models.cell_parts import CellParts
-from trainer.models.compute_weights import ComputeWeights
+from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import DropoutShards
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
 from trainer.models.spec.build import model_spec
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
-    from trainer.parallel.tensor import ModelShard
+    from trainer.parallel.tensor import RankModelShard
 
 
-class DecoderWiring(nn.Cell):
+class DecoderForward(nn.Cell):
     """The order of a decoder's parts: embedding, layers, head, multi-token prediction modules, total loss.
 
     It is the same for a run in explicit mode (`Decoder`) and the stages of its pipeline, for the exported graphs of the
@@ -111,7 +111,7 @@ def _sum(total, added):
     return added if total is None else total + added
 
 
-class Decoder(DecoderWiring):
+class Decoder(DecoderForward):
     """A Llama/Qwen style decoder in explicit mode: compiled blocks, called one after the other.
 
     Args:
@@ -135,7 +135,7 @@ class Decoder(DecoderWiring):
         compiled: bool = True,
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
-        shard: ModelShard | None = None,
+        shard: RankModelShard | None = None,
     ) -> None:
         spec = model_spec(settings)
         super().__init__(settings, spec.num_layers, spec.mtp_modules)
@@ -156,7 +156,7 @@ class Decoder(DecoderWiring):
         self.kernels = kernels
         # The multi-token prediction modules use these of the main model again.
         shared = (HEAD, MAPPING_IN, MAPPING_OUT) if self.mtp_modules else ()
-        self.compute_weights = ComputeWeights(
+        self.compute_weights = ModelParams(
             self.parameters_by_name, kernels.compute_dtype, specs, experts=True, shared=shared
         )
         trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.dropout import DropoutSite, LayerDropout
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.models.spec.adapters import adapter_spec, layer_targets
 from trainer.models.spec.build import dropout_sites
 from trainer.models.spec.shapes import dropped_projections
 from trainer.models.spec.sublayers import attention_parameters, attention_spec, mlp_parameters
-from trainer.ops.dropout import MaskPart, OwnHeads
+from trainer.ops.dropout import LocalHeads, MaskShard
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.models.spec.model import LayerSpec
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
-    from trainer.parallel.tensor import ModelShard
+    from trainer.parallel.tensor import RankModelShard
 
 
 class DropoutShards:
@@ -36,10 +36,10 @@ class DropoutShards:
         ranks: Those that share the columns of a matrix.
     """
 
-    def __init__(self, settings: ModelConfig, shard: ModelShard | None) -> None:
+    def __init__(self, settings: ModelConfig, shard: RankModelShard | None) -> None:
         self.settings = settings
         self.tensor = None
-        self.sequence = SequencePart(0, 1)
+        self.sequence = ContextShard(0, 1)
         if shard is not None:
             self.tensor = shard.tensor
             self.sequence = shard.tokens
@@ -56,13 +56,13 @@ class DropoutShards:
             local = spec.local(self.ranks)
             heads = local.heads // sharing
             kv_heads = max(1, local.kv_heads // sharing)
-            self.heads = OwnHeads(number, spec.heads, spec.kv_heads, heads, kv_heads)
+            self.heads = LocalHeads(number, spec.heads, spec.kv_heads, heads, kv_heads)
 
     def tokens(self, inputs: ModelInputs) -> int:
         """Tokens of the micro-batch, those of other ranks included."""
         return inputs.ids_N.shape[0] * self.sequence.ranks
 
-    def rows(self, inputs: ModelInputs) -> MaskPart | None:
+    def rows(self, inputs: ModelInputs) -> MaskShard | None:
         """The part of a mask of the residual stream."""
         if self.tensor is None or not self.tensor.shares_rows:
             return self.whole_rows(inputs)
@@ -71,25 +71,25 @@ class DropoutShards:
             rows = own
         else:
             rows = inputs.rows[own]
-        return MaskPart(self._number(self.rank), (rows, slice(None)))
+        return MaskShard(self._number(self.rank), (rows, slice(None)))
 
-    def columns(self, inputs: ModelInputs, width: int) -> MaskPart | None:
+    def columns(self, inputs: ModelInputs, width: int) -> MaskShard | None:
         """The part of a mask of what is cut by columns; `width` is that of the whole."""
         return self._part(inputs, slice(None) if self.tensor is None else self.tensor.columns(width), self.rank)
 
-    def whole_rows(self, inputs: ModelInputs) -> MaskPart | None:
+    def whole_rows(self, inputs: ModelInputs) -> MaskShard | None:
         """The part of a mask of what each tensor-parallel rank has whole."""
         return self._part(inputs, slice(None), 0)
 
-    def _part(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskPart | None:
+    def _part(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskShard | None:
         if inputs.rows is None and columns == slice(None):
             return None
-        return MaskPart(self._number(tensor_rank), (slice(None) if inputs.rows is None else inputs.rows, columns))
+        return MaskShard(self._number(tensor_rank), (slice(None) if inputs.rows is None else inputs.rows, columns))
 
     def _number(self, tensor_rank: int) -> int:
         return self.sequence.rank * self.ranks + tensor_rank
 
-    def of_adapter(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskPart | None]:
+    def of_adapter(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskShard | None]:
         """Returns the columns of the mask of what enters an adapted matrix, of which the rank has `width`, and the part
         of it that the rank draws."""
         if name.endswith(("o_proj", "down_proj")):
@@ -119,7 +119,7 @@ class DropoutShards:
         return LayerDropout(key, sites, (numbers["probabilities"], spec.attention.dropout), self.heads)
 
 
-def _site(number: int, rate: float, width: int, part: MaskPart | None) -> DropoutSite:
+def _site(number: int, rate: float, width: int, part: MaskShard | None) -> DropoutSite:
     if part is None:
         return DropoutSite(number, rate, width)
     rows, columns = part.places

@@ -12,17 +12,17 @@ from mindspore import Tensor
 
 from trainer.arrays.attention.positions import Rotary, TokenPositions, query_blocks
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.rotary import rotary_angles
 from trainer.ops.measures import device_measures
-from trainer.ops.routing import Routing, RoutingCounts, WindowLoad
+from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
-    from trainer.parallel.tensor import ModelShard
+    from trainer.parallel.tensor import RankModelShard
 
 
 Positions: TypeAlias = tuple[tuple, tuple, "tuple | None", "TokenPositions | None"]
@@ -111,7 +111,7 @@ class RouterStatistics:
     """
 
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
-    load: WindowLoad | None = None
+    load: StepExpertLoad | None = None
 
     def counts(self) -> RoutingCounts | None:
         """The counts of all layers; None without experts."""
@@ -154,11 +154,11 @@ class InputBuilder:
             what it needs to know of the others is taken from the whole batch.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: ModelShard | None = None) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: RankModelShard | None = None) -> None:
         self.settings = settings
         self.kernels = kernels
         if shard is None:
-            self.part = SequencePart(0, 1)
+            self.part = ContextShard(0, 1)
             self.tensor = None
         else:
             self.part = shard.tokens
@@ -246,7 +246,7 @@ class InputBuilder:
         return found
 
 
-def _mtp_inputs(batch: Batch, offset: int, part: SequencePart) -> MtpInputs:
+def _mtp_inputs(batch: Batch, offset: int, part: ContextShard) -> MtpInputs:
     """Tokens and labels `offset` positions after those of a part, in the same document."""
     ids_BT = np.zeros_like(batch.input_ids)
     labels_BT = _mtp_labels(batch, offset)

@@ -21,14 +21,14 @@ from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
 from trainer.ops.dispatch import AllToAllDispatcher
 from trainer.ops.routing import RoutingRule
-from trainer.parallel.collectives import AllReduce, DivideRows, JoinRows
+from trainer.parallel.collectives import AllReduce, GatherFromSequenceParallel, ScatterToSequenceParallel
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import RouterStatistics, SequenceWeights
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.collectives import Group
-    from trainer.parallel.tensor import ModelShard, TensorParallel
+    from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 
 class Router(nn.Cell):
@@ -91,7 +91,8 @@ class Gates(nn.Cell):
 class RouterLosses(nn.Cell):
     """(logits_NE, scores_NE, load, fields of `SequenceWeights`) -> auxiliary and z loss, sums over valid tokens.
 
-    `load` is experts_Nk; with gbs_aux_loss shares_1E, the experts' parts of all assignments of the step (`WindowLoad`).
+    `load` is experts_Nk; with gbs_aux_loss shares_1E, the experts' shares of all assignments of the step
+    (`StepExpertLoad`).
 
     Auxiliary loss: DeepSeek-V3's loss of one sequence (equations 17 to 20), sum_e f_e P_e with f_e = E / (k T) x
     assignments to e and P_e the mean of the normalised scores, 1 for an even load, times the sequence's valid tokens. A
@@ -211,7 +212,7 @@ class MoeLayer(nn.Cell):
     """
 
     def __init__(
-        self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, shard: ModelShard | None = None
+        self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, shard: RankModelShard | None = None
     ) -> None:
         super().__init__(auto_prefix=False)
         moe = settings.experts
@@ -221,8 +222,8 @@ class MoeLayer(nn.Cell):
         self.divide = self.join = None
         self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
         if tensor is not None and not tensor.shares_rows:
-            self.divide = DivideRows(tensor.group)
-            self.join = JoinRows(tensor.group)
+            self.divide = ScatterToSequenceParallel(tensor.group)
+            self.join = GatherFromSequenceParallel(tensor.group)
             self.sharing //= tensor.group.size
         self.drop_policy = moe.drop_policy
         self.has_shared = settings.shared_expert_size > 0
@@ -266,7 +267,7 @@ class MoeLayer(nn.Cell):
             dropped: Mask of the dropout on what is added, or None.
             capacity: Most tokens that an expert computes, or None.
             routing: The routing of an earlier pass, to be repeated; None: the router decides.
-            shares: For gbs_aux_loss: `WindowLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
+            shares: For gbs_aux_loss: `StepExpertLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
         """
         rows_ND = x_ND if self.divide is None else self.divide(x_ND)
         y_ND, logits_NE, scores_NE = self.router(rows_ND, weights[0], weights[1])
@@ -326,7 +327,7 @@ class MoeLayer(nn.Cell):
         return x_ND + self.experts(y_ND, gates_Nk, routing, weights)
 
 
-class MoePart:
+class MoeFunction:
     """The feed-forward sublayer of one layer with experts.
 
     Args:

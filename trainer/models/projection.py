@@ -13,7 +13,7 @@ from mindspore.ops import operations as P
 from trainer.models.spec.adapters import adapter_spec, merged_matrix
 from trainer.models.spec.names import adapter_names, mask_name
 from trainer.models.spec.shapes import adapted_projections, block_names, dropped_projections
-from trainer.parallel.tensor import LeaveAfter
+from trainer.parallel.tensor import RowParallelOutputAfter
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -44,7 +44,7 @@ class Projection(nn.Cell):
         self.leaves = tensor is not None
         self.linear = kernels.linear()
         if self.leaves:
-            self.leave = LeaveAfter(tensor)
+            self.leave = RowParallelOutputAfter(tensor)
             self.add_bias = P.Add()
             self.cast = P.Cast()
         self.has_adapter = name in adapted_projections(settings)

@@ -84,7 +84,7 @@ def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
     return call
 
 
-class LayerPart:
+class LayerFunction:
     """A block or a sublayer of it with the weights of one layer: (x_ND, constants) -> x_ND.
 
     Args:
@@ -126,7 +126,7 @@ class RecomputedCall(nn.Cell):
     MindSpore runs `construct` of a cell with a `bprop` without recording it.
     """
 
-    def __init__(self, part: LayerPart, views: Sequence[Tensor | None], constants: Constants) -> None:
+    def __init__(self, part: LayerFunction, views: Sequence[Tensor | None], constants: Constants) -> None:
         super().__init__(auto_prefix=False)
         self.part = part
         self.views = views

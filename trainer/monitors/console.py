@@ -72,7 +72,7 @@ class LineMonitor(Monitor):
     def on_checkpoint(self, path: Path, step: int) -> None:
         self._write(f"checkpoint of step {step}: {path}")
 
-    def on_notice(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         self._write(f"note: {text}")
 
     def write_line(self, line: str) -> None:
@@ -89,7 +89,7 @@ class LineMonitor(Monitor):
 
 
 class ProgressMonitor(LineMonitor):
-    """Shows the newest step, or what else the run does, in a live line; evaluations, checkpoints, notices and details
+    """Shows the newest step, or what else the run does, in a live line; evaluations, checkpoints, notes and details
     scroll past above it. It must be closed, also after a failure. `line` draws `state`."""
 
     def __init__(

@@ -139,7 +139,7 @@ class Monitor:
     def on_checkpoint(self, path: Path, step: int) -> None:
         """Called when the checkpoint of ``step`` is complete at ``path``."""
 
-    def on_notice(self, text: str) -> None:
+    def on_note(self, text: str) -> None:
         """Called with something that the user should know: a sentence or a few lines."""
 
     def close(self, summary: RunSummary | None) -> None:

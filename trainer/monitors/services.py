@@ -178,13 +178,13 @@ class SwanLab(_Service):
 SERVICES = {service.name: service for service in (Wandb, Mlflow, SwanLab)}
 
 
-def tracker_monitors(config: Config, notice: Callable[[str], None]) -> list[Monitor]:
+def tracker_monitors(config: Config, note: Callable[[str], None]) -> list[Monitor]:
     """Returns the monitors of all trackers that a configuration asks for, whose packages are imported when a run
     starts, and only then."""
     monitors: list[Monitor] = []
     if config.tensorboard.tensorboard_dir:
         every = config.tensorboard.log_interval
-        monitors.append(TrackerMonitor("TensorBoard", functools.partial(TensorBoard, config), notice, every))
+        monitors.append(TrackerMonitor("TensorBoard", functools.partial(TensorBoard, config), note, every))
     for name in config.tracker_names or ():
-        monitors.append(TrackerMonitor(name, functools.partial(SERVICES[name], config), notice))
+        monitors.append(TrackerMonitor(name, functools.partial(SERVICES[name], config), note))
     return monitors

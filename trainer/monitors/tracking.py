@@ -44,16 +44,16 @@ class TrackerMonitor(Monitor):
     """Tells a tracker of a run's steps, evaluations and pauses.
 
     Args:
-        name: For notices.
+        name: For notes.
         make: Makes the tracker, in the thread.
-        notice: Takes what the user should know, in the thread of the training.
+        note: Takes what the user should know, in the thread of the training.
         every: Optimizer steps between two that the tracker is told of; the first and the last of a run are always told.
     """
 
-    def __init__(self, name: str, make: Callable[[], Tracker], notice: Callable[[str], None], every: int = 1) -> None:
+    def __init__(self, name: str, make: Callable[[], Tracker], note: Callable[[str], None], every: int = 1) -> None:
         self._name = name
         self._make = make
-        self._notice = notice
+        self._note = note
         self._every = every
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None
@@ -97,7 +97,7 @@ class TrackerMonitor(Monitor):
             self._failure = f"did not end within {_END_SECONDS:.0f} s"
         self._tell()
         if self._left_out:
-            self._notice(f"{self._name}: {self._left_out} records were left out, it takes them too slowly")
+            self._note(f"{self._name}: {self._left_out} records were left out, it takes them too slowly")
 
     def _put(self, event: str, value: object) -> None:
         if self._thread is None:
@@ -113,7 +113,7 @@ class TrackerMonitor(Monitor):
     def _tell(self) -> None:
         if self._failure and not self._told:
             self._told = True
-            self._notice(f"{self._name} keeps nothing of this run from here on: {self._failure}")
+            self._note(f"{self._name} keeps nothing of this run from here on: {self._failure}")
 
     def _work(self, info: RunInfo) -> None:
         try:

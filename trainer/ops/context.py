@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.ops.ascend.attention import AttentionMasks
 from trainer.ops.ascend.context import GatheredAttention
 from trainer.ops.kernel_set import KernelSet
@@ -13,7 +13,7 @@ from trainer.parallel.collectives import AllGather
 from trainer.parallel.process_groups import ProcessGroups
 
 
-def over_context(kernels: KernelSet, groups: ProcessGroups, part: SequencePart) -> KernelSet:
+def context_parallel_kernels(kernels: KernelSet, groups: ProcessGroups, part: ContextShard) -> KernelSet:
     """The kernels of a rank that has this part of sequences which it shares with the ranks of `groups.cp`.
 
     Masks of attention are then made for whole sequences: `attention_masks` takes the documents of all T tokens. All

@@ -42,20 +42,20 @@ class AllToAllDispatcher:
         token_R = routing[2]
         counts_E = routing[3]
         rows_RD = self.permute(y_ND, token_R, row_Nk)
-        counts_Se, theirs_Se = exchange_counts(counts_E, self.group)
+        counts_Se, received_counts_Se = exchange_counts(counts_E, self.group)
         send_S = counts_Se.sum(1)
-        receive_S = theirs_Se.sum(1)
+        receive_S = received_counts_Se.sum(1)
         rows = None
         if not receive_S.any():
-            theirs_Se[0, 0] = rows = 1  # a row of zeros: an Ascend's operators may not take none
-        rows_QD = _RowExchange(self.group, send_S, receive_S, rows)(rows_RD)
+            received_counts_Se[0, 0] = rows = 1  # a row of zeros: an Ascend's operators may not take none
+        rows_QD = _TokenAllToAll(self.group, send_S, receive_S, rows)(rows_RD)
         ones_Q1 = Tensor.from_numpy(np.ones((rows_QD.shape[0], 1), np.float32))
-        out_QD = compute(rows_QD, ones_Q1, Routing(*map(Tensor.from_numpy, rows_of_experts(theirs_Se))))
-        out_RD = _RowExchange(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
+        out_QD = compute(rows_QD, ones_Q1, Routing(*map(Tensor.from_numpy, rows_of_experts(received_counts_Se))))
+        out_RD = _TokenAllToAll(self.group, receive_S, send_S, rows_RD.shape[0])(out_QD)
         return self.unpermute(out_RD, gates_Nk, token_R, row_Nk)
 
 
-class _RowExchange(nn.Cell):
+class _TokenAllToAll(nn.Cell):
     """One all-to-all of rows [n, D], `send_S` of them to each rank and `receive_S` from each; backward, the way back.
 
     Rows after those that are sent get zero gradients. `rows`: with so many rows, zeros after those that come back.

@@ -27,7 +27,7 @@ class DropoutKey:
     micro_batch: int
 
 
-class MaskPart(NamedTuple):
+class MaskShard(NamedTuple):
     """The part of a mask that one of several ranks needs."""
 
     number: int  # of the part, from 0
@@ -40,7 +40,7 @@ class MaskPart(NamedTuple):
         return tuple(len(range(size)[each] if isinstance(each, slice) else each) for size, each in pairs)
 
 
-class OwnHeads(NamedTuple):
+class LocalHeads(NamedTuple):
     """The heads of one of several ranks that have equally many: part `number` of `heads` query heads, with the keys and
     values that belong to them."""
 
@@ -52,7 +52,7 @@ class OwnHeads(NamedTuple):
 
 
 def dropout_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskShard | None = None
 ) -> np.ndarray:
     """Float32 mask: 0 with probability `rate`, in [0, 1), else 1 / (1 - rate).
 
@@ -77,7 +77,7 @@ def keep_threshold(rate: float) -> np.uint32:
 
 
 def scores_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: LocalHeads | None = None
 ) -> np.ndarray:
     """As `dropout_mask`, for probabilities of the reference attention [B*K, T*G, T]; with `own` those of a rank, of the
     mask that one rank with all heads would draw."""

@@ -24,7 +24,7 @@ from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import MeanExt, SiLU, SiLUGrad, SplitWithSize, SumExt
 
 from trainer.models.spec.visibility import attention_bias, visible_keys
-from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, dropout_mask, scores_mask
+from trainer.ops.dropout import DropoutKey, LocalHeads, MaskShard, dropout_mask, scores_mask
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -485,14 +485,14 @@ def attention_options(settings: ModelConfig, window: int | None) -> dict[str, An
 
 
 def draw_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskShard | None = None
 ) -> Tensor:
     """A mask as `Dropout` takes it, drawn on the host."""
     return Tensor(dropout_mask(key, site, shape, rate, part))
 
 
 def draw_factors(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: LocalHeads | None = None
 ) -> Tensor:
     """A mask as `Attention` takes it."""
     return Tensor(scores_mask(key, site, shape, rate, own))

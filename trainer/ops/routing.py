@@ -302,7 +302,7 @@ class RouterRates(NamedTuple):
     entropy: np.ndarray
 
 
-class WindowLoad:
+class StepExpertLoad:
     """How many of a step's assignments each expert has had: in the micro-batches up to this one, on all ranks.
 
     The load of gbs_aux_loss (Qiu et al. 2025, "Demons in the Detail", section 3), which Megatron-LM calls

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.config.checks.parallel import degrees_of, runs_semi_auto, shards_optimizer, sharing_level
-from trainer.config.notice import Notice
+from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, shards_optimizer, zero_level
+from trainer.config.note import Note
 from trainer.config.precision import PART_KEYS, asked_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.models.spec.sublayers import attention_spec
@@ -135,8 +135,8 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
         return False
     if config.context.mode == 0 or config.run_mode in ("predict", "chat"):
         return True
-    shares_weights = shards_optimizer(config, world) and sharing_level(config) == "level3"
-    return degrees_of(config, world).divide_layers or shares_weights
+    shares_weights = shards_optimizer(config, world) and zero_level(config) == "level3"
+    return parallel_degrees(config, world).divide_layers or shares_weights
 
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:
@@ -180,8 +180,8 @@ def _asked(config: Config) -> dict[str, str]:
     return {key: asked_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
 
 
-def dtype_notices(config: Config, precision: Precision, device: str) -> Iterator[Notice]:
-    """Notices about parts that asked for half precision and get something else on a CPU, or get it slowly."""
+def dtype_notes(config: Config, precision: Precision, device: str) -> Iterator[Note]:
+    """Notes about parts that asked for half precision and get something else on a CPU, or get it slowly."""
     asked = _asked(config)
     if device != "CPU" or not {"bfloat16", "float16"} & set(asked.values()):
         return
@@ -192,19 +192,19 @@ def dtype_notices(config: Config, precision: Precision, device: str) -> Iterator
             own = getattr(config.decoder, key) is not None
             others.setdefault(part.why, []).append(f"{_MODEL}.{key}" if own else "amp_level")
     for why, names in others.items():
-        yield Notice(f"{', '.join(dict.fromkeys(names))}: computes in float32; {why}", "dtype")
+        yield Note(f"{', '.join(dict.fromkeys(names))}: computes in float32; {why}", "dtype")
     compute = precision.compute.dtype
     if precision.by == "emulated":
-        yield Notice(f"{_MODEL}.compute_dtype {compute}: this processor has no instructions for it; the numbers are"
-                     " rounded and multiplied in float32, which takes longer than compute_dtype float32", "dtype")
+        yield Note(f"{_MODEL}.compute_dtype {compute}: this processor has no instructions for it; the numbers are"
+                   " rounded and multiplied in float32, which takes longer than compute_dtype float32", "dtype")
     if precision.by and config.decoder.experts is not None:
-        yield Notice(f"{_MODEL}.compute_dtype {compute}: on a CPU routed experts compute in float32", "dtype")
+        yield Note(f"{_MODEL}.compute_dtype {compute}: on a CPU routed experts compute in float32", "dtype")
     if config.trains and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
-        yield Notice("runner_wrapper.accumulate_allreduce_grads_in_fp32: on a CPU gradients are float32", "dtype")
+        yield Note("runner_wrapper.accumulate_allreduce_grads_in_fp32: on a CPU gradients are float32", "dtype")
 
 
-def kernel_notices(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
-    """Notices about kernels of experts that were asked for and do not exist on the device."""
+def kernel_notes(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
+    """Notes about kernels of experts that were asked for and do not exist on the device."""
     asked = {choice.asked for choice in choices}
     for choice in choices if "use_gmm: True" in asked else ():
         if choice.asked == "use_fused_ops_permute: True" and not choice.fused:

@@ -17,8 +17,8 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.optim.groups import ParameterGroup
-from trainer.parallel.sharding import ArrayPart, OptimizerShard
-from trainer.storage.tensor_file import AnyArray, read_part
+from trainer.parallel.sharding import OptimizerShard, ShardSpec
+from trainer.storage.tensor_file import ArrayOrLazyArray, read_part
 
 
 class Optimizer(ABC):
@@ -43,8 +43,9 @@ class Optimizer(ABC):
         else:
             self.assign = Parameter.copy_
         # Of the parameters whose state is sharded.
-        self.own_ranges = {name: shard.own_range(self.parameters[name].size) for name, shard in self.shards.items()}
-        self.own_copies: dict[str, Parameter] = {}  # for updates by operators: copies of these ranges, made when needed
+        self.own_ranges = {name: shard.local_range(self.parameters[name].size) for name, shard in self.shards.items()}
+        # For updates by operators: copies of these ranges, made when needed.
+        self.local_copies: dict[str, Parameter] = {}
         self.decay = {name: group.weight_decay for group in groups for name in group.parameters}
         self.group_of = {name: group.name for group in groups for name in group.parameters}
         self.updates = 0
@@ -81,15 +82,15 @@ class Optimizer(ABC):
         factors = {scale: scalar(scale) for scale in set(scales)}
         for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
             if name in self.own_ranges:
-                gradient = self.slice_own(gradient, name)
-                own = self.slice_own(parameter, name)
-                if name not in self.own_copies:
-                    self.own_copies[name] = Parameter(own, name=f"own.{name}", requires_grad=False)
-                parameter = self.own_copies[name]
+                gradient = self.local_slice(gradient, name)
+                own = self.local_slice(parameter, name)
+                if name not in self.local_copies:
+                    self.local_copies[name] = Parameter(own, name=f"own.{name}", requires_grad=False)
+                parameter = self.local_copies[name]
                 self.assign(parameter, own)
             yield name, parameter, gradient if scale == 1.0 else gradient * factors[scale]
 
-    def slice_own(self, tensor: Tensor, name: str) -> Tensor:
+    def local_slice(self, tensor: Tensor, name: str) -> Tensor:
         """This rank's range of a gradient or parameter, flattened; a gradient may be this range already."""
         own = self.own_ranges[name]
         if tensor.size == own.stop - own.start:
@@ -101,8 +102,8 @@ class Optimizer(ABC):
         for shard in dict.fromkeys(self.shards.values()):
             names = [name for name, each in self.shards.items() if each == shard]
             ranges = None
-            if self.own_copies:
-                ranges = [self.own_copies[name] for name in names]
+            if self.local_copies:
+                ranges = [self.local_copies[name] for name in names]
             shard.all_gather([self.parameters[name] for name in names], ranges)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
@@ -118,7 +119,7 @@ class Optimizer(ABC):
         }
 
     def load_state(
-        self, arrays: Mapping[str, AnyArray], updates: int, part_of: Callable[[str], ArrayPart] | None = None
+        self, arrays: Mapping[str, ArrayOrLazyArray], updates: int, part_of: Callable[[str], ShardSpec] | None = None
     ) -> None:
         """Restores what `state_arrays` returned, in any shape; with `part_of` these parts of whole arrays."""
         for kind, by_name in self.state.items():

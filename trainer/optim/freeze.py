@@ -85,7 +85,7 @@ def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if name not in frozen and not is_buffer(name)}
 
 
-def freeze_notices(config: Config) -> Iterator[str]:
+def freeze_notes(config: Config) -> Iterator[str]:
     """Effects of freezing that a reader of the file may not expect."""
     if config.trains and config.freeze != FreezeConfig.model_construct():
         shapes = all_shapes(config.network)

@@ -20,9 +20,9 @@ from trainer.optim.groups import ParameterGroup
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
-    from trainer.parallel.sharding import ArrayPart, OptimizerShard
-    from trainer.parallel.tensor import MatrixParts
-    from trainer.storage.tensor_file import AnyArray
+    from trainer.parallel.sharding import OptimizerShard, ShardSpec
+    from trainer.parallel.tensor import TensorShardedMatrices
+    from trainer.storage.tensor_file import ArrayOrLazyArray
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: small singular values grow fastest
 _EPS = 1e-7
@@ -49,7 +49,7 @@ class Muon(Optimizer):
         settings: OptimizerConfig,
         compiled: bool = True,
         shards: Mapping[str, OptimizerShard] | None = None,
-        parts: MatrixParts | None = None,
+        parts: TensorShardedMatrices | None = None,
     ) -> None:
         super().__init__(parameters, groups, (), shards)
         self.parts = parts
@@ -85,7 +85,7 @@ class Muon(Optimizer):
         """Updates one matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
         shard = self.shards.get(name)
         if shard is not None:
-            gradient = self.slice_own(gradient, name)
+            gradient = self.local_slice(gradient, name)
         if scale != 1.0:
             gradient = gradient * scalar(scale)
         buffer = self.state["momentum_buffer"][name]
@@ -106,8 +106,8 @@ class Muon(Optimizer):
             direction = self.parts.own(name, direction)
         weights = matrix
         if shard is not None and shard.shards_weights:
-            weights = self.slice_own(matrix, name)
-            direction = self.slice_own(direction, name)
+            weights = self.local_slice(matrix, name)
+            direction = self.local_slice(direction, name)
         kept = weights
         if self.decay[name]:
             kept = weights * scalar(1 - lr * self.decay[name])
@@ -139,7 +139,7 @@ class Muon(Optimizer):
         return x
 
     def load_state(
-        self, arrays: Mapping[str, AnyArray], updates: int, part_of: Callable[[str], ArrayPart] | None = None
+        self, arrays: Mapping[str, ArrayOrLazyArray], updates: int, part_of: Callable[[str], ShardSpec] | None = None
     ) -> None:
         super().load_state(arrays, updates, part_of)
         self.adamw.updates = updates

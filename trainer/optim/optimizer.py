@@ -16,7 +16,7 @@ from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
     from trainer.config import OptimizerConfig
-    from trainer.parallel.tensor import MatrixParts
+    from trainer.parallel.tensor import TensorShardedMatrices
 
 __all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
 
@@ -47,7 +47,7 @@ def build_optimizer(
     settings: OptimizerConfig,
     compiled: bool = True,
     shards: Mapping[str, OptimizerShard] | None = None,
-    parts: MatrixParts | None = None,
+    parts: TensorShardedMatrices | None = None,
 ) -> Optimizer:
     """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type, `shards` as in
     `Optimizer`. `compiled` and `parts` are for Muon.

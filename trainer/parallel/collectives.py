@@ -2,7 +2,7 @@
 
 On a device the ranks use MindSpore's collectives. On a CPU MindSpore 2.10 has few, and some of them are silently wrong:
 AllReduce sums float32 and float16 (bfloat16 wrongly), AllGather preserves the bits of float32 alone, and a group of
-some of the ranks has AllReduce only. There the ranks exchange NumPy arrays over sockets (`HostGroup`), and MindSpore's
+some of the ranks has AllReduce only. There the ranks exchange NumPy arrays over sockets (`CpuGroup`), and MindSpore's
 AllGather serves once, to tell them each other's addresses.
 
 The cells at the end are pairs of a forward and a backward pass, for models that are sharded over ranks. Each gradient
@@ -28,8 +28,8 @@ from mindspore.ops import operations as P
 
 from trainer.errors import RunError
 from trainer.parallel.connections import connect
-from trainer.parallel.host_group import HostGroup
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, range_of_rank
+from trainer.parallel.host_group import CpuGroup
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, buckets, shard_range
 from trainer.parallel.world import World
 
 _LONGEST_WAIT_SECONDS = 86400  # MindSpore's own 30 s end a job whose rank 0 writes a large checkpoint
@@ -38,7 +38,7 @@ _FEWEST = 16  # numbers of a gather: larger sizes are powers of two, because Min
 
 
 class Group(Protocol):
-    """Some ranks of a job, this process among them: `HostGroup` on a CPU, `DeviceGroup` on a device."""
+    """Some ranks of a job, this process among them: `CpuGroup` on a CPU, `DeviceGroup` on a device."""
 
     on_host: bool
     ranks: Sequence[int]  # in the job, in the order of the group
@@ -113,7 +113,7 @@ def start(world: World) -> Group:
     if has_all_operators():
         return ranks
     on_one_host = world.local_size == world.size
-    return HostGroup(connect(world.rank, world.size, ranks.gather_bytes, on_one_host, _CONNECT_SECONDS), ranks.ranks)
+    return CpuGroup(connect(world.rank, world.size, ranks.gather_bytes, on_one_host, _CONNECT_SECONDS), ranks.ranks)
 
 
 @contextlib.contextmanager
@@ -149,7 +149,7 @@ def make_group(name: str, ranks: Sequence[int]) -> None:
 
 
 def all_reduce_in_buckets(
-    tensors: Sequence[Tensor], group: HostGroup, bucket_bytes: int = BUCKET_BYTES
+    tensors: Sequence[Tensor], group: CpuGroup, bucket_bytes: int = BUCKET_BYTES
 ) -> list[Tensor]:
     """Sums each tensor over all ranks of a CPU's group: the same bits on every rank. Small tensors travel together.
 
@@ -169,8 +169,8 @@ def all_reduce_in_buckets(
     return sums
 
 
-def reduce_scatter_range(tensor: Tensor, group: HostGroup) -> Tensor:
-    """This rank's range (`range_of_rank`) of the sum over all ranks of a CPU's group, flat and in float32."""
+def reduce_scatter_range(tensor: Tensor, group: CpuGroup) -> Tensor:
+    """This rank's range (`shard_range`) of the sum over all ranks of a CPU's group, flat and in float32."""
     array = tensor.asnumpy().astype(np.float32, copy=False)
     return Tensor.from_numpy(group.reduce_scatter_range(array))
 
@@ -241,7 +241,7 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -
 def all_gather_ranges(
     group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None
 ) -> None:
-    """Completes tensors in place, each rank contributing its own range (`range_of_rank`): the same bits on all ranks.
+    """Completes tensors in place, each rank contributing its own range (`shard_range`): the same bits on all ranks.
 
     Args:
         tensors: The same shapes in the same order on every rank, each with at least as many numbers as there are ranks.
@@ -254,16 +254,16 @@ def all_gather_ranges(
     group.complete_ranges([tensor.asnumpy().reshape(-1) for tensor in tensors])
 
 
-def write_own_ranges(group: HostGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+def write_own_ranges(group: CpuGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
     """The part of `all_gather_ranges` that concerns this rank's ranges: where no rank needs the others now."""
     for tensor, part in zip(tensors, own, strict=True) if own is not None else ():
         # This is a view of MindSpore's memory, and writing to it writes to the tensor.
         flat = tensor.asnumpy().reshape(-1)
-        flat[range_of_rank(flat.size, group.rank, group.size)] = part.asnumpy()
+        flat[shard_range(flat.size, group.rank, group.size)] = part.asnumpy()
 
 
 def array_gatherer(
-    group: HostGroup, on_one_host: bool
+    group: CpuGroup, on_one_host: bool
 ) -> Callable[[Sequence[np.ndarray], Sequence[np.ndarray] | None], None]:
     """`all_gather_ranges` for flat arrays, which contain this rank's ranges, on connections of its own: for any thread.
     """
@@ -272,12 +272,12 @@ def array_gatherer(
 
 
 def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
-    """A flat float32 tensor of so many numbers, of which each rank has its range (`range_of_rank`)."""
+    """A flat float32 tensor of so many numbers, of which each rank has its range (`shard_range`)."""
     if not group.on_host:
         gathered = start_all_gather(_filled(own, numbers, group.size), group).wait()
-        return whole_of_rows(gathered.reshape(group.size, -1), numbers)
+        return unshard_rows(gathered.reshape(group.size, -1), numbers)
     flat = np.empty(numbers, np.float32)
-    flat[range_of_rank(numbers, group.rank, group.size)] = own.asnumpy()
+    flat[shard_range(numbers, group.rank, group.size)] = own.asnumpy()
     group.complete_ranges([flat])
     return Tensor.from_numpy(flat)
 
@@ -294,7 +294,7 @@ def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Seq
     """As `all_gather_ranges`, in buckets: while one is put into its place the next one travels."""
     rank = group.rank
     ranks = group.size
-    given = [tensor.reshape(-1)[range_of_rank(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
+    given = [tensor.reshape(-1)[shard_range(tensor.size, rank, ranks)] for tensor in tensors] if own is None else own
     pairs = iter(zip(tensors, given, strict=True))
     under_way = None
     for bucket in buckets(tensors, BUCKET_BYTES):
@@ -311,7 +311,7 @@ def _assign_gathered(tensors: Sequence[Parameter], gathered: Started, ranks: int
     lengths = [-(-tensor.size // ranks) for tensor in tensors]
     columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
     for tensor, rows in zip(tensors, columns, strict=True):
-        tensor.copy_(whole_of_rows(rows, tensor.size).reshape(tensor.shape))
+        tensor.copy_(unshard_rows(rows, tensor.size).reshape(tensor.shape))
 
 
 def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:
@@ -320,27 +320,27 @@ def _filled(part: Tensor, numbers: int, ranks: int) -> Tensor:
     return ops.concat([part, ops.zeros(missing, part.dtype)]) if missing else part
 
 
-def rows_of_whole(tensor: Tensor, ranks: int) -> Tensor:
+def shard_rows(tensor: Tensor, ranks: int) -> Tensor:
     """A flattened tensor as rows [ranks, n], the range of a rank in each; shorter ranges end with zeros."""
     flat = tensor.reshape(-1)
     if flat.size % ranks == 0:
         return flat.reshape(ranks, -1)
-    ranges = [range_of_rank(flat.size, rank, ranks) for rank in range(ranks)]
+    ranges = [shard_range(flat.size, rank, ranks) for rank in range(ranks)]
     return ops.stack([_filled(flat[each], flat.size, ranks) for each in ranges])
 
 
-def own_range(row: Tensor, numbers: int, group: Group) -> Tensor:
-    """This rank's range of so many numbers from its row of `rows_of_whole`."""
-    own = range_of_rank(numbers, group.rank, group.size)
+def local_range(row: Tensor, numbers: int, group: Group) -> Tensor:
+    """This rank's range of so many numbers from its row of `shard_rows`."""
+    own = shard_range(numbers, group.rank, group.size)
     return row[: own.stop - own.start] if own.stop - own.start < row.size else row
 
 
-def whole_of_rows(rows: Tensor, numbers: int) -> Tensor:
-    """The flattened tensor of so many numbers that `rows_of_whole` made rows of."""
+def unshard_rows(rows: Tensor, numbers: int) -> Tensor:
+    """The flattened tensor of so many numbers that `shard_rows` made rows of."""
     ranks = rows.shape[0]
     if numbers % ranks == 0:
         return rows.reshape(-1)
-    ranges = [range_of_rank(numbers, rank, ranks) for rank in range(ranks)]
+    ranges = [shard_range(numbers, rank, ranks) for rank in range(ranks)]
     return ops.concat([rows[rank][: each.stop - each.start] for rank, each in enumerate(ranges)])
 
 
@@ -372,7 +372,7 @@ class AllReduce(_Pair):
         super().__init__(_all_reduce(group), _all_reduce(group))
 
 
-class EnterTensorParallel(_Pair):
+class CopyToTensorParallel(_Pair):
     """The tensor itself, which is the same on all ranks; backward, the sum of the gradients. Megatron-LM's f (Shoeybi
     et al. 2019, section 3)."""
 
@@ -380,7 +380,7 @@ class EnterTensorParallel(_Pair):
         super().__init__(_identity, _all_reduce(group))
 
 
-class LeaveTensorParallel(_Pair):
+class ReduceFromTensorParallel(_Pair):
     """The sum over all ranks; backward, the gradient itself, which is the same on all ranks. Megatron-LM's g."""
 
     def __init__(self, group: Group) -> None:
@@ -401,14 +401,14 @@ class ReduceScatter(_Pair):
         super().__init__(_reduce_scatter(group), _all_gather(group))
 
 
-class DivideRows(_Pair):
+class ScatterToSequenceParallel(_Pair):
     """[ranks n, ...], the same on all ranks: each takes its own n rows; backward, the gradients of all rows."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(_own_rows(group), _all_gather(group))
 
 
-class JoinRows(_Pair):
+class GatherFromSequenceParallel(_Pair):
     """[n, ...] of each rank, concatenated for what is the same on all ranks; backward, the gradient of its own rows."""
 
     def __init__(self, group: Group) -> None:

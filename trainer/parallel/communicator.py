@@ -18,7 +18,7 @@ from trainer.errors import RunError
 from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.connections import Connections
 from trainer.parallel.gradients import GradientReducer
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.layout import SUM_GROUPS, SumGroup
 from trainer.parallel.mesh import build_mesh
 from trainer.parallel.process_groups import process_groups
@@ -48,7 +48,7 @@ class Communicator:
         divides_model: Whether the ranks communicate during each pass of a model that they divide: none may stop alone.
         skips_empty: Whether it may leave out a batch without a valid token: not where ranks with other batches have its
             experts.
-        counts_losses: Whether this rank's losses count: of the ranks that compute the same ones, the first one's do.
+        reports_losses: Whether this rank's losses count: of the ranks that compute the same ones, the first one's do.
         counts_tokens: Whether the tokens of its batches count: of the ranks that have the same batches, the first
             one's do.
     """
@@ -73,21 +73,21 @@ class Communicator:
         if groups is None:
             self.data_rank = self.rank
             self.skips_empty = True
-            self.counts_losses = True
+            self.reports_losses = True
             self.counts_tokens = True
         else:
             self.data_rank = where.data
             self.skips_empty = groups.ep is None
-            self.counts_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
-            self.counts_tokens = self.counts_losses and where.context == 0
+            self.reports_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
+            self.counts_tokens = self.reports_losses and where.context == 0
 
-    def all_sum(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_exact(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
         return _exact_sums(values, self.group)
 
     def sums(self, values: Sequence[Any]) -> list[Any]:
         """Each number, array or tensor summed over all ranks. A device sums in float32 and keeps the results, tensors;
-        a CPU has arrays, as `all_sum` rounds them. A single process gets its own values."""
+        a CPU has arrays, as `all_reduce_exact` rounds them. A single process gets its own values."""
         return _sums(values, self.group)
 
     def stage_sums(self, values: Sequence[Any]) -> list[Any]:
@@ -104,7 +104,7 @@ class Communicator:
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is true on any rank."""
-        return self.all_sum([float(flag)])[0] > 0
+        return self.all_reduce_exact([float(flag)])[0] > 0
 
     def gradient_reducer(
         self,
@@ -131,7 +131,7 @@ class Communicator:
         found = {kind: getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums}
         return {kind: group for kind, group in found.items() if group is not None}
 
-    def state_group(self, name: str) -> Group | None:
+    def optimizer_state_group(self, name: str) -> Group | None:
         """The ranks that have the same part of a parameter, and may share its optimizer state; None: no other has."""
         if self.groups is None:
             return self.group
@@ -160,8 +160,8 @@ def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout, uly
     return Communicator(group, groups, layout, mesh.coordinate_of(group.rank))
 
 
-def _group_of_one() -> HostGroup:
-    return HostGroup(Connections(0, {}), [0])
+def _group_of_one() -> CpuGroup:
+    return CpuGroup(Connections(0, {}), [0])
 
 
 def _exact_sums(values: Sequence[float], group: Group) -> list[float]:

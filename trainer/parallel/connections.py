@@ -32,9 +32,9 @@ _MAC_BYTES = 32
 _BUFFER_BYTES = 4 << 20  # what the system holds for a pair at most; it may allow less
 _RING_BYTES = 1 << 20  # of memory that two ranks share, for each direction
 _PORTIONS = 4  # of a ring: what is written is said after each, what is read, too
-_NOTICE = struct.Struct("<q")
+_NOTE = struct.Struct("<q")
 _HANDSHAKE_SECONDS = 10
-_NOTICE_SECONDS = 3.0
+_NOTE_SECONDS = 3.0
 
 Share = Callable[[bytes], list[bytes]]
 """Gives every rank's bytes, in the order of ranks: how ranks tell each other their addresses."""
@@ -76,7 +76,7 @@ class SocketLink:
 
 
 class MemoryLink:
-    """The bytes go through memory that both ends have, a ring for each direction. The socket carries notices: how many
+    """The bytes go through memory that both ends have, a ring for each direction. The socket carries notes: how many
     bytes an end has written, or as a negative number how many it has read, so that their place is free again.
 
     Args:
@@ -99,7 +99,7 @@ class MemoryLink:
         self.unread = 0
         self.unsaid = 0  # bytes read of which the other end knows nothing
         # to be sent; received, but for their end
-        self.notices = bytearray()
+        self.notes = bytearray()
         self.heard = bytearray()
         self.ended = False  # the other end is closed
 
@@ -122,7 +122,7 @@ class MemoryLink:
             self._say(count)  # at once: the other end reads while this one writes
             _drop(sends, count)
         self._say(0)
-        return select.POLLOUT * bool(self.notices) | select.POLLIN * bool(sends or receives)
+        return select.POLLOUT * bool(self.notes) | select.POLLIN * bool(sends or receives)
 
     def _say_read(self, count: int) -> None:
         """Not each time: so much is always free in the end that the other one never waits in vain."""
@@ -133,29 +133,29 @@ class MemoryLink:
 
     def _say(self, count: int) -> None:
         if count:
-            self.notices += _NOTICE.pack(count)
+            self.notes += _NOTE.pack(count)
         try:
-            while self.notices:
-                del self.notices[: self.socket.send(self.notices)]
+            while self.notes:
+                del self.notes[: self.socket.send(self.notes)]
         except BlockingIOError:
             pass
         except OSError:
             if count > 0:
                 raise
-            self.notices.clear()  # nobody is there who waits for what is read
+            self.notes.clear()  # nobody is there who waits for what is read
 
     def _listen(self) -> None:
-        """Takes in the notices that are there."""
+        """Takes in the notes that are there."""
         try:
-            while heard := self.socket.recv(_NOTICE.size * 512):
+            while heard := self.socket.recv(_NOTE.size * 512):
                 self.heard += heard
             self.ended = True
         except BlockingIOError:
             pass
         except ConnectionResetError:
             self.ended = True
-        whole = len(self.heard) - len(self.heard) % _NOTICE.size
-        for (count,) in _NOTICE.iter_unpack(self.heard[:whole]):
+        whole = len(self.heard) - len(self.heard) % _NOTE.size
+        for (count,) in _NOTE.iter_unpack(self.heard[:whole]):
             self.unread += max(count, 0)
             self.free -= min(count, 0)
         del self.heard[:whole]
@@ -233,7 +233,7 @@ class Connections:
 def lost(what: str) -> RunError:
     """The error of a rank that another one has left, after a while: the launcher then sees the end of the other one
     first, which is the cause, and not what follows from it."""
-    time.sleep(_NOTICE_SECONDS)
+    time.sleep(_NOTE_SECONDS)
     return RunError(f"{what}, which has ended")
 
 

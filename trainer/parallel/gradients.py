@@ -212,7 +212,7 @@ class GradientReducer:
                 if len(under_way) > _MOST_UNDER_WAY:  # lets the memory of its inputs be used again
                     under_way[-1 - _MOST_UNDER_WAY].wait()
 
-        part = with_gradients_as_they_come(self.parameters, arrived, backward)
+        part = run_with_grad_hooks(self.parameters, arrived, backward)
         for bucket, started in zip(self.buckets, under_way, strict=True):
             for place, gradient in zip(bucket, self._parts(bucket, started.wait()), strict=True):
                 if gradient.dtype == dtypes[place]:
@@ -234,7 +234,7 @@ class GradientReducer:
         groups = self.groups[bucket[0]]
         if self.is_sharded[bucket[0]]:
             ranks = self._scattering_group(bucket[0]).size
-            rows = [collectives.rows_of_whole(gradient, ranks) for gradient in gradients]
+            rows = [collectives.shard_rows(gradient, ranks) for gradient in gradients]
         else:
             rows = [gradient.reshape(-1) for gradient in gradients]
         started = collectives.Started(rows[0] if len(rows) == 1 else ops.concat(rows, -1))
@@ -253,7 +253,7 @@ class GradientReducer:
             return [flat]
         from mindspore import ops
 
-        from trainer.parallel.collectives import own_range
+        from trainer.parallel.collectives import local_range
 
         parameters = [self.parameters[place] for place in bucket]
         if not self.is_sharded[bucket[0]]:
@@ -261,7 +261,7 @@ class GradientReducer:
             return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
         group = self._scattering_group(bucket[0])
         parts = ops.split(flat, [-(-parameter.size // group.size) for parameter in parameters])
-        return [own_range(part, parameter.size, group) for part, parameter in zip(parts, parameters, strict=True)]
+        return [local_range(part, parameter.size, group) for part, parameter in zip(parts, parameters, strict=True)]
 
     def _scatter(self, place: int, gradient: Tensor) -> Tensor:
         """This rank's range of a gradient, summed over the ranks of a CPU up to the scattering: flat, in float32."""
@@ -312,7 +312,7 @@ def _is_on_host() -> bool:
     return mindspore.get_context("device_target") == "CPU"
 
 
-def with_gradients_as_they_come(
+def run_with_grad_hooks(
     parameters: Sequence[Parameter], arrived: Callable[[int, Tensor], None], backward: Callable[[], MicroBatch]
 ) -> MicroBatch:
     """Runs a backward pass and calls `arrived` with the place of each parameter and its gradient, as soon as this is

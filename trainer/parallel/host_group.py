@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.parallel.connections import Connections, connect
-from trainer.parallel.sharding import SMALL_BYTES, range_of_rank
+from trainer.parallel.sharding import SMALL_BYTES, shard_range
 
 
-class HostGroup:
+class CpuGroup:
     """Some ranks of a job, this one among them.
 
     Attributes:
@@ -33,18 +33,18 @@ class HostGroup:
         self.size = len(self.ranks)
         self._memory = np.empty(0, np.uint8)  # for what other ranks send to be summed
 
-    def part(self, ranks: Sequence[int], name: str = "") -> HostGroup:
+    def part(self, ranks: Sequence[int], name: str = "") -> CpuGroup:
         """A group of some ranks of the job; without a call of the others. `name` is for groups of devices."""
-        return HostGroup(self.connections, ranks)
+        return CpuGroup(self.connections, ranks)
 
-    def beside(self, on_one_host: bool, limit_seconds: float = 60) -> HostGroup:
+    def beside(self, on_one_host: bool, limit_seconds: float = 60) -> CpuGroup:
         """The same ranks with connections of their own, for a thread that communicates while others do. All ranks of
         the group call this."""
         found = connect(self.rank, self.size, self.gather_bytes, on_one_host, limit_seconds)
         sockets, memories = (
             {self.ranks[place]: one for place, one in each.items()} for each in (found.sockets, found.memories)
         )
-        return HostGroup(Connections(self.ranks[self.rank], sockets, memories), self.ranks)
+        return CpuGroup(Connections(self.ranks[self.rank], sockets, memories), self.ranks)
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         """[size, ...]: the arrays of all ranks, which have the same shape and dtype."""
@@ -71,17 +71,17 @@ class HostGroup:
         if array.nbytes <= SMALL_BYTES or self.size == 1:
             return _sum(self.all_gather(array), out)
         flat = out.reshape(-1)
-        own = flat[range_of_rank(flat.size, self.rank, self.size)]
+        own = flat[shard_range(flat.size, self.rank, self.size)]
         _sum(self._received(self._ranges(np.asarray(array, order="C").reshape(-1))), own)
         self.complete_ranges([flat])
         return out
 
     def reduce_scatter_range(self, array: np.ndarray) -> np.ndarray:
-        """This rank's range (`range_of_rank`) of the sum over all ranks, flat: the same bits as `all_reduce` has."""
+        """This rank's range (`shard_range`) of the sum over all ranks, flat: the same bits as `all_reduce` has."""
         return self._sum_of_own(self._ranges(np.asarray(array, order="C").reshape(-1)))
 
     def complete_ranges(self, flats: Sequence[np.ndarray]) -> None:
-        """Fills flat arrays in place: each rank has its own range (`range_of_rank`) of each and gets those of the
+        """Fills flat arrays in place: each rank has its own range (`shard_range`) of each and gets those of the
         others."""
         ranges = [self._ranges(flat) for flat in flats]
         others = [(place, rank) for place, rank in enumerate(self.ranks) if place != self.rank]
@@ -93,7 +93,7 @@ class HostGroup:
 
     def _ranges(self, flat: np.ndarray) -> list[np.ndarray]:
         """Views of each rank's range."""
-        return [flat[range_of_rank(flat.size, place, self.size)] for place in range(self.size)]
+        return [flat[shard_range(flat.size, place, self.size)] for place in range(self.size)]
 
     def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
         """This rank's rows of the sum over all ranks of [size n, ...]: [n, ...]."""

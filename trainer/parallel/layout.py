@@ -23,7 +23,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import ModelSpec, ParameterSpec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, layer_prefix
 from trainer.parallel.mesh import Degrees, MeshCoordinate
-from trainer.parallel.sharding import ArrayPart, Shard, range_of_rank
+from trainer.parallel.sharding import Shard, ShardSpec, shard_range
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -76,14 +76,14 @@ class ModelLayout:
         shape = list(one.shape)
         start = [0] * len(one.shape)
         if one.parts > 1:
-            own = range_of_rank(one.shape[one.dimension], self._part(one, where), one.parts)
+            own = shard_range(one.shape[one.dimension], self._part(one, where), one.parts)
             start[one.dimension] = own.start
             shape[one.dimension] = own.stop - own.start
         return Shard(tuple(start), tuple(shape))
 
-    def part(self, name: str, where: MeshCoordinate) -> ArrayPart:
+    def part(self, name: str, where: MeshCoordinate) -> ShardSpec:
         """`shard`, as a part of the whole."""
-        return ArrayPart(self.parameters[name].shape, self.shard(name, where))
+        return ShardSpec(self.parameters[name].shape, self.shard(name, where))
 
     def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
         """Shapes of what a rank holds, in forward order."""

@@ -157,7 +157,7 @@ def group_ranks(
     }
 
 
-class ModelCopy(NamedTuple):
+class ModelReplicaRanks(NamedTuple):
     """The fewest ranks around one that have a whole model together and whose groups do not reach beyond them.
 
     Attributes:
@@ -170,14 +170,14 @@ class ModelCopy(NamedTuple):
     ranks: Sequence[int]
 
 
-def model_copy(mesh: Mesh, rank: int) -> ModelCopy:
+def model_copy(mesh: Mesh, rank: int) -> ModelReplicaRanks:
     """The copy of the model that a rank belongs to; ranks of a context group each have one."""
     degrees = mesh.degrees
     per_stage = mesh.size // degrees.pipeline_stage
     width = math.lcm(degrees.model_parallel, degrees.expert_parallel)
     number = rank % per_stage // width
     starts = range(number * width, mesh.size, per_stage)
-    return ModelCopy(number, per_stage // width, [start + place for start in starts for place in range(width)])
+    return ModelReplicaRanks(number, per_stage // width, [start + place for start in starts for place in range(width)])
 
 
 class DegreeMismatch(NamedTuple):

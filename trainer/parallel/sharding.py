@@ -41,7 +41,7 @@ class Shard(NamedTuple):
         return tuple(slice(start, start + size) for start, size in zip(self.start, self.shape, strict=True))
 
 
-class ArrayPart(NamedTuple):
+class ShardSpec(NamedTuple):
     """Which numbers of an array a rank has: those of a shard, or a range of the flattened shard.
 
     Megatron-Core's ShardedTensor describes them the same way: global shape, global offset, flattened range.
@@ -96,7 +96,7 @@ class ArrayPart(NamedTuple):
             yield position + (start[last] * inner if start else 0) + within, at - self.range.start, count
             at += count
 
-    def rows(self, bounds: Sequence[int]) -> Iterator[tuple[int, ArrayPart, slice]]:
+    def rows(self, bounds: Sequence[int]) -> Iterator[tuple[int, ShardSpec, slice]]:
         """What the part has of blocks of rows (of the first axis): the block's number, the part of the block, and the
         range of the flattened part that it is.
 
@@ -117,33 +117,33 @@ class ArrayPart(NamedTuple):
                     flat = None
                 else:
                     flat = slice(mine.start - at, mine.stop - at)
-                part = ArrayPart((end - begin, *self.whole[1:]), shard, flat)
+                part = ShardSpec((end - begin, *self.whole[1:]), shard, flat)
                 yield number, part, slice(mine.start - self.range.start, mine.stop - self.range.start)
 
-    def items(self) -> Iterator[tuple[int, ArrayPart, slice]]:
+    def items(self) -> Iterator[tuple[int, ShardSpec, slice]]:
         """`rows` for each item of the first axis, as an array with an axis less."""
         for number, part, own in self.rows(range(self.whole[0] + 1)):
             shard = Shard(part.shard.start[1:], part.shard.shape[1:])
-            yield number, ArrayPart(part.whole[1:], shard, part.flat), own
+            yield number, ShardSpec(part.whole[1:], shard, part.flat), own
 
 
-def whole_array(shape: Sequence[int]) -> ArrayPart:
+def full_shard_spec(shape: Sequence[int]) -> ShardSpec:
     """The part that is all of an array."""
-    return ArrayPart(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
+    return ShardSpec(tuple(shape), Shard((0,) * len(shape), tuple(shape)))
 
 
-class PartOfArray(NamedTuple):
+class ShardedArray(NamedTuple):
     """Numbers of a larger array: those of the part, in its order, as an array of any shape."""
 
-    part: ArrayPart
+    part: ShardSpec
     array: np.ndarray
 
 
-def as_part(array: np.ndarray | PartOfArray) -> PartOfArray:
+def as_sharded_array(array: np.ndarray | ShardedArray) -> ShardedArray:
     """The array as a part, which is all of it."""
-    if isinstance(array, PartOfArray):
+    if isinstance(array, ShardedArray):
         return array
-    return PartOfArray(whole_array(array.shape), array)
+    return ShardedArray(full_shard_spec(array.shape), array)
 
 
 class OptimizerShard(NamedTuple):
@@ -162,12 +162,12 @@ class OptimizerShard(NamedTuple):
         """Whether a parameter of so many numbers is divided among the ranks."""
         return numbers >= self.ranks and numbers * FLOAT32_BYTES >= self.threshold_bytes
 
-    def own_range(self, numbers: int) -> slice:
+    def local_range(self, numbers: int) -> slice:
         """This rank's range of a flattened parameter that is divided."""
-        return range_of_rank(numbers, self.rank, self.ranks)
+        return shard_range(numbers, self.rank, self.ranks)
 
 
-def range_of_rank(numbers: int, rank: int, ranks: int) -> slice:
+def shard_range(numbers: int, rank: int, ranks: int) -> slice:
     """The range of one rank; those of all ranks differ in length by at most one and follow each other."""
     return slice(rank * numbers // ranks, (rank + 1) * numbers // ranks)
 
@@ -181,7 +181,7 @@ def bytes_sent(kind: Collective, given: int, ranks: int, rank: int = 0, *, on_ho
     Args:
         given: Bytes that it hands to the collective; its own part of a gather, all that it has of the others.
         rank: Its place in the group.
-        on_host: On a CPU, where the ranks sum small arrays whole: see `HostGroup`.
+        on_host: On a CPU, where the ranks sum small arrays whole: see `CpuGroup`.
         item: Bytes of a number.
     """
     if ranks == 1:
@@ -190,7 +190,7 @@ def bytes_sent(kind: Collective, given: int, ranks: int, rank: int = 0, *, on_ho
         return given
     if kind == "all_gather" or (kind == "all_reduce" and on_host and given <= SMALL_BYTES):
         return (ranks - 1) * given
-    own = range_of_rank(given // item, rank, ranks)
+    own = shard_range(given // item, rank, ranks)
     own_bytes = (own.stop - own.start) * item
     return given - own_bytes + (own_bytes * (ranks - 1) if kind == "all_reduce" else 0)
 

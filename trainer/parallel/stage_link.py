@@ -23,7 +23,7 @@ from mindspore import Tensor
 
 from trainer.parallel.collectives import DeviceGroup, start_receive, start_send
 from trainer.parallel.connections import connect, lost
-from trainer.parallel.host_group import HostGroup
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.schedule import directions
 
 _HEADER = struct.Struct("<4sqq")  # dtype, rows, columns
@@ -37,7 +37,7 @@ class StageLink:
         group: One rank of each stage, in the order of stages; all of them make their links at the same time.
     """
 
-    def __init__(self, group: HostGroup, on_one_host: bool = True) -> None:
+    def __init__(self, group: CpuGroup, on_one_host: bool = True) -> None:
         # Its threads send while others compute, which two ends of one memory would have to agree about.
         found = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS, memory=False)
         self.stage = group.rank

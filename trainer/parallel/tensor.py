@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from mindspore import nn, ops
 from mindspore.ops import operations as P
 
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.parallel.collectives import (
     AllGather,
-    EnterTensorParallel,
+    CopyToTensorParallel,
     Group,
-    LeaveTensorParallel,
+    ReduceFromTensorParallel,
     ReduceScatter,
     gather_parts,
 )
-from trainer.parallel.sharding import ArrayPart, range_of_rank
+from trainer.parallel.sharding import ShardSpec, shard_range
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,11 +47,11 @@ class TensorParallel(NamedTuple):
 
     def enter(self) -> nn.Cell:
         """The residual stream [n, D] -> [N, D] on every rank."""
-        return AllGather(self.group) if self.shares_rows else EnterTensorParallel(self.group)
+        return AllGather(self.group) if self.shares_rows else CopyToTensorParallel(self.group)
 
     def leave(self) -> nn.Cell:
         """A part of each number of [N, D] on every rank -> the residual stream [n, D]."""
-        return ReduceScatter(self.group) if self.shares_rows else LeaveTensorParallel(self.group)
+        return ReduceScatter(self.group) if self.shares_rows else ReduceFromTensorParallel(self.group)
 
     def gathered_rows(self, rows: int) -> int:
         """How many rows `gather` makes of so many."""
@@ -71,14 +71,14 @@ class TensorParallel(NamedTuple):
 
     def own_rows(self, tokens: int) -> slice:
         """The token rows that this rank sends to experts."""
-        return range_of_rank(tokens, self.group.rank, self.group.size)
+        return shard_range(tokens, self.group.rank, self.group.size)
 
     def columns(self, width: int) -> slice:
         """The columns that this rank has of what is cut by columns."""
-        return range_of_rank(width, self.group.rank, self.group.size)
+        return shard_range(width, self.group.rank, self.group.size)
 
 
-class LeaveAfter(nn.Cell):
+class RowParallelOutputAfter(nn.Cell):
     """(x, made_from) -> `TensorParallel.leave` of x, for code that a backward pass may run again.
 
     Its backward pass gathers nothing before there is `made_from`, which all earlier collectives of the sublayer lead
@@ -102,7 +102,7 @@ class LeaveAfter(nn.Cell):
         return grad, ops.zeros(made_from.shape, made_from.dtype)
 
 
-class ModelShard(NamedTuple):
+class RankModelShard(NamedTuple):
     """What one rank has of a model: parts of some of its parameters; and the ranks that it computes it with.
 
     Attributes:
@@ -117,7 +117,7 @@ class ModelShard(NamedTuple):
     where: MeshCoordinate
     tensor: TensorParallel | None = None
     experts: Group | None = None
-    tokens: SequencePart = SequencePart(0, 1)
+    tokens: ContextShard = ContextShard(0, 1)
     sharing: Group | None = None
     ring: Group | None = None
     ulysses: Group | None = None
@@ -126,19 +126,19 @@ class ModelShard(NamedTuple):
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
 
-    def part(self, name: str) -> ArrayPart:
+    def part(self, name: str) -> ShardSpec:
         """What the rank has of a parameter."""
         return self.layout.part(name, self.where)
 
 
-class MatrixParts(NamedTuple):
+class TensorShardedMatrices(NamedTuple):
     """Matrices that tensor-parallel ranks share, for an update that needs them whole.
 
     Attributes:
         shard: What this rank has of them.
     """
 
-    shard: ModelShard
+    shard: RankModelShard
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """The matrix, or a tensor like it, of which each rank has such a part; all ranks call it."""

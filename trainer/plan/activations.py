@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.config.recompute import SUBLAYERS, recomputed_parts
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import MlpSpec
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.models.spec.model import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
     from trainer.models.spec.saved import RowKind, SavedArray
     from trainer.parallel.world import World
-    from trainer.plan.division import Held
+    from trainer.plan.division import RankParams
 
 _WIDE = 4  # bytes of float32
 
@@ -51,8 +51,8 @@ class ActivationMemory:
         narrow: Bytes of a number that a product takes.
     """
 
-    def __init__(self, config: Config, world: World, held: Held, narrow: int) -> None:
-        degrees = degrees_of(config, world)
+    def __init__(self, config: Config, world: World, held: RankParams, narrow: int) -> None:
+        degrees = parallel_degrees(config, world)
         self.config = config
         self.held = held
         self.narrow = narrow

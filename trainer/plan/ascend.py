@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import sharing_level
-from trainer.config.checks.problem import Problem, problem
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.checks.parallel import zero_level
+from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import latent_spec
 from trainer.ops.precision import resolve_precision
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _MODEL = "model.model_config"
 
 
-def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """What keeps a job of these degrees, in explicit mode, from running on an Ascend."""
     if config.classifier is not None:
         return
@@ -38,15 +38,15 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
     if config.decoder.experts is not None:
         yield from _expert_problems(config, degrees)
     shares = config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
-    if config.trains and shares and sharing_level(config) == "level3":
+    if config.trains and shares and zero_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"
         rule = "level3 (parallel_optimizer_comm_recompute means it, too) runs on CPUs or in semi-automatic mode"
         yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
     if degrees.context_parallel > 1:
-        yield from _context_problems(with_device_defaults(config, "Ascend"))
+        yield from _context_problems(apply_device_defaults(config, "Ascend"))
 
 
-def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     spec = model_spec(config.decoder)
     shares = config.trains and config.parallel.enable_parallel_optimizer
     copies = spec.tied or spec.mtp_modules
@@ -55,7 +55,7 @@ def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
 
 
-def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def _expert_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     moe = config.decoder.experts
     if degrees.expert_parallel > 1 and moe.moe_token_dispatcher_type == "allgather":
         key = f"{_MODEL}.moe_config.moe_token_dispatcher_type"
@@ -66,7 +66,7 @@ def _expert_problems(config: Config, degrees: Degrees) -> Iterator[Problem]:
         yield problem(config, f"{_MODEL}.moe_config.capacity_factor", rule, "set it to -1: no bound")
 
 
-def _context_problems(config: Config) -> Iterator[Problem]:
+def _context_problems(config: Config) -> Iterator[ConfigError]:
     """There ranks that share a sequence gather keys and values and run flash_attention_score."""
     key = "parallel_config.context_parallel"
     settings = config.decoder

@@ -9,15 +9,16 @@ if TYPE_CHECKING:
     import numpy as np
 
     from trainer.config import Config
-    from trainer.config.checks.problem import Problem
+    from trainer.config.checks.problem import ConfigError
     from trainer.data.batches.loader import Ranks
     from trainer.parallel.world import World
 
 
-class TrainingBackend(Protocol):
+class ExecutionMode(Protocol):
     """Explicit mode (`trainer.run.prepare`) or MindSpore's semi-automatic mode (`trainer.semi_auto.backend`).
 
-    Nothing but `open` imports MindSpore. Adding a mode takes a class with these members and a line in `choose_backend`.
+    Nothing but `open` imports MindSpore. Adding a mode takes a class with these members and a line in
+    `select_execution_mode`.
     """
 
     config: Config
@@ -31,10 +32,10 @@ class TrainingBackend(Protocol):
     def check_device(self, device: str) -> None:
         """Raises a UserError where the mode does not run on this device; asked before all else."""
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ConfigError]:
         """What keeps the configuration from running in this mode, beside what `trainer.config` checks."""
 
-    def notices(self) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
         """Keys that have no effect, or another one, in this mode."""
 
     def open(self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str) -> Any:

@@ -16,11 +16,11 @@ import re
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import (
-    degrees_of,
+    parallel_degrees,
     runs_semi_auto,
     shard_threshold_bytes,
     shards_optimizer,
-    sharing_level,
+    zero_level,
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
@@ -32,7 +32,7 @@ from trainer.models.spec.sublayers import mlp_spec
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.plan.division import Held, held_parts, micro_batch_tokens
+from trainer.plan.division import RankParams, held_parts, micro_batch_tokens
 from trainer.plan.graph_memory import graph_memory, is_flash, kept_scores
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def device_memory(
     Args:
         states: Arrays of a weight's size that each update rule keeps.
     """
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if stage is None:
         stages = range(degrees.pipeline_stage)
     else:
@@ -86,7 +86,7 @@ def _stage(
     trained: dict[str, tuple[int, ...]],
     states: dict[str, int],
     stage: int,
-    own: Held | None,
+    own: RankParams | None,
 ) -> dict[str, int]:
     """`own`: what a rank has in explicit mode; None in semi-automatic mode. `trained` is empty where nothing trains."""
     trains = bool(trained)
@@ -122,7 +122,7 @@ def _stage(
     if stages > 1:
         micro_batches = config.parallel_config.micro_batch_num
     adds_up = max(config.runner_config.gradient_accumulation_steps, micro_batches) > 1
-    level = sharing_level(config)
+    level = zero_level(config)
     shares_sums = shares_state and level != "level1" or shares_weights and not adds_up
     parts["gradients"] = sum(size(name, shares_sums) for name in of_trained)
     if half and not is_graph and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
@@ -234,7 +234,7 @@ def _largest_layer(sizes: Mapping[str, int]) -> int:
     return max(layers.values(), default=0)
 
 
-def _activations(config: Config, degrees: Degrees, own: Held, half: bool, gradients_of_layer: int) -> int:
+def _activations(config: Config, degrees: Degrees, own: RankParams, half: bool, gradients_of_layer: int) -> int:
     """Bytes in explicit mode: at the end of the forward pass, or while the backward pass computes a layer again, whose
     gradients come then."""
     settings = config.decoder

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import degrees_of, runs_semi_auto
+from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto
 from trainer.config.layer_ranges import layer_text
 from trainer.config.stages import chunk_layers, stage_layers
 from trainer.models.spec.build import model_spec
@@ -22,7 +22,7 @@ from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
 from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -87,7 +87,7 @@ class Division:
 
 def division(config: Config, world: World) -> Division | None:
     """None where each rank has the whole model and batches of its own."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if not degrees.divide_model or config.classifier is not None:
         return None
     mesh = Mesh(degrees)
@@ -104,7 +104,7 @@ def division(config: Config, world: World) -> Division | None:
 
 def layout_of(config: Config, world: World) -> ModelLayout:
     """How the degrees of a job divide the parameters of the decoder."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     stages = None
     if degrees.pipeline_stage > 1:
         stages = stage_layers(config)
@@ -120,7 +120,7 @@ def layout_of(config: Config, world: World) -> ModelLayout:
 def groups_of(config: Config, world: World, rank: int) -> dict[str, Sequence[int]]:
     """The ranks of each group that a rank is in: see `group_ranks`."""
     kv_heads = attention_spec(config.decoder).shared_kv_heads
-    return group_ranks(Mesh(degrees_of(config, world)), rank, kv_heads, ulysses_degree(config))
+    return group_ranks(Mesh(parallel_degrees(config, world)), rank, kv_heads, ulysses_degree(config))
 
 
 def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
@@ -128,7 +128,7 @@ def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
     return MeshCoordinate(stage, 0, 0, degrees.model_parallel - 1)
 
 
-class Held(NamedTuple):
+class RankParams(NamedTuple):
     """What a rank has of the model.
 
     Attributes:
@@ -144,12 +144,12 @@ class Held(NamedTuple):
     tensor: int = 1
 
 
-def held_parts(config: Config, world: World) -> list[Held]:
+def held_parts(config: Config, world: World) -> list[RankParams]:
     """Of the fullest rank of each stage of a pipeline; without one that of every rank."""
     spec = model_spec(config.decoder)
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if config.classifier is not None or runs_semi_auto(config, world):
-        return [Held(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
+        return [RankParams(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
     stages = degrees.pipeline_stage
     layout = layout_of(config, world)
     found = []
@@ -164,7 +164,7 @@ def held_parts(config: Config, world: World) -> list[Held]:
         passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
         passes |= dict.fromkeys(spec.module_layers, counts[-1]) if is_last else {}
         shapes = layout.local_shapes(fullest_rank(degrees, stage))
-        found.append(Held(shapes, passes, is_last, degrees.model_parallel))
+        found.append(RankParams(shapes, passes, is_last, degrees.model_parallel))
     return found
 
 
@@ -257,7 +257,7 @@ def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
             widths["columns"] = layer.mlp.width
 
     def own(number: int) -> str:
-        return _range_text(range_of_rank(number, rank, tensor))
+        return _range_text(shard_range(number, rank, tensor))
 
     parts["heads"] = own(attention.heads)
     kv_heads = attention.shared_kv_heads
@@ -276,9 +276,9 @@ def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
 
 def _context_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
     """Which tokens of a sequence."""
-    from trainer.data.batches.context import SequencePart
+    from trainer.data.batches.context import ContextShard
 
-    own = SequencePart(rank, degrees.context_parallel, ulysses_degree(config)).ranges(config.decoder.seq_length)
+    own = ContextShard(rank, degrees.context_parallel, ulysses_degree(config)).ranges(config.decoder.seq_length)
     return {"tokens": ", ".join(_range_text(slice(each.start, each.stop)) for each in own)}
 
 
@@ -286,7 +286,7 @@ def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
     number = 0
     if config.decoder.experts:
         number = config.decoder.experts.expert_num
-    return {"experts of a layer": _range_text(range_of_rank(number, rank, degrees.expert_parallel))}
+    return {"experts of a layer": _range_text(shard_range(number, rank, degrees.expert_parallel))}
 
 
 def micro_batch_tokens(config: Config, degrees: Degrees) -> int:

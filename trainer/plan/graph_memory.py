@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.config.checks.parallel import sharing_level
+from trainer.config.checks.parallel import zero_level
 from trainer.config.recompute import gathered_again, recomputed_parts
 from trainer.config.stages import part_sizes
 from trainer.models.spec.build import model_spec
@@ -95,7 +95,7 @@ def graph_memory(
     chunks = chunks_of(config, degrees, stage)
     is_last = stage == degrees.pipeline_stage - 1
     mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if is_flash(settings, half) else 4)
-    keeps_gathered = shares and sharing_level(config) != "level3"
+    keeps_gathered = shares and zero_level(config) != "level3"
     copies = kept = working = 0
     for chunk in chunks:
         kept += mask * chunk.under_way

@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import (
-    degrees_of,
     micro_batches,
+    parallel_degrees,
     shard_threshold_bytes,
     shards_optimizer,
-    sharing_level,
+    zero_level,
 )
 from trainer.device.doctor import memory_left_bytes, most_memory_bytes
 from trainer.errors import UserError
@@ -28,7 +28,7 @@ from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
 from trainer.plan.device_memory import device_memory, fixed_bytes
-from trainer.plan.division import Held, held_parts, micro_batch_tokens
+from trainer.plan.division import RankParams, held_parts, micro_batch_tokens
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -61,9 +61,9 @@ def memory_estimate(
     return found
 
 
-def _host_memory(config: Config, trains: bool, device: str, world: World, held: Held) -> dict[str, int]:
+def _host_memory(config: Config, trains: bool, device: str, world: World, held: RankParams) -> dict[str, int]:
     on_host = on_arrays(config, device, world)
-    own_bytes = _OwnBytes(config, world)
+    own_bytes = _ShardBytes(config, world)
     if trains:
         weights = own_bytes.weights(held.shapes)
     else:
@@ -82,7 +82,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     if config.run_mode == "eval" and on_host:
         parts["activations"] = ActivationMemory(config, world, held, _product_bytes(config, world)).evaluation_peak()
     if trains:
-        degrees = degrees_of(config, world)
+        degrees = parallel_degrees(config, world)
         copies = 2
         if micro_batches(config, degrees) == 1:
             copies = 1
@@ -100,15 +100,15 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     return parts | {"total": sum(parts.values())}
 
 
-class _OwnBytes:
+class _ShardBytes:
     """What a rank has of what enable_parallel_optimizer divides: equal parts of every parameter above the threshold."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
-        self.degrees = degrees_of(config, world)
+        self.degrees = parallel_degrees(config, world)
         if shards_optimizer(config, world):
-            self.level = sharing_level(config)
+            self.level = zero_level(config)
         else:
             self.level = ""
         self.least = shard_threshold_bytes(config)
@@ -153,7 +153,9 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _coming_gradients(held: Held, own_bytes: _OwnBytes, trained: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+def _coming_gradients(
+    held: RankParams, own_bytes: _ShardBytes, trained: Mapping[str, tuple[int, ...]]
+) -> dict[str, int]:
     """Bytes of the gradients that take the place of activations as the backward pass goes on, by the names of their
     weights: those of layers, and of an embedding that is not the head. Those of experts find no room there, as was
     measured."""
@@ -172,13 +174,13 @@ def _product_bytes(config: Config, world: World) -> int:
     return 2
 
 
-def _operator_bytes(config: Config, held: Held, world: World) -> int:
+def _operator_bytes(config: Config, held: RankParams, world: World) -> int:
     """A coarse upper estimate of the activations of a training whose operators run one by one."""
     if config.classifier is not None:
         labels = config.runner_config.batch_size * config.network.labels_per_sequence
         return 3 * sum(config.classifier.sizes) * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
     settings = config.decoder
-    tokens = micro_batch_tokens(config, degrees_of(config, world))
+    tokens = micro_batch_tokens(config, parallel_degrees(config, world))
     # Operators keep what they take, about twice what native layers keep, and scores and softmax of all heads.
     native = ActivationMemory(config, world, held, _FLOAT32_BYTES).training_peak({})
     scores = len(held.passes) * settings.num_heads * settings.seq_length * tokens * _FLOAT32_BYTES
@@ -197,7 +199,7 @@ def _cache_bytes(config: Config, device: str) -> int:
     return numbers * (_FLOAT32_BYTES if dtype == "float32" else 2)
 
 
-def _sampling_bytes(config: Config, held: Held, own_bytes: int) -> int:
+def _sampling_bytes(config: Config, held: RankParams, own_bytes: int) -> int:
     """What `sample_prompt` adds to a training: weights that ranks share are whole then, merged copies, and a cache.
 
     Args:
@@ -214,7 +216,7 @@ def _sampling_bytes(config: Config, held: Held, own_bytes: int) -> int:
     return whole + _merged_bytes(held) + cached * _FLOAT32_BYTES
 
 
-def _merged_bytes(held: Held) -> int:
+def _merged_bytes(held: RankParams) -> int:
     """A CPU generates text with copies of the matrices that have adapters, see `trainer.models.generate`."""
     adapted = {name.removesuffix(".lora_A.weight") for name in held.shapes if name.endswith(".lora_A.weight")}
     return _bytes({name: shape for name, shape in held.shapes.items() if name.removesuffix(".weight") in adapted})
@@ -254,7 +256,7 @@ def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_
     raise UserError(rule, where=config.source.where("model"), key="model", fix=fix)
 
 
-def memory_notices(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
+def memory_notes(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
     """Says when `ranks` ranks on this host will probably not fit in `left_bytes` (None: what is available now)."""
     if left_bytes is None:
         left_bytes = memory_left_bytes()

@@ -9,12 +9,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import config_notices
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
-from trainer.config.notice import Notice
+from trainer.config import config_notes
+from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, shards_optimizer, zero_level
+from trainer.config.note import Note
 from trainer.config.patterns import read_pattern
 from trainer.config.recompute import recomputed_parts
-from trainer.device.resolve import device_notices
+from trainer.device.resolve import device_notes
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import all_shapes
@@ -22,20 +22,20 @@ from trainer.ops.host_library import find_onednn
 from trainer.ops.precision import PartDtype
 from trainer.ops.select import (
     KernelChoice,
-    dtype_notices,
+    dtype_notes,
     on_arrays,
     part_dtypes,
     precision_of,
     select_kernels,
 )
-from trainer.optim.freeze import freeze_notices, trained_shapes
+from trainer.optim.freeze import freeze_notes, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.division import Division, division
 from trainer.plan.experts import experts_plan, inactive_weights
 from trainer.plan.flops import flops_per_sequence
-from trainer.plan.memory import memory_notices
+from trainer.plan.memory import memory_notes
 from trainer.plan.pipeline import PipelinePlan, pipeline_plan
 from trainer.plan.traffic import TrafficPlan, traffic_plan
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainer.data.batches.blend import SourceShare
     from trainer.data.batches.loader import EvalBatches, Progress, TrainingBatches
     from trainer.data.batches.packing import PackingReport
-    from trainer.plan.backend import TrainingBackend
+    from trainer.plan.backend import ExecutionMode
 
 # What the numbers of each update rule are called in the configuration.
 _OPTIMIZER_KEYS = {
@@ -184,15 +184,15 @@ class Plan:
     division: Division | None
     traffic: TrafficPlan | None  # of a step
     pipeline: PipelinePlan | None
-    notices: tuple[str, ...]
+    notes: tuple[str, ...]
     config: Config = field(repr=False)
-    backend: TrainingBackend = field(repr=False)
+    backend: ExecutionMode = field(repr=False)
 
 
 def plan_run(
     config: Config,
     world: World,
-    backend: TrainingBackend,
+    backend: ExecutionMode,
     device: str,
     memory_bytes: Mapping[str, int],
     progress: Progress,
@@ -207,10 +207,10 @@ def plan_run(
         UserError: The data cannot be read, or fills no batch.
         RunError: The token file cannot be written.
     """
-    degrees = degrees_of(config, world)
-    notices = _notices(config, world, backend, device, memory_bytes)
+    degrees = parallel_degrees(config, world)
+    notes = _notes(config, world, backend, device, memory_bytes)
     if opens_data:
-        data, steps_per_epoch = _open_data(config, backend, progress, notices)
+        data, steps_per_epoch = _open_data(config, backend, progress, notes)
     else:
         data = None
         steps_per_epoch = 0
@@ -230,7 +230,7 @@ def plan_run(
         division=division(config, world),
         traffic=traffic_plan(config, world, device) if config.trains else None,
         pipeline=pipeline_plan(config, degrees.pipeline_stage) if config.trains else None,
-        notices=tuple(notices),
+        notes=tuple(notes),
         config=config,
         backend=backend,
     )
@@ -279,15 +279,15 @@ def _data_plan(config: Config, data: TrainingBatches | EvalBatches | None) -> Da
     )
 
 
-def _steps_plan(config: Config, world: World, backend: TrainingBackend, steps_per_epoch: int) -> StepsPlan:
+def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_epoch: int) -> StepsPlan:
     batch = backend.data_config.runner_config
     rows = batch.batch_size * backend.data_ranks[1] * batch.gradient_accumulation_steps
     epochs, total, last = _run_length(config, steps_per_epoch)
     sharing = None
     if config.trains and shards_optimizer(config, world):
-        degrees = degrees_of(config, world)
+        degrees = parallel_degrees(config, world)
         ranks = degrees.data_parallel * degrees.context_parallel
-        sharing = Sharing(ranks, sharing_level(config), shard_threshold_bytes(config))
+        sharing = Sharing(ranks, zero_level(config), shard_threshold_bytes(config))
     optimizer = config.optimizer
     return StepsPlan(
         batch_rows=config.runner_config.batch_size,
@@ -318,7 +318,7 @@ def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
 
 
 def _open_data(
-    config: Config, backend: TrainingBackend, progress: Progress, notices: list[str]
+    config: Config, backend: ExecutionMode, progress: Progress, notes: list[str]
 ) -> tuple[TrainingBatches | EvalBatches | None, int]:
     """The batches that are trained or evaluated on, and the steps of an epoch: 0 where nothing is trained."""
     if config.run_mode in ("predict", "chat"):
@@ -326,24 +326,24 @@ def _open_data(
     from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
 
     if not config.trains:
-        return eval_batches(backend.data_config, backend.data_ranks, progress, notices.append), 0
-    data = training_batches(backend.data_config, backend.data_ranks, progress, notices.append)
+        return eval_batches(backend.data_config, backend.data_ranks, progress, notes.append), 0
+    data = training_batches(backend.data_config, backend.data_ranks, progress, notes.append)
     accumulated = backend.data_config.runner_config.gradient_accumulation_steps
     return data, optimizer_steps(data.loader.batches_per_epoch, accumulated)
 
 
-def _notices(
-    config: Config, world: World, backend: TrainingBackend, device: str, memory_bytes: Mapping[str, int]
+def _notes(
+    config: Config, world: World, backend: ExecutionMode, device: str, memory_bytes: Mapping[str, int]
 ) -> list[str]:
-    notices = [*config_notices(config, world, device), *backend.notices(), *device_notices(config, device)]
-    notices += [*dtype_notices(config, precision_of(config, device, world), device), *freeze_notices(config)]
-    notices += _record_notices(config)
+    notes = [*config_notes(config, world, device), *backend.notes(), *device_notes(config, device)]
+    notes += [*dtype_notes(config, precision_of(config, device, world), device), *freeze_notes(config)]
+    notes += _record_notes(config)
     if on_arrays(config, device, world) and find_onednn().library is None:
-        notices.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
-    return notices + list(memory_notices(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
+        notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
+    return notes + list(memory_notes(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
 
 
-def _record_notices(config: Config) -> Iterator[Notice]:
+def _record_notes(config: Config) -> Iterator[Note]:
     """Patterns of `monitor_config.target` that match nothing: a small copy of a model has fewer layers, so it is no
     mistake in the file."""
     section = config.monitor_config
@@ -362,9 +362,9 @@ def _record_notices(config: Config) -> Iterator[Notice]:
             place = ""
             if where:
                 place = f" ({where})"
-            yield Notice(f"{key} {text!r}{place} matches no trained parameter; the nearest names are {near}", "ignored")
+            yield Note(f"{key} {text!r}{place} matches no trained parameter; the nearest names are {near}", "ignored")
     if section.invert and len(matched) == len(names):
-        yield Notice(f"{key} matches every trained parameter, and invert leaves none to record", "ignored")
+        yield Note(f"{key} matches every trained parameter, and invert leaves none to record", "ignored")
 
 
 def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:

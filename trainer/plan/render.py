@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
-from trainer.config.notice import NoticeKind
+from trainer.config.note import NoteKind
 from trainer.config.recompute import recompute_text
 from trainer.config.schema.runner import LossScaleSection
 from trainer.models.spec.adapters import adapter_spec, layer_targets
@@ -36,7 +36,7 @@ Section: TypeAlias = tuple[str, Rows]
 _LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
 _IGNORED = re.compile(r"ignored: (.*\)): ")
 _MOST_ROWS = 16
-_KINDS = get_args(NoticeKind)  # the most important first
+_KINDS = get_args(NoteKind)  # the most important first
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -58,8 +58,8 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
         verbose: With every kernel, dtype, parameter group, learning rate and part of the memory, and the reason of
             every ignored key.
     """
-    if plan.notices:
-        found = [_notes(plan.notices, verbose)]
+    if plan.notes:
+        found = [_notes(plan.notes, verbose)]
     else:
         found = []
     found.append(("run", _run_rows(plan)))
@@ -83,22 +83,22 @@ def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
     return found
 
 
-def _notes(notices: tuple[str, ...], verbose: bool) -> Section:
+def _notes(notes: tuple[str, ...], verbose: bool) -> Section:
     """By importance; a file that all of them name stands in the title alone."""
-    ordered = sorted(notices, key=lambda notice: _KINDS.index(getattr(notice, "kind", "results")))
-    paths = {path for notice in ordered for path, _ in _LOCATION.findall(notice)}
+    ordered = sorted(notes, key=lambda note: _KINDS.index(getattr(note, "kind", "results")))
+    paths = {path for note in ordered for path, _ in _LOCATION.findall(note)}
     title = "notes"
     if len(paths) == 1:
         title = f"notes (lines are those of {paths.pop()})"
-        ordered = [_LOCATION.sub(r"(line \2)", notice) for notice in ordered]
+        ordered = [_LOCATION.sub(r"(line \2)", note) for note in ordered]
     if not verbose:
-        ignored = [match[1] for notice in ordered if (match := _IGNORED.match(notice))]
-        ordered = [notice for notice in ordered if not _IGNORED.match(notice)]
+        ignored = [match[1] for note in ordered if (match := _IGNORED.match(note))]
+        ordered = [note for note in ordered if not _IGNORED.match(note)]
         keys = ", ".join(ignored)
         number = keys.count(", ") + 1
         told = f"{number} key{'s that change' if number > 1 else ' that changes'} nothing here (--verbose says why)"
         ordered += [f"{told}: {keys}"] if ignored else []
-    return title, [("",), *((f"- {notice}",) for notice in ordered)]
+    return title, [("",), *((f"- {note}",) for note in ordered)]
 
 
 def _run_rows(plan: Plan) -> Rows:

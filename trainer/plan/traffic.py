@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import (
-    degrees_of,
     micro_batches,
+    parallel_degrees,
     runs_semi_auto,
     shard_threshold_bytes,
     shards_optimizer,
-    sharing_level,
+    zero_level,
 )
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import chunk_layers
@@ -37,7 +37,7 @@ from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.parallel.layout import SUM_GROUPS, ModelLayout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
-from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, range_of_rank
+from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, shard_range
 from trainer.plan.division import fullest_rank, groups_of, layout_of, micro_batch_tokens
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def traffic_plan(config: Config, world: World, device: str) -> TrafficPlan | Non
     if world.size == 1 or runs_semi_auto(config, world) or config.classifier is not None:
         return None
     facts = _Facts.of(config, world)
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     every = [rank_traffic(config, world, device, fullest_rank(degrees, stage), facts) for stage in
              range(degrees.pipeline_stage)]  # fmt: skip
     totals = [sum(one.bytes for one in found) for found in every]
@@ -123,7 +123,7 @@ def rank_traffic(
     config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts | None = None
 ) -> tuple[Traffic, ...]:
     """What one rank sends in a step whose micro-batches all have tokens that count."""
-    rank = Mesh(degrees_of(config, world)).rank_at(where)
+    rank = Mesh(parallel_degrees(config, world)).rank_at(where)
     groups = groups_of(config, world, rank)
     found: dict[tuple[str, str, Collective], tuple[int, int]] = {}
     for call in _calls(config, world, device, where, facts or _Facts.of(config, world)):
@@ -140,7 +140,7 @@ def rank_traffic(
 
 def _calls(config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts) -> Iterator[_Call]:
     layout = facts.layout
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     number = micro_batches(config, degrees)
     for call in _calls_of_micro_batch(config, world, device, where, facts):
         yield call._replace(times=call.times * number)
@@ -163,7 +163,7 @@ def _calls_of_micro_batch(
 ) -> Iterator[_Call]:
     """All but those of gradients and weights."""
     spec = facts.spec
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     stages = degrees.pipeline_stage
     is_last = where.pipeline == stages - 1
     if is_last:
@@ -230,7 +230,7 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, config: Config, world: World, device: str, where: MeshCoordinate) -> _Sizes:
-        degrees = degrees_of(config, world)
+        degrees = parallel_degrees(config, world)
         on_host = device == "CPU"
         width = 2
         if precision_of(config, device, world).compute.dtype == "float32":
@@ -418,7 +418,7 @@ class _Shared(NamedTuple):
     """What ranks with the same part of the model divide.
 
     Attributes:
-        level: See `sharing_level`; empty for nothing.
+        level: See `zero_level`; empty for nothing.
         ranges: By the name of a divided parameter how many of its numbers this rank has.
     """
 
@@ -444,9 +444,9 @@ class _Shared(NamedTuple):
                 group = ranks * degrees.model_parallel // degrees.expert_parallel
                 own = (own * degrees.model_parallel + where.tensor) // degrees.expert_parallel
             if 1 < group <= size and size * FLOAT32_BYTES >= least:
-                part = range_of_rank(size, own, group)
+                part = shard_range(size, own, group)
                 ranges[name] = part.stop - part.start
-        return cls(layout, sharing_level(config), ranges)
+        return cls(layout, zero_level(config), ranges)
 
     def kind(self, name: str) -> str:
         """The group that divides a parameter."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.profiling.regions import BACKWARD, FORWARD, Key, Patches, Regions, Row
+from trainer.profiling.regions import BACKWARD, FORWARD, Key, Patches, RegionTimer, Row
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,14 +34,14 @@ _SCORES = "attention: copies, mask"
 _WEIGHT_GRADIENTS = "weight gradients"
 
 
-def linear_name(regions: Regions, arguments: tuple) -> str:
+def linear_name(regions: RegionTimer, arguments: tuple) -> str:
     """Names the products of a `Linear`, the first argument."""
     linear, _, x_nI, *_ = arguments
     found = (name for pattern, name in _PRODUCTS if re.search(pattern, linear.name))
     return next(found, "products") + _suffix(x_nI)
 
 
-def product_name(regions: Regions, arguments: tuple) -> str:
+def product_name(regions: RegionTimer, arguments: tuple) -> str:
     """Names a product of two arrays by the part that computes it."""
     part = regions.part
     if part in _PRODUCT_ROWS:
@@ -83,7 +83,7 @@ def _squares_cost(arguments: tuple) -> tuple[float, float]:
     return 4.0 * sum(gradient.size for gradient in arguments[0]), 0.0
 
 
-def patch_all(regions: Regions, step: TrainStep) -> Patches:
+def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     """Measures the functions of a step. A name that is not there any more is an AttributeError.
 
     Threads and operators work for the part that calls them, the innermost function that is measured.
@@ -141,7 +141,7 @@ def patch_all(regions: Regions, step: TrainStep) -> Patches:
     measure(measures, "squares", "norm of the gradients", _squares_cost)
     measure(adamw, "_update_block", "optimizer", _adamw_cost)
     measure(step.optimizer, "update", "optimizer")
-    measure(decoder.ComputeWeights, "refresh", "weights in the dtype of the products")
+    measure(decoder.ModelParams, "refresh", "weights in the dtype of the products")
     measure(step, "build_inputs", "data")
     measure(step, "gradients_of", _DISPATCH)
     return patches

@@ -54,7 +54,7 @@ class _Thread(threading.local):
         self.weight = 1.0
 
 
-Name = Callable[["Regions", tuple], str]
+Name = Callable[["RegionTimer", tuple], str]
 """(regions, arguments) -> the name of the row."""
 Cost = Callable[[tuple], tuple[float, float]]
 """Arguments -> bytes, operations."""
@@ -69,7 +69,7 @@ class Event(NamedTuple):
     seconds: float
 
 
-class Regions:
+class RegionTimer:
     """Rows of what runs while it is on. `clock` gives seconds; with `events` each single call is kept, too."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, events: list[Event] | None = None) -> None:

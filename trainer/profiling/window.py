@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.device.threads import silent
 from trainer.monitors.files import write_text
 from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of
-from trainer.profiling.regions import Event, Patches, Regions
+from trainer.profiling.regions import Event, Patches, RegionTimer
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -48,7 +48,7 @@ def is_profiled(section: ProfileMonitor, config: Config, world: World) -> bool:
 
 def distributed_arguments(config: Config, world: World) -> dict[str, Any]:
     """The degrees of parallelism by the names that MindStudio Insight reads."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     section = config.parallel_config
     return {
         "tensor_model_parallel_size": degrees.model_parallel,
@@ -67,7 +67,7 @@ class StepProfiler:
     Args:
         folder: Where the files go.
         on_arrays: Whether layers are computed on arrays.
-        tell: Takes notices.
+        tell: Takes notes.
         layout: `distributed_arguments`.
     """
 
@@ -89,7 +89,7 @@ class StepProfiler:
         self._steps: list[int] = []  # that have been profiled
         self._of_mindspore: Any = None
         self._events: list[Event] = []
-        self._regions = Regions(events=self._events)
+        self._regions = RegionTimer(events=self._events)
         self._patches: Patches | None = None
         self._is_done = False
 

@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.monitors import wording
 from trainer.monitors.jsonl import read_records
 from trainer.report.curves import RATES
-from trainer.report.record import METRICS_FILE, RunRecord, is_run_folder, read_run
+from trainer.report.record import METRICS_FILE, RunData, is_run_folder, read_run
 
 _SAME_IN_EQUAL_RUNS = ("loss", "lr", "global_norm", "tokens", "loss_scale", "overflow", "eval_loss")
 """Fields of metrics.jsonl that are the same bits in two runs that compute the same; times are not."""
@@ -53,7 +53,7 @@ class Comparison:
         differences: From the first run to each other one; None where all numbers are the same. Empty if not looked for.
     """
 
-    records: list[RunRecord]
+    records: list[RunData]
     names: list[str]
     settings: list[tuple[str, list[Any]]]
     differences: list[Difference | None]
@@ -150,7 +150,7 @@ def loss_text(loss: float | None) -> str:
     return f"{loss:.4f}"
 
 
-def run_values(record: RunRecord) -> dict[str, Any]:
+def run_values(record: RunData) -> dict[str, Any]:
     """What tables and programs are told of a run: plain values, by the names that metrics.jsonl has for them; None for
     what is not known or not finite."""
     curves = record.metrics.curves
@@ -177,7 +177,7 @@ def run_values(record: RunRecord) -> dict[str, Any]:
     }
 
 
-def tokens_to_loss(record: RunRecord, loss: float) -> int | None:
+def tokens_to_loss(record: RunData, loss: float) -> int | None:
     """Tokens with a loss up to the first evaluation of at most this loss, or the first such step of a run without
     evaluations; None where there is none."""
     curves = record.metrics.curves

@@ -20,15 +20,15 @@ class ReportMonitor(Monitor):
     """Reads the files that other monitors write, so it must be told of events after them.
 
     A thread writes report.html while the run trains: a step costs nothing but its share of the processor. A failure
-    becomes a notice, because the training itself has succeeded.
+    becomes a note, because the training itself has succeeded.
 
     Args:
         interval: Seconds between two writings; 0: only at the end.
     """
 
-    def __init__(self, folder: Path, notice: Callable[[str], None], interval: float = 0.0) -> None:
+    def __init__(self, folder: Path, note: Callable[[str], None], interval: float = 0.0) -> None:
         self._folder = folder
-        self._notice = notice
+        self._note = note
         self._interval = interval
         self._reader = RunReader(folder)
         self._ended = threading.Event()
@@ -57,7 +57,7 @@ class ReportMonitor(Monitor):
         try:
             write()
         except Exception as error:  # no error of a drawing library may fail a finished run
-            self._notice(f"report {self._folder / name} was not written: {type(error).__name__}: {error}")
+            self._note(f"report {self._folder / name} was not written: {type(error).__name__}: {error}")
 
     def _write_html(self) -> None:
         data = report_data(self._reader.read(), self._interval)

@@ -23,7 +23,7 @@ from typing import Any
 from trainer import __version__
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
-from trainer.report.record import RunRecord, clip_norm
+from trainer.report.record import RunData, clip_norm
 from trainer.report.samples import read_samples
 
 _PAGE = Path(__file__).parent / "page"
@@ -98,7 +98,7 @@ def valid(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def report_data(record: RunRecord, interval: float = 0.0) -> dict[str, Any]:
+def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
     """What the page of a run shows, as plain values; `interval` is the number of seconds after which it is written
     again."""
     metrics = record.metrics
@@ -208,7 +208,7 @@ def _heat_map(curves: Curves, name: str, layers: Sequence[int]) -> dict[str, Any
     }
 
 
-def _checkpoints(record: RunRecord) -> list[list[Any]]:
+def _checkpoints(record: RunData) -> list[list[Any]]:
     found = record.checkpoints[-_MOST_CHECKPOINTS:]
     found = tuple(one for one in record.checkpoints if one.is_best and one not in found) + found
     return [
@@ -218,7 +218,7 @@ def _checkpoints(record: RunRecord) -> list[list[Any]]:
     ]  # fmt: skip
 
 
-def _model_text(record: RunRecord) -> str:
+def _model_text(record: RunData) -> str:
     """Class and size of the model; the number of weights is in the plan."""
     if record.config is None:
         return ""
@@ -233,7 +233,7 @@ def _model_text(record: RunRecord) -> str:
     return text
 
 
-def _facts(record: RunRecord) -> list[list[Any]]:
+def _facts(record: RunData) -> list[list[Any]]:
     """What was run, where and by what: name, value, and whether it is code."""
     found: list[list[Any]] = [["folder", str(record.folder.resolve()), True]]
     for number, start in enumerate(record.starts, start=1):
@@ -280,7 +280,7 @@ def _setting_text(value: Any) -> str:
     return valid(text if len(text) <= 300 else text[:300] + " ...")
 
 
-def _left_seconds(record: RunRecord, pauses: dict[str, float]) -> float | None:
+def _left_seconds(record: RunData, pauses: dict[str, float]) -> float | None:
     """Seconds until the last step, pauses included, from the latest steps."""
     recent = _finite(record.metrics.curves.means("step_seconds")[-20:])
     if record.state != "running" or not recent or record.last_step <= record.step:

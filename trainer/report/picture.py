@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
-from trainer.report.record import RunRecord, clip_norm
+from trainer.report.record import RunData, clip_norm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def panels(curves: Curves) -> list[Panel]:
     return usual + [Panel(titles[name], names) for name, names in groups.items()]
 
 
-def draw_report(record: RunRecord, path: Path) -> bool:
+def draw_report(record: RunData, path: Path) -> bool:
     """Draws ``path`` and replaces it atomically; False where there is nothing to draw.
 
     Raises OSError where the file cannot be written.
@@ -66,7 +66,7 @@ def draw_report(record: RunRecord, path: Path) -> bool:
     return True
 
 
-def draw_figure(record: RunRecord) -> Figure | None:
+def draw_figure(record: RunData) -> Figure | None:
     """The curves of a run, for a file or a notebook; None where there is nothing to draw."""
     curves = record.metrics.curves
     if not curves.steps and not record.metrics.evaluations:
@@ -141,7 +141,7 @@ def style_panels(axes: Sequence[Axes]) -> None:
             scale.set_major_formatter(FuncFormatter(lambda value, at: _tick_text(value)))
 
 
-def _title(record: RunRecord) -> str:
+def _title(record: RunData) -> str:
     if record.state == "unknown":
         state = ""
     else:
@@ -154,7 +154,7 @@ def picture_text(text: str) -> str:
     return text.replace("$", r"\$").encode("utf-8", "replace").decode()
 
 
-def _draw_loss(axis: Axes, record: RunRecord) -> None:
+def _draw_loss(axis: Axes, record: RunData) -> None:
     curves = record.metrics.curves
     evaluations = record.metrics.evaluations
     best = record.metrics.best
@@ -181,7 +181,7 @@ def _draw_loss(axis: Axes, record: RunRecord) -> None:
     axis.legend(fontsize=9)
 
 
-def _draw_clip(axis: Axes, record: RunRecord) -> None:
+def _draw_clip(axis: Axes, record: RunData) -> None:
     """The norm beyond which a gradient is clipped, where that is near the curve, and the steps that were skipped."""
     limit = clip_norm(record)
     norms = record.metrics.curves.fields["global_norm"]

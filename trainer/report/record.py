@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.checkpoint.store import BEST, behind_link, complete_checkpoints, read_marker
+from trainer.checkpoint.store import BEST, complete_checkpoints, read_marker, resolve_best_link
 from trainer.config import Config, load_config
 from trainer.config.read.dump import flat
 from trainer.config.read.nodes import plain
@@ -49,7 +49,7 @@ class SavedCheckpoint:
 
 
 @dataclass(frozen=True)
-class RunRecord:
+class RunData:
     """What the files of a run folder tell.
 
     Attributes:
@@ -135,7 +135,7 @@ class RunReader:
         self._config_stamp: tuple[int, int] | None = None
         self._config: tuple[Config | None, dict[str, Any], str] = (None, {}, "")
 
-    def read(self) -> RunRecord:
+    def read(self) -> RunData:
         """What the folder tells now. `metrics` is the same object every time.
 
         Raises:
@@ -147,7 +147,7 @@ class RunReader:
         notes = config_note, starts_note, _metrics_note(self.folder / METRICS_FILE, metrics)
         updated = _modified(self.folder / METRICS_FILE)
         state, outcome = _state(starts, updated)
-        return RunRecord(
+        return RunData(
             folder=self.folder,
             config=config,
             settings=settings,
@@ -173,7 +173,7 @@ class RunReader:
         return self._config
 
 
-def read_run(folder: Path) -> RunRecord:
+def read_run(folder: Path) -> RunData:
     """What a run folder tells. Raises OSError where metrics.jsonl is there and cannot be read."""
     return RunReader(folder).read()
 
@@ -221,7 +221,7 @@ def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def clip_norm(record: RunRecord) -> float | None:
+def clip_norm(record: RunData) -> float | None:
     """The largest norm of a gradient after clipping; None where another rule clips, or none."""
     if record.config is None:
         return None
@@ -259,7 +259,7 @@ def _state(starts: tuple[Start, ...], updated: float) -> tuple[State, str]:
 
 def _checkpoints(folder: Path, metrics: Metrics) -> tuple[SavedCheckpoint, ...]:
     losses = {each.step: each.loss for each in metrics.evaluations}
-    best = behind_link(folder / BEST)
+    best = resolve_best_link(folder / BEST)
     found = []
     for path in complete_checkpoints(folder):
         marker = read_marker(path)

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.errors import UserError
 from trainer.report.compare import ABSENT, loss_text, run_values
-from trainer.report.record import RunRecord, is_run_folder, read_run
+from trainer.report.record import RunData, is_run_folder, read_run
 
 _LEVELS = 4  # of folders in folders that are looked at
 HEADER = ("run", "state", "step", "loss", "eval loss", "began", "folder")
@@ -18,7 +18,7 @@ LEFT_OUT_FIRST = ("began", "folder", "eval loss")
 """What a narrow terminal can do without, in this order."""
 
 
-def find_runs(folder: Path) -> list[RunRecord]:
+def find_runs(folder: Path) -> list[RunData]:
     """The runs in a folder and below it, the newest last.
 
     Raises:
@@ -42,7 +42,7 @@ def _folders(folder: Path, levels: int) -> Iterator[Path]:
             yield from _folders(folder / name, levels - 1)
 
 
-def row_of(record: RunRecord) -> tuple[str, ...]:
+def row_of(record: RunData) -> tuple[str, ...]:
     """The cells of a run, as `HEADER` names them."""
     found = run_values(record)
     if record.began:
@@ -56,6 +56,6 @@ def row_of(record: RunRecord) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def run_dict(record: RunRecord) -> dict[str, Any]:
+def run_dict(record: RunData) -> dict[str, Any]:
     """A run for programs."""
     return {"run": record.name, **run_values(record)}

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.checkpoint import adapters
-from trainer.checkpoint.store import behind_link, find_checkpoint
+from trainer.checkpoint.store import find_checkpoint, resolve_best_link
 from trainer.config import Override, load_config, parse_config
 from trainer.data import load_chat_template, load_tokenizer
 from trainer.device.stop_signals import StopSignals
@@ -135,7 +135,7 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
         UserError: There is no such checkpoint, or no configuration for it; or as `load_config`.
     """
     where = "argument CHECKPOINT"
-    path = behind_link(user_path(name, where))
+    path = resolve_best_link(user_path(name, where))
     if not path.exists():
         raise UserError("there is no such checkpoint", where=where, value=name, fix="check the path")
     key = "load_checkpoint"
@@ -181,8 +181,8 @@ def chat(config: Config, world: World, device: str) -> int:
     context = context_length(config)
     tokenizer = load_tokenizer(config)
     template = load_chat_template(config, "train_dataset", tokenizer)
-    for notice in template.notices:
-        _tell(notice)
+    for note in template.notes:
+        _tell(note)
     weights = adapters.starting_weights(config, _tell)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.

@@ -86,9 +86,9 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
 
 
 def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int:
-    for notice in plan.notices:
-        console.on_notice(notice)
-    weights = starting_weights(config, console.on_notice, parts=held_parts(config, world), world=world)
+    for note in plan.notes:
+        console.on_note(note)
+    weights = starting_weights(config, console.on_note, parts=held_parts(config, world), world=world)
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:
@@ -111,7 +111,7 @@ def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int
         name = "a signal to another rank"
         if stop:
             name = stop.received.name
-        console.on_notice(f"stopped by {name}: the evaluation has no result")
+        console.on_note(f"stopped by {name}: the evaluation has no result")
         return stop.exit_code or EXIT_SIGTERM
     if world.rank > 0:
         return EXIT_OK

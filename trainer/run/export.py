@@ -44,11 +44,11 @@ class Exported:
     contents: str  # what the weights are, in words
     dtype: str
     files: tuple[str, ...]
-    notices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {wording.size(self.file_bytes)}"
-        notes = "".join(f"note: {notice}\n" for notice in self.notices)
+        notes = "".join(f"note: {note}\n" for note in self.notes)
         others = [name for name in self.files if name != self.path.name]
         beside = ""
         if others and self.path.suffix == _SUFFIX:
@@ -83,7 +83,7 @@ def export(
         config = config.model_copy(update={"load_checkpoint": config.pretrained_model_dir})
     is_file = output.suffix == _SUFFIX
     _check(config, output, merge, force)
-    weights, contents, notices = _weights(config, merge)
+    weights, contents, notes = _weights(config, merge)
     settings = config.decoder.model_copy(update={"mtp_depth": len(module_layers(weights, config.decoder))})
     if not is_file and config.classifier is None:
         _check_class(config)
@@ -110,26 +110,26 @@ def export(
         _write(folder / name, lambda path, content=content: path.write_bytes(content))
     count = sum(array.size for array in weights.values())
     size = sum((folder / name).stat().st_size for name in files)
-    notices += _class_notices(config, weights) if config.classifier is None else []
+    notes += _class_notes(config, weights) if config.classifier is None else []
     if is_file or len(files) > 1:
         path = output
     else:
         path = output / next(iter(files))
-    return Exported(path, len(weights), count, size, contents, dtype, (*files, *more), tuple(notices))
+    return Exported(path, len(weights), count, size, contents, dtype, (*files, *more), tuple(notes))
 
 
 def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, list[str]]:
-    """The weights by their names in memory, what they are in words, and notices."""
-    notices: list[str] = []
+    """The weights by their names in memory, what they are in words, and notes."""
+    notes: list[str] = []
     if merge:
-        found = merged(starting_weights(config, notices.append, new_modules=False), config.decoder)
+        found = merged(starting_weights(config, notes.append, new_modules=False), config.decoder)
         pairs = len(adapter_shapes(config.decoder)) // 2
         scale = adapter_spec(config.decoder).scale
         base = config.load_checkpoint or "random weights"
-        return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notices
-    found = starting_weights(config, notices.append, new_modules=False)
+        return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notes
+    found = starting_weights(config, notes.append, new_modules=False)
     named = {name: found[name] for name in parameter_shapes(config.network) if name in found}
-    return named, f"the weights of {config.load_checkpoint}", notices
+    return named, f"the weights of {config.load_checkpoint}", notes
 
 
 def _check_class(config: Config) -> None:
@@ -144,7 +144,7 @@ def _check_class(config: Config) -> None:
         )  # fmt: skip
 
 
-def _class_notices(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
+def _class_notes(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
     """What to know about the class under which a folder is saved."""
     kind = saved_class(config.decoder, config.model.arch.type)
     asked = config.model.arch.type

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from trainer.data import ChatTemplate, Tokenizer
     from trainer.models.generate import Generator, Sampling
     from trainer.parallel.communicator import Communicator
-    from trainer.parallel.host_group import HostGroup
+    from trainer.parallel.host_group import CpuGroup
     from trainer.parallel.world import World
     from trainer.run.session import Session
 
 
-class SharedCopy(NamedTuple):
-    """Which copy of the model this rank computes, and with whom: see `trainer.parallel.mesh.ModelCopy`.
+class ModelReplica(NamedTuple):
+    """Which copy of the model this rank computes, and with whom: see `trainer.parallel.mesh.ModelReplicaRanks`.
 
     Attributes:
         group: None where the rank is alone.
@@ -34,7 +34,7 @@ class SharedCopy(NamedTuple):
 
     number: int = 0
     copies: int = 1
-    group: HostGroup | None = None
+    group: CpuGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -54,17 +54,17 @@ class SharedCopy(NamedTuple):
         return bool(self.group.all_gather(np.array([flag])).any())
 
 
-def copy_of(communicator: Communicator) -> SharedCopy:
+def copy_of(communicator: Communicator) -> ModelReplica:
     """The copy of the model that a rank of these computes."""
     if not communicator.divides_model:
-        return SharedCopy(communicator.rank, communicator.size)
+        return ModelReplica(communicator.rank, communicator.size)
     number, copies, ranks = model_copy(Mesh(communicator.layout.degrees), communicator.rank)
-    return SharedCopy(number, copies, communicator.group.part(ranks) if len(ranks) > 1 else None)
+    return ModelReplica(number, copies, communicator.group.part(ranks) if len(ranks) > 1 else None)
 
 
 def open_generator(
     config: Config, weights: Mapping[str, np.ndarray], ends: Iterable[int], world: World, device: str
-) -> tuple[Generator, Communicator, SharedCopy]:
+) -> tuple[Generator, Communicator, ModelReplica]:
     """The model with its weights, ready to generate; here MindSpore loads."""
     from trainer.run.session import open_session
 
@@ -73,7 +73,7 @@ def open_generator(
     return generator_of(session, ends, copy), session.communicator, copy
 
 
-def generator_of(session: Session, ends: Iterable[int], copy: SharedCopy) -> Generator:
+def generator_of(session: Session, ends: Iterable[int], copy: ModelReplica) -> Generator:
     """Generates with the weights that the model has now, on a CPU with native layers, whatever trains the model."""
     from trainer.models.generate import Generator
 

@@ -22,7 +22,7 @@ from trainer.checkpoint.state import Position
 from trainer.checkpoint.store import prepare_folder, put_aside
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.config.checks.parallel import in_job
+from trainer.config.checks.parallel import resolve_for_job
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
@@ -33,7 +33,7 @@ from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, Totals
 from trainer.monitors.services import tracker_monitors
 from trainer.monitors.training_state import StateLog, TrainingState
 from trainer.monitors.wording import drop_rate_lines
-from trainer.ops.select import kernel_notices, on_arrays
+from trainer.ops.select import kernel_notes, on_arrays
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_from_environment
 from trainer.plan.render import plan_text
@@ -42,7 +42,7 @@ from trainer.report.samples import SAMPLES_FILE
 from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import eval_run
 from trainer.run.generation import Sampler
-from trainer.run.prepare import Prepared, held_parts, prepare
+from trainer.run.prepare import PreparedRun, held_parts, prepare
 from trainer.run.training import (
     Engine,
     Events,
@@ -50,6 +50,7 @@ from trainer.run.training import (
     Progress,
     advance_profile,
     agree,
+    collect_rank_flags,
     early_stop,
     evaluate_if_due,
     has_ended,
@@ -58,7 +59,6 @@ from trainer.run.training import (
     sample,
     save,
     save_if_due,
-    votes_of,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         RunError: The run failed (exit code 1).
     """
     world = world_from_environment()
-    config = in_job(config, world)
+    config = resolve_for_job(config, world)
     heartbeat.start()
     prepared = prepare(config, world)
     config = prepared.config
@@ -88,8 +88,8 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
         from trainer.run.chat import chat
         from trainer.run.predict import predict
 
-        for notice in prepared.plan.notices if world.rank == 0 else ():
-            print(f"note: {notice}", file=sys.stderr)
+        for note in prepared.plan.notes if world.rank == 0 else ():
+            print(f"note: {note}", file=sys.stderr)
         answer = predict
         if config.run_mode == "chat":
             answer = chat
@@ -99,19 +99,19 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     return _train(world, prepared, extra_monitors)
 
 
-def _train(world: World, prepared: Prepared, extra_monitors: Sequence[Monitor]) -> int:
+def _train(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor]) -> int:
     """Run modes train and finetune. Several ranks train one model: each executes this with its own part of the data.
     Only rank 0 writes shared files."""
     config = prepared.config
     plan = prepared.plan
     resumed = prepared.resumed
     info = _run_info(world, prepared)
-    notices = [*plan.notices, *kernel_notices(plan.model.kernels)]
+    notes = [*plan.notes, *kernel_notes(plan.model.kernels)]
     if again := info.restarted:
-        notices.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
+        notes.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
     parts = held_parts(config, world)
     if resumed is None:
-        weights = starting_weights(config, notices.append, parts=parts, world=world)
+        weights = starting_weights(config, notes.append, parts=parts, world=world)
     else:  # it takes its weights from the checkpoint that it resumes from
         weights = dict(resumed.weights)
         resumed.weights.clear()  # who prepared the run keeps them otherwise, in memory that it needs
@@ -133,11 +133,11 @@ def _train(world: World, prepared: Prepared, extra_monitors: Sequence[Monitor]) 
         monitors = [totals, *monitors_of(config, info.output_dir, world, plan.device), *extra_monitors]
         job = Job(config, world, plan, prepared.layout, info, Events(monitors), base, files,
                   TrainingState(config), sampler)  # fmt: skip
-        progress = _first_progress(job, resumed, notices)
+        progress = _first_progress(job, resumed, notes)
         summary = None
         try:
-            for notice in notices:
-                job.events.note(notice)
+            for note in notes:
+                job.events.note(note)
             if _has_nothing_to_do(job, progress):
                 return EXIT_OK
             exit_code, summary = _train_job(job, progress, weights, resumed, totals)
@@ -215,7 +215,7 @@ def train(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> No
                 result = _located_step(engine, progress, micro_batches, stop)
                 seconds = time.perf_counter() - began
                 report_step(job, engine, progress, result, len(micro_batches), seconds, waited)
-                agree(job, engine, progress, stop, result.votes)
+                agree(job, engine, progress, stop, result.rank_flags)
                 advance_profile(job, engine, progress)
                 evaluate_if_due(job, engine, progress, stop)
                 save_if_due(job, engine, progress)
@@ -243,7 +243,7 @@ def _located_step(engine: Engine, progress: Progress, micro_batches: list[Batch]
         profiled = engine.profiler.step(position.step + 1, engine.step)
     try:
         with profiled:
-            return engine.step(micro_batches, lambda: votes_of(stop, engine.saver))
+            return engine.step(micro_batches, lambda: collect_rank_flags(stop, engine.saver))
     except RunError as error:
         first = position.batch + 1
         last = position.batch + len(micro_batches)
@@ -254,7 +254,7 @@ def _located_step(engine: Engine, progress: Progress, micro_batches: list[Batch]
 # ---- before the first step ----
 
 
-def _run_info(world: World, prepared: Prepared) -> RunInfo:
+def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
     config = prepared.config
     plan = prepared.plan
     resumed = prepared.resumed
@@ -275,7 +275,7 @@ def _run_info(world: World, prepared: Prepared) -> RunInfo:
     )
 
 
-def _first_progress(job: Job, resumed: Resumed | None, notices: list[str]) -> Progress:
+def _first_progress(job: Job, resumed: Resumed | None, notes: list[str]) -> Progress:
     """Returns where the run begins. In another output folder the best checkpoints so far are not at hand: the first
     evaluation is its best."""
     if resumed:
@@ -289,7 +289,7 @@ def _first_progress(job: Job, resumed: Resumed | None, notices: list[str]) -> Pr
         best = evaluations.best[0]
         evaluations = replace(evaluations, best=())
         which = f"the best checkpoint so far (step {best.step}, eval loss {best.loss:.4f})"
-        notices.append(f"{which} stays in {resumed_from.parent}")
+        notes.append(f"{which} stays in {resumed_from.parent}")
     return Progress(position, evaluations, saved_at=(position.step, evaluations.step))
 
 
@@ -334,7 +334,7 @@ def monitors_of(config: Config, folder: Path, world: World, device: str) -> list
         return logs
     console = console_monitor(config.log_format, every, details=details)
     lines = [console, *logs]
-    # Trackers before the lines, which show a last notice.
+    # Trackers before the lines, which show a last note.
     monitors = [*tracker_monitors(config, Events(lines).note), *lines, JsonlMonitor(folder / "metrics.jsonl")]
     monitors.append(SamplesMonitor(folder / SAMPLES_FILE))
     monitors.append(StartMonitor(folder, device, world.size))
@@ -343,5 +343,5 @@ def monitors_of(config: Config, folder: Path, world: World, device: str) -> list
         monitors += [StateLog(state, monitor.write_line) for monitor in lines]
     if config.report:
         # After those whose files it reads are closed.
-        monitors.append(ReportMonitor(folder, console.on_notice, config.report_interval))
+        monitors.append(ReportMonitor(folder, console.on_note, config.report_interval))
     return monitors

@@ -24,7 +24,7 @@ from trainer.config import Config, Override, load_config, parse_config
 from trainer.errors import UserError
 from trainer.monitors.jsonl import read_records
 from trainer.monitors.metrics import Monitor, RunSummary
-from trainer.report.record import CONFIG_FILE, METRICS_FILE, RunRecord, is_run_folder, read_run
+from trainer.report.record import CONFIG_FILE, METRICS_FILE, RunData, is_run_folder, read_run
 
 if TYPE_CHECKING:
     import pandas
@@ -116,7 +116,7 @@ class Run:
         return []
 
     @property
-    def record(self) -> RunRecord:
+    def record(self) -> RunData:
         """All that the folder tells: configuration, curves, starts, checkpoints."""
         return read_run(self.folder)
 

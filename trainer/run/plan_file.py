@@ -13,12 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config.checks.parallel import degrees_of, fit_problems, in_job, sharing_level
-from trainer.config.checks.problem import Problem, problem, raise_problems, value_of
+from trainer.config.checks.parallel import fit_problems, parallel_degrees, resolve_for_job, zero_level
+from trainer.config.checks.problem import ConfigError, problem, raise_problems, value_of
 from trainer.config.checks.rules import rule_problems, run_problems
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.device.resolve import planned_device, plans_elsewhere
 from trainer.errors import UserError
@@ -26,7 +26,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device_memory import fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import ModelPlan, Plan, plan_run
-from trainer.run.prepare import BuildProgress, choose_backend, prepare
+from trainer.run.prepare import BuildProgress, prepare, select_execution_mode
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -42,12 +42,12 @@ _OF_MEMORY = frozenset(("model", "parallel", "parallel_config", "use_parallel", 
 """Sections of the file whose mistakes leave the data, or the memory, unknown."""
 
 
-def described_world(config: Config, world: World) -> World:
+def world_from_degrees(config: Config, world: World) -> World:
     """The job of a plan: that of the flags or the environment, else the smallest one that can train with the degrees of
     the file."""
     if world != SINGLE_PROCESS or not config.use_parallel or not config.trains:
         return world
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if config.parallel_config.data_parallel is None:  # as many as the experts need
         experts = degrees.expert_parallel
         least = experts // math.gcd(experts, degrees.context_parallel * degrees.model_parallel)
@@ -56,7 +56,7 @@ def described_world(config: Config, world: World) -> World:
 
 
 def plan_file(
-    config: Config, world: World, told: list[Problem], opens_data: bool = True, checks_memory: bool = True
+    config: Config, world: World, told: list[ConfigError], opens_data: bool = True, checks_memory: bool = True
 ) -> Plan:
     """Plans a configuration whose own problems are `told`.
 
@@ -69,17 +69,17 @@ def plan_file(
     Raises:
         UserError: The run could not start on its machine; with all problems.
     """
-    config = in_job(config, world)
+    config = resolve_for_job(config, world)
     with contextlib.suppress(UserError):  # a device that is not there is told below
-        config = with_device_defaults(config, planned_device(config))
-    backend = choose_backend(config, world)
+        config = apply_device_defaults(config, planned_device(config))
+    backend = select_execution_mode(config, world)
     elsewhere = plans_elsewhere(config) or not opens_data
     problems = [*told, *map(_of_plan, run_problems(config, world))]
-    of_backend = backend.problems()
+    backend_problems = backend.problems()
     misfits = fit_problems(config, world)
     rules = {one.error.rule for one in misfits}
     if elsewhere:
-        unbuilt = [one for one in of_backend if one.error.rule not in rules]
+        unbuilt = [one for one in backend_problems if one.error.rule not in rules]
         absent = [one for one in problems if one.is_absent]
     else:
         unbuilt = []
@@ -87,7 +87,7 @@ def plan_file(
     model = config.source.name(_MODEL)
     if any(one.error.key.startswith("model.") for one in told):  # sizes that are missing may be those
         problems = [one for one in problems if one.error.key != model or one.is_absent]
-    problems += [*of_backend, *(misfits if unbuilt else ())]  # the backend looks at one of the two
+    problems += [*backend_problems, *(misfits if unbuilt else ())]  # the backend looks at one of the two
 
     def collect(check: Callable[[], Any]) -> None:
         try:
@@ -113,7 +113,7 @@ def plan_file(
         for section in away if opens_data else ():
             _check_data(config, section, is_away=True)
         if has_sizes and checks_memory:
-            of_memory = _memory_notices(config, world, memory_bytes)
+            of_memory = _memory_notes(config, world, memory_bytes)
         else:
             of_memory = []
     except UserError as error:
@@ -123,19 +123,19 @@ def plan_file(
             for section in sections:
                 collect(partial(_check_data, backend.data_config, section, section in away))
         if elsewhere and has_sizes and checks_memory and not broken & _OF_MEMORY:
-            collect(lambda: _memory_notices(config, world, _memory(config, world)))
+            collect(lambda: _memory_notes(config, world, _memory(config, world)))
         raise_problems(list({str(one.error): one for one in problems}.values()))
     missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
     if unbuilt:
-        notices = [_unbuilt_notice(unbuilt)]
+        notes = [_unbuilt_note(unbuilt)]
     else:
-        notices = []
+        notes = []
     names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != model] + missing
     if names:
-        notices.append(Notice(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
+        notes.append(Note(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
     if not has_sizes:
-        return _without_sizes(config, plan, notices)
-    return replace(plan, notices=(*plan.notices, *notices, *of_memory))
+        return _without_sizes(config, plan, notes)
+    return replace(plan, notes=(*plan.notes, *notes, *of_memory))
 
 
 def _check_data(config: Config, section: str, is_away: bool) -> None:
@@ -145,7 +145,7 @@ def _check_data(config: Config, section: str, is_away: bool) -> None:
         UserError: They cannot be read in this form, or have tokens beyond the model's vocabulary.
     """
     wanted = getattr(config, section)
-    if is_away and not (wanted.tokenizer.path and _is_here(wanted.tokenizer.path)):
+    if is_away and not (wanted.tokenizer.path and _dataset_exists(wanted.tokenizer.path)):
         return
     from trainer.data.datasets import build_eval_dataset, build_train_dataset, check_tokenizer
     from trainer.data.source.find import find_sources
@@ -161,18 +161,18 @@ def _check_data(config: Config, section: str, is_away: bool) -> None:
             find_sources(config, section)
 
 
-def _located(config: Config, error: UserError) -> Problem:
+def _located(config: Config, error: UserError) -> ConfigError:
     line = re.search(r":(\d+)$", error.where)
     place = config.source.place(error.key)
     named = error
     if type(error) is UserError:
         named = error.at(error.where, config.source.name(error.key))
-    return Problem(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
+    return ConfigError(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
 
 
-def _unbuilt_notice(problems: list[Problem]) -> Notice:
+def _unbuilt_note(problems: list[ConfigError]) -> Note:
     parts = [str(one.error).splitlines()[0].removeprefix(f"{one.error.where}: ").rstrip(".") for one in problems]
-    return Notice(f"a run on Ascend does not start: {'; '.join(parts)}", "parallel")
+    return Note(f"a run on Ascend does not start: {'; '.join(parts)}", "parallel")
 
 
 def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
@@ -189,7 +189,7 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
             from trainer.data.source.mnist import PATH_VARIABLE
 
             paths.append(os.environ.get(PATH_VARIABLE, ""))
-        if loader.type != "SyntheticDataset" and not any(_is_here(path) for path in paths if path):
+        if loader.type != "SyntheticDataset" and not any(_dataset_exists(path) for path in paths if path):
             found[name] = next(filter(None, paths), "")
     return found
 
@@ -211,13 +211,13 @@ def _paths(value: Any) -> list[str]:
     return []
 
 
-def _is_here(path: str) -> bool:
+def _dataset_exists(path: str) -> bool:
     """Whether a data set is at a path: a file, a folder, or Megatron-LM's two files of this beginning."""
     given = Path(path).expanduser()
     return path == "stdlib" or given.exists() or given.with_name(f"{given.name}.idx").exists()
 
 
-def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
+def _without_sizes(config: Config, plan: Plan, notes: list[str]) -> Plan:
     """Nothing that depends on the model, whose sizes are in a folder elsewhere, or in none that the file names."""
     where = "are in pretrained_model_dir"
     if not config.pretrained_model_dir:
@@ -226,11 +226,11 @@ def _without_sizes(config: Config, plan: Plan, notices: list[str]) -> Plan:
     return replace(
         plan, model=ModelPlan(kernels=plan.model.kernels, dtypes=plan.model.dtypes), pipeline=None, memory_bytes={},
         steps=replace(plan.steps, tokens_per_step=0, flops_per_row=0.0),
-        notices=(*plan.notices, *notices, Notice(text, "parallel")),
+        notes=(*plan.notes, *notes, Note(text, "parallel")),
     )  # fmt: skip
 
 
-def _of_plan(found: Problem) -> Problem:
+def _of_plan(found: ConfigError) -> ConfigError:
     """A problem of a run, with the fix that a plan has."""
     if found.error.key != "use_parallel":
         return found
@@ -243,7 +243,7 @@ def _memory(config: Config, world: World) -> dict[str, int]:
     return memory_estimate(config, config.trains, planned_device(config), world)
 
 
-def _memory_notices(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[str]:
+def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[str]:
     """Says where a rank's memory is probably above max_device_memory.
 
     Raises:
@@ -261,7 +261,7 @@ def _memory_notices(config: Config, world: World, memory_bytes: Mapping[str, int
         raise problem(config, _LIMIT, rule, _memory_fix(config, world, most * gib)).error
     if total > most:
         text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB, activations (estimated) included"
-        return [Notice(text, "parallel")]
+        return [Note(text, "parallel")]
     return []
 
 
@@ -289,10 +289,10 @@ def _memory_fix(config: Config, world: World, most_bytes: float) -> str:
 
 def _divisions(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
     """Numbers of ranks, and settings that divide the model further; whether these work together is not looked at."""
-    degrees = degrees_of(_with_settings(config, {"use_parallel": True}), world)
+    degrees = parallel_degrees(_with_settings(config, {"use_parallel": True}), world)
     experts = config.decoder.experts
     shares = config.parallel.enable_parallel_optimizer
-    level = sharing_level(config)
+    level = zero_level(config)
     levels: list[dict[str, Any]] = [{}]
     levels += [{_SHARING: True, _LEVEL: each} for each in ("level1", "level2", "level3") if not shares or each > level]
     groups = [degrees.expert_parallel]
@@ -329,5 +329,5 @@ def _with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
 
 def _mistakes(config: Config, world: World) -> set[tuple[str, str]]:
     """Keys and rules of what keeps a job from running, whatever its memory."""
-    found = rule_problems(config) or run_problems(config, world) + list(choose_backend(config, world).problems())
+    found = rule_problems(config) or run_problems(config, world) + list(select_execution_mode(config, world).problems())
     return {(one.error.key, one.error.rule) for one in found}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.checkpoint.adapters import starting_weights
-from trainer.config.checks.parallel import in_job
+from trainer.config.checks.parallel import resolve_for_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
 from trainer.data.source.records import Record
 from trainer.data.source.samples import prompt_messages
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer.models.generate import Generator
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
-    from trainer.run.generation import SharedCopy
+    from trainer.run.generation import ModelReplica
 
 
 class _Stopped(Exception):
@@ -164,7 +164,7 @@ class _Opened(NamedTuple):
     tokenizer: Tokenizer
     generator: Generator
     communicator: Communicator
-    copy: SharedCopy
+    copy: ModelReplica
 
 
 def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, makes_folder: bool) -> _Opened:
@@ -175,12 +175,12 @@ def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, 
     encoded = [_encode(config, tokenizer, template, prompt) for prompt in prompts]
     limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
 
-    def tell(notice: str) -> None:
+    def tell(note: str) -> None:
         if world.rank == 0:
-            print(f"note: {notice}", file=sys.stderr)
+            print(f"note: {note}", file=sys.stderr)
 
-    for notice in template.notices if template else ():
-        tell(notice)
+    for note in template.notes if template else ():
+        tell(note)
     weights = starting_weights(config, tell, parts=held_parts(config, world), world=world)
     if makes_folder:
         make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
@@ -195,7 +195,7 @@ def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
         UserError: As of `predict`.
         KeyboardInterrupt: SIGINT or SIGTERM came.
     """
-    prepared = prepare(in_job(config, SINGLE_PROCESS))
+    prepared = prepare(resolve_for_job(config, SINGLE_PROCESS))
     config = prepared.config
     prompts = [_prompt(prepared.config, text, "") for text in texts]
     found = ["" for _ in texts]
@@ -252,7 +252,7 @@ def _predict_together(
     batches: Sequence[int],
     continued: Callable[[int, Callable[[str], None]], Iterator[dict[str, str]]],
     communicator: Communicator,
-    copy: SharedCopy,
+    copy: ModelReplica,
     folder: Path,
 ) -> None:
     """Each of n copies of the model continues every n-th batch; rank 0 shows and writes them in the order of the

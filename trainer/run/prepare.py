@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
-from trainer.config.checks.notices import pipeline_notices
-from trainer.config.checks.parallel import degrees_of, in_job, micro_batches, runs_semi_auto
-from trainer.config.checks.problem import Problem
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.checks.notes import pipeline_notes
+from trainer.config.checks.parallel import micro_batches, parallel_degrees, resolve_for_job, runs_semi_auto
+from trainer.config.checks.problem import ConfigError
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
 from trainer.monitors import wording
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     from trainer.checkpoint.state import Resumed
     from trainer.checkpoint.weights import Parts
     from trainer.config import Config
-    from trainer.plan.backend import TrainingBackend
+    from trainer.plan.backend import ExecutionMode
     from trainer.step.train_step import TrainStep
 
 _SILENT_SECONDS = 0.5  # of tokenizing, before it is shown
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """Everything a run needs that can be known without MindSpore."""
 
     config: Config  # with the defaults of the device
@@ -51,12 +51,12 @@ class Prepared:
 
 
 class ExplicitBackend:
-    """A `TrainingBackend`: layer by layer, with gradients summed over the ranks by the step."""
+    """A `ExecutionMode`: layer by layer, with gradients summed over the ranks by the step."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
         self.world = world
-        degrees = degrees_of(config, world)
+        degrees = parallel_degrees(config, world)
         steps = {"gradient_accumulation_steps": micro_batches(config, degrees)}
         self.data_config = config.model_copy(update={"runner_config": config.runner_config.model_copy(update=steps)})
         self.data_ranks = (world.rank, world.size)
@@ -73,15 +73,16 @@ class ExplicitBackend:
 
     def check_device(self, device: str) -> None:
         """A CPU can do what `preflight` lets through."""
-        for found in ascend_problems(self.config, degrees_of(self.config, self.world)) if device == "Ascend" else ():
-            raise found.error
+        if device == "Ascend":
+            for problem in ascend_problems(self.config, parallel_degrees(self.config, self.world)):
+                raise problem.error
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ConfigError]:
         return []  # `preflight` knows them all
 
-    def notices(self) -> Iterator[str]:
+    def notes(self) -> Iterator[str]:
         if self.config.use_parallel:
-            yield from pipeline_notices(self.config)
+            yield from pipeline_notes(self.config)
 
     def open(
         self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str
@@ -94,7 +95,7 @@ class ExplicitBackend:
         """Each rank reads its own part of the data; nothing needs to be the same."""
 
 
-def choose_backend(config: Config, world: World) -> TrainingBackend:
+def select_execution_mode(config: Config, world: World) -> ExecutionMode:
     """The backend of a job: explicit mode, or where the file asks for it MindSpore's semi-automatic mode."""
     if runs_semi_auto(config, world):
         from trainer.semi_auto.backend import SemiAutoBackend
@@ -103,9 +104,9 @@ def choose_backend(config: Config, world: World) -> TrainingBackend:
     return ExplicitBackend(config, world)
 
 
-def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
-    """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of `in_job`; the run
-    reads the one in the result.
+def prepare(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
+    """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of
+    `resolve_for_job`; the run reads the one in the result.
 
     Text that is not in the cache is tokenized into it here, with progress on a terminal.
 
@@ -114,8 +115,8 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
         RunError: The token file cannot be written, or the data changes while it is read.
     """
     device = resolve_device(config)
-    config = with_device_defaults(config, device)
-    backend = choose_backend(config, world)
+    config = apply_device_defaults(config, device)
+    backend = select_execution_mode(config, world)
     backend.check_device(device)
     preflight(config, world, backend.problems())
     memory_bytes = memory_estimate(config, config.trains, device, world)
@@ -131,7 +132,8 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
 
         check_starting_files(config)
     if not config.trains:
-        return Prepared(config, plan_run(config, world, backend, device, memory_bytes, BuildProgress()), {}, None, None)
+        plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
+        return PreparedRun(config, plan, {}, None, None)
     resume_from = None
     if config.resume_training:  # looked for before the data, which may take long to tokenize
         from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed
@@ -142,14 +144,14 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> Prepared:
 
     layout = data_layout(backend.data_config, plan.data.batches.dataset, backend.data_ranks[1])
     if resume_from is None:
-        return Prepared(config, plan, layout, None, None)
+        return PreparedRun(config, plan, layout, None, None)
     resumed = read_resumed(resume_from, config, layout, held_parts(config, world), own)
-    return Prepared(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
+    return PreparedRun(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 
 def held_parts(config: Config, world: World) -> Parts | None:
     """The part of each parameter that this rank has; None: all of all, or MindSpore decides."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if not degrees.divide_model or runs_semi_auto(config, world):
         return None
     layout = layout_of(config, world)
@@ -159,7 +161,7 @@ def held_parts(config: Config, world: World) -> Parts | None:
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
     """The plan of a run; errors as of `prepare`."""
-    return prepare(in_job(config, world), world).plan
+    return prepare(resolve_for_job(config, world), world).plan
 
 
 class BuildProgress:

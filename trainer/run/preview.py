@@ -71,7 +71,7 @@ class Preview(NamedTuple):
     tokenizer: Tokenizer | TokenIds
 
 
-def preview(config: Config, num_rows: int, notices: list[str]) -> Preview:
+def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
     """Reads the first sequences that the run trains on (with run_mode eval: evaluates on), and counts all of them.
 
     Raises:
@@ -89,10 +89,10 @@ def preview(config: Config, num_rows: int, notices: list[str]) -> Preview:
     if evaluates and config.eval_dataset is not None:
         section = EVAL
     if evaluates:
-        dataset = build_eval_dataset(config, BuildProgress(), notices.append)
+        dataset = build_eval_dataset(config, BuildProgress(), notes.append)
         shuffle = False
     else:
-        dataset, _ = build_train_dataset(config, BuildProgress(), notices.append)
+        dataset, _ = build_train_dataset(config, BuildProgress(), notes.append)
         shuffle = config.train_dataset.data_loader.shuffle
     if dataset is None:
         fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
@@ -167,10 +167,10 @@ def _tokenizing_rate(dataset: SequenceDataset, tokenizer: Tokenizer) -> float | 
 
 def show(config: Config, num_rows: int, as_json: bool) -> int:
     """Prints a preview: as JSON, with colours on a terminal, with marks into a pipe."""
-    notices: list[str] = []
-    found = preview(config, num_rows, notices)
-    for notice in notices:
-        print(f"note: {notice}", file=sys.stderr)
+    notes: list[str] = []
+    found = preview(config, num_rows, notes)
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     if as_json:
         rows: list[dict[str, Any]] = [{"segments": [segment._asdict() for segment in row]} for row in found.rows]
         print(json.dumps({"rows": rows, "statistics": asdict(found.statistics)}))

@@ -16,10 +16,10 @@ import numpy as np
 
 from trainer.checkpoint.state import load_weights
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, shards_optimizer, sharing_level
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, shards_optimizer, zero_level
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.device.resolve import resolve_device
 from trainer.device.settings import Call, device_calls, jit_options
 from trainer.device.threads import set_up_cpu_threads
@@ -27,7 +27,7 @@ from trainer.models.classifier import Classifier, ImageInputBuilder
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import InputBuilder
 from trainer.models.spec.names import is_buffer
-from trainer.ops.context import over_context
+from trainer.ops.context import context_parallel_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import on_arrays, precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
@@ -36,7 +36,7 @@ from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import all_gather_ranges, array_gatherer, gather_range, start, write_own_ranges
 from trainer.parallel.communicator import Communicator, check_same_values, model_parallel
 from trainer.parallel.sharding import OptimizerShard
-from trainer.parallel.tensor import MatrixParts, ModelShard, TensorParallel
+from trainer.parallel.tensor import RankModelShard, TensorParallel, TensorShardedMatrices
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.division import layout_of
 from trainer.step.pipeline import Pipeline, build_pipeline
@@ -96,7 +96,7 @@ def open_session(
         communicator = Communicator()
     else:
         communicator = _communicator(config, world, group or start(world))
-    config = with_device_defaults(config, device)
+    config = apply_device_defaults(config, device)
     precision = precision_of(config, device, world)
     shard = _shard(config, communicator)
     pipeline = None
@@ -104,7 +104,7 @@ def open_session(
     native = on_arrays(config, device, world)
     kernels = load_kernels(choices, precision, host_layers=native)
     if not native and shard is not None and shard.tokens.ranks > 1:
-        kernels = over_context(kernels, communicator.groups, shard.tokens)
+        kernels = context_parallel_kernels(kernels, communicator.groups, shard.tokens)
     model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
         load_weights(model, weights)
@@ -121,12 +121,12 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
 
 def _communicator(config: Config, world: World, group: Group) -> Communicator:
     """The ranks of a job, by what they share."""
-    if not degrees_of(config, world).divide_model:
+    if not parallel_degrees(config, world).divide_model:
         return Communicator(group)
     return model_parallel(group, config.decoder, layout_of(config, world), ulysses_degree(config))
 
 
-def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
+def _shard(config: Config, communicator: Communicator) -> RankModelShard | None:
     """What this rank has of the model; None: all of it."""
     if not communicator.divides_model:
         return None
@@ -137,8 +137,8 @@ def _shard(config: Config, communicator: Communicator) -> ModelShard | None:
         tensor = None
     else:
         tensor = TensorParallel(groups.tp, section.use_seq_parallel)
-    tokens = SequencePart(where.context, section.context_parallel, ulysses_degree(config))
-    return ModelShard(
+    tokens = ContextShard(where.context, section.context_parallel, ulysses_degree(config))
+    return RankModelShard(
         communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses
     )
 
@@ -147,7 +147,7 @@ def build_model(
     config: Config,
     kernels: KernelSet,
     device: str = "CPU",
-    shard: ModelShard | None = None,
+    shard: RankModelShard | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
     """The model with the weights of `seed`, and what makes its inputs; `shard` as in `Decoder`."""
     trains = config.trains
@@ -208,7 +208,7 @@ def open_training(
     shards = {}
     if shards_optimizer(config, world):
         make_shards = partial(optimizer_shards, session.communicator, shard_threshold_bytes(config))
-        if sharing_level(config) == "level3":
+        if zero_level(config) == "level3":
             gatherer = partial(array_gatherer, on_one_host=world.local_size == world.size)
             prefetch = can_prefetch(session.communicator)
             session.model.compute_weights.shard(make_shards(parameters, gatherer), prefetch)
@@ -219,7 +219,7 @@ def open_training(
     if own is None or own.tensor is None:
         parts = None
     else:
-        parts = MatrixParts(own)
+        parts = TensorShardedMatrices(own)
     return TrainStep(
         session.model,
         build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, parts),
@@ -230,7 +230,7 @@ def open_training(
         communicator=session.communicator,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         pipeline=session.pipeline,
-        scatters=bool(shards) and sharing_level(config) != "level1",
+        scatters=bool(shards) and zero_level(config) != "level1",
     )
 
 
@@ -257,7 +257,7 @@ def optimizer_shards(
         if is_buffer(name):
             group = None
         else:
-            group = communicator.state_group(name)
+            group = communicator.optimizer_state_group(name)
         if group is None:
             continue
         if id(group) not in made:

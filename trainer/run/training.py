@@ -53,7 +53,7 @@ class Events:
             getattr(monitor, event)(*values)
 
     def note(self, text: str) -> None:
-        self.tell("on_notice", text)
+        self.tell("on_note", text)
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
@@ -182,7 +182,7 @@ def open_profiler(job: Job) -> StepProfiler | None:
 # ---- signals ----
 
 
-def votes_of(stop: StopSignals, saver: Saver) -> list[float]:
+def collect_rank_flags(stop: StopSignals, saver: Saver) -> list[float]:
     """Returns 1 for the signal that has come to this rank and 0 for the others; then 1 if its part of a save is
     written."""
     return [*(float(stop.received == number) for number in EXIT_CODES), float(saver.is_ready)]
@@ -197,7 +197,7 @@ def agree(
     process that is alone sees a signal that came later too.
     """
     if counts is None or job.world.size == 1:
-        counts = engine.session.communicator.all_sum(votes_of(stop, engine.saver))
+        counts = engine.session.communicator.all_reduce_exact(collect_rank_flags(stop, engine.saver))
     *signals, ready = counts
     progress.stopped = next((number for number, count in zip(EXIT_CODES, signals, strict=True) if count), None)
     if ready == job.world.size:
@@ -305,7 +305,7 @@ def save(job: Job, engine: Engine, progress: Progress) -> None:
         section = job.config.checkpoint_monitor
         saver.finish()  # before memory is taken for the next one
         began = time.perf_counter()
-        saved = engine.step.to_save()
+        saved = engine.step.state_dict_shard()
         make_stages = functools.partial(
             save_stages,
             job.checkpoints,
@@ -428,7 +428,7 @@ def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
 
     names = list(trained_shapes(job.config))
     communicator = engine.session.communicator
-    saved = engine.step.to_save()
+    saved = engine.step.state_dict_shard()
     if engine.session.computes_together and job.world.rank > 0:  # rank 0 has gathered them
         saved = saved._replace(weights={}, optimizer={})
     norms: dict[str, object] = {}

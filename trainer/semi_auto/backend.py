@@ -10,7 +10,7 @@ from trainer.config.checks.problem import raise_problems
 from trainer.semi_auto.rules import (
     data_config,
     missing_files,
-    semi_auto_notices,
+    semi_auto_notes,
     semi_auto_problems,
     semi_auto_without_device,
 )
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
 
     from trainer.config import Config
-    from trainer.config.checks.problem import Problem
+    from trainer.config.checks.problem import ConfigError
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
     from trainer.semi_auto.step import GraphStep
 
 
 class SemiAutoBackend:
-    """A `TrainingBackend`: one graph, which MindSpore shards over the ranks."""
+    """A `ExecutionMode`: one graph, which MindSpore shards over the ranks."""
 
     data_ranks = (0, 1)  # every rank reads the batch of all; the graph takes this rank's part
 
@@ -45,11 +45,11 @@ class SemiAutoBackend:
         if device == "CPU":
             raise semi_auto_without_device(self.config)
 
-    def problems(self) -> list[Problem]:
+    def problems(self) -> list[ConfigError]:
         return semi_auto_problems(self.config, self.world)
 
-    def notices(self) -> Iterator[str]:
-        return semi_auto_notices(self.config)
+    def notes(self) -> Iterator[str]:
+        return semi_auto_notes(self.config)
 
     def open(
         self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str

@@ -15,8 +15,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
-from trainer.models.block import Block, EmbeddingMapping, Head, MergeTokens
-from trainer.models.decoder import DecoderWiring
+from trainer.models.block import Block, EmbeddingMapping, Head, MtpMerge
+from trainer.models.decoder import DecoderForward
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import mask_sites
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from trainer.semi_auto.experts import ExpertCells
 
 
-class SemiAutoDecoder(DecoderWiring):
+class SemiAutoDecoder(DecoderForward):
     """(ids_N, targets, tables, masks, mtp, counted, seeds_B1) -> the minimised sum of losses.
 
     `targets` are labels_N and the weight of each label's loss, [N, 1]; `mtp` has ids_N and the same two for each
@@ -72,7 +72,7 @@ class SemiAutoDecoder(DecoderWiring):
         self.layers = _cells(map(layer_cell, range(len(spec.layers))))
         self.has_window = tuple(layer.attention.window is not None for layer in spec.layers)
         self.has_experts = tuple(layer.experts is not None for layer in self.layers)
-        self.merges = _cells(MergeCell(MergeTokens(settings, kernels), weights) for weights in parts.merges)
+        self.merges = _cells(MergeCell(MtpMerge(settings, kernels), weights) for weights in parts.merges)
         self.heads = _cells(
             HeadCell(Head(settings, kernels), norm, None if self.hands_on else weight, mapping)
             for norm, weight, mapping in parts.heads
@@ -215,7 +215,7 @@ class LayerCell(nn.Cell):
 class MergeCell(nn.Cell):
     """(embeddings of a module's tokens [N, D], x_ND) -> x_ND of the module's block."""
 
-    def __init__(self, merge: MergeTokens, weights: Sequence[Parameter]) -> None:
+    def __init__(self, merge: MtpMerge, weights: Sequence[Parameter]) -> None:
         super().__init__(auto_prefix=False)
         self.merge = merge
         self.weights = ParameterTuple(weights)

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn
 from mindspore.parallel.auto_parallel import AutoParallel
 
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.models.inputs import LossSums
 from trainer.semi_auto.network import set_parallelism
 from trainer.semi_auto.step import Window, graph_mode, own_rows
@@ -46,7 +46,7 @@ class GraphEvaluator:
         self.loss = loss
         self.config = config
         self.world = world
-        self.degrees = degrees_of(config, world)
+        self.degrees = parallel_degrees(config, world)
         self.window: Window | None = None
 
     @cached_property

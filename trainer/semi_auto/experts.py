@@ -31,7 +31,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SumExt
 
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.models.moe import Gates, Router, SharedExperts
 from trainer.models.spec.names import EXPERT_BIAS, layer_prefix
 from trainer.models.spec.shapes import balanced_layers, moe_shapes
@@ -188,14 +188,14 @@ class RoutedExperts(nn.Cell):
     def exchanged(self, rows_AD, expert_A, counts_E, weights):
         """The same rows, computed where their experts are."""
         counts_Se = counts_E.reshape(self.ranks, self.own)
-        theirs_Se = all_to_all(counts_Se, self.group, self.ranks)
+        received_counts_Se = all_to_all(counts_Se, self.group, self.ranks)
         send = self.rows_of_ranks(counts_Se, rows_AD)
-        receive = self.rows_of_ranks(theirs_Se, rows_AD)
+        receive = self.rows_of_ranks(received_counts_Se, rows_AD)
         rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
         own_A1 = ops.floor_mod(expert_A, self.own).astype(mstype.float32).reshape(-1, 1)
         order_R = stable_order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
         inverse_R = stable_order(order_R)
-        counts_e = theirs_Se.sum(0).astype(mstype.int64)
+        counts_e = received_counts_Se.sum(0).astype(mstype.int64)
         out_RD = self.products(self.reorder(rows_RD, order_R, inverse_R), counts_e, *weights)
         out_RD = self.reorder_back(out_RD, inverse_R, order_R)
         return all_to_all_rows(out_RD, receive, send, self.group).reshape(rows_AD.shape)
@@ -455,7 +455,7 @@ def expert_cells(config: Config, world: World, kernels: KernelSet, local: Kernel
     if config.decoder.experts is None:
         return None
     settings = config.decoder
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     group, _ = expert_group(degrees, world.rank)
     tokens = config.runner_config.batch_size * settings.seq_length
     # In MindSpore's dry run no kernel computes.

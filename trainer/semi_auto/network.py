@@ -24,7 +24,7 @@ from mindspore.ops import operations as P
 from mindspore.parallel.auto_parallel import AutoParallel
 from mindspore.parallel.nn import GradAccumulation, Pipeline
 
-from trainer.config.checks.parallel import degrees_of, shard_threshold_bytes, sharing_level
+from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, zero_level
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
 from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
@@ -46,7 +46,7 @@ from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.classifier import ImageLossCell, LazyImageLossCell
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
-from trainer.semi_auto.rules import semi_auto_notices, semi_auto_problems, speed_up_file
+from trainer.semi_auto.rules import semi_auto_notes, semi_auto_problems, speed_up_file
 from trainer.semi_auto.step import drops
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
         UserError: The configuration asks for what this mode cannot do.
     """
     raise_problems(semi_auto_problems(config, world))
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     steps = config.runner_config.gradient_accumulation_steps
     # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
     with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
@@ -96,7 +96,7 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
 
 def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
     """The loss cell of images, sharded."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     kernels = load_kernels((), is_sharded=True)
     loss = (LazyImageLossCell if _calls_one_graph(config, degrees) else ImageLossCell)(config, kernels)
     loss.shard_over(degrees.data_parallel)
@@ -106,7 +106,7 @@ def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
 def _decoder(config: Config, world: World, device: str) -> LossCell:
     """The loss cell of a decoder, with strategies, recomputation and groups of gradients."""
     settings = config.decoder
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     choices = select_kernels(settings, device, precision)
     kernels = load_kernels(choices, precision, is_sharded=True)
@@ -134,7 +134,7 @@ def _decoder(config: Config, world: World, device: str) -> LossCell:
 def set_parallelism(network: AutoParallel, config: Config, world: World, *, trains: bool = True) -> None:
     """What the sections `parallel` and `parallel_config` say of the whole graph; an evaluation does not train."""
     parallel = config.parallel
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if world.size > 1:
         inputs = _BATCH_INPUTS if config.classifier is None else _IMAGE_INPUTS
         rows = ((degrees.data_parallel, 1),) * (inputs + (drops(config.decoder) and trains))
@@ -146,7 +146,7 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
         )
     if parallel.enable_parallel_optimizer:
         section = parallel.parallel_optimizer_config
-        network.hsdp(section.optimizer_weight_shard_size, shard_threshold_bytes(config) // _KIB, sharing_level(config))
+        network.hsdp(section.optimizer_weight_shard_size, shard_threshold_bytes(config) // _KIB, zero_level(config))
     if parallel.comm_fusion is not None:
         network.comm_fusion(parallel.comm_fusion)
     if parallel.force_fp32_communication:
@@ -376,7 +376,7 @@ class LazyLossCell(LossCell):
 
 def _calls_one_graph(config: Config, degrees: Degrees) -> bool:
     """Where MindSpore asks for it: in a pipeline, and to share the sums of gradients over micro-batches."""
-    shares = config.parallel.enable_parallel_optimizer and sharing_level(config) != "level1"
+    shares = config.parallel.enable_parallel_optimizer and zero_level(config) != "level1"
     return degrees.pipeline_stage > 1 or (shares and config.runner_config.gradient_accumulation_steps > 1)
 
 
@@ -388,7 +388,7 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     Raises:
         UserError: The configuration asks for what this mode cannot do.
     """
-    built = build_semi_auto(config, world if world.size > 1 else world_of(degrees_of(config, world).ranks))
+    built = build_semi_auto(config, world if world.size > 1 else world_of(parallel_degrees(config, world).ranks))
     network = built.network
     loss = built.loss
     cells = [built.network]
@@ -397,7 +397,7 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     shared = network._enable_parallel_optimizer
     interleaved = network._pipeline_interleave
     threshold = (
-        f"shared by data-parallel ranks (hsdp, {sharing_level(config)}), of parameters from"
+        f"shared by data-parallel ranks (hsdp, {zero_level(config)}), of parameters from"
         f" {network._parallel_optimizer_threshold} KB"
     )
     order = f", {'interleaved ' if interleaved else ''}{network._pipeline_scheduler}"
@@ -414,7 +414,7 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
     ]
     rows += [("tokens are shared", sequence)] if sequence else []
     rows += [("activations", again)] if again else []
-    return [*rows, *_stages(loss), *_strategies(loss), *(("note", notice) for notice in semi_auto_notices(config))]
+    return [*rows, *_stages(loss), *_strategies(loss), *(("note", note) for note in semi_auto_notes(config))]
 
 
 def _name(cell: nn.Cell) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 from trainer.config.checks.adapters import SECTION
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
-from trainer.config.checks.notices import pipeline_notices
-from trainer.config.checks.parallel import degrees_of, fit_problems, micro_batches, sharing_level
-from trainer.config.checks.problem import Problem, one_of, problem
-from trainer.config.notice import Notice
+from trainer.config.checks.notes import pipeline_notes
+from trainer.config.checks.parallel import fit_problems, micro_batches, parallel_degrees, zero_level
+from trainer.config.checks.problem import ConfigError, one_of, problem
+from trainer.config.note import Note
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
@@ -32,19 +32,19 @@ _INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
 def data_config(config: Config, world: World) -> Config:
     """The configuration as the data sees it: every rank reads the rows of all, and cuts the batch afterwards."""
     runner = config.runner_config
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     rows = runner.batch_size * degrees.data_parallel
     changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches(config, degrees)}
     return config.model_copy(update={"runner_config": runner.model_copy(update=changes)})
 
 
-def semi_auto_notices(config: Config) -> Iterator[str]:
+def semi_auto_notes(config: Config) -> Iterator[str]:
     """What of the file has no effect, or another one, in semi-automatic mode."""
-    yield from pipeline_notices(config)
+    yield from pipeline_notes(config)
     if config.context.mode == 1:
-        yield Notice("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
+        yield Note("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
     if config.decoder.experts is not None and config.decoder.experts.moe_token_dispatcher_type == "allgather":
-        yield Notice("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
+        yield Note("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
     if config.network.labels_text == "tokens":
         parts = ""
         if model_spec(config.decoder).mtp_modules:
@@ -55,7 +55,7 @@ def semi_auto_notices(config: Config) -> Iterator[str]:
             yield f"the loss of a training step is what is minimised, the {parts} included"
 
 
-def semi_auto_problems(config: Config, world: World) -> list[Problem]:
+def semi_auto_problems(config: Config, world: World) -> list[ConfigError]:
     """What keeps this job from running in semi-automatic mode."""
     return list(_cannot(config, world)) or fit_problems(config, world)
 
@@ -68,7 +68,7 @@ def speed_up_file(config: Config) -> Path | None:
     return None
 
 
-def missing_files(config: Config) -> Iterator[Problem]:
+def missing_files(config: Config) -> Iterator[ConfigError]:
     """Files that a run reads; a plan for another machine does not need them."""
     file = speed_up_file(config)
     if file is not None and not file.is_file():
@@ -85,13 +85,13 @@ def semi_auto_without_device(config: Config) -> UserError:
     return problem(config, "parallel.parallel_mode", rule, fix).error
 
 
-def _cannot(config: Config, world: World) -> Iterator[Problem]:
+def _cannot(config: Config, world: World) -> Iterator[ConfigError]:
     """What the mode cannot do."""
     if not config.trains:
         fix = "run it alone, without launch, or add --parallel_fallback explicit"
         yield problem(config, "run_mode", "semi-automatic mode trains only", fix)
         return
-    yield from _communication(config, degrees_of(config, world))
+    yield from _communication(config, parallel_degrees(config, world))
     yield from _not_in_one_graph(config)
     if config.classifier is not None:
         yield from _only_data_parallel(config)
@@ -101,7 +101,7 @@ def _cannot(config: Config, world: World) -> Iterator[Problem]:
     yield from _pipeline(config)
 
 
-def _only_data_parallel(config: Config) -> Iterator[Problem]:
+def _only_data_parallel(config: Config) -> Iterator[ConfigError]:
     """The degrees that would cut a classifier's matrices or layers."""
     for name in sorted({*Degrees._fields} - {"data_parallel"}):
         if getattr(config.parallel_config, name) > 1:
@@ -109,14 +109,14 @@ def _only_data_parallel(config: Config) -> Iterator[Problem]:
             yield problem(config, f"parallel_config.{name}", rule, "set it to 1, and raise data_parallel instead")
 
 
-def _degrees(config: Config) -> Iterator[Problem]:
+def _degrees(config: Config) -> Iterator[ConfigError]:
     yield from tensor_problems(config)
     if config.parallel_config.context_parallel > 1:
         rule = "explicit mode (parallel.parallel_mode 0) divides sequences, semi-automatic mode does not"
         yield problem(config, "parallel_config.context_parallel", rule, "set parallel.parallel_mode to 0, or this to 1")
 
 
-def _expert_parallel(config: Config) -> Iterator[Problem]:
+def _expert_parallel(config: Config) -> Iterator[ConfigError]:
     yield from expert_problems(config)
     if config.decoder.experts is None:
         return
@@ -125,7 +125,7 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         rule = f"{_NOT_YET} with experts in a pipeline"
         fix = "set it to False, and evaluate the checkpoints with --run_mode eval --use_parallel False"
         yield problem(config, "do_eval", rule, fix)
-    shares = config.parallel.enable_parallel_optimizer and sharing_level(config) == "level3"
+    shares = config.parallel.enable_parallel_optimizer and zero_level(config) == "level3"
     if shares and config.parallel_config.pipeline_stage > 1 and "block" in recomputed_parts(config):
         # MindSpore 2.10 does not compile it ("Cannot have multiple U Monad or multiple IO Monad in Parameters list").
         rule = f"{_NOT_YET} with experts and recomputed blocks in a pipeline: level3"
@@ -136,7 +136,7 @@ def _expert_parallel(config: Config) -> Iterator[Problem]:
         yield problem(config, "model.model_config.mlp_down_has_bias", f"{_NOT_YET} with experts", fix)
 
 
-def _communication(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def _communication(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """What ranks send each other."""
     for name, written in (config.parallel.comm_fusion or {}).items():
         mistake = _fusion_mistake(name, written)
@@ -186,7 +186,7 @@ def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
     return "the config of mode index is a list of ascending numbers of gradients", "write for example config: [10, 20]"
 
 
-def _pipeline(config: Config) -> Iterator[Problem]:
+def _pipeline(config: Config) -> Iterator[ConfigError]:
     if config.parallel_config.pipeline_stage == 1:
         return
     problems = list(pipeline_problems(config))
@@ -204,7 +204,7 @@ def _pipeline(config: Config) -> Iterator[Problem]:
             yield problem(config, "model.model_config.offset", rule, "give every stage one")
 
 
-def _not_in_one_graph(config: Config) -> Iterator[Problem]:
+def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     """What a run does on the host, or between the graphs of its blocks."""
     settings = config.decoder
     sequence = config.parallel_config.use_seq_parallel
@@ -214,7 +214,7 @@ def _not_in_one_graph(config: Config) -> Iterator[Problem]:
         fix = "set it to 0, or use_seq_parallel to False"
         yield problem(config, f"{SECTION}.lora_dropout", rule, fix)
     staged = config.parallel_config.pipeline_stage > 1
-    staged = staged or sharing_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
+    staged = staged or zero_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
     drops = settings.hidden_dropout or settings.attention_dropout
     if drops and settings.maps_embedding and config.parallel.enable_parallel_optimizer and staged:
         # MindSpore 2.10 does not compile it ("The pointer[prim] is null", node_info.cc).

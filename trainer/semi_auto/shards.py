@@ -16,8 +16,8 @@ from trainer.models.spec.shapes import all_shapes, parameter_specs
 from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values
-from trainer.parallel.sharding import ArrayPart, Shard
-from trainer.storage.tensor_file import AnyArray, read_part
+from trainer.parallel.sharding import Shard, ShardSpec
+from trainer.storage.tensor_file import ArrayOrLazyArray, read_part
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -59,7 +59,7 @@ def parameter_shard(layout: Sequence, rank: int, rank_in_group: tuple[int, int] 
     return Shard(tuple(start), tuple(shape))
 
 
-def first_holders(shards: Sequence[Shard | None]) -> dict[int, Shard]:
+def first_rank_per_shard(shards: Sequence[Shard | None]) -> dict[int, Shard]:
     """Every different shard of one array under the first rank that has it, from the shards of all ranks."""
     found = {}
     for rank, where in enumerate(shards):
@@ -76,7 +76,8 @@ def gather_whole(
 ) -> dict[str, np.ndarray]:
     """Gathers whole float32 arrays of these shapes from the shards of all ranks, one by one; rank 0 alone keeps them.
 
-    `shapes` and `holders` (for each array the ranks that send a shard, see `first_holders`) are the same on all ranks.
+    `shapes` and `holders` (for each array the ranks that send a shard, see `first_rank_per_shard`) are the same on all
+    ranks.
     """
     whole = {}
     for name, shape in shapes.items():
@@ -140,7 +141,7 @@ class ShardedParameters:
         others = [{name: Shard(*map(tuple, where)) for name, where in each.items()} for each in every]
         # How many ranks have the same shard as this one, and for each shard the first rank that has it.
         self.copies = {name: sum(each.get(name) == own for each in others) for name, own in self.shards.items()}
-        self.holders = {name: first_holders([each.get(name) for each in others]) for name in self.shapes}
+        self.holders = {name: first_rank_per_shard([each.get(name) for each in others]) for name in self.shapes}
 
     def start(self, weights: Mapping[str, np.ndarray] | None) -> None:
         """Sets this rank's shards from given whole weights, or from the run's seed.
@@ -163,9 +164,9 @@ class ShardedParameters:
         for total, shape in self.sums.values():
             _set(total, np.zeros(shape, np.float32))
 
-    def part(self, name: str, whole: AnyArray) -> np.ndarray:
+    def part(self, name: str, whole: ArrayOrLazyArray) -> np.ndarray:
         """This rank's shard of a whole array that is sharded like this parameter."""
-        return read_part(whole, ArrayPart(self.shapes[name], self.shards[name]))
+        return read_part(whole, ShardSpec(self.shapes[name], self.shards[name]))
 
     def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Gathers arrays that are sharded like these parameters, on rank 0; all ranks must call it."""

@@ -14,7 +14,7 @@ import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.data.batches.batch import Batch, padding_batch
 from trainer.data.source.mnist import ImageBatch, padding_images
@@ -23,10 +23,10 @@ from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates
-from trainer.step.accumulate import Votes, WindowGradients, valid_tokens
+from trainer.step.accumulate import RankFlags, StepGradients, valid_tokens
 from trainer.step.clip import norm_groups
 from trainer.step.guards import Guards
-from trainer.step.train_step import Saved, StepResult, apply_window
+from trainer.step.train_step import Saved, StepResult, apply_gradients
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig, RunnerWrapper
@@ -106,7 +106,7 @@ class Window(NamedTuple):
 
 def own_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
     """The rows of a window that a rank passes to the graph, for `Window.own`: its part of every micro-batch."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if config.parallel.full_batch:
         return slice(None)
     # Ranks of a stage are numbered by data-parallel rank first.
@@ -123,7 +123,7 @@ class GraphStep:
         schedule: Learning rate of update number `n`, from 0.
         window: Shape of the batch of a step, all micro-batches and ranks together.
         model: For evaluations: batch -> the sum of the losses of its tokens.
-        gives_loss: Whether this rank has the loss.
+        reports_loss: Whether this rank has the loss.
         routers: Of the layers with experts; None for a dense model.
         stop_at_bad_loss: As in `TrainStep`.
     """
@@ -144,7 +144,7 @@ class GraphStep:
         parameters: ShardedParameters,
         communicator: Communicator,
         model: Callable[[Batch], LossSums] | None = None,
-        gives_loss: bool = True,
+        reports_loss: bool = True,
         routers: GraphRouters | None = None,
         stop_at_bad_loss: bool = False,
     ) -> None:
@@ -156,19 +156,19 @@ class GraphStep:
         self.window = window
         self.parameters = parameters
         self.communicator = communicator
-        self.gives_loss = gives_loss
+        self.reports_loss = reports_loss
         self.routers = routers
         self.model = model
         self.guards = Guards(wrapper, stop_at_bad_loss)
         sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
         self.sums = {name: sums[name] for name in sums if name in parameters.own}  # others are of other stages
 
-    def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
+    def __call__(self, micro_batches: Sequence[Batch], rank_flags: RankFlags | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
         lr = self.schedule(self.optimizer.updates)
         scale = self.guards.scale
-        window = self.differentiate(micro_batches, scale, votes)
-        result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
+        window = self.differentiate(micro_batches, scale, rank_flags)
+        result = apply_gradients(window, lr, self.optimizer, self.wrapper, self.guards)
         for total in self.sums.values() if window.gradients is not None else ():
             total.zero_()
         if self.routers is not None and window.routing is not None:
@@ -181,11 +181,13 @@ class GraphStep:
         """What `model` takes: it cuts the batch itself."""
         return batch
 
-    def differentiate(self, micro_batches: Sequence[Batch], scale: float, votes: Votes | None) -> WindowGradients:
+    def differentiate(
+        self, micro_batches: Sequence[Batch], scale: float, rank_flags: RankFlags | None
+    ) -> StepGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""
         tokens = sum(valid_tokens(batch) for batch in micro_batches)
         if tokens == 0:
-            return WindowGradients(0.0, 0, 0, None)
+            return StepGradients(0.0, 0, 0, None)
         with graph_mode():
             loss, gradients = self.network(*self.window.tensors(micro_batches, scale / tokens, self.optimizer.updates))
         if self.cell.uses_sums:
@@ -194,15 +196,15 @@ class GraphStep:
             by_name = self.by_name(gradients)
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
-        if self.gives_loss:
+        if self.reports_loss:
             own_loss = [device_measures().keep(loss), 1.0]
         else:
             own_loss = [0.0, 0.0]
         squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
-        if votes is None:
+        if rank_flags is None:
             own_votes = []
         else:
-            own_votes = [np.array(votes(), np.float64)]
+            own_votes = [np.array(rank_flags(), np.float64)]
         total, count, squares, *all_votes = self.communicator.sums([*own_loss, squares, *own_votes])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
         sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
@@ -215,7 +217,7 @@ class GraphStep:
         else:
             rates = [device_measures().router_rates(routing)]
         total, count, sums, *others = read_together([total, count, sums, *rates, *all_votes])
-        return WindowGradients(
+        return StepGradients(
             float(total) / max(float(count), 1) / scale,
             tokens,
             0,  # a micro-batch without labels is not left out
@@ -223,7 +225,7 @@ class GraphStep:
             norms=groups.norms(sums),
             routing=routing,
             router_rates=None if routing is None else RouterRates(routing.layers, *others[0]),
-            votes=None if votes is None else others[-1],
+            rank_flags=None if rank_flags is None else others[-1],
         )
 
     def by_name(self, gradients: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -242,8 +244,8 @@ class GraphStep:
         part = self.parameters.part
         self.optimizer.load_state({key: part(name, arrays[key]) for key, name in named if name in own}, updates)
 
-    def to_save(self) -> Saved:
-        """As `TrainStep.to_save`; rank 0 gathers the arrays, one after the other."""
+    def state_dict_shard(self) -> Saved:
+        """As `TrainStep.state_dict_shard`; rank 0 gathers the arrays, one after the other."""
         own = {name: each.asnumpy() for name, each in self.parameters.own.items()}
         weights = self.parameters.whole(self.parameters.shapes, own)
         state = self.optimizer.state_arrays()

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import mindspore
 import numpy as np
 
-from trainer.config.checks.parallel import degrees_of
-from trainer.config.device_defaults import with_device_defaults
+from trainer.config.checks.parallel import parallel_degrees
+from trainer.config.device_defaults import apply_device_defaults
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
@@ -47,9 +47,9 @@ def open_semi_auto_training(
         RunError: The other ranks do not answer.
     """
     set_up_device(config, device, world)
-    config = with_device_defaults(config, device)
+    config = apply_device_defaults(config, device)
     communicator = Communicator(start(world) if world.size > 1 else None)
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     if degrees.expert_parallel > 1:
         make_group(*expert_group(degrees, world.rank))
     built = build_semi_auto(config, world, device)
@@ -78,7 +78,7 @@ def open_semi_auto_training(
         parameters=parameters,
         communicator=communicator,
         model=GraphEvaluator(built.loss, config, world),
-        gives_loss=world.rank // (world.size // stages) == stages - 1,
+        reports_loss=world.rank // (world.size // stages) == stages - 1,
         routers=routers,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
     )
@@ -91,7 +91,7 @@ def window_of(config: Config, world: World) -> Window:
     own = own_rows(config, world, rows, read.gradient_accumulation_steps)
     seeds = None
     if drops(config.decoder):
-        seeds = MaskSeeds(config.seed, read.gradient_accumulation_steps, degrees_of(config, world).data_parallel)
+        seeds = MaskSeeds(config.seed, read.gradient_accumulation_steps, parallel_degrees(config, world).data_parallel)
     return Window(rows, config.network, own, seeds)
 
 

@@ -11,11 +11,11 @@ from itertools import combinations
 from typing import NamedTuple
 
 from trainer.config import Config
-from trainer.config.checks.parallel import degrees_of, parallel_problems
+from trainer.config.checks.parallel import parallel_degrees, parallel_problems
 from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World, world_of
-from trainer.run.prepare import choose_backend
+from trainer.run.prepare import select_execution_mode
 
 SHARING = "enable_parallel_optimizer"
 KINDS = ("pipeline_stage", "model_parallel", "expert_parallel", "context_parallel", "data_parallel", SHARING)
@@ -74,7 +74,7 @@ def asked_kinds(config: Config, world: World) -> list[str]:
     """The kinds of parallelism of a file in its own job."""
     if config.use_parallel is False:
         return []
-    degrees = degrees_of(config, world)._asdict()
+    degrees = parallel_degrees(config, world)._asdict()
     return [kind for kind in KINDS if degrees.get(kind, 1) > 1 or kind == SHARING and
             config.parallel.enable_parallel_optimizer]  # fmt: skip
 
@@ -85,7 +85,7 @@ def refusals(config: Config, ranks: int, device: str) -> Iterator[str]:
     for one in parallel_problems(config, world):
         yield f"{one.error.key}: {one.error.rule}"
     try:
-        choose_backend(config, world).check_device(device)
+        select_execution_mode(config, world).check_device(device)
     except UserError as error:
         yield f"{error.key}: {error.rule}"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import Config
-from trainer.config.checks.parallel import degrees_of
+from trainer.config.checks.parallel import parallel_degrees
 from trainer.parallel.world import World
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def _weights(config: Config) -> list[str]:
 
 def _devices(config: Config, plan: Plan) -> list[str]:
     world = World(0, plan.ranks, 0, plan.host_ranks)
-    degrees = ", ".join(f"{name} {size}" for name, size in degrees_of(config, world)._asdict().items() if size > 1)
+    sizes = parallel_degrees(config, world)._asdict()
+    degrees = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
     found = [f"devices: {plan.ranks} x {plan.device}{f' ({degrees})' if degrees else ''}"]
     if plan.memory_bytes:
         limit = config.context.max_device_memory
@@ -63,4 +64,4 @@ def _devices(config: Config, plan: Plan) -> list[str]:
 
 def _not_built(plan: Plan) -> list[str]:
     starts = "a run on Ascend does not start: "
-    return [f"run_trainer itself: {notice}" for notice in plan.notices if notice.startswith(starts)]
+    return [f"run_trainer itself: {note}" for note in plan.notes if note.startswith(starts)]

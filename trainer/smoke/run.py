@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config import Config, load_config, parse_config
-from trainer.config.checks.parallel import in_job
-from trainer.config.checks.problem import SeveralProblems
+from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.checks.problem import ConfigErrors
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
@@ -29,7 +29,7 @@ from trainer.smoke.rows import is_large, write_first_records, write_rows, write_
 from trainer.smoke.training import training_changes
 
 if TYPE_CHECKING:
-    from trainer.config.checks.problem import Problem
+    from trainer.config.checks.problem import ConfigError
     from trainer.plan.plan import Plan
 
 FEWEST_STEPS = 2
@@ -60,7 +60,7 @@ class Verdict:
 
 def smoke(
     config: Config,
-    told: list[Problem],
+    told: list[ConfigError],
     steps: int,
     ranks: int,
     tell: Callable[[str], None],
@@ -154,24 +154,24 @@ def _changes(config: Config, setup: Setup) -> list[Change]:
 
 
 def _own_job(config: Config) -> World:
-    from trainer.run.plan_file import described_world
+    from trainer.run.plan_file import world_from_degrees
 
-    return described_world(config, SINGLE_PROCESS)
+    return world_from_degrees(config, SINGLE_PROCESS)
 
 
-def _plan(config: Config, told: list[Problem]) -> Plan:
+def _plan(config: Config, told: list[ConfigError]) -> Plan:
     from trainer.run.plan_file import plan_file
 
     try:
         # A job that its devices have too little memory for has a small copy that runs; `needs` tells of the memory.
         return plan_file(config, _own_job(config), told, opens_data=False, checks_memory=False)
-    except SeveralProblems as problems:
+    except ConfigErrors as problems:
         raise problems.short from None
 
 
 def _in_own_job(config: Config) -> Config:
     """The file with the micro-batches of its own job, and an end that `steps` can say."""
-    config = in_job(config, _own_job(config))
+    config = resolve_for_job(config, _own_job(config))
     changes = {"global_batch_size": None, "max_steps": None}
     return config.model_copy(update={"runner_config": config.runner_config.model_copy(update=changes)})
 

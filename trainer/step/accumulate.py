@@ -21,7 +21,7 @@ from trainer.parallel.communicator import Communicator
 from trainer.parallel.gradients import GradientReducer, Reduced
 from trainer.step.clip import GradientNorms, NormGroups
 
-Votes: TypeAlias = Callable[[], Sequence[float]]
+RankFlags: TypeAlias = Callable[[], Sequence[float]]
 """What this rank has to say to all others, as numbers; the same count on every rank."""
 
 _TOTALS = "totals"
@@ -29,7 +29,7 @@ _LOSS = "loss"
 _WEIGHTS = "weights"
 _RATES = "rates"
 _SQUARES = "squares"
-_VOTES = "votes"
+_VOTES = "rank_flags"
 _WAITS = "waits"
 _LOW = 4096  # a count travels as two float32 numbers, its multiple of this and the rest, and so arrives exactly
 
@@ -59,13 +59,13 @@ class NormShare(NamedTuple):
     """For each trained parameter of the whole model the index of its gradient here; P for one of other ranks."""
 
 
-Pipelined: TypeAlias = "Callable[[Sequence[int], Tensor, WindowResults], tuple[list[Tensor], float]]"
+Pipelined: TypeAlias = "Callable[[Sequence[int], Tensor, MicroBatchTotals], tuple[list[Tensor], float]]"
 """(numbers of micro-batches, factor, what takes their results) -> the sums of this rank's gradients over the
 micro-batches, and the share of the time in which it waited for other stages."""
 
 
 @dataclass(frozen=True)
-class WindowGradients:
+class StepGradients:
     """Loss, tokens and gradients of one window.
 
     Attributes:
@@ -79,7 +79,7 @@ class WindowGradients:
         norms: Of the gradients, if they were asked for.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
             they are summed during the backward pass.
-        votes: Sums over the ranks of what each was asked for; None if it was not asked.
+        rank_flags: Sums over the ranks of what each was asked for; None if it was not asked.
         bubble_share: Share of the time of forward and backward passes in which a stage of a pipeline waited for others,
             mean over the ranks; None without a pipeline.
     """
@@ -93,7 +93,7 @@ class WindowGradients:
     router_rates: RouterRates | None = None
     norms: GradientNorms | None = None
     reduce_seconds: float | None = None
-    votes: Sequence[float] | None = None
+    rank_flags: Sequence[float] | None = None
     bubble_share: float | None = None
 
 
@@ -110,10 +110,10 @@ def accumulate(
     skips_empty: bool = True,
     reducer: GradientReducer | None = None,
     norm_groups: NormGroups | None = None,
-    votes: Votes | None = None,
+    rank_flags: RankFlags | None = None,
     norm_share: NormShare | None = None,
     pipelined: Pipelined | None = None,
-) -> WindowGradients:
+) -> StepGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
     The number of valid tokens of all ranks is summed before the first backward pass; on a device the host does not
@@ -128,7 +128,7 @@ def accumulate(
         skips_empty: False: it is called for those too, as every rank takes part in sums of each micro-batch.
         reducer: Sums the gradients over the ranks; None: those of a single process.
         norm_groups: Asks for norms of the gradients.
-        votes: Asked after the last backward pass; its numbers travel with the sums.
+        rank_flags: Asked after the last backward pass; its numbers travel with the sums.
         norm_share: None where each rank has the summed gradients of the whole model.
         pipelined: Computes the whole window in place of `backward`.
     """
@@ -143,16 +143,16 @@ def accumulate(
         given = (0, 0)
     [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])
     if not isinstance(totals, Tensor) and not totals[0].any():
-        return WindowGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
+        return StepGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
     factor = _factor(loss_scale, totals)
     taken = [number for number, count in enumerate(counts) if count or not skips_empty] or [0]
-    results = WindowResults()
+    results = MicroBatchTotals()
     if pipelined is not None:
         total, results.waits = pipelined(taken, factor, results)
         reduced = reducer.summed(total)
     else:
         reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
-    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, votes, norm_share)
+    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, rank_flags, norm_share)
 
 
 def _in_turn(
@@ -161,7 +161,7 @@ def _in_turn(
     backward: Callable[[Batch, int, Tensor], MicroBatch],
     factor: Tensor,
     reducer: GradientReducer,
-    results: WindowResults,
+    results: MicroBatchTotals,
 ) -> Reduced:
     """One micro-batch after the other."""
     total = None
@@ -175,7 +175,7 @@ def _in_turn(
     return reduced
 
 
-class WindowResults:
+class MicroBatchTotals:
     """What micro-batches have computed, apart from their gradients."""
 
     def __init__(self) -> None:
@@ -201,13 +201,13 @@ class WindowResults:
 def _window(
     totals: np.ndarray | Tensor,
     local_token_ids: int,
-    results: WindowResults,
+    results: MicroBatchTotals,
     reduced: Reduced,
     communicator: Communicator,
     wanted: NormGroups | None,
-    votes: Votes | None,
+    rank_flags: RankFlags | None,
     norm_share: NormShare | None,
-) -> WindowGradients:
+) -> StepGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
     measures = device_measures()
     others = results.others
@@ -221,8 +221,8 @@ def _window(
         sums[_WEIGHTS] = np.array([sum(weight for _, weight in pairs) for pairs in others.values()], np.float64)
     if routing is not None:
         sums |= {"kept": routing.kept, "requested": routing.requested, "entropy_sum": routing.entropy_sum}
-    if votes is not None:
-        sums[_VOTES] = np.array(votes(), np.float64)
+    if rank_flags is not None:
+        sums[_VOTES] = np.array(rank_flags(), np.float64)
     if results.waits is not None:
         sums[_WAITS] = results.waits / communicator.size
     if wanted is None:
@@ -245,9 +245,9 @@ def _window(
     empty = _count(read[_TOTALS][1])
     tokens = max(tokens, local_token_ids)  # a window that has gradients is never taken for an empty one
     if tokens == 0:
-        return WindowGradients(0.0, 0, empty, None, votes=read.get(_VOTES))
+        return StepGradients(0.0, 0, empty, None, rank_flags=read.get(_VOTES))
     weights = read.get(_WEIGHTS, ())
-    return WindowGradients(
+    return StepGradients(
         loss=float(read[_LOSS]) / tokens,
         tokens=tokens,
         empty=empty,
@@ -257,7 +257,7 @@ def _window(
         router_rates=None if routing is None else RouterRates(routing.layers, *read[_RATES]),
         norms=None if squares is None else wanted.norms(read[_SQUARES]),
         reduce_seconds=reduced.seconds,
-        votes=read.get(_VOTES),
+        rank_flags=read.get(_VOTES),
         bubble_share=None if results.waits is None else float(read[_WAITS]),
     )
 

@@ -26,7 +26,7 @@ class GradientNorms(NamedTuple):
     """Of each parameter group, where these are clipped by themselves."""
     each: Mapping[str, float] | None = None
     """Of the single gradients, if they were asked for."""
-    culprit: str = ""
+    first_nonfinite: str = ""
     """The first gradient that is not finite."""
 
 
@@ -39,12 +39,12 @@ class NormGroups(NamedTuple):
 
     def norms(self, sums: np.ndarray) -> GradientNorms:
         """From what `square_sums` of `trainer.arrays.measures` describes."""
-        (whole, *roots), from_end = np.sqrt(np.delete(sums, 1)).tolist(), int(sums[1])
+        (whole, *roots), index_from_end = np.sqrt(np.delete(sums, 1)).tolist(), int(sums[1])
         each = None
         if self.each:
             each = dict(zip(self.names, roots[len(self.groups) :], strict=True))
         of_groups = dict(zip(self.groups, roots, strict=False))
-        return GradientNorms(whole, of_groups, each, self.names[-from_end] if from_end else "")
+        return GradientNorms(whole, of_groups, each, self.names[-index_from_end] if index_from_end else "")
 
 
 def norm_groups(names: Sequence[str], wrapper: RunnerWrapper, group_of: Mapping[str, str]) -> NormGroups:

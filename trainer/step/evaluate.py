@@ -57,7 +57,7 @@ def evaluate(
         count = valid_tokens(batch)
         if count or not communicator.skips_empty:
             sums = model(build_inputs(batch))
-            if not communicator.counts_losses:
+            if not communicator.reports_losses:
                 continue
             losses.append(measures.keep(sums.tokens))
             if sums.correct is not None:
@@ -68,7 +68,7 @@ def evaluate(
     ranks = 1
     if computes_together:
         ranks = communicator.size
-    loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_sum(counts))
+    loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_reduce_exact(counts))
     if stops:
         return None
     if total == 0:

@@ -36,49 +36,49 @@ class Guards:
         """Factor on the loss in the next step."""
         return self.loss_scale.value
 
-    def skipped(self, loss: float, norm: float, *, step: int, culprit: str = "") -> str:
+    def skipped(self, loss: float, norm: float, *, step: int, first_nonfinite: str = "") -> str:
         """Counts the step and says why it skips the update, with details after a colon; empty when it updates.
 
         Args:
             loss: Loss of the window.
             norm: Norm of the unscaled gradient.
             step: Number of the optimizer step, from 1.
-            culprit: Names the first gradient that is not finite, as the end of a sentence.
+            first_nonfinite: Names the first gradient that is not finite, as the end of a sentence.
 
         Raises:
             RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
                 too many norms in a row were spikes.
         """
         if not (math.isfinite(norm) and math.isfinite(loss)):
-            self._count_overflow(loss, norm, step, culprit)
+            self._count_overflow(loss, norm, step, first_nonfinite)
             return "overflow"
         self.loss_scale.update(overflow=False)
         if self._is_spike(norm):
             return f"spike: norm {norm:.3g}"
         return ""
 
-    def _count_overflow(self, loss: float, norm: float, step: int, culprit: str) -> None:
+    def _count_overflow(self, loss: float, norm: float, step: int, first_nonfinite: str) -> None:
         """Lowers the scale; raises where that would hide a broken run."""
         bad_loss = self.stop_at_bad_loss and not math.isfinite(loss)
         if bad_loss or not self.loss_scale.active:
-            raise self._not_finite(loss, norm, step, culprit)
+            raise self._not_finite(loss, norm, step, first_nonfinite)
         scale = self.loss_scale.value
         self.loss_scale.update(overflow=True)
         if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
             raise RunError(
                 f"{MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, the last with loss scale {scale:g}"
-                f"{culprit}; the weights were not updated in them",
+                f"{first_nonfinite}; the weights were not updated in them",
                 key="runner_wrapper.scale_sense",
                 fix="lower the learning rate, compute norms and softmax in float32 (amp_level auto), or start from a "
                 "smaller scale",
             )
 
-    def _not_finite(self, loss: float, norm: float, step: int, culprit: str) -> RunError:
+    def _not_finite(self, loss: float, norm: float, step: int, first_nonfinite: str) -> RunError:
         ways = ["lower the learning rate", "lengthen the warm-up"]
         ways += [] if self.wrapper.use_clip_grad else ["turn on runner_wrapper.use_clip_grad"]
         return RunError(
             f"the loss is {loss} and the gradient's norm {norm} in optimizer step {step}"
-            f"{culprit}; the weights were not updated",
+            f"{first_nonfinite}; the weights were not updated",
             fix=f"{', '.join(ways[:-1])} or {ways[-1]}",
         )
 

@@ -47,7 +47,7 @@ Done: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
 """(micro-batch, sums of losses of a chunk, its call, whether it is the last chunk of the stage)"""
 
 
-class ModelPart(NamedTuple):
+class ModelChunk(NamedTuple):
     """A chunk of consecutive layers of the decoder."""
 
     layers: Sequence[int]
@@ -69,7 +69,7 @@ class ModelPart(NamedTuple):
 
 def model_parts(
     settings: ModelConfig, chunk_layers: Sequence[Sequence[Sequence[int]]], trained: Collection[str]
-) -> list[list[ModelPart]]:
+) -> list[list[ModelChunk]]:
     """The chunks of each stage, [stages][chunks].
 
     Args:
@@ -78,24 +78,24 @@ def model_parts(
     """
     layers = [row[chunk] for chunk in range(len(chunk_layers[0])) for row in chunk_layers]
     layout = model_layout(settings, Degrees(), stage_layers=layers)
-    parts = list[ModelPart]()
+    parts = list[ModelChunk]()
     reached = False
     for number, own in enumerate(layers):
         held = layout.parameters.items()
         names = tuple(name for name, one in held if number in one.stages and name in trained)
-        parts.append(ModelPart(own, number == 0, number == len(layers) - 1, names, reached))
+        parts.append(ModelChunk(own, number == 0, number == len(layers) - 1, names, reached))
         reached = parts[-1].trains
     stages = len(chunk_layers)
     return [parts[stage::stages] for stage in range(stages)]
 
 
-class PartCell(nn.Cell):
+class ChunkCell(nn.Cell):
     """A chunk of the decoder: x_ND (ids_N for the first one) -> x_ND, what it adds to the minimised sum, or both.
 
     What else a pass needs is set before the call, because MindSpore finds a pass by the arguments of its call.
     """
 
-    def __init__(self, model: Decoder, part: ModelPart, trains: bool) -> None:
+    def __init__(self, model: Decoder, part: ModelChunk, trains: bool) -> None:
         super().__init__(auto_prefix=False)
         self.model = model
         self.part = part
@@ -128,16 +128,16 @@ class PartCell(nn.Cell):
 class Stage:
     """The chunks of one stage, of a model that has their parameters."""
 
-    def __init__(self, model: Decoder, parts: Sequence[ModelPart], schedule: Callable[[int], Schedule], stage: int):
+    def __init__(self, model: Decoder, parts: Sequence[ModelChunk], schedule: Callable[[int], Schedule], stage: int):
         self.model = model
         self.parts = parts
         self.schedule = schedule
         self.stage = stage
-        self.cells = [PartCell(model, part, part.trains) for part in parts]
-        self.evaluated = [PartCell(model, part, trains=False) for part in parts]
+        self.cells = [ChunkCell(model, part, part.trains) for part in parts]
+        self.evaluated = [ChunkCell(model, part, trains=False) for part in parts]
         self.gradients_of = [self._gradients_of(cell) if cell.part.trains else None for cell in self.cells]
 
-    def _gradients_of(self, cell: PartCell) -> Callable:
+    def _gradients_of(self, cell: ChunkCell) -> Callable:
         leaves = self.model.compute_weights.grad_targets(cell.part.trained)
         by_list = bool(leaves)
         operation = ops.GradOperation(get_all=cell.part.reached, get_by_list=by_list, sens_param=True)

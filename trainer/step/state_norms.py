@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.optim.groups import parameter_of
-from trainer.parallel.sharding import PartOfArray
+from trainer.parallel.sharding import ShardedArray
 
 if TYPE_CHECKING:
     from trainer.parallel.communicator import Communicator
@@ -26,7 +26,7 @@ def norm_of_weights(saved: Saved, names: Sequence[str], communicator: Communicat
         names: The same on all ranks, wherever their parameters are.
     """
     own = math.fsum(_squares(saved.weights[name]) for name in names if name in saved.weights)
-    return math.sqrt(communicator.all_sum([own])[0])
+    return math.sqrt(communicator.all_reduce_exact([own])[0])
 
 
 def norms_of_state(
@@ -37,7 +37,8 @@ def norms_of_state(
     for key, array in saved.optimizer.items():
         own[key.partition(".")[0], parameter_of(key)] = _squares(array)
     every = [(kind, name) for kind in kinds for name in names]
-    sums = communicator.all_sum([own.get(each, 0.0) for each in every] + [float(each in own) for each in every])
+    local_sums = [own.get(each, 0.0) for each in every]
+    sums = communicator.all_reduce_exact(local_sums + [float(each in own) for each in every])
     found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
     for (kind, name), total, holders in zip(every, sums, sums[len(every) :], strict=False):
         if holders:  # Muon has none of AdamW's arrays for its matrices
@@ -45,7 +46,7 @@ def norms_of_state(
     return found
 
 
-def _squares(array: np.ndarray | PartOfArray) -> float:
-    flat = (array.array if isinstance(array, PartOfArray) else array).reshape(-1)
+def _squares(array: np.ndarray | ShardedArray) -> float:
+    flat = (array.array if isinstance(array, ShardedArray) else array).reshape(-1)
     blocks = (flat[begin : begin + _BLOCK].astype(np.float32, copy=False) for begin in range(0, flat.size, _BLOCK))
     return math.fsum(float(np.vdot(block, block)) for block in blocks)

@@ -26,22 +26,22 @@ from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, RouterStatistics, mtp_labels
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import device_measures
-from trainer.ops.routing import RouterRates, RoutingCounts, WindowLoad
+from trainer.ops.routing import RouterRates, RoutingCounts, StepExpertLoad
 from trainer.optim.groups import parameter_of
 from trainer.parallel.communicator import Communicator
-from trainer.parallel.sharding import ArrayPart, PartOfArray, whole_array
+from trainer.parallel.sharding import ShardedArray, ShardSpec, full_shard_spec
 from trainer.step.accumulate import (
     MicroBatch,
+    MicroBatchTotals,
     NormShare,
-    Votes,
-    WindowGradients,
-    WindowResults,
+    RankFlags,
+    StepGradients,
     accumulate,
     valid_tokens,
 )
 from trainer.step.clip import clip, norm_groups
 from trainer.step.guards import Guards
-from trainer.storage.tensor_file import AnyArray
+from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
     from trainer.config import RunnerWrapper
@@ -77,15 +77,15 @@ class StepResult:
     routing: RoutingCounts | None = None
     router_rates: RouterRates | None = None
     reduce_seconds: float | None = None
-    votes: Sequence[float] | None = None  # sums over the ranks of what the step was given
-    bubble_share: float | None = None  # see WindowGradients
+    rank_flags: Sequence[float] | None = None  # sums over the ranks of what the step was given
+    bubble_share: float | None = None  # see StepGradients
 
 
 class Saved(NamedTuple):
     """What one rank writes of a checkpoint: whole arrays, or its parts of them."""
 
-    weights: Mapping[str, np.ndarray | PartOfArray]  # by the names of the parameters
-    optimizer: Mapping[str, np.ndarray | PartOfArray]  # by `kind.parameter`
+    weights: Mapping[str, np.ndarray | ShardedArray]  # by the names of the parameters
+    optimizer: Mapping[str, np.ndarray | ShardedArray]  # by `kind.parameter`
     updates: int
     shares_memory: bool = False  # in which the training goes on
 
@@ -153,7 +153,7 @@ class TrainStep:
             self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
         experts = model.settings.experts
         if experts and experts.balances_step:
-            self.load = WindowLoad(self.communicator.stage_sums)
+            self.load = StepExpertLoad(self.communicator.stage_sums)
         else:
             self.load = None
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
@@ -171,11 +171,11 @@ class TrainStep:
         # Given the gradient of the result: making one of its own, MindSpore leaks 1.3 kB a call on a CPU.
         self.gradients_of = ops.GradOperation(get_by_list=True, sens_param=True)(minimised, ParameterTuple(leaves))
 
-    def __call__(self, micro_batches: Sequence[Batch], votes: Votes | None = None) -> StepResult:
+    def __call__(self, micro_batches: Sequence[Batch], rank_flags: RankFlags | None = None) -> StepResult:
         """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
 
         Args:
-            votes: See `accumulate`.
+            rank_flags: See `accumulate`.
 
         Raises:
             RunError: See `Guards.skipped`. Nothing has been updated.
@@ -189,11 +189,11 @@ class TrainStep:
             pipelined = partial(self.pipelined, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.skips_empty,
-            reducer=self.reducer, norm_groups=self.norm_groups, norm_share=self.norm_share, votes=votes,
+            reducer=self.reducer, norm_groups=self.norm_groups, norm_share=self.norm_share, rank_flags=rank_flags,
             pipelined=pipelined,
         )  # fmt: skip
         self.model.compute_weights.end_step()
-        result = apply_window(window, lr, self.optimizer, self.wrapper, self.guards)
+        result = apply_gradients(window, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
             self.model.update_expert_bias(window.routing)
@@ -209,7 +209,7 @@ class TrainStep:
         self.sums = None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = in_float32(gradients)
-        gives = self.communicator.counts_losses
+        gives = self.communicator.reports_losses
         others = self.other_sums(batch, sums, gives)
         return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
 
@@ -219,7 +219,7 @@ class TrainStep:
         return DecoderCall(self.build_inputs(batch), dropout, RouterStatistics(load=self.load))
 
     def pipelined(
-        self, micro_batches: Sequence[Batch], taken: Sequence[int], factor: Tensor, results: WindowResults
+        self, micro_batches: Sequence[Batch], taken: Sequence[int], factor: Tensor, results: MicroBatchTotals
     ) -> tuple[list[Tensor], float]:
         """This stage's part of a window: see `trainer.step.accumulate.Pipelined`."""
         batches = [micro_batches[number] for number in taken]
@@ -229,7 +229,7 @@ class TrainStep:
             return self.call_of(batches[place], taken[place])
 
         def done(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
-            gives = self.communicator.counts_losses and sums.tokens is not None
+            gives = self.communicator.reports_losses and sums.tokens is not None
             others = self.other_sums(batches[place], sums, gives)
             routing = None
             if is_last and settings.moe_layers:  # the routers of all chunks have decided
@@ -262,11 +262,11 @@ class TrainStep:
             others["z_loss"] = sums.z_loss, tokens * len(settings.moe_layers)
         return others
 
-    def load_optimizer(self, arrays: Mapping[str, AnyArray], updates: int) -> None:
+    def load_optimizer(self, arrays: Mapping[str, ArrayOrLazyArray], updates: int) -> None:
         """Restores the optimizer's state: whole arrays by `kind.parameter`, of which this rank takes its parts."""
         self.optimizer.load_state(arrays, updates, self.state_part)
 
-    def to_save(self) -> Saved:
+    def state_dict_shard(self) -> Saved:
         """What this rank writes of a checkpoint."""
         ranges = self.model.compute_weights.local_ranges
         weights = {}
@@ -275,22 +275,22 @@ class TrainStep:
                 array = parameter.asnumpy()
                 if name in ranges:
                     array = array.reshape(-1)[ranges[name]]
-                weights[name] = PartOfArray(self.part_of(name)._replace(flat=ranges.get(name)), array)
+                weights[name] = ShardedArray(self.part_of(name)._replace(flat=ranges.get(name)), array)
         state = {}
         for key, array in self.optimizer.state_views().items():
             name = parameter_of(key)
             if self.communicator.writes(name, name in self.optimizer.own_ranges):
-                state[key] = PartOfArray(self.state_part(name), array)
+                state[key] = ShardedArray(self.state_part(name), array)
         return Saved(weights, state, self.optimizer.updates, shares_memory=True)
 
-    def part_of(self, name: str) -> ArrayPart:
+    def part_of(self, name: str) -> ShardSpec:
         """The part of a parameter that this rank has."""
         shard = self.model.shard
         if shard is None:
-            return whole_array(self.model.parameters_by_name[name].shape)
+            return full_shard_spec(self.model.parameters_by_name[name].shape)
         return shard.part(name)
 
-    def state_part(self, name: str) -> ArrayPart:
+    def state_part(self, name: str) -> ShardSpec:
         """The part of a parameter of which this rank has the optimizer's state."""
         return self.part_of(name)._replace(flat=self.optimizer.own_ranges.get(name))
 
@@ -303,8 +303,8 @@ class TrainStep:
         self.guards.load_state(state)
 
 
-def apply_window(
-    window: WindowGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: Guards
+def apply_gradients(
+    window: StepGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: Guards
 ) -> StepResult:
     """Applies guards, norm, clipping and update to the gradients of a window.
 
@@ -321,7 +321,7 @@ def apply_window(
         return StepResult(
             window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
             empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
-            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, votes=window.votes,
+            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, rank_flags=window.rank_flags,
             bubble_share=window.bubble_share, **more,
         )  # fmt: skip
 
@@ -330,10 +330,10 @@ def apply_window(
     # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
     norms = window.norms
     norm = norms.whole / scale
-    culprit = ""
-    if norms.culprit:
-        culprit = f"; not finite first in the gradient of {norms.culprit}"
-    skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, culprit=culprit)
+    first_nonfinite = ""
+    if norms.first_nonfinite:
+        first_nonfinite = f"; not finite first in the gradient of {norms.first_nonfinite}"
+    skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, first_nonfinite=first_nonfinite)
     if skipped:
         overflow = skipped == "overflow"
         return result(math.nan if overflow else norm, skipped, overflow=overflow)

@@ -64,7 +64,7 @@ def _checksum_of(marker: Mapping[str, Any]) -> str:
     return checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
 
 
-def is_as_saved(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> bool:
+def matches_checksum(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> bool:
     """Whether the checksum of a file that was saved with this marker is that of the marker.
 
     The first rank of each host compares it. Where it finds another one it ends before the ranks of the job meet, and
@@ -90,10 +90,10 @@ def read_saved(path: Path, limit: int | None = None) -> bytes:
 
 
 def check_saved(path: Path, world: World = SINGLE_PROCESS) -> None:
-    """`read_saved` for a file that may be large, without its content; `world` as in `is_as_saved`."""
+    """`read_saved` for a file that may be large, without its content; `world` as in `matches_checksum`."""
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-    _check(path, size, lambda marker: is_as_saved(path, marker, world))
+    _check(path, size, lambda marker: matches_checksum(path, marker, world))
 
 
 def _check(path: Path, size: int, is_same: Callable[[Marker], bool]) -> None:

@@ -21,7 +21,7 @@ import safetensors
 import xxhash
 
 from trainer.input_files import open_file
-from trainer.parallel.sharding import ArrayPart, PartOfArray, Shard, whole_array
+from trainer.parallel.sharding import Shard, ShardedArray, ShardSpec, full_shard_spec
 from trainer.storage.bfloat16 import as_float32
 
 CODES = {
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 
 Entries = Mapping[str, Entry]
-Pieces = Mapping[str, Sequence[PartOfArray]]
+Pieces = Mapping[str, Sequence[ShardedArray]]
 
 
 def entries_of(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
@@ -164,7 +164,7 @@ class StoredArray:
         read: Gives the numbers of a part, in the part's shape.
     """
 
-    def __init__(self, shape: Sequence[int], read: Callable[[ArrayPart], np.ndarray]) -> None:
+    def __init__(self, shape: Sequence[int], read: Callable[[ShardSpec], np.ndarray]) -> None:
         self.shape = tuple(shape)
         self._read = read
 
@@ -172,9 +172,9 @@ class StoredArray:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def read(self, part: ArrayPart | None = None) -> np.ndarray:
+    def read(self, part: ShardSpec | None = None) -> np.ndarray:
         """The numbers of a part, or all of them, as an array of its own."""
-        return self._read(whole_array(self.shape) if part is None else part)
+        return self._read(full_shard_spec(self.shape) if part is None else part)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read().astype(dtype, copy=False)
@@ -187,17 +187,17 @@ class StoredArray:
         keys += (slice(None),) * (self.ndim - len(keys))
         begins, ends, _ = zip(*(one.indices(size) for one, size in zip(keys, self.shape, strict=True)), strict=True)
 
-        def read(part: ArrayPart) -> np.ndarray:
+        def read(part: ShardSpec) -> np.ndarray:
             start = tuple(begin + at for begin, at in zip(begins, part.shard.start, strict=True))
-            return self._read(ArrayPart(self.shape, Shard(start, part.shard.shape), part.flat))
+            return self._read(ShardSpec(self.shape, Shard(start, part.shard.shape), part.flat))
 
         return StoredArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
 
 
-AnyArray = np.ndarray | StoredArray
+ArrayOrLazyArray = np.ndarray | StoredArray
 
 
-def read_part(array: AnyArray, part: ArrayPart | None = None) -> np.ndarray:
+def read_part(array: ArrayOrLazyArray, part: ShardSpec | None = None) -> np.ndarray:
     """The numbers of a part of an array, or all of them; of an array in memory without a copy where they lie together.
     """
     if isinstance(array, StoredArray):
@@ -210,7 +210,7 @@ def read_part(array: AnyArray, part: ArrayPart | None = None) -> np.ndarray:
     return own.reshape(-1)[part.flat]
 
 
-def row_blocks(array: AnyArray) -> Iterator[np.ndarray]:
+def row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
     """All of an array, some rows (of its first axis) at a time."""
     if not isinstance(array, StoredArray):
         yield array
@@ -220,24 +220,24 @@ def row_blocks(array: AnyArray) -> Iterator[np.ndarray]:
         yield array[start : start + rows].read() if array.shape else array.read()
 
 
-def stacked(arrays: Sequence[AnyArray]) -> AnyArray:
+def stacked(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
     """numpy.stack."""
     if not isinstance(arrays[0], StoredArray):
         return np.stack(arrays)
-    return StoredArray((len(arrays), *arrays[0].shape), lambda part: _put_together(arrays, part, part.items()))
+    return StoredArray((len(arrays), *arrays[0].shape), lambda part: _assemble(arrays, part, part.items()))
 
 
-def concatenated(arrays: Sequence[AnyArray]) -> AnyArray:
+def concatenated(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
     """numpy.concatenate."""
     if not isinstance(arrays[0], StoredArray):
         return np.concatenate(arrays)
     bounds = list(itertools.accumulate((array.shape[0] for array in arrays), initial=0))
     shape = (bounds[-1], *arrays[0].shape[1:])
-    return StoredArray(shape, lambda part: _put_together(arrays, part, part.rows(bounds)))
+    return StoredArray(shape, lambda part: _assemble(arrays, part, part.rows(bounds)))
 
 
-def _put_together(
-    arrays: Sequence[StoredArray], part: ArrayPart, found: Iterator[tuple[int, ArrayPart, slice]]
+def _assemble(
+    arrays: Sequence[StoredArray], part: ShardSpec, found: Iterator[tuple[int, ShardSpec, slice]]
 ) -> np.ndarray:
     whole: np.ndarray | None = None
     for number, one, own in found:
@@ -281,7 +281,7 @@ class TensorFile:
         """
         return StoredArray(self.entries[name].shape, lambda part: self._read(name, part))
 
-    def _read(self, name: str, part: ArrayPart) -> np.ndarray:
+    def _read(self, name: str, part: ShardSpec) -> np.ndarray:
         code = self.entries[name].code
         offset = self._offsets[name]
         if code not in _DTYPES:

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.store import newest_complete
 from trainer.cli.flags import Arguments, split_arguments
 from trainer.config import Override, load_config
-from trainer.config.checks.parallel import in_job
+from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.read.dump import flat, values
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
 from trainer.launch.processes import kill_group, share_of_cores, start_session
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.report.record import is_run_folder, read_run
-from trainer.run.prepare import Prepared, prepare
+from trainer.run.prepare import PreparedRun, prepare
 from trainer.sweep.grid import Point, points
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
         try:
             config = load_config(arguments.config, split_arguments(flags).overrides)
             _check(config, point, configs)
-            prepared = prepare(in_job(config, SINGLE_PROCESS), SINGLE_PROCESS)
+            prepared = prepare(resolve_for_job(config, SINGLE_PROCESS), SINGLE_PROCESS)
             device = prepared.plan.device
             run_bytes = max(run_bytes, prepared.plan.memory_bytes["total"])
             runs.append(_run_in(folder, point, prepared, [f"--config={arguments.config}", *flags]))
@@ -120,7 +120,7 @@ def _check(config: Config, point: Point, configs: dict[str, Config]) -> None:
     configs[point.name] = alike
 
 
-def _run_in(folder: Path, point: Point, prepared: Prepared, arguments: list[str]) -> SweepRun:
+def _run_in(folder: Path, point: Point, prepared: PreparedRun, arguments: list[str]) -> SweepRun:
     """The run of a folder: a new one, one that goes on, or one that is done."""
     run = SweepRun(point.name, folder, arguments)
     if not is_run_folder(folder):

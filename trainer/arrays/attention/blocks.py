@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import as_narrow, parts
+from trainer.arrays.memory import parts, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class BlockAttention:
                 else:
                     run.softmax(scores, scores)
                     scores *= mask[:, group]
-                    as_narrow(scores, probabilities)
+                    to_bfloat16_if_needed(scores, probabilities)
                 run.matmul(probabilities, v, self._queries(out_NV, block, heads, group, self.value_size))
 
     def backward(
@@ -168,7 +168,7 @@ def _block_gradients(
         kept = probabilities * mask
         if factor is probabilities:
             factor = kept
-    as_narrow(kept, factor)
+    to_bfloat16_if_needed(kept, factor)
     run.matmul(factor.swapaxes(1, 2), grad, grad_v, True)
     run.softmax_gradient(probabilities, grad_scores, grad_factor)
     run.matmul(grad_factor, k, grad_q)

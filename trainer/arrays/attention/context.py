@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from trainer.data.batches.context import SequencePart
-    from trainer.parallel.host_group import HostGroup
+    from trainer.data.batches.context import ContextShard
+    from trainer.parallel.host_group import CpuGroup
 
 
 class ContextParallel:
@@ -30,7 +30,7 @@ class ContextParallel:
         ulysses: The ranks that exchange heads for tokens; None: this rank alone.
     """
 
-    def __init__(self, shard: SequencePart, ring: HostGroup | None, ulysses: HostGroup | None) -> None:
+    def __init__(self, shard: ContextShard, ring: CpuGroup | None, ulysses: CpuGroup | None) -> None:
         self.shard = shard
         self.ring = ring
         self.ulysses = ulysses

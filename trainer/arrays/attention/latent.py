@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.attention.cache import attend_cached
-from trainer.arrays.memory import as_narrow, empty, store
+from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
 from trainer.arrays.sublayer import Linear
 from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import INPUT_NORM
@@ -145,7 +145,7 @@ class LatentProjections:
     ) -> None:  # fmt: skip
         rotation_n1h = rotation_N1h[tile.rows]
         q_nC = q_NC[tile.rows]
-        as_narrow(self._queries(call, queries_from, rotation_n1h, q_nC, tile), q_nC)
+        to_bfloat16_if_needed(self._queries(call, queries_from, rotation_n1h, q_nC, tile), q_nC)
         key_nR = tile.narrowed(self._rotated_key(key_nR, rotation_n1h, tile), q_nC.dtype)
         both = tile.take(self.heads * (self.nope_size + self.value_size), q_nC.dtype)
         self.key_value.forward(call, latent_nL, both, tile)
@@ -275,7 +275,7 @@ class _LatentBackward:
         else:
             wide_nD = tile.take(y_nD.shape[1])
         of.norm(self.x_ND[tile.rows], call.weights[INPUT_NORM], call.saved["scale"][tile.rows, 0], wide_nD)
-        as_narrow(wide_nD, y_nD)
+        to_bfloat16_if_needed(wide_nD, y_nD)
         queries_from = y_nD
         if of.query_norm is not None:
             plain_nQ = call.saved["query_latent"][tile.rows]
@@ -297,7 +297,7 @@ class _LatentBackward:
         of.rotary.apply(of._by_head(grad_q_nC)[..., of.nope_size :], rotation_n1h)
         factor_nC = grad_q_nC
         if self.query_grad is not None:
-            factor_nC = as_narrow(grad_q_nC, self.query_grad[tile.rows])
+            factor_nC = to_bfloat16_if_needed(grad_q_nC, self.query_grad[tile.rows])
         made_from, latent_nL = latents
         if self.queries_from is not self.y_ND:
             self.queries_from[tile.rows] = made_from

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.arrays.memory import parts
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.models.spec.visibility import attention_bias, visible_keys
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ class TokenPositions:
         return self.window_blocks
 
 
-_ALL_TOKENS = SequencePart(0, 1)
+_ALL_TOKENS = ContextShard(0, 1)
 
 
 def query_blocks(
-    segment_ids_BT: np.ndarray, window: int | None = None, shard: SequencePart = _ALL_TOKENS
+    segment_ids_BT: np.ndarray, window: int | None = None, shard: ContextShard = _ALL_TOKENS
 ) -> tuple[SequenceBlocks, ...]:
     """Returns the blocks of each sequence: causal, within a document, and with `window` within so many tokens.
 
@@ -92,7 +92,7 @@ def query_blocks(
 
 
 def _blocks_of(
-    segments_T: np.ndarray, first_row: int, first_key: int, window: int | None, shard: SequencePart
+    segments_T: np.ndarray, first_row: int, first_key: int, window: int | None, shard: ContextShard
 ) -> Iterator[QueryBlock]:
     for run in shard.ranges(len(segments_T)):
         for queries in parts(slice(run.start, run.stop), _QUERIES):

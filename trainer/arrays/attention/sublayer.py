@@ -18,7 +18,7 @@ from trainer.arrays.attention.blocks import BlockAttention
 from trainer.arrays.attention.cache import KVCache, attend_cached
 from trainer.arrays.attention.latent import LatentProjections
 from trainer.arrays.attention.positions import Rotary
-from trainer.arrays.memory import as_narrow, as_wide, empty, host_threads
+from trainer.arrays.memory import empty, host_threads, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.sublayer import Linear, NormedInput, SublayerOutput, allocate
 from trainer.arrays.tiles import RmsNorm
 from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM
@@ -91,12 +91,12 @@ class HeadProjections:
             if call.saved:
                 plain_nC = call.saved[f"plain_{name}"][tile.rows]
             linear.forward(call, y_nD, plain_nC, tile)
-            x, out = (self._by_head(array) for array in (as_wide(plain_nC, wide_nC), wide_nC))
+            x, out = (self._by_head(array) for array in (to_float32_if_needed(plain_nC, wide_nC), wide_nC))
             self.head_norm(x, call.weights[f"self_attn.{name}_norm.weight"], self.head_norm.scales(x), out)
         self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
         if name == "q":
             wide_nC *= self.scale
-        as_narrow(wide_nC, out_nC)
+        to_bfloat16_if_needed(wide_nC, out_nC)
 
     def attend_cached(
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
@@ -143,7 +143,7 @@ class HeadProjections:
                 into_nD = into_ND[tile.rows]
             y_nD = self.input.input_again(call, x_ND, y_ND, tile, dtype, self.linears)
             for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, of_rows, narrow, strict=True)):
-                factor_nC = as_narrow(grad_nC, narrow_NC[tile.rows])
+                factor_nC = to_bfloat16_if_needed(grad_nC, narrow_NC[tile.rows])
                 low_Rn = linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
                 linear.add_adapter_gradients(call, low_Rn, factor_nC, y_nD, tile)
             if into_nD is not None:

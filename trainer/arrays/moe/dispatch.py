@@ -16,16 +16,16 @@ import numpy as np
 
 from trainer.arrays.memory import MOST_MOVED, add_rows, empty, host_threads, parts, take_tokens
 from trainer.arrays.moe.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
 
 if TYPE_CHECKING:
     from trainer.config.schema.moe import MoEConfig
-    from trainer.parallel.host_group import HostGroup
+    from trainer.parallel.host_group import CpuGroup
 
 
 def token_dispatcher(
-    experts: CpuExperts, moe: MoEConfig, group: HostGroup | None
+    experts: CpuExperts, moe: MoEConfig, group: CpuGroup | None
 ) -> CpuExperts | AllToAllExperts | AllGatherExperts:
     """Returns what computes the experts of a layer; `group` are the ranks that hold them, None: this rank alone."""
     if group is None:
@@ -53,7 +53,7 @@ class AllToAllExperts:
     there are for each expert; rows, results and both gradients then travel in all-to-alls of exactly so many rows.
     """
 
-    def __init__(self, experts: CpuExperts, group: HostGroup) -> None:
+    def __init__(self, experts: CpuExperts, group: CpuGroup) -> None:
         self.experts = experts
         self.group = group
 
@@ -120,7 +120,7 @@ class AllGatherExperts:
     """Gathers tokens and gates of all ranks; each rank adds up what its experts give to every token, and the sums of
     all ranks go back to the rank of the token. The ranks have equally many tokens."""
 
-    def __init__(self, experts: CpuExperts, group: HostGroup) -> None:
+    def __init__(self, experts: CpuExperts, group: CpuGroup) -> None:
         self.experts = experts
         self.group = group
 
@@ -161,7 +161,7 @@ def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
     return rows_RD
 
 
-class TokenRanks:
+class TokenSharingGroup:
     """The ranks that share the tokens of each micro-batch: a capacity and a balance loss are of all of them.
 
     Args:
@@ -170,7 +170,7 @@ class TokenRanks:
         tokens: Those of each sequence that this rank and its tensor-parallel ones have.
     """
 
-    def __init__(self, group: HostGroup, tokens: SequencePart) -> None:
+    def __init__(self, group: CpuGroup, tokens: ContextShard) -> None:
         self.group = group
         self.tokens = tokens
         self.of = functools.cache(self._of)

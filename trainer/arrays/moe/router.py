@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Decide: TypeAlias = Callable[[np.ndarray], Routing]
 """scores_NE -> the routing, of arrays."""
 Shares: TypeAlias = Callable[[np.ndarray], np.ndarray]
-"""Assignments to each expert, [E] -> the experts' parts of those of the step: `trainer.ops.routing.WindowLoad`."""
+"""Assignments to each expert, [E] -> the experts' parts of those of the step: `trainer.ops.routing.StepExpertLoad`."""
 _TINY = np.float32(1e-20)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.moe import MoEConfig
     from trainer.models.spec.model import MoeSpec
     from trainer.ops.routing import DropPolicy
-    from trainer.parallel.host_group import HostGroup
+    from trainer.parallel.host_group import CpuGroup
     from trainer.parallel.tensor import TensorParallel
 
 _EXPERTS = {field: f"mlp.experts.{field}_proj.weight" for field in ("gate", "up", "down")} | {"bias": EXPERT_DOWN_BIAS}
@@ -68,7 +68,7 @@ class CpuMoe:
 
     def __init__(
         self, spec: MoeSpec, moe: MoEConfig, rule: RoutingRule, scratch: Scratch, tensor: TensorParallel | None = None,
-        experts: HostGroup | None = None, predicts: bool = False,
+        experts: CpuGroup | None = None, predicts: bool = False,
     ) -> None:  # fmt: skip
         self.spec = spec
         self.rule = rule

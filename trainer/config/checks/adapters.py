@@ -1,4 +1,4 @@
-"""Rules and notices about low-rank adapters: which matrices they are for, and the files that they start from."""
+"""Rules and notes about low-rank adapters: which matrices they are for, and the files that they start from."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainer.config.checks.problem import Problem, nearest, problem
+from trainer.config.checks.problem import ConfigError, nearest, problem
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import saved_class
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.schema.adapter import PetConfig
 from trainer.config.schema.root import Config
-from trainer.input_files import why_missing
+from trainer.input_files import missing_path_reason
 from trainer.models.spec.adapters import projections
 from trainer.models.spec.sublayers import latent_spec
 
@@ -27,7 +27,7 @@ _OF_OTHER_ATTENTION = {f"self_attn.{letter}_proj": f"attention.w{letter}" for le
 """Matrices that latent attention may lack."""
 
 
-def adapter_problems(config: Config) -> Iterator[Problem]:
+def adapter_problems(config: Config) -> Iterator[ConfigError]:
     """Yields targets that are no regular expression or match nothing, and adapters without their section."""
     decoder = config.decoder
     adapters = config.decoder.pet_config
@@ -54,12 +54,12 @@ def adapter_problems(config: Config) -> Iterator[Problem]:
         yield problem(config, _TARGETS, "matches only matrices of experts, which take no adapters", fix)
 
 
-def adapter_file_problems(config: Config) -> Iterator[Problem]:
+def adapter_file_problems(config: Config) -> Iterator[ConfigError]:
     """Yields adapters that are not there, or that a run without a training needs."""
     path = config.adapter_id
     if path and not os.path.exists(os.path.expanduser(path)):
         fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
-        rule = f"the path {why_missing(os.path.expanduser(path))}"
+        rule = f"the path {missing_path_reason(os.path.expanduser(path))}"
         yield problem(config, "adapter_id", rule, fix)._replace(is_absent=True)
     elif not config.trains and config.has_adapters and not path:
         fix = "give --adapter_id output/checkpoints, or leave pet_config out for the base model alone"
@@ -67,7 +67,7 @@ def adapter_file_problems(config: Config) -> Iterator[Problem]:
         yield problem(config, "adapter_id", rule, fix, because="run_mode")
 
 
-def adapter_notices(config: Config) -> Iterator[str]:
+def adapter_notes(config: Config) -> Iterator[str]:
     """Yields which targets get no adapters, and what a reader may not expect of those that there are."""
     decoder = config.decoder
     adapters = config.decoder.pet_config

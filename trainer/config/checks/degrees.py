@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
 from trainer.models.spec.sublayers import latent_spec
@@ -18,7 +18,7 @@ def set_to_divisor(number: int) -> str:
     return f"set it to {_any_of([each for each in range(1, number + 1) if number % each == 0])}"
 
 
-def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Problem]:
+def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[ConfigError]:
     """model_parallel must divide heads and columns.
 
     Args:
@@ -54,7 +54,7 @@ def ulysses_degree(config: Config) -> int:
     return degrees.get(section.context_parallel_algo, 1)
 
 
-def context_problems(config: Config) -> Iterator[Problem]:
+def context_problems(config: Config) -> Iterator[ConfigError]:
     """context_parallel must divide the tokens of a sequence, and what exchanges heads the heads of a rank."""
     section = config.parallel_config
     settings = config.decoder
@@ -93,7 +93,7 @@ def context_problems(config: Config) -> Iterator[Problem]:
         yield problem(config, key, f"with ulysses_cp its ranks {share}", fix)
 
 
-def expert_problems(config: Config) -> Iterator[Problem]:
+def expert_problems(config: Config) -> Iterator[ConfigError]:
     """expert_parallel must divide the experts, and model_parallel the tokens that its ranks share for them."""
     section = config.parallel_config
     settings = config.decoder
@@ -115,7 +115,7 @@ def expert_problems(config: Config) -> Iterator[Problem]:
         yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
 
 
-def pipeline_problems(config: Config) -> Iterator[Problem]:
+def pipeline_problems(config: Config) -> Iterator[ConfigError]:
     """Stages need layers and micro-batches."""
     section = config.parallel_config
     settings = config.decoder
@@ -127,7 +127,7 @@ def pipeline_problems(config: Config) -> Iterator[Problem]:
         rule = f"a pipeline of {number} stages needs as many"
         yield problem(config, key, rule, f"set it to {number} or more")
     accumulation = config.runner_config.gradient_accumulation_steps
-    # A file that leaves use_parallel to the job may be one for a run without a pipeline: a notice tells it there.
+    # A file that leaves use_parallel to the job may be one for a run without a pipeline: a note tells it there.
     disagree = accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num
     if config.use_parallel and disagree:
         where = config.source.where("parallel_config.micro_batch_num")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from trainer.config.checks.adapters import adapter_problems
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
@@ -27,7 +27,7 @@ _ONE = "remove one of the two"
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
-def model_problems(config: Config) -> Iterator[Problem]:
+def model_problems(config: Config) -> Iterator[ConfigError]:
     """What the model's section says against itself, and data that the model cannot take."""
     classifier = config.classifier is not None
     for section in ("train_dataset", "eval_dataset"):
@@ -51,7 +51,7 @@ def model_problems(config: Config) -> Iterator[Problem]:
         yield from rules(config)
 
 
-def _classifier(config: Config) -> Iterator[Problem]:
+def _classifier(config: Config) -> Iterator[ConfigError]:
     """A classifier reads images, and sections that only a decoder has are not silently ignored."""
     of_decoders = {
         _KEY: config.decoder != ModelConfig(),
@@ -70,7 +70,7 @@ def _classifier(config: Config) -> Iterator[Problem]:
         yield problem(config, "train_dataset.held_out", "it keeps documents back, and images are none", fix)
 
 
-def _sizes(config: Config) -> Iterator[Problem]:
+def _sizes(config: Config) -> Iterator[ConfigError]:
     decoder = config.decoder
     heads = decoder.num_heads
     width = decoder.hidden_size
@@ -111,7 +111,7 @@ def _sizes(config: Config) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.mtp_depth", rule, "use 1")
 
 
-def _latent(config: Config, pairs: str) -> Iterator[Problem]:
+def _latent(config: Config, pairs: str) -> Iterator[ConfigError]:
     """Sizes of multi-head latent attention, and what it lacks."""
     decoder = config.decoder
     if decoder.qk_rope_head_dim % 2:
@@ -122,7 +122,7 @@ def _latent(config: Config, pairs: str) -> Iterator[Problem]:
         yield problem(config, "optimizer.qk_clip_threshold", "not yet supported: there is no QK-clip", fix)
 
 
-def _contradictions(config: Config) -> Iterator[Problem]:
+def _contradictions(config: Config) -> Iterator[ConfigError]:
     """Yields keys that another key of the model leaves one value, and that have another one."""
     for name, field in ModelConfig.model_fields.items():
         one = beside_of(field)
@@ -135,7 +135,7 @@ def _divisor(number: int, near: int) -> int:
     return min((part for part in range(1, number + 1) if number % part == 0), key=lambda part: abs(part - near))
 
 
-def _positions(config: Config) -> Iterator[Problem]:
+def _positions(config: Config) -> Iterator[ConfigError]:
     scaling = config.decoder.rope_scaling
     kind = config.decoder.position_embedding_type
     if kind in ("yarn", "llama3") and (scaling is None or scaling.rope_type != kind):
@@ -159,7 +159,7 @@ def _positions(config: Config) -> Iterator[Problem]:
         yield problem(config, f"{key}.beta_slow", rule, "use 1 and 32, as yarn does")
 
 
-def _attention(config: Config) -> Iterator[Problem]:
+def _attention(config: Config) -> Iterator[ConfigError]:
     """Keys about a sliding window that contradict each other, or whose meaning depends on the class."""
     decoder = config.decoder
     kind = config.model.arch.type
@@ -180,7 +180,7 @@ def _attention(config: Config) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.use_sliding_window", rule, "write layer_types, which says in which")
 
 
-def _vocabulary(config: Config) -> Iterator[Problem]:
+def _vocabulary(config: Config) -> Iterator[ConfigError]:
     size = config.decoder.vocab_size
     loader = config.train_dataset.data_loader
     kind = config.train_dataset.tokenizer.type
@@ -201,7 +201,7 @@ def _vocabulary(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{_KEY}.{name}", rule, "set it to the tokenizer's id, or leave it out")
 
 
-def _precision(config: Config) -> Iterator[Problem]:
+def _precision(config: Config) -> Iterator[ConfigError]:
     """A dtype that contradicts the amp_level."""
     level = config.amp_level
     settings = config.decoder
@@ -213,7 +213,7 @@ def _precision(config: Config) -> Iterator[Problem]:
             yield problem(config, f"{_KEY}.{key}", rule, fix)
 
 
-def _family(config: Config) -> Iterator[Problem]:
+def _family(config: Config) -> Iterator[ConfigError]:
     """A family that is named twice and differently, or a mixture without experts."""
     decoder = config.decoder
     kind = config.model.arch.type
@@ -235,7 +235,7 @@ def _family(config: Config) -> Iterator[Problem]:
         yield problem(config, key, f"{kind} has experts, and this model has none", fix)
 
 
-def _sparse_layers(config: Config) -> Iterator[Problem]:
+def _sparse_layers(config: Config) -> Iterator[ConfigError]:
     """Qwen3-MoE's names for the layers with experts."""
     moe = config.decoder.moe_config
     layers = config.decoder.num_layers

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
@@ -15,7 +15,7 @@ _KEY = f"{_MODEL}.moe_config"
 _ONE = "remove one of the two"
 
 
-def moe_problems(config: Config) -> Iterator[Problem]:
+def moe_problems(config: Config) -> Iterator[ConfigError]:
     """What the section of a mixture says against itself."""
     moe = config.decoder.moe_config
     if moe is None or config.classifier is not None:
@@ -28,7 +28,7 @@ def moe_problems(config: Config) -> Iterator[Problem]:
         yield from _not_built(config, moe)
 
 
-def _routing(config: Config, moe: MoEConfig) -> Iterator[Problem]:
+def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     where = config.source.where
     if moe.num_experts_chosen > moe.expert_num:
         rule = f"a token cannot go to more experts than there are ({moe.expert_num})"
@@ -51,7 +51,7 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.aux_loss_factors", rule, fix)
 
 
-def _groups(config: Config, moe: MoEConfig) -> Iterator[Problem]:
+def _groups(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     groups = moe.n_group or 0
     chosen = moe.topk_group or 0
     if groups and moe.expert_num % groups:
@@ -73,7 +73,7 @@ def _groups(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.num_experts_chosen", rule, "lower it, or raise topk_group")
 
 
-def _layers(config: Config, moe: MoEConfig) -> Iterator[Problem]:
+def _layers(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     layers = config.decoder.num_layers
     dense = moe.first_k_dense_replace
     every = moe.moe_layer_freq
@@ -108,7 +108,7 @@ def _layers(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.{name}", rule, f"{fix}, or write expert_num: 1")
 
 
-def _dropping(config: Config, moe: MoEConfig) -> Iterator[Problem]:
+def _dropping(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     """Settings about dropped tokens that contradict one that computes all."""
     if moe.moe_token_drop_policy is False and moe.effective_capacity is not None:
         rule = f"says that nothing is dropped, and the capacity factor is {moe.effective_capacity:g}"
@@ -116,7 +116,7 @@ def _dropping(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.moe_token_drop_policy", rule, fix)
 
 
-def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
+def _not_built(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     """What would change the results and is not there."""
     factor = config.decoder.balance_factor
     types = moe.aux_loss_types or []
@@ -144,7 +144,7 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[Problem]:
         yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
 
 
-def callback_problems(config: Config) -> Iterator[Problem]:
+def callback_problems(config: Config) -> Iterator[ConfigError]:
     """Two callbacks of one type, and callbacks that describe another model."""
     first: dict[str, int] = {}
     # A file without a model is one section copied from documentation.
@@ -177,7 +177,7 @@ def watched_keys(config: Config) -> dict[str, tuple[Any, str]]:
     return model
 
 
-def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: str) -> Iterator[Problem]:
+def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: str) -> Iterator[ConfigError]:
     model = watched_keys(config)
     for name in sorted(model.keys() & type(callback).model_fields.keys()):
         (value, model_key), said = model[name], getattr(callback, name)

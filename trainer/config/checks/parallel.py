@@ -11,7 +11,7 @@ from trainer.config.checks.degrees import (
     set_to_divisor,
     tensor_problems,
 )
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.root import Config
 from trainer.parallel.mesh import Degrees, degree_mismatch, indivisible_degree
@@ -22,7 +22,7 @@ SEMI_AUTO = (1, "semi_auto_parallel")
 _KIB = 1024
 
 
-def degrees_of(config: Config, world: World) -> Degrees:
+def parallel_degrees(config: Config, world: World) -> Degrees:
     """The degrees in this job: all 1 where one rank runs alone; an unset data_parallel takes the ranks that are left.
 
     `parallel_problems` has the mistakes.
@@ -40,17 +40,17 @@ def degrees_of(config: Config, world: World) -> Degrees:
     return others._replace(data_parallel=max(1, world.size // others.ranks) if data is None else data)
 
 
-def in_job(config: Config, world: World) -> Config:
+def resolve_for_job(config: Config, world: World) -> Config:
     """The configuration in this job: with the micro-batches that `global_batch_size` means, if the file has one.
 
     What a job of several ranks has trained one process evaluates and continues, too: checkpoints are those of one rank.
     """
     if world.size == 1 and config.use_parallel and not config.trains:
-        config = config.model_copy(update={"use_parallel": None})  # a notice tells what is not used then
+        config = config.model_copy(update={"use_parallel": None})  # a note tells what is not used then
     total = config.runner_config.global_batch_size
     if total is None:
         return config
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     steps = max(1, total // (config.runner_config.batch_size * degrees.data_parallel))
     if degrees.pipeline_stage > 1:
         section = config.parallel_config.model_copy(update={"micro_batch_num": steps})
@@ -67,11 +67,11 @@ def micro_batches(config: Config, degrees: Degrees) -> int:
     return config.runner_config.gradient_accumulation_steps
 
 
-def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
+def _batch_problems(config: Config, world: World) -> Iterator[ConfigError]:
     """A step of `global_batch_size` sequences must be whole micro-batches of all ranks."""
     total = config.runner_config.global_batch_size
     rows = config.runner_config.batch_size
-    ranks = degrees_of(config, world).data_parallel
+    ranks = parallel_degrees(config, world).data_parallel
     if total is not None and total % (rows * ranks):
         rule = f"must be a multiple of batch_size x data_parallel = {rows} x {ranks}"
         near = max(1, round(total / (rows * ranks))) * rows * ranks
@@ -80,7 +80,7 @@ def _batch_problems(config: Config, world: World) -> Iterator[Problem]:
 
 def shards_optimizer(config: Config, world: World) -> bool:
     """Whether the ranks with the same part of the model share the optimizer state instead of having a copy each."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     return config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
 
 
@@ -89,7 +89,7 @@ def shard_threshold_bytes(config: Config) -> int:
     return config.parallel.parallel_optimizer_config.parallel_optimizer_threshold * _KIB
 
 
-def sharing_level(config: Config) -> str:
+def zero_level(config: Config) -> str:
     """What the ranks that share optimizer state share, as MindSpore's `AutoParallel.hsdp` names it.
 
     MindSpore 2.10 has replaced parallel_optimizer_comm_recompute by level3 ("replaced with zero3").
@@ -117,7 +117,7 @@ def _in_force(config: Config, world: World) -> bool:
     return config.use_parallel
 
 
-def parallel_problems(config: Config, world: World) -> list[Problem]:
+def parallel_problems(config: Config, world: World) -> list[ConfigError]:
     """What keeps this job from running on its ranks."""
     if world.size > 1 and config.use_parallel is False:
         fix = "remove the key or set it to True; to run alone, leave `launch` out"
@@ -130,12 +130,12 @@ def parallel_problems(config: Config, world: World) -> list[Problem]:
         return batches
     found = fit_problems(config, world)
     if not found:
-        degrees = degrees_of(config, world)
+        degrees = parallel_degrees(config, world)
         found = [*_explicit_pipeline(config, degrees), *_explicit_division(config, degrees)]
     return [*batches, *found, *(_several_ranks(config, world) if world.size > 1 else ())]
 
 
-def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def _explicit_division(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """What the trainer's own tensor, context and expert parallelism cannot do."""
     names = ("model_parallel", "context_parallel", "expert_parallel")
     divided = [name for name in names if getattr(degrees, name) > 1]
@@ -151,7 +151,7 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[Problem]:
     yield from expert_problems(config)
 
 
-def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
+def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """What the trainer's own pipeline cannot do."""
     if degrees.pipeline_stage == 1:
         return
@@ -166,9 +166,9 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[Problem]:
     yield from pipeline_problems(config)
 
 
-def fit_problems(config: Config, world: World) -> list[Problem]:
+def fit_problems(config: Config, world: World) -> list[ConfigError]:
     """Degrees whose product is not the number of ranks."""
-    degrees = degrees_of(config, world)
+    degrees = parallel_degrees(config, world)
     mismatch = degree_mismatch(degrees, world.size, may_change=("data_parallel",))
     if mismatch is None:
         return []
@@ -185,13 +185,13 @@ def fit_problems(config: Config, world: World) -> list[Problem]:
     return [problem(config, f"parallel_config.{key}", mismatch.rule, fix)]
 
 
-def _several_ranks(config: Config, world: World) -> Iterator[Problem]:
+def _several_ranks(config: Config, world: World) -> Iterator[ConfigError]:
     mode = config.parallel.parallel_mode
     if mode not in (*DATA_PARALLEL, *SEMI_AUTO):
         rule = "not yet supported"
         if mode == "stand_alone":
             rule = f"runs one rank alone, and this job has {world.size}"
         yield problem(config, "parallel.parallel_mode", rule, "set it to 0, data parallelism, or leave it out")
-    if config.classifier is not None and shards_optimizer(config, world) and sharing_level(config) == "level3":
+    if config.classifier is not None and shards_optimizer(config, world) and zero_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"
         yield problem(config, key, "the weights of a classifier are not divided", "write level2")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.config.location import NOWHERE, SourceLocation
+from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ NO_VALUE: Any = object()
 """For `problem`: the message names the key alone."""
 
 
-class Problem(NamedTuple):
+class ConfigError(NamedTuple):
     """A mistake and its location."""
 
     place: SourceLocation
@@ -32,7 +32,7 @@ class Problem(NamedTuple):
     """Whether it is about a key that resembles no other, so that all other values are those that were meant."""
 
 
-def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND, because: str = "") -> Problem:
+def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND, because: str = "") -> ConfigError:
     """A rule that a key of the configuration breaks.
 
     Args:
@@ -47,10 +47,10 @@ def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND
     written = source.place(key)
     if value is _FIND:
         value = value_of(config, key)
-        if value is None and written == NOWHERE:
+        if value is None and written == NO_LOCATION:
             value = NO_VALUE
     places = (written, source.place(because), SourceLocation(0, source.path))
-    place = next((place for place in places if place != NOWHERE), NOWHERE)
+    place = next((place for place in places if place != NO_LOCATION), NO_LOCATION)
     return problem_at(place, source.name(key), rule, fix, value)
 
 
@@ -59,13 +59,13 @@ def data_error(config: Config, key: str, rule: str, fix: str) -> UserError:
     return problem(config, key, rule, fix, because=f"{key.split('.')[0]}.data_loader.type").error
 
 
-def problem_at(place: SourceLocation, key: str, rule: str, fix: str, value: Any = NO_VALUE) -> Problem:
+def problem_at(place: SourceLocation, key: str, rule: str, fix: str, value: Any = NO_VALUE) -> ConfigError:
     """The same for a file that is no configuration yet."""
     if value is NO_VALUE:
         shown = {}
     else:
         shown = {"value": value}
-    return Problem(place, UserError(rule, where=place.text, key=key, fix=fix, **shown))
+    return ConfigError(place, UserError(rule, where=place.text, key=key, fix=fix, **shown))
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -81,7 +81,7 @@ def value_of(config: Config, key: str) -> Any:
     return value
 
 
-class SeveralProblems(UserError):
+class ConfigErrors(UserError):
     """More than one mistake: the first ones with their fixes, in the order of the file, and how many more there are."""
 
     def __init__(self, errors: Sequence[UserError], *, whole: bool = False) -> None:
@@ -96,12 +96,12 @@ class SeveralProblems(UserError):
     @property
     def whole(self) -> UserError:
         """The same with every problem and its fix, however many they are."""
-        return SeveralProblems(self.errors, whole=True)
+        return ConfigErrors(self.errors, whole=True)
 
     @property
     def short(self) -> UserError:
         """The same with a line for each of the first problems, without its fix."""
-        short = SeveralProblems(self.errors)
+        short = ConfigErrors(self.errors)
         lines = [f"  {str(error).splitlines()[0]}" for error in self.errors[:_SHOWN]]
         fix = f"  Fix: each of the {len(self.errors)}; --verbose says how."
         short._show(*lines, *(f"  {line}" for line in self._left_out()), fix)
@@ -121,17 +121,17 @@ class SeveralProblems(UserError):
             yield f"... and {len(left)} more" + (f", in {', '.join(places[:_FILES])}{several}." if places else ".")
 
 
-def raise_problems(problems: Sequence[Problem]) -> None:
+def raise_problems(problems: Sequence[ConfigError]) -> None:
     """Raises all problems as one error; does nothing when there are none.
 
     Raises:
-        UserError: The only problem, or :class:`SeveralProblems`.
+        UserError: The only problem, or :class:`ConfigErrors`.
     """
     ordered = [problem.error for problem in sorted(problems, key=lambda problem: problem.place.order)]
     if len(ordered) == 1:
         raise ordered[0]
     if ordered:
-        raise SeveralProblems(ordered)
+        raise ConfigErrors(ordered)
 
 
 def nearest(name: str, names: Sequence[str]) -> str:

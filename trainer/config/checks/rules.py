@@ -11,7 +11,7 @@ from trainer.config.checks.adapters import adapter_file_problems
 from trainer.config.checks.model import model_problems
 from trainer.config.checks.moe import callback_problems, moe_problems
 from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
-from trainer.config.checks.problem import NO_VALUE, Problem, problem, raise_problems
+from trainer.config.checks.problem import NO_VALUE, ConfigError, problem, raise_problems
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import asked_dtype
 from trainer.config.schema.data import TokenizerConfig
@@ -19,7 +19,7 @@ from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.config.stages import stage_problems
-from trainer.input_files import why_missing
+from trainer.input_files import missing_path_reason
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 _LARGEST_FLOAT32 = 3.4028234663852886e38
@@ -28,7 +28,7 @@ _MODEL = "model.model_config"
 _SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size")
 
 
-def rule_problems(config: Config) -> list[Problem]:
+def rule_problems(config: Config) -> list[ConfigError]:
     """Everything that the sections say against each other."""
     rules = (
         model_problems, moe_problems, callback_problems, stage_problems, _schedule, _training, _records, _profiles,
@@ -36,7 +36,7 @@ def rule_problems(config: Config) -> list[Problem]:
     return [found for rule in rules for found in rule(config)]
 
 
-def _schedule(config: Config) -> Iterator[Problem]:
+def _schedule(config: Config) -> Iterator[ConfigError]:
     schedule = config.lr_schedule
     key = "lr_schedule"
     where = config.source.where
@@ -64,7 +64,7 @@ def _schedule(config: Config) -> Iterator[Problem]:
         yield problem(config, "optimizer.learning_rate", rule, fix)
 
 
-def _training(config: Config) -> Iterator[Problem]:
+def _training(config: Config) -> Iterator[ConfigError]:
     for section in ("train_dataset", "eval_dataset"):
         dataset = getattr(config, section)
         if dataset is not None and dataset.tokenizer.type == "bytes" and dataset.tokenizer.path:
@@ -88,7 +88,7 @@ def _training(config: Config) -> Iterator[Problem]:
             yield problem(config, key, rule, "leave it out, or use compute_dtype bfloat16")
 
 
-def _records(config: Config) -> Iterator[Problem]:
+def _records(config: Config) -> Iterator[ConfigError]:
     for number, pattern in enumerate(config.monitor_config.patterns):
         try:
             read_pattern(pattern)
@@ -97,7 +97,7 @@ def _records(config: Config) -> Iterator[Problem]:
                           value=pattern, because="monitor_config.target")  # fmt: skip
 
 
-def _packages(config: Config) -> Iterator[Problem]:
+def _packages(config: Config) -> Iterator[ConfigError]:
     """The packages that records are handed to, which a run does without where it has none."""
     wanted = dict.fromkeys(config.tracker_names, "trackers")
     if config.tensorboard.tensorboard_dir:
@@ -111,25 +111,25 @@ def _packages(config: Config) -> Iterator[Problem]:
             yield problem(config, key, rule, fix)._replace(is_absent=True)
 
 
-def preflight(config: Config, world: World = SINGLE_PROCESS, of_backend: Sequence[Problem] = ()) -> None:
+def preflight(config: Config, world: World = SINGLE_PROCESS, backend_problems: Sequence[ConfigError] = ()) -> None:
     """Checks what ``run_mode`` needs, as one of the ranks of `world`; a section copied from documentation cannot run.
 
-    Looks at the disk for ``output_dir``, ``load_checkpoint`` and ``adapter_id`` only. Problems ``of_backend``, the
-    training backend, are told together with the rest.
+    Looks at the disk for ``output_dir``, ``load_checkpoint`` and ``adapter_id`` only. The problems of the
+    execution mode, ``backend_problems``, come with the others.
 
     Raises:
         UserError: Sizes of the model are missing, there are no weights or prompts, nothing to evaluate on,
             ``output_dir`` is a file, or the file asks for other ranks than the job has.
     """
-    raise_problems([*run_problems(config, world), *of_backend])
+    raise_problems([*run_problems(config, world), *backend_problems])
 
 
-def run_problems(config: Config, world: World) -> list[Problem]:
+def run_problems(config: Config, world: World) -> list[ConfigError]:
     """The problems of `preflight` that do not depend on the backend."""
     return [*_run(config), *(_samples(config, world) if config.trains else ()), *parallel_problems(config, world)]
 
 
-def _run(config: Config) -> Iterator[Problem]:
+def _run(config: Config) -> Iterator[ConfigError]:
     mode = config.run_mode
     missing = [name for name in _SIZES if not config.source.where(f"{_MODEL}.{name}")]
     if config.source.path and missing and config.classifier is None:  # a classifier's defaults are a model to run
@@ -146,7 +146,7 @@ def _run(config: Config) -> Iterator[Problem]:
     resumes = mode == "finetune" and config.resume_training is not False and not config.has_adapters
     if not _exists(config.load_checkpoint):
         fix = "name a checkpoint folder (output/checkpoints/step-...) or a .safetensors file"
-        rule = f"the path {why_missing(os.path.expanduser(config.load_checkpoint))}"
+        rule = f"the path {missing_path_reason(os.path.expanduser(config.load_checkpoint))}"
         yield problem(config, "load_checkpoint", rule, fix)._replace(is_absent=True)
     elif mode != "train" and not config.load_checkpoint and not (resumes or starts_anew(config)):
         fix = "give --load_checkpoint output/checkpoints/step-... or --model FOLDER, or use run_mode train"
@@ -191,7 +191,7 @@ def starts_anew(config: Config) -> bool:
     return config.run_mode == "finetune" and not config.load_checkpoint and bool(config.source.where("load_checkpoint"))
 
 
-def _profiles(config: Config) -> Iterator[Problem]:
+def _profiles(config: Config) -> Iterator[ConfigError]:
     window = config.profile_monitor
     if window is not None and window.stop_step < window.start_step:
         number = next((n for n, callback in enumerate(config.callbacks) if callback is window), None)
@@ -203,7 +203,7 @@ def _profiles(config: Config) -> Iterator[Problem]:
         yield problem(config, key, rule, "raise it, or lower the first one")
 
 
-def _evaluates(config: Config) -> Iterator[Problem]:
+def _evaluates(config: Config) -> Iterator[ConfigError]:
     """A callback that acts on evaluations needs some before the run ends."""
     wants = {"EarlyStop": "type", "CheckpointMonitor": "keep_best"}
     for number, callback in enumerate(config.callbacks):
@@ -218,7 +218,7 @@ def _evaluates(config: Config) -> Iterator[Problem]:
             yield problem(config, key, rule, "set eval_step_interval or eval_epoch_interval")
 
 
-def _samples(config: Config, world: World) -> Iterator[Problem]:
+def _samples(config: Config, world: World) -> Iterator[ConfigError]:
     """Text is sampled from a decoder with a tokenizer, in explicit mode."""
     key = "sample_prompt"
     dataset = config.train_dataset

@@ -1,4 +1,4 @@
-"""What a configuration asks for that a run cannot honour: notices for what changes nothing, errors for what would."""
+"""What a configuration asks for that a run cannot honour: notes for what changes nothing, errors for what would."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.checks.problem import Problem, problem
+from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.families import FAMILIES, known_class
 from trainer.config.schema.fields import Section, Support, support_of
 from trainer.config.schema.moe import MoEConfig
@@ -44,7 +44,7 @@ def is_neutral(value: Any, default: Any) -> bool:
 
 
 def _of_section(section: Section, key: str) -> Iterator[Finding]:
-    # A mixture of experts with one expert is a dense model, and a notice says that nothing of it acts.
+    # A mixture of experts with one expert is a dense model, and a note says that nothing of it acts.
     if isinstance(section, MoEConfig) and section.expert_num == 1:
         return
     if section.support != "supported":
@@ -53,7 +53,7 @@ def _of_section(section: Section, key: str) -> Iterator[Finding]:
         yield from findings(section, f"{key}.")
 
 
-def not_yet_problems(config: Config) -> list[Problem]:
+def not_yet_problems(config: Config) -> list[ConfigError]:
     """An error for every key of which only the default value is supported."""
     return [
         problem(config, finding.key, "not yet supported", finding.reason, value=finding.value)
@@ -94,8 +94,8 @@ def _unread(config: Config, key: str) -> str:
     return ""
 
 
-def ignored_notices(config: Config) -> list[str]:
-    """One notice a reason, naming the keys that are ignored for it."""
+def ignored_notes(config: Config) -> list[str]:
+    """One note a reason, naming the keys that are ignored for it."""
     found: list[tuple[Finding, str, str]] = []
     for finding in findings(config):
         unread = _unread(config, finding.key)

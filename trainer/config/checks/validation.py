@@ -8,9 +8,9 @@ from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
-from trainer.config.location import NOWHERE, SourceLocation
-from trainer.config.other_models import of_other_class
+from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at
+from trainer.config.location import NO_LOCATION, SourceLocation
+from trainer.config.other_models import unsupported_features
 from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, shape_of, types_of
 from trainer.config.schema.root import Config
 
@@ -37,7 +37,7 @@ def validate(
     written: dict[str, str],
     *,
     told: bool = False,
-) -> tuple[Config | None, list[Problem]]:
+) -> tuple[Config | None, list[ConfigError]]:
     """Validates plain values against the schema. `written` has the keys that the file writes under another name.
 
     Where problems have been `told` before, a section that they left nothing of is not reported again.
@@ -103,10 +103,10 @@ def _problem(
     items: list[Any],
     positions: dict[str, SourceLocation],
     written: dict[str, str],
-) -> Problem:
+) -> ConfigError:
     key = ".".join(path)
     around = (".".join(path[:length]) for length in range(len(path), 0, -1))
-    place = next((positions[section] for section in around if section in positions), NOWHERE)
+    place = next((positions[section] for section in around if section in positions), NO_LOCATION)
     if key in written:
         key = written[key]
     if items[0]["type"] == "missing":
@@ -150,7 +150,7 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     types = {item["type"] for item in items}
     names = _literals(items)
     if names and isinstance(value, str):
-        if path[-2:] == ("arch", "type") and (unlike := of_other_class(value)):
+        if path[-2:] == ("arch", "type") and (unlike := unsupported_features(value)):
             return f"use another model; unlike in a Llama, {unlike}"
         guess = nearest(value, names)
         if guess:

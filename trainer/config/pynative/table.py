@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import yaml
 
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.work import Work
 from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
@@ -66,7 +66,7 @@ def _save_path(work: Work, key: str) -> None:
     if path:
         work.put("output_dir", path, key)
         text = f"{key}: the run's folder; its checkpoints are in {path}/checkpoints"
-        work.made.notices.append(Notice(text, "parallel"))
+        work.made.notes.append(Note(text, "parallel"))
 
 
 def _saving(work: Work, key: str) -> None:
@@ -81,7 +81,7 @@ def _saving(work: Work, key: str) -> None:
     if not work.values["checkpoint.enable_save"]:
         steps = 0
         key = "checkpoint.enable_save"
-        work.made.notices.append(Notice(f"{key} False: the end of a run is saved all the same", "ignored"))
+        work.made.notes.append(Note(f"{key} False: the end of a run is saved all the same", "ignored"))
     saver = Table({"type": Entry(tree("CheckpointMonitor"), work.place(key))})
     settings = {"save_checkpoint_steps": (steps, key)}
     settings["keep_checkpoint_max"] = (work.values["checkpoint.save_max"], "checkpoint.save_max")
@@ -123,7 +123,7 @@ def _sharding(work: Work, key: str) -> None:
         work.put("parallel.enable_parallel_optimizer", True, key)
     if ranks > 1:
         text = f"{key} {ranks}: the optimizer state is shared by all data-parallel ranks"
-        work.made.notices.append(Notice(f"{text}; weights and gradients are whole on each", "parallel"))
+        work.made.notes.append(Note(f"{text}; weights and gradients are whole on each", "parallel"))
 
 
 def _optimizer(work: Work, key: str) -> None:
@@ -187,7 +187,7 @@ def _targets(work: Work, key: str) -> None:
     ]
     if names:
         work.put(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
-        work.made.notices.append(f"{key} {wanted}: {', '.join(names)} of every layer, each with an adapter of its own")
+        work.made.notes.append(f"{key} {wanted}: {', '.join(names)} of every layer, each with an adapter of its own")
 
 
 def _recompute_mode(work: Work, key: str) -> None:

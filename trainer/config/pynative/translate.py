@@ -5,10 +5,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from trainer.config.checks.problem import Problem, nearest, problem_at
+from trainer.config.checks.problem import ConfigError, nearest, problem_at
 from trainer.config.checks.unsupported import Finding, ignored_texts, is_neutral
 from trainer.config.location import SourceLocation
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.pynative.table import ROWS, Row, unused_keys
 from trainer.config.pynative.work import Translation, Work
 from trainer.config.read.nodes import Table, is_null, plain
@@ -54,7 +54,7 @@ def translate(name: str, root: Table) -> Translation:
             work.put(row.new, value if row.value is None else row.value, row.key)
     _note_unused(work)
     says = f"{name}: a file of MindSpore Transformers' newer schema: taken as its translation (`convert` writes it)"
-    work.made.notices.insert(0, Notice(says, "parallel"))
+    work.made.notes.insert(0, Note(says, "parallel"))
     return work.made
 
 
@@ -88,7 +88,7 @@ def _note_unused(work: Work) -> None:
             work.problem(key, "cannot be translated", reason)
         else:
             found.append((Finding(key, value, "ignored", reason), work.place(key).text, key))
-    work.made.notices += [Notice(text, "ignored") for text in ignored_texts(found)]
+    work.made.notes += [Note(text, "ignored") for text in ignored_texts(found)]
 
 
 def _read(work: Work, table: Table, path: str) -> None:
@@ -108,7 +108,7 @@ def _read(work: Work, table: Table, path: str) -> None:
             work.made.problems.append(_unknown(path, name, entry.place))
 
 
-def _unknown(path: str, name: str, place: SourceLocation) -> Problem:
+def _unknown(path: str, name: str, place: SourceLocation) -> ConfigError:
     keys = sorted(_keys()[0])
     known = dict.fromkeys(key[len(path) :].split(".")[0] for key in keys if key.startswith(path))
     acting = dict.fromkeys(row.key[len(path) :].split(".")[0] for row in ROWS if row.key.startswith(path))

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.checks.problem import NO_VALUE, Problem, problem_at
+from trainer.config.checks.problem import NO_VALUE, ConfigError, problem_at
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, tree
 from trainer.config.read.relocate import parent
@@ -32,10 +32,10 @@ class Translation:
     root: Table = field(default_factory=Table)
     there: dict[str, str] = field(default_factory=dict)
     """Our keys -> the keys they were translated from, for values that are computed."""
-    problems: list[Problem] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    problems: list[ConfigError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
-    def renamed(self, problem: Problem) -> Problem:
+    def renamed(self, problem: ConfigError) -> ConfigError:
         """A problem under the file's name for its key; a flag keeps its own name."""
         where = problem.place.text
         error = problem.error

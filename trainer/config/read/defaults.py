@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
 from trainer.config.location import SourceLocation
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import beside_of, yaml_names
 from trainer.config.schema.model import ModelConfig
@@ -20,7 +20,7 @@ _LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data 
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
 
-def fill_in(found: Resolved) -> None:
+def apply_derived_defaults(found: Resolved) -> None:
     """Completes resolved values in place; values of a wrong type are left for validation to report."""
     _from_family(found)
     _from_aliases(found)
@@ -77,7 +77,7 @@ def _from_family(found: Resolved) -> None:
         if kind:
             because = f"{_MODEL}.{key}"
             _set(found, "model.arch.type", kind, because)
-    kind = _usual_class(found, kind)
+    kind = _canonical_architecture(found, kind)
     family = None
     if isinstance(kind, str):
         family = FAMILIES.get(kind)
@@ -108,7 +108,7 @@ def _from_family(found: Resolved) -> None:
         _set(found, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
-def _usual_class(found: Resolved, kind: Any) -> Any:
+def _canonical_architecture(found: Resolved, kind: Any) -> Any:
     """The class of `FAMILIES` for one of its other names, and for TeleChat3, which an older file calls TeleChat."""
     settings = _section(found, _MODEL)
     usual = known_class(kind) or kind
@@ -237,7 +237,7 @@ def _from_grouped_schedule(found: Resolved) -> None:
     for name, value in default.items():
         _set(found, f"lr_schedule.{name}", value, key)
     text = f"{found.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule"
-    found.notices.append(Notice(text, "ignored"))
+    found.notes.append(Note(text, "ignored"))
 
 
 def _from_sparse_layers(found: Resolved) -> None:

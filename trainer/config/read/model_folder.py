@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks.problem import Problem, one_of, problem_at
+from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
 from trainer.config.location import SourceLocation
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, differences, is_known_effect
-from trainer.config.read.defaults import fill_in
+from trainer.config.read.defaults import apply_derived_defaults
 from trainer.config.read.nodes import Entry, Scalar, Table, plain, tree
 from trainer.config.read.relocate import arrange
 from trainer.config.read.resolve import Resolved, resolve
@@ -21,7 +21,7 @@ from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig, RopeScaling
 from trainer.config.schema.moe import MoEConfig
 from trainer.errors import UserError
-from trainer.input_files import path_mistake
+from trainer.input_files import path_error
 
 KEY = "pretrained_model_dir"
 _ARCH = "model.arch.type"
@@ -68,9 +68,9 @@ def add_model_folder(found: Resolved) -> None:
         try:
             _family(found, found, _value(found.data, _MODEL) or {})
         except UserError as error:  # told together with what else is wrong
-            found.problems.append(Problem(_named_at(found), error))
+            found.problems.append(ConfigError(_named_at(found), error))
         return
-    if mistake := path_mistake(name):
+    if mistake := path_error(name):
         found.problems.append(problem_at(place, KEY, mistake, _FIX, name))
         del found.data[KEY]
         return
@@ -89,7 +89,7 @@ def add_model_folder(found: Resolved) -> None:
         (_value(facts.data, _EXPERTS) or {}).pop("router_aux_loss_coef", None)
     _add(found, facts)
     found.problems += facts.problems
-    found.notices += facts.notices
+    found.notes += facts.notes
     _use_folder(found, name)
 
 
@@ -213,7 +213,7 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
         else:
             wrong = []
         problems += wrong
-        if judged == "read" and not wrong and not _says_nothing(key, values):
+        if judged == "read" and not wrong and not _is_inactive_window(key, values):
             own[key] = entry
         elif judged == "unread":
             unread.append(key)
@@ -232,7 +232,7 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
     facts.problems += problems
     if unread:
         text = f"{file}: not used, as in transformers: {', '.join(unread)}"
-        facts.notices.append(Notice(text, "ignored"))
+        facts.notes.append(Note(text, "ignored"))
     return facts
 
 
@@ -268,12 +268,12 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
     return "unknown"
 
 
-def _says_nothing(key: str, values: Mapping[str, Any]) -> bool:
+def _is_inactive_window(key: str, values: Mapping[str, Any]) -> bool:
     """A window that is off, which Qwen's files describe all the same."""
     return key in ("sliding_window", "max_window_layers", "layer_types") and values["use_sliding_window"] is False
 
 
-def _unsupported(key: str, entry: Entry) -> list[Problem]:
+def _unsupported(key: str, entry: Entry) -> list[ConfigError]:
     """Values of config.json that there is no code for: a fix that names another value would be wrong advice."""
     if key == "hidden_act":
         checked = [("hidden_act", key, entry)]
@@ -341,7 +341,7 @@ def _add(found: Resolved, more: Resolved) -> None:
 
 
 def _report_contradictions(found: Resolved, facts: Resolved) -> None:
-    """Adds a problem for each size that the YAML gives otherwise; a notice where the weights are not read."""
+    """Adds a problem for each size that the YAML gives otherwise; a note where the weights are not read."""
     names = []
     for key in _SIZES:
         ours = _value(found.data, key)
@@ -360,7 +360,7 @@ def _report_contradictions(found: Resolved, facts: Resolved) -> None:
             found.problems.append(problem_at(found.positions[key], name, rule, fix, ours))
     if names:
         text = f"this training starts from new weights, of other sizes than those in {KEY}: {', '.join(names)}"
-        found.notices.append(Notice(text))
+        found.notes.append(Note(text))
 
 
 def _use_folder(found: Resolved, name: str) -> None:
@@ -386,7 +386,7 @@ def described_model(config_json: Mapping[str, Any]) -> ModelConfig:
     """Reads the config.json of a known class as that of a model folder is read. Its values are not validated: they are
     those of a model."""
     facts = _model(tree(config_json), "config.json", Resolved())
-    fill_in(facts)
+    apply_derived_defaults(facts)
     settings = facts.data["model"]["model_config"]
     for name, kind in (("moe_config", MoEConfig), ("rope_scaling", RopeScaling)):
         if name in settings:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from trainer.config.location import NOWHERE, SourceLocation
+from trainer.config.location import NO_LOCATION, SourceLocation
 
 
 @dataclass(eq=False)
@@ -25,7 +25,7 @@ class Entry:
     """One place of the document that holds a node."""
 
     node: Node
-    place: SourceLocation = NOWHERE
+    place: SourceLocation = NO_LOCATION
     is_alias: bool = False
 
 
@@ -115,7 +115,7 @@ def plain(node: Node) -> Any:
     return {key: plain(entry.node) for key, entry in node.entries().items()}
 
 
-def tree(value: Any, place: SourceLocation = NOWHERE) -> Node:
+def tree(value: Any, place: SourceLocation = NO_LOCATION) -> Node:
     """Makes a node of Python values, the reverse of `plain`; `place` is where all of them are written."""
     if isinstance(value, dict):
         return Table({key: Entry(tree(below, place), place) for key, below in value.items()})

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import Problem
+from trainer.config.checks.problem import ConfigError
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, expanded, is_null, own_node, plain
 from trainer.config.read.relocate import canonical_key, fields_at
@@ -39,18 +39,18 @@ class Override:
     texts: tuple[str, ...] = ()
 
 
-def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Problem], list[str]]:
+def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[ConfigError], list[str]]:
     """Sets every override in the tree, in order, so that the last one wins.
 
     Returns:
-        What is wrong with them (lists without such an index, values where a section is needed), and notices.
+        What is wrong with them (lists without such an index, values where a section is needed), and notes.
 
     Raises:
         TooLarge: The values of all overrides are too many, or those of the tree with them: the list of an override can
             stand in the place of many aliases.
     """
-    problems: list[Problem] = []
-    notices: list[str] = []
+    problems: list[ConfigError] = []
+    notes: list[str] = []
     most = MAX_VALUES
     for number, override in enumerate(overrides):
         place = SourceLocation(_AFTER_FILE + number, override.source)
@@ -58,14 +58,14 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Pr
             _check_key(override, place)
             value = _parsed(override, place, most)
             most -= expanded(value.node)[0]
-            notices += _apply(root, override, place, value)
+            notes += _apply(root, override, place, value)
             if not isinstance(value.node, Scalar):
                 check_size(*expanded(root), place)
         except TooLarge:
             raise
         except UserError as error:
-            problems.append(Problem(place, error))
-    return problems, notices
+            problems.append(ConfigError(place, error))
+    return problems, notes
 
 
 def _check_key(override: Override, place: SourceLocation) -> None:
@@ -199,7 +199,7 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
     """Replaces an entry's value; where the entry is the anchor, its aliases follow.
 
     Returns:
-        Notices about aliases that followed.
+        Notes about aliases that followed.
     """
     old = entry.node
     if entry.is_alias:

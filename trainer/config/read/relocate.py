@@ -79,12 +79,12 @@ def arrange(root: Table) -> list[str]:
     """Moves every section of the tree to its own place, in place.
 
     Returns:
-        Notices about keys whose place had to be guessed.
+        Notes about keys whose place had to be guessed.
 
     Raises:
         UserError: Two places give the same key different values.
     """
-    notices = _adopt_lost_keys(root)
+    notes = _restore_lost_indentation(root)
     for old, new in _MOVED.items():
         _move(root, old, new)
     _join_betas(root)
@@ -93,7 +93,7 @@ def arrange(root: Table) -> list[str]:
         for key in filter(is_flat_moe_key, settings.node.entries()):
             _move(root, f"{_MODEL}.{key}", f"{_MODEL}.moe_config.{key}", keeps_null=True)
         _drop_whole_width(settings.node)
-    return notices
+    return notes
 
 
 def _drop_whole_width(settings: Table) -> None:
@@ -211,7 +211,7 @@ def _join_betas(root: Table) -> None:
     optimizer.node = Table({name: entry for name, entry in entries.items() if name not in given} | {"betas": both})
 
 
-def _adopt_lost_keys(root: Table) -> list[str]:
+def _restore_lost_indentation(root: Table) -> list[str]:
     """Documentation that lost its indentation: keys at the top that belong to the empty section above them.
 
     A key at the top is adopted when it is no top-level key, and the nearest section above it has a key of that name and

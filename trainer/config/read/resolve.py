@@ -10,9 +10,9 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import Problem, nearest, one_of, problem_at
+from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at
 from trainer.config.location import SourceLocation
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
 from trainer.config.read.relocate import disagreement, merge
@@ -55,8 +55,8 @@ class Resolved:
     positions: dict[str, SourceLocation] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     """Dotted keys as they were written, for those that were not under their main name."""
-    problems: list[Problem] = field(default_factory=list)
-    notices: list[str] = field(default_factory=list)
+    problems: list[ConfigError] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def resolve(root: Table) -> Resolved:
@@ -97,11 +97,11 @@ def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
     try:
         return Entry(merge(first, second, key), first.place)
     except UserError:
-        found.problems.append(Problem(max(first.place, second.place), disagreement(key, first, second)))
+        found.problems.append(ConfigError(max(first.place, second.place), disagreement(key, first, second)))
         return first
 
 
-def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> Problem:
+def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> ConfigError:
     is_one_of_many = len(found.problems) > _GUESSED
     if is_one_of_many:
         guess = ""
@@ -226,7 +226,7 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
     other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
     if isinstance(name, str) and name in other_names:
         text = f"{place.text}: {path}.type {name} is taken as {other_names[name]}"
-        found.notices.append(Notice(text, "ignored"))
+        found.notes.append(Note(text, "ignored"))
         name = other_names[name]
         table = Table({**entries, "type": Entry(Scalar(name), place)})
     if len(kinds) == 1:

@@ -1,7 +1,7 @@
 """Reads a YAML file into a tree: YAML 1.2 scalars, no duplicate keys, every mistake with its line.
 
 Differences from plain YAML 1.2, both for people who paste from documentation: a line of only ``...`` is left out (with
-a notice, unless it ends the file), and ``None`` is ``null``.
+a note, unless it ends the file), and ``None`` is ``null``.
 """
 
 from __future__ import annotations
@@ -349,7 +349,7 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     """Parses the text of a configuration file, which messages call ``name``.
 
     Returns:
-        The tree, and the notices about what was left out.
+        The tree, and the notes about what was left out.
 
     Raises:
         UserError: The text is empty, not YAML, has duplicate keys, or is not one mapping.

@@ -19,7 +19,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from trainer.config.schema.unsupported import OTHER_NAMES, Support, unsupported_keys
-from trainer.input_files import path_mistake
+from trainer.input_files import path_error
 
 REQUIRED: Any = ...
 
@@ -37,7 +37,7 @@ Layer: TypeAlias = Annotated[int, Field(ge=-LAYERS, le=LAYERS)]
 
 
 def _is_path(path: str) -> str:
-    if mistake := path_mistake(path):
+    if mistake := path_error(path):
         raise PydanticCustomError("path", mistake)  # type: ignore[arg-type]
     return path
 
@@ -79,7 +79,7 @@ class Section(BaseModel):
     )
 
     support: ClassVar[Support] = "supported"
-    """Whether a section as a whole acts, is ignored with a notice or ends in a "not yet" error."""
+    """Whether a section as a whole acts, is ignored with a note or ends in a "not yet" error."""
     support_reason: ClassVar[str] = ""
     default_type: ClassVar[str] = ""
     """In a union discriminated by ``type``: the type if the file names none."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, PrivateAttr
 
 from trainer.config.families import FAMILIES
-from trainer.config.location import NOWHERE, SourceLocation
+from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.schema.callbacks import Callback, CheckpointMonitor, EarlyStop, ProfileMonitor
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.config.schema.data import DatasetConfig, DatasetTask
@@ -60,7 +60,7 @@ class Source:
 
     path: str = field(default="", compare=False)
     positions: dict[str, SourceLocation] = field(default_factory=dict, compare=False)
-    notices: tuple[str, ...] = field(default=(), compare=False)
+    notes: tuple[str, ...] = field(default=(), compare=False)
     written: dict[str, str] = field(default_factory=dict, compare=False)
     is_of_run: bool = field(default=False, compare=False)
     """Whether the file is the config.yaml of a run: then its keys are what that run did."""
@@ -79,7 +79,7 @@ class Source:
         """The same with its order in the file."""
         if key in self.positions:
             return self.positions[key]
-        return NOWHERE
+        return NO_LOCATION
 
 
 class TrainerSection(Section):

@@ -1,6 +1,6 @@
 """The keys that change nothing: MindSpore Transformers' files have them, and they load.
 
-An **ignored** key gives a notice where it differs from its default. One that is **not yet** supported must have its
+An **ignored** key gives a note where it differs from its default. One that is **not yet** supported must have its
 default: another value would change the results, and is an error. Both are checked, described in the JSON Schema and
 known to the suggestions for misspelled keys. ``unsupported.yaml`` lists them; `Section` adds them to its classes.
 """

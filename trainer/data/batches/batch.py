@@ -42,7 +42,7 @@ def concatenate(first: Batch, second: Batch) -> Batch:
     return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
 
 
-def kept_apart(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
+def document_positions(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
     """Positions and segments of sequences whose documents end with the token `eod`: int64 [B, T] each."""
     is_eod_BT = tokens_BT == eod
     places_T = np.arange(tokens_BT.shape[1])

@@ -19,7 +19,7 @@ import numpy as np
 from trainer.models.spec.visibility import visible_keys
 
 
-class SequencePart(NamedTuple):
+class ContextShard(NamedTuple):
     """The tokens of each sequence that one of the context-parallel ranks has.
 
     Attributes:
@@ -31,9 +31,9 @@ class SequencePart(NamedTuple):
     ulysses: int = 1
 
     @property
-    def ring(self) -> SequencePart:
+    def ring(self) -> ContextShard:
         """What the ranks that exchange heads with this one have together."""
-        return SequencePart(self.rank // self.ulysses, self.ranks // self.ulysses)
+        return ContextShard(self.rank // self.ulysses, self.ranks // self.ulysses)
 
     def positions(self, length: int) -> np.ndarray:
         """Positions of the rank's tokens in a sequence of T, ascending: int64 [n].

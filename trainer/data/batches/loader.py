@@ -44,7 +44,7 @@ class TrainingBatches:
 
 
 def training_batches(
-    config: Config, ranks: Ranks, progress: Progress, notice: Callable[[str], None]
+    config: Config, ranks: Ranks, progress: Progress, note: Callable[[str], None]
 ) -> TrainingBatches:
     """Opens the training data, and what is held out of it or named for evaluation.
 
@@ -53,14 +53,14 @@ def training_batches(
     Raises:
         UserError: The data cannot be read, or fills no batch.
     """
-    train, held_out = build_datasets(config, progress, notice)
+    train, held_out = build_datasets(config, progress, note)
     loader = _loader(config, "train_dataset", train, ranks, shuffle=config.train_dataset.data_loader.shuffle)
     return TrainingBatches(train, loader, _evaluation(config, held_out, ranks) if config.do_eval else None)
 
 
-def eval_batches(config: Config, ranks: Ranks, progress: Progress, notice: Callable[[str], None]) -> EvalBatches:
+def eval_batches(config: Config, ranks: Ranks, progress: Progress, note: Callable[[str], None]) -> EvalBatches:
     """Opens the data of run mode eval; arguments and errors as in `training_batches`."""
-    return _evaluation(config, build_eval_dataset(config, progress, notice), ranks)
+    return _evaluation(config, build_eval_dataset(config, progress, note), ranks)
 
 
 def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: Ranks) -> EvalBatches:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, kept_apart, padding_batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.packing import DocumentCounts, checked_indices, numbered
 from trainer.data.source.indexed import IndexedTokens
@@ -31,7 +31,7 @@ _COUNTED_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
-class Masking:
+class EodMasking:
     """What the tokens that end a document and that fill up a sample mean."""
 
     eod: int
@@ -178,7 +178,7 @@ class MegatronDataset:
         source_of_sequence: np.ndarray | None,
         weights: Sequence[float] | None,
         num_sequences: int,
-        masking: Masking,
+        masking: EodMasking,
         vocab_size: int,
         settings: str,
     ) -> None:
@@ -250,7 +250,7 @@ class MegatronDataset:
         has_loss_BT = labels_BT != masking.pad
         if masking.no_loss_after_eod:
             has_loss_BT &= tokens_BT != masking.eod
-        positions_BT, segments_BT = kept_apart(tokens_BT, masking.eod)
+        positions_BT, segments_BT = document_positions(tokens_BT, masking.eod)
         if not masking.reset_positions:
             positions_BT = np.broadcast_to(np.arange(seq_length), tokens_BT.shape)
         if not masking.separate_documents:

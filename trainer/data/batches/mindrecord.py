@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.config.checks.problem import data_error, nearest
-from trainer.data.batches.batch import IGNORE_INDEX, Batch, kept_apart, padding_batch
+from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
 from trainer.data.batches.packing import DocumentCounts, checked_indices
 from trainer.data.batches.split import Spans, hold_out
 from trainer.data.source.indexed import Location
@@ -100,7 +100,7 @@ class MindRecordDataset:
         positions_BT = np.broadcast_to(np.arange(reading.seq_length), tokens_BT.shape)
         segments_BT = np.zeros(tokens_BT.shape, np.int64)
         if reading.eod is not None:
-            positions_BT, segments_BT = kept_apart(tokens_BT, reading.eod)
+            positions_BT, segments_BT = document_positions(tokens_BT, reading.eod)
         if _POSITIONS in columns:
             positions_BT = columns[_POSITIONS][:, : reading.seq_length]
         mask_BT = None

@@ -115,7 +115,7 @@ class TokenDataset:
         document_P = np.repeat(first_B, counts_B) + numbered(counts_B)
         begin_P = np.maximum(self._offsets[document_P], np.repeat(starts_B, counts_B))
         end_P = np.minimum(self._offsets[document_P + 1], np.repeat(ends_B, counts_B))
-        pieces = _Pieces(
+        pieces = _SequenceSegments(
             counts_B=counts_B,
             starts_P=begin_P + self._shifts[document_P],
             lengths_P=end_P - begin_P,
@@ -143,7 +143,7 @@ class PackedDataset:
         *,
         packing: Literal["whole", "none"] = "whole",
         limit: int | None = None,
-        fitted: Fitted | None = None,
+        fitted: FittedSpans | None = None,
     ) -> None:
         if packing == "whole":
             packed = best_fit(spans.lengths, seq_length)
@@ -161,7 +161,7 @@ class PackedDataset:
         self.num_sequences = len(self._starts) - 1
         self.num_tokens = int(spans.lengths[self._samples].sum())
         self.max_token_id = token_file.meta.max_token_id
-        fitted = fitted or Fitted(spans)
+        fitted = fitted or FittedSpans(spans)
         overlong = ""
         if fitted.truncated or fitted.dropped:
             overlong = f", {fitted.overlong} overlong"
@@ -185,7 +185,7 @@ class PackedDataset:
         indices_B = checked_indices(indices, self.num_sequences)
         counts_B = self._starts[indices_B + 1] - self._starts[indices_B]
         sample_P = self._samples[np.repeat(self._starts[indices_B], counts_B) + numbered(counts_B)]
-        pieces = _Pieces(
+        pieces = _SequenceSegments(
             counts_B=counts_B,
             starts_P=self._spans.starts[sample_P],
             lengths_P=self._spans.lengths[sample_P],
@@ -213,7 +213,7 @@ def _count(token_file: TokenFile, spans: Spans) -> DocumentCounts:
     return DocumentCounts(lengths, int(sums[::2].sum()))
 
 
-class Fitted(NamedTuple):
+class FittedSpans(NamedTuple):
     """Samples of which none is longer than a sequence."""
 
     spans: Spans
@@ -222,20 +222,20 @@ class Fitted(NamedTuple):
     overlong: str = ""  # what was done with those that were longer: truncate or drop
 
 
-def fit(spans: Spans, seq_length: int, overlong: Literal["truncate", "drop"]) -> Fitted:
+def fit(spans: Spans, seq_length: int, overlong: Literal["truncate", "drop"]) -> FittedSpans:
     """Drops samples that are longer than `seq_length`, or cuts off their beginning, which is the prompt's."""
     excess = spans.lengths - seq_length
     is_long = excess > 0
     count = int(is_long.sum())
     if not count:
-        return Fitted(spans)
+        return FittedSpans(spans)
     if overlong == "drop":
-        return Fitted(Spans(spans.starts[~is_long], spans.lengths[~is_long]), dropped=count, overlong=overlong)
+        return FittedSpans(Spans(spans.starts[~is_long], spans.lengths[~is_long]), dropped=count, overlong=overlong)
     cut = np.maximum(excess, 0)
-    return Fitted(Spans(spans.starts + cut, spans.lengths - cut), truncated=count, overlong=overlong)
+    return FittedSpans(Spans(spans.starts + cut, spans.lengths - cut), truncated=count, overlong=overlong)
 
 
-class _Pieces(NamedTuple):
+class _SequenceSegments(NamedTuple):
     """The parts of documents in each sequence of a batch, in order."""
 
     counts_B: np.ndarray  # pieces of each sequence
@@ -250,7 +250,7 @@ def numbered(counts: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
 
 
-def _read(token_file: TokenFile, pieces: _Pieces, seq_length: int) -> Batch:
+def _read(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> Batch:
     """Reads pieces into sequences. What a sequence has left is padding: a segment of its own, without loss."""
     counts_B, starts_P, lengths_P, continues_P = pieces
     token_file.check(starts_P, lengths_P + continues_P)

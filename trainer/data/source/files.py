@@ -56,7 +56,7 @@ class Source:
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> its name in the files
     skips_bad_records: bool = False
     limit: int | None = None  # at most so many records; None for all
-    notices: tuple[str, ...] = ()  # what the user should know about the choice of files, as sentences
+    notes: tuple[str, ...] = ()  # what the user should know about the choice of files, as sentences
 
     @property
     def size_bytes(self) -> int:

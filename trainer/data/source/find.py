@@ -74,15 +74,15 @@ def _record_source(config: Config, section: str, request: Request) -> Source:
     key = request.key
     where = config.source.where(key)
     paths = [Path(os.path.expanduser(path)) for path in request.paths]
-    notices = request.notices
+    notes = request.notes
     if len(paths) == 1 and os.path.isdir(paths[0]):
         paths, told = _files_of_split(loader, section, paths[0], key, where)
-        notices = (*notices, *told)
+        notes = (*notes, *told)
     elif not key.endswith("data_files") or not isinstance(loader.data_files, dict):
         _check_split(config, section, paths)
     found = tuple(describe_file(path, key, where) for path in paths)
     skips = loader.bad_records == "skip"
-    return Source(RECORDS, request.name, key, where, found, request.columns, skips, request.limit, notices)
+    return Source(RECORDS, request.name, key, where, found, request.columns, skips, request.limit, notes)
 
 
 def _check_split(config: Config, section: str, paths: list[Path]) -> None:

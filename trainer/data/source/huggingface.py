@@ -28,7 +28,7 @@ class Request(NamedTuple):
     paths: list[str]  # files, or one folder
     columns: dict[str, str]
     limit: int | None  # at most so many records; None for all
-    notices: tuple[str, ...] = ()  # what of the keys is done in another way, as sentences
+    notes: tuple[str, ...] = ()  # what of the keys is done in another way, as sentences
 
 
 def read_request(config: Config, section: str) -> Request:
@@ -38,9 +38,9 @@ def read_request(config: Config, section: str) -> Request:
         UserError: They name no local files, or ask for processing that is not built.
     """
     loader = getattr(config, section).data_loader
-    columns, limit, notices = _handled(config, section, loader)
+    columns, limit, notes = _handled(config, section, loader)
     name, key, paths = _named(config, section, loader)
-    return Request(name, key, paths, columns, limit, notices)
+    return Request(name, key, paths, columns, limit, notes)
 
 
 def _named(config: Config, section: str, loader: HuggingFaceLoader) -> tuple[str, str, list[str]]:
@@ -107,10 +107,10 @@ def _data_files(config: Config, section: str) -> list[str]:
 def _handled(
     config: Config, section: str, loader: HuggingFaceLoader
 ) -> tuple[dict[str, str], int | None, tuple[str, ...]]:
-    """The columns, the limit and the notices that the handlers, steps of processing in their order, come to."""
+    """The columns, the limit and the notes that the handlers, steps of processing in their order, come to."""
     columns = dict(loader.columns)
     limit = None
-    notices = []
+    notes = []
     for number, (kind, handler) in enumerate(handler_steps(loader.handler)):
         key = f"{section}.data_loader.handler.{number}"
         where = config.source.where(key) or config.source.where(f"{section}.data_loader.handler")
@@ -120,14 +120,14 @@ def _handled(
             columns[handler["new_column_name"]] = handler["original_column_name"]
         elif kind == "AlpacaInstructDataHandler":
             _check_alpaca(config, section, handler, key, where)
-            notices.append(f"{key} {kind}: instructions take the form in docs/data.md, not its wording.")
+            notes.append(f"{key} {kind}: instructions take the form in docs/data.md, not its wording.")
         elif kind != "PackingHandler" or handler.get("pack_strategy", "pack") not in ("pack", "truncate"):
             fix = "process the data set first (datasets' save_to_disk), and name the folder"
             raise UserError("this processing is not built", where=where, key=key, value=kind, fix=fix)
         elif handler.get("pack_strategy") == "truncate" and getattr(config, section).packing != "cut":
             rule = "pack_strategy truncate cuts samples at the end of a sequence, and packing is not cut"
             raise UserError(rule, where=where, key=key, fix=f"set {section}.packing to cut, or pack_strategy to pack")
-    return columns, limit, tuple(notices)
+    return columns, limit, tuple(notes)
 
 
 def handler_steps(handlers: list[dict[str, Any]] | Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from trainer.config.checks.problem import data_error
-from trainer.data.batches.megatron import Masking, MegatronDataset, SampleOrder, blending_order, exhaustive_order
+from trainer.data.batches.megatron import EodMasking, MegatronDataset, SampleOrder, blending_order, exhaustive_order
 from trainer.data.source.indexed import IndexedTokens, Location, open_indexed
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
     if not number:
         rule = f"the documents of {phase} do not fill one sample of {config.decoder.seq_length} tokens"
         raise data_error(config, blend.location.key, rule, "use more data, or write sizes: documents then repeat")
-    masking = Masking(
+    masking = EodMasking(
         settings.eod, settings.pad, settings.eod_mask_loss, settings.reset_position_ids,
         settings.create_compressed_eod_mask or settings.reset_attention_mask,
     )  # fmt: skip

@@ -38,7 +38,7 @@ CHUNK_BYTES = 1 << 18
 # Size of the text that is encoded in one call.
 GROUP_BYTES = 4 << 20
 
-Notice = Callable[[str], None]
+OnNote = Callable[[str], None]
 
 
 class _Reading(NamedTuple):
@@ -68,7 +68,7 @@ def find_token_file(
     template: ChatTemplate | None = None,
     train_on: str = ASSISTANT,
     progress: Progress | None = None,
-    notice: Notice | None = None,
+    note: OnNote | None = None,
     chunk_bytes: int = CHUNK_BYTES,
     group_bytes: int = GROUP_BYTES,
 ) -> TokenFile:
@@ -78,7 +78,7 @@ def find_token_file(
         template: How conversations become text; None for ChatML.
         train_on: What of a conversation carries loss.
         progress: Called during a build with (bytes done, bytes of the source).
-        notice: Called with a sentence when a damaged file is rebuilt, and when records are skipped.
+        note: Called with a sentence when a damaged file is rebuilt, and when records are skipped.
         chunk_bytes: The most bytes of a piece of a text file.
         group_bytes: How much text is encoded at a time.
 
@@ -92,20 +92,20 @@ def find_token_file(
     else:
         template = None
     reading = _Reading(tokenizer, template, train_on, chunk_bytes, group_bytes)
-    token_file = _find(source, reading, cache, progress, notice)
-    if notice is not None and token_file.meta.num_skipped:
+    token_file = _find(source, reading, cache, progress, note)
+    if note is not None and token_file.meta.num_skipped:
         count = token_file.meta.num_skipped
         first = token_file.meta.first_skipped.split("\n")[0]
         if count == 1:
             records = "1 bad record"
         else:
             records = f"{count:,} bad records"
-        notice(f"{records} of {source.name} {'is' if count == 1 else 'are'} skipped; the first: {first}")
+        note(f"{records} of {source.name} {'is' if count == 1 else 'are'} skipped; the first: {first}")
     return token_file
 
 
 def _find(
-    source: Source, reading: _Reading, cache: Cache, progress: Progress | None, notice: Notice | None
+    source: Source, reading: _Reading, cache: Cache, progress: Progress | None, note: OnNote | None
 ) -> TokenFile:
     settings = _settings(source, reading)
     stamp_file = _stamp_file(source, settings, cache)
@@ -120,8 +120,8 @@ def _find(
     token_file = open_token_file(path)
     if token_file is not None:
         return token_file
-    if os.path.lexists(path) and notice is not None:
-        notice(f"The token file {path} is damaged; building it again.")
+    if os.path.lexists(path) and note is not None:
+        note(f"The token file {path} is damaged; building it again.")
     skipped = SkippedRecords()
     encoded = _encoded(source, reading, skipped)
     return build_token_file(cache, name, encoded, reading.tokenizer, source=source, skipped=skipped, progress=progress)

@@ -88,7 +88,7 @@ class ChatTemplate:
         name: Where it comes from, in words.
         is_given: Whether the tokenizer or the YAML has it; if not, it is ChatML.
         fingerprint: Changes whenever the same conversation could become another text or other spans.
-        notices: What the user should know of it.
+        notes: What the user should know of it.
         turn_end: The text that ends the assistant's turns; empty if that cannot be told.
         turn_end_id: Its id if it is one token; generation ends with it.
     """
@@ -97,7 +97,7 @@ class ChatTemplate:
     where: str
     is_given: bool
     fingerprint: str
-    notices: tuple[str, ...]
+    notes: tuple[str, ...]
     turn_end: str
     turn_end_id: int | None
     _compiled: Mapping[str, Compiled]
@@ -310,7 +310,7 @@ def _build(source: _Source, tokenizer: Tokenizer) -> ChatTemplate:
         where=source.where,
         is_given=source.is_given,
         fingerprint=hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest(),
-        notices=(),
+        notes=(),
         turn_end="",
         turn_end_id=None,
         _compiled={kind: _compile(text, source.where) for kind, text in source.texts.items()},
@@ -328,12 +328,12 @@ def _build(source: _Source, tokenizer: Tokenizer) -> ChatTemplate:
         _forms=forms,
         turn_end=turn_end,
         turn_end_id=tokenizer.token_id(turn_end) if turn_end else None,
-        notices=tuple(_notices(template, forms[_DEFAULT], tokenizer)),
+        notes=tuple(_notes(template, forms[_DEFAULT], tokenizer)),
     )
 
 
-def _notices(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[str]:
-    notices = []
+def _notes(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[str]:
+    notes = []
     markers = dict.fromkeys(loss_spans.MARKER.findall(form.sample))
     split = ", ".join(marker for marker in markers if tokenizer.token_id(marker) is None)
     if not template.is_given:
@@ -341,17 +341,17 @@ def _notices(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[s
         if split:
             text = f" ({split} are ordinary text for this tokenizer)"
         name = f"conversations are written as ChatML{text}"
-        notices.append(f"Neither the tokenizer nor the YAML has a chat template: {name}.")
+        notes.append(f"Neither the tokenizer nor the YAML has a chat template: {name}.")
     elif split:
-        notices.append(f"Markers of the chat template are not tokens of the tokenizer but ordinary text: {split}.")
+        notes.append(f"Markers of the chat template are not tokens of the tokenizer but ordinary text: {split}.")
     compiled = template._compiled[_DEFAULT]
     if form.sample and not form.ends_last_turn and not compiled.has_generation:
-        notices.append(
+        notes.append(
             f"The chat template leaves the last answer without an end; {tokenizer.eos_token} is added, with loss."
         )
     if any("strftime_now" in each.source for each in template._compiled.values()):
-        notices.append("The chat template writes the current date; tokenized data keep the date of their making.")
-    return notices
+        notes.append("The chat template writes the current date; tokenized data keep the date of their making.")
+    return notes
 
 
 def _find(config: Config, section: str, tokenizer: Tokenizer) -> _Source:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.parallel.sharding import ArrayPart, whole_array
+from trainer.parallel.sharding import ShardSpec, full_shard_spec
 
 if TYPE_CHECKING:
     from trainer.config.schema.classifier import ClassifierConfig
@@ -36,7 +36,7 @@ _BLOCK = 1 << 20  # numbers that are drawn at a time where a part of them is nee
 
 
 def initial_value(
-    parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig, seed: int, part: ArrayPart | None = None
+    parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig, seed: int, part: ShardSpec | None = None
 ) -> np.ndarray:
     """Returns the float32 initial value of a parameter, or of a part of it; `parameter` has its full name.
 
@@ -44,7 +44,7 @@ def initial_value(
     """
     shape = parameter.shape
     if part is None:
-        part = whole_array(shape)
+        part = full_shard_spec(shape)
     if parameter.init == "zeros":
         return np.zeros(part.shape, np.float32)
     if parameter.init == "ones":
@@ -64,7 +64,7 @@ def initial_value(
     return values
 
 
-def _drawn(draw: Callable[[np.ndarray], object], size: int, part: ArrayPart) -> np.ndarray:
+def _drawn(draw: Callable[[np.ndarray], object], size: int, part: ShardSpec) -> np.ndarray:
     """The numbers of a part among `size` numbers that `draw` fills arrays with, one after the other."""
     values = np.empty(part.size, np.float32)
     if part.size == size:

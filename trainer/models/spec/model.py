@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, MAPPING_OUT, layer_prefix
-from trainer.parallel.sharding import range_of_rank
+from trainer.parallel.sharding import shard_range
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
 """How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not; by its outputs; by its outputs
@@ -274,7 +274,7 @@ class ModelSpec:
         if ranks == 1:
             return self
         local = {layer: layer.local(ranks) for layer in self.layers}
-        vocabulary = range_of_rank(self.vocabulary, rank, ranks)
+        vocabulary = shard_range(self.vocabulary, rank, ranks)
         layers = tuple(local[layer] for layer in self.layers)
         return replace(self, vocabulary=vocabulary.stop - vocabulary.start, layers=layers)
 

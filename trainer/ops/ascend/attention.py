@@ -22,7 +22,7 @@ from trainer.ops.plain import JoinHeads, Sharded, SplitHeads
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
-    from trainer.data.batches.context import SequencePart
+    from trainer.data.batches.context import ContextShard
 
 _COMPRESSED = 2048
 """The side of a compressed mask, whatever the number of tokens."""
@@ -38,7 +38,7 @@ _BAND = 4
 class AttentionMasks:
     """Makes the mask arguments of `Attention`, or with `part` of `GatheredAttention`, from the tokens' documents."""
 
-    def __init__(self, settings: ModelConfig, part: SequencePart | None = None) -> None:
+    def __init__(self, settings: ModelConfig, part: ContextShard | None = None) -> None:
         self.heads = settings.num_heads
         self.length = settings.seq_length
         self.drops = settings.attention_dropout > 0

@@ -3,7 +3,7 @@
 The ranks gather keys and values, and each computes the rows of its own queries (Grattafiori et al. 2024, Llama 3,
 section 3.3.2). A ring would need the gradient of the operator's log-sum-exp outputs, which MindSpore 2.10 does not
 compute. Keys and values are small beside the queries where heads share them, and one gather needs no order among sends
-and receives. The tokens are those of a ring (`SequencePart`).
+and receives. The tokens are those of a ring (`ContextShard`).
 
 Legend: N tokens of this rank, B sequences of T tokens, R ranks; h tokens of a sequence, one of the two pieces that a
 rank has; C columns of all heads of a token, K columns of keys.
@@ -18,7 +18,7 @@ from mindspore import Tensor, mint, nn, ops
 from mindspore import dtype as mstype
 from mindspore.ops.auto_generate import SliceExt
 
-from trainer.data.batches.context import SequencePart
+from trainer.data.batches.context import ContextShard
 
 _GIVEN = 0
 _CAUSAL_AT_THE_END = 3
@@ -37,7 +37,7 @@ class GatheredAttention(nn.Cell):
     def __init__(
         self, heads: int, kv_heads: int, head_size: int, dtype=mstype.bfloat16, softmax_dtype=mstype.float32,
         scale: float | None = None, length: int | None = None, rate: float = 0.0, window: int | None = None, *,
-        part: SequencePart, gather: Callable[[], Callable[[Tensor], Tensor]],
+        part: ContextShard, gather: Callable[[], Callable[[Tensor], Tensor]],
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads = heads

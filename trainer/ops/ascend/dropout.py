@@ -17,7 +17,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import DropoutDoMaskExt, DropoutGenMaskExt
 
-from trainer.ops.dropout import DropoutKey, MaskPart, OwnHeads, mask_seed
+from trainer.ops.dropout import DropoutKey, LocalHeads, MaskShard, mask_seed
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -48,7 +48,7 @@ def mask_bytes(shape: tuple[int, ...]) -> int:
 
 
 def draw_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskPart | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskShard | None = None
 ) -> Tensor:
     """A mask drawn on the device: uint8, a bit for each number, filled up to a multiple of 128 bits.
 
@@ -66,24 +66,24 @@ def draw_bits(seed: Tensor, shape: tuple[int, ...], rate: float) -> Tensor:
 
 
 def draw_attention_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: LocalHeads | None = None
 ) -> Tensor:
     """The dropout mask that the operator takes, uint8 [B, H, T, T / 8]."""
     return _draw_scores_mask(key, site, shape, rate, own).reshape(*shape[:-1], -1)
 
 
 def draw_factors(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: LocalHeads | None = None
 ) -> Tensor:
     """A mask drawn on the device as the reference attention takes it: float32, 0 or 1 / (1 - rate)."""
     return DropoutDoMaskExt()(ops.ones(shape, mstype.float32), _draw_scores_mask(key, site, shape, rate, own), rate)
 
 
 def _draw_scores_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: OwnHeads | None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: LocalHeads | None
 ) -> Tensor:
     """The mask of the probabilities of a rank's heads, which have this shape."""
-    part = None if own is None else MaskPart(own.number, (slice(None),) * len(shape))
+    part = None if own is None else MaskShard(own.number, (slice(None),) * len(shape))
     return draw_mask(key, site, shape, rate, part)
 
 

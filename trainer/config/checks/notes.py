@@ -1,20 +1,20 @@
-"""Notices: settings that are valid but have another effect, or none, than a reader of the file may expect."""
+"""Notes: settings that are valid but have another effect, or none, than a reader of the file may expect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from trainer.config.checks.adapters import adapter_notices
+from trainer.config.checks.adapters import adapter_notes
 from trainer.config.checks.moe import capacity_factor, watched_keys, watches_drop_rate
-from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, degrees_of, is_semi_auto, runs_semi_auto
+from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, parallel_degrees, runs_semi_auto
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import named_family
 from trainer.config.hugging_face import class_differences, saved_class
-from trainer.config.notice import Notice
+from trainer.config.note import Note
 from trainer.config.other_models import OTHERS
 from trainer.config.precision import PART_KEYS, asked_dtype
-from trainer.config.recompute import recompute_notices, recomputed_parts
+from trainer.config.recompute import recompute_notes, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
@@ -70,13 +70,13 @@ def _recomputes(config: Config) -> bool:
     return not config.trains or config.classifier is not None or any(recomputed_parts(config))
 
 
-_GRAPH_ALONE = "only semi-automatic mode has it"
+_SEMI_AUTO_ONLY = "only semi-automatic mode has it"
 _NOT_SHARED = "parallel.enable_parallel_optimizer is False"
 _UNUSED = (
-    _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+    _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
     _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size", lambda c: not is_semi_auto(c),
-            _GRAPH_ALONE),
-    _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+            _SEMI_AUTO_ONLY),
+    _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
     _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size",
             lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.parallel_optimizer_config", "optimizer_level gradient_accumulation_shard"
@@ -88,7 +88,7 @@ _UNUSED = (
     _Unused("parallel_config", "use_seq_parallel",
             lambda c: c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
     _Unused("recompute_config", "select_comm_recompute mp_comm_recompute recompute_slice_activation",
-            lambda c: not is_semi_auto(c), _GRAPH_ALONE),
+            lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
     _Unused("recompute_config", "parallel_optimizer_comm_recompute",
             lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("recompute_config", "parallel_optimizer_comm_recompute", lambda c: not _recomputes(c),
@@ -154,7 +154,7 @@ _UNUSED = (
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """One notice for each reason, with the keys that have no effect for it."""
+    """One note for each reason, with the keys that have no effect for it."""
     keys: dict[str, list[str]] = {}
     for row in _UNUSED:
         if not row.when(config):
@@ -179,25 +179,25 @@ def _unused(config: Config) -> Iterator[str]:
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
 
-_LEAKS = Notice("context.mode 1 is for debugging: MindSpore's operators leak on a CPU when they are called one by one,"
-                " about 0.1 MB for each layer and micro-batch; mode 0 does not grow", "ignored")
+_LEAKS = Note("context.mode 1 is for debugging: MindSpore's operators leak on a CPU when they are called one by one,"
+              " about 0.1 MB for each layer and micro-batch; mode 0 does not grow", "ignored")
 
 
-def rule_notices(config: Config, device: str) -> list[str]:
-    """Every notice that does not depend on the number of ranks."""
-    unused = [Notice(text, "ignored") for text in _unused(config)]
-    dtypes = [Notice(text, "dtype") for text in _precision(config, device)]
-    recomputed = [Notice(text, "ignored") for text in recompute_notices(config)]  # the numbers are the same
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notices(config), *recomputed]
+def rule_notes(config: Config, device: str) -> list[str]:
+    """Every note that does not depend on the number of ranks."""
+    unused = [Note(text, "ignored") for text in _unused(config)]
+    dtypes = [Note(text, "dtype") for text in _precision(config, device)]
+    recomputed = [Note(text, "ignored") for text in recompute_notes(config)]  # the numbers are the same
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notes(config), *recomputed]
 
 
-def mode_notices(config: Config, world: World, device: str) -> Iterator[Notice]:
+def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:
     """What context.mode 1 means on a CPU."""
     if config.context.mode == 0 or config.run_mode in ("predict", "chat") or device != "CPU" or is_semi_auto(config):
         return
-    if degrees_of(config, world).divide_layers:
-        yield Notice("context.mode 1: no effect on a CPU where ranks share matrices, experts or tokens of sequences:"
-                     " native layers compute the model", "ignored")
+    if parallel_degrees(config, world).divide_layers:
+        yield Note("context.mode 1: no effect on a CPU where ranks share matrices, experts or tokens of sequences:"
+                   " native layers compute the model", "ignored")
     else:
         yield _LEAKS
 
@@ -260,7 +260,7 @@ def _mixture(config: Config) -> Iterator[str]:
     watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
     if moe is None:
         if written is not None and written != MoEConfig():
-            yield Notice("moe_config: changes nothing, expert_num is 1: a dense model", "ignored")
+            yield Note("moe_config: changes nothing, expert_num is 1: a dense model", "ignored")
         for number in watchers:
             yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
         return
@@ -294,7 +294,7 @@ def _mixture(config: Config) -> Iterator[str]:
         yield f"the drop rate will be 0.00000 in every layer: {why}"
 
 
-def parallel_notices(config: Config, world: World) -> Iterator[str]:
+def parallel_notes(config: Config, world: World) -> Iterator[str]:
     """What of the file has no effect in this job, and what was chosen for it."""
     parallel = config.parallel
     semi_auto = runs_semi_auto(config, world)
@@ -340,16 +340,16 @@ def _why_alone(config: Config) -> str:
     return "start several with `launch --nproc`"
 
 
-def pipeline_notices(config: Config) -> Iterator[str]:
+def pipeline_notes(config: Config) -> Iterator[str]:
     """What accumulation and micro_batch_num mean with and without a pipeline."""
     steps = config.runner_config.gradient_accumulation_steps
     section = config.parallel_config
     if steps > 1 and section.pipeline_stage > 1:
-        yield Notice(
+        yield Note(
             f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
             f" be; parallel_config.micro_batch_num {section.micro_batch_num} says how many there are",
             "ignored",
         )
     if section.pipeline_stage == 1 and section.micro_batch_num > 1:
         text = f"parallel_config.micro_batch_num {section.micro_batch_num}: no effect without a pipeline"
-        yield Notice(text, "ignored")
+        yield Note(text, "ignored")
