@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks everything: sets up .venv with what the tests need, then ruff, flake8 and all tests (tests/run_suite.py).
+# Checks everything: sets up .venv with what the tests need, then ruff, flake8, mypy and all tests (tests/run_suite.py).
 # The last line sums up: "N passed, N failed, N skipped"; any failure ends with an exit code that is not zero.
 #
 #   bash scripts/test.sh [arguments of pytest]       for example: bash scripts/test.sh tests/unit -k schedule
@@ -15,6 +15,7 @@ export PATH="$root/.venv/bin:$PATH"
 
 python -m ruff check .
 python -m flake8 .
+python -m mypy
 if [ $# -eq 0 ]; then
     exec python tests/run_suite.py
 fi
