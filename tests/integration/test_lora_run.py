@@ -135,7 +135,7 @@ def test_it_learns_and_the_note_about_random_weights_stays_away(whole: Path) -> 
 
 
 def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:
-    """Bug 8 of trainers."""
+    """Resumes adapters from two folders, and compares every number with an uninterrupted run."""
     output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF)
     assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
     train(path, output_dir=output, resume_training=True)

@@ -51,7 +51,7 @@ def whole(home: Path, path: Path) -> Path:
 
 
 def test_stopped_and_resumed_equals_never_stopped(path: Path, whole: Path, home: Path) -> None:
-    """Bug 8 of trainers."""
+    """Compares every number and every bit of the weights, expert bias included, with an uninterrupted run."""
     output = train(path, output_dir=home / "experts_halves", runner_config__stop_step=HALF)
     assert len(step_records(output)) == HALF
     train(path, output_dir=output, resume_training=True)

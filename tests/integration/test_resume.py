@@ -85,7 +85,7 @@ def test_the_stop_is_where_it_is_hardest(whole: Path) -> None:
 
 
 def test_stopped_and_resumed_equals_never_stopped(whole: Path, resumed: Path) -> None:
-    """Bug 8 of trainers."""
+    """Compares every number, weight and moment with those of an uninterrupted run."""
     assert figures(resumed) == figures(whole)
     assert_same_bits(arrays_of(resumed), arrays_of(whole))
     last = column(eval_records(whole), "eval_loss")[-1]

@@ -79,7 +79,7 @@ def test_a_run_leaves_what_is_promised(first_run: tuple[Path, str, str]) -> None
 
 
 def test_metrics_hold_every_step_with_all_its_fields(first_run: tuple[Path, str, str]) -> None:
-    """Bug 20 of trainers."""
+    """Checks that no step or epoch is missing or counted twice, and that rates belong to the times beside them."""
     records = step_records(first_run[0])
     assert column(records, "step") == list(range(1, len(records) + 1))
     names = "step epoch loss lr global_norm loss_scale overflow tokens tokens_per_second input_tokens_per_second"
@@ -160,8 +160,8 @@ def test_accumulated_micro_batches_equal_one_large_batch(home: Path) -> None:
     assert_same_numbers(path, split, whole)
 
 
-def test_the_last_window_of_an_epoch_steps_with_its_local_token_ids(home: Path) -> None:
-    """Bug 2 of trainers: three micro-batches where the others have four are one batch of as many rows."""
+def test_the_last_step_of_an_epoch_divides_by_its_fewer_tokens(home: Path) -> None:
+    """Compares a last step of three micro-batches instead of four with one batch of as many rows."""
     data = write_instructions(home / "few.jsonl")
     loader = {"type": "JsonlDataset", "dataset_dir": str(data), "shuffle": False, "num_samples": 14}
     changes = {"train_dataset.data_loader": loader, "train_dataset.drop_remainder": False, "lr_schedule": {

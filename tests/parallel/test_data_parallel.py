@@ -96,13 +96,13 @@ def test_the_loss_after_many_steps(ranks: list[dict[str, np.ndarray]], alone: di
 
 
 def test_a_rank_with_nothing_but_padding_takes_part(ranks: list[dict[str, np.ndarray]]) -> None:
-    """Bug 10 of trainers: uneven data would leave the others waiting."""
+    """Gives one rank no loss token: it still joins every collective, or the other ranks would wait forever."""
     assert all(valid_tokens(batch) == 0 for batch in uneven(RANKS - 1, RANKS))
     assert ranks[0]["dense tokens"][-1] == sum(valid_tokens(batch) for batch in uneven(0, 1)) > 0
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(ranks: list[dict[str, np.ndarray]]) -> None:
-    """Bug 4 of trainers: one skipped update, one halving, and every rank agrees."""
+    """Checks that every rank skips the update and halves the scale once."""
     for found in ranks:
         assert found["overflow"].tolist() == [True, False, 32768.0, True]
 

@@ -90,7 +90,7 @@ def test_sums_of_squares_name_the_first_gradient_that_is_not_finite(bad: float) 
 
 
 def test_squares_of_float16_gradients_are_summed_in_float32() -> None:
-    """Bug 5 of trainers. 1000 squared is beyond float16's 65504."""
+    """Takes gradients whose squares float16 cannot represent: 1000 squared is above its 65504."""
     gradient = Tensor(np.full((64, 64), 1000.0, np.float16))
     assert global_norm([gradient]) == pytest.approx(64 * 1000.0, rel=OF_NORMS)
     small = Tensor(np.full((64, 64), 1e-4, np.float16))  # its square is below float16's smallest number

@@ -113,8 +113,7 @@ def test_an_mtp_module_is_reached_from_what_its_merge_trains(window: list[Batch]
 
 
 def test_frozen_weights_have_no_norm_no_decay_no_state_and_never_change(partial: Partial, window: list[Batch]) -> None:
-    """Bug 19 of trainers. Frozen parameters counted in the norm, decayed by the optimizer, or given state. Each
-    optimizer has three models or more."""
+    """Checks norm, weight decay and optimizer state of frozen parameters; each optimizer has three models or more."""
     kind, trainer, full = partial
     trained = set(trainer.model.trained_parameters)
     right = {name: gradient for name, gradient in full.items() if name in trained}

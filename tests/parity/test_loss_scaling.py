@@ -55,7 +55,7 @@ def poison(tiny: TinyTrainer) -> None:
 def test_results_do_not_depend_on_the_loss_scale(
     tiny: TinyTrainer, window: list[Batch], optimizer: dict, clip: dict
 ) -> None:
-    """Bug 3 of trainers. Clipping before unscaling would clip almost everything away at the large scale."""
+    """Checks that gradients are unscaled before they are clipped; the other order leaves almost nothing."""
     window = window[:2]
     plain = tiny.step(optimizer=optimizer, runner_wrapper=clip)
     right = [plain(window), plain(window)]
@@ -80,7 +80,7 @@ def test_a_scale_that_is_no_power_of_two_only_rounds(tiny: TinyTrainer, window: 
 def test_overflow_in_one_micro_batch_skips_the_update_once(
     tiny: TinyTrainer, window: list[Batch], place: int
 ) -> None:
-    """Bug 4 of trainers. One update less, one decrease of the scale; all else as if the window never was."""
+    """Checks that one update is left out and the scale falls once, and that all else stays as before the step."""
     step = tiny.step(schedule=lambda n: 0.1 / (1 + n), optimizer=ADAMW, runner_wrapper={"scale_sense": DYNAMIC})
     step(window)
     poison(tiny)

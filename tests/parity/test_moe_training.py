@@ -81,8 +81,9 @@ def decided(statistics: RouterStatistics) -> tuple[np.ndarray, np.ndarray]:
 def test_losses_of_the_router_and_of_mtp_do_not_change_with_accumulation(
     name: str, window: list[Batch], request: pytest.FixtureRequest
 ) -> None:
-    """Bug 11 of trainers: an auxiliary loss over the micro-batch changes with the number of micro-batches. Native
-    layers against one batch operator by operator."""
+    """Compares four micro-batches through native layers with one batch operator by operator.
+
+    An auxiliary loss over the tokens of a micro-batch, and not of a sequence, would change."""
     parts = accumulate(window, request.getfixturevalue(name).step().backward)
     whole = accumulate([join(window, 4)], eager(name).step().backward)
     assert parts.loss == pytest.approx(whole.loss, rel=LIMITS.loss)
@@ -124,7 +125,7 @@ def test_experts_in_half_precision(native: bool, tiny: TinyTrainer, window: list
 def test_the_gradient_of_the_auxiliary_loss_reaches_the_router_whatever_the_loss_scale(
     native: bool, window: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug 11 of trainers: an auxiliary loss without gradient, or one that scaling changes."""
+    """Removes the auxiliary loss, and compares how far the router's gradient moves with and without a loss scale."""
     plain = shared_trainer(native, **PLAIN)
     step = plain.step()
     found = accumulate(window, step.backward)
@@ -303,7 +304,7 @@ COMPUTED_AGAIN = {
 @pytest.mark.parametrize("kept", [True, False], indirect=True, ids=["native", "cells"])
 @pytest.mark.parametrize("part", COMPUTED_AGAIN)
 def test_recomputation_changes_no_bit_and_counts_once(window: list[Batch], kept: tuple, part: str) -> None:
-    """Bug 12 of trainers: counting again in the backward pass."""
+    """Checks that the forward pass within the backward pass adds nothing to the counts of assignments."""
     native, right_results, right_state = kept
     results, state = two_steps(window, COMPUTED_AGAIN[part], native)
     assert_same_bits(state, right_state)
@@ -330,7 +331,7 @@ def test_experts_learn(tiny: TinyTrainer, deepseek: TinyTrainer, window: list[Ba
 
 @NATIVE
 def test_an_expert_without_tokens_has_gradients_of_exactly_zero(native: bool, window: list[Batch]) -> None:
-    """Bug 13 of trainers; after a full batch, so that freed memory is not zero."""
+    """Computes a full batch first, so that memory that is reused does not happen to be zero."""
     trainer = TinyTrainer(native, moe_config=EXPERTS | {"num_experts_chosen": 1, "aux_loss_factor": 0.0})
     step = trainer.step()
     accumulate(window, step.backward)

@@ -76,7 +76,9 @@ def assert_same_window(ours: StepGradients, right: StepGradients) -> None:
 def test_a_window_of_unequal_micro_batches_is_one_large_batch(
     tiny: TinyTrainer, window: list[Batch], length: int
 ) -> None:
-    """Bug 1 of trainers. Whole and partial windows; the counts of valid tokens are 12, 3, 0 and 7."""
+    """Checks that the loss is divided by the loss tokens of the step, and not micro-batch by micro-batch.
+
+    The counts of loss tokens are 12, 3, 0 and 7; windows have four micro-batches or fewer."""
     step = tiny.step()
     parts = accumulate(window[:length], step.backward)
     assert parts.tokens == sum(VALID_COUNTS[:length])
@@ -193,7 +195,7 @@ def test_the_applied_gradient_has_the_largest_norm_allowed(
 
 
 def test_the_norm_is_that_of_the_whole_gradient(tiny: TinyTrainer, window: list[Batch]) -> None:
-    """Bug 6 of trainers."""
+    """Compares the reported norm with the one norm of all parameters together, from the updates of plain SGD."""
     step = tiny.step(optimizer=SGD)
     norm = step(window).global_norm
     applied = step.optimizer.state_arrays()
@@ -204,7 +206,7 @@ def test_the_norm_is_that_of_the_whole_gradient(tiny: TinyTrainer, window: list[
 
 @pytest.mark.parametrize("optimizer", [ADAMW | {"weight_decay": 0.0}, SGD], ids=["AdamW", "SGD"])
 def test_a_gradient_of_zero_is_no_nan(tiny: TinyTrainer, window: list[Batch], optimizer: dict) -> None:
-    """Bug 5 of trainers. Final norm and head of zero: logits and gradients are 0, and the loss is log(V)."""
+    """Sets final norm and head to zero: gradients and their norm are 0, and the loss is log(V)."""
     step = tiny.step(optimizer=optimizer, runner_wrapper=clip(1.0))
     for name in (FINAL_NORM, HEAD):
         tiny.set_weight(name, np.zeros_like(tiny.initial[name]))
@@ -217,7 +219,7 @@ def test_a_gradient_of_zero_is_no_nan(tiny: TinyTrainer, window: list[Batch], op
 
 
 def test_learning_rates_do_not_depend_on_accumulation(tiny: TinyTrainer, window: list[Batch]) -> None:
-    """Bug 7 of trainers."""
+    """Checks that the schedule advances once a step, and not once a micro-batch."""
     section = {"type": "CosineWithWarmUpLR", "learning_rate": 0.01, "warmup_steps": 2}
     schedule = build_schedule(config_of(lr_schedule=section).lr_schedule, 5)
     rates = {}

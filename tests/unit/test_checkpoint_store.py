@@ -432,7 +432,7 @@ print(len(stages))
     ("step", "how"), [(4, "alone"), (3, "alone"), (4, "beside")], ids=["new step", "again", "beside a training"]
 )
 def test_sigkill_at_every_stage_leaves_a_complete_checkpoint(tmp_path: Path, step: int, how: str) -> None:
-    """Bug 15 of trainers."""
+    """Kills a process at each stage of a save, and reads what is left."""
     command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path), str(REPOSITORY), str(step), how]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -20,7 +20,7 @@ ALL_OPTIONS = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias":
 
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"tie_word_embeddings": True}], ids=["plain", "all", "tied"])
 def test_matrices_decay_and_norms_and_biases_do_not(options: dict) -> None:
-    """Bug 18 of trainers."""
+    """Checks that each parameter is in exactly one group, and that vectors have no weight decay."""
     settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | options}})).decoder
     shapes = parameter_shapes(settings)
     matrices, vectors = parameter_groups(shapes, 0.1)

@@ -154,7 +154,7 @@ def test_an_expert_bias_chooses_experts_but_not_the_dropped_assignments() -> Non
 def test_drop_rate_counts_integers_and_capacity_is_rounded_up(
     factor: float, tokens: int, capacity: int, policy: str
 ) -> None:
-    """Bug 14 of trainers. The rate is that of whole assignments against the rounded capacity."""
+    """Checks that the rate counts assignments beyond the capacity, which is an integer, and no fractions of them."""
     experts, chosen = 8, 2
     moe = MoEConfig(expert_num=experts, num_experts_chosen=chosen, capacity_factor=factor)
     assert moe.capacity(tokens) == capacity
