@@ -145,9 +145,8 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
     matrices and rows, and a single one needs no msrun.
 
     One of the 2 ranks is killed, while the other one waits for it in a ring or soon will, and the job starts again from
-    its newest checkpoint. Then SIGTERM ends them: all
-    ranks agree at the end of a step, save, and exit with code 143. Ctrl-C, a signal that MindSpore takes for itself, ends
-    the 4 ranks."""
+    its newest checkpoint. Then SIGTERM ends them: all ranks agree at the end of a step, save, and exit with code 143.
+    Ctrl-C, a signal that MindSpore takes for itself, ends the 4 ranks."""
     data = write_instructions(tmp_path / "instructions.jsonl", records=19)
     changes = {
         "train_dataset.data_loader": {"type": "JsonlDataset", "dataset_dir": str(data)},
