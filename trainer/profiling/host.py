@@ -35,23 +35,28 @@ _WEIGHT_GRADIENTS = "weight gradients"
 
 
 def linear_name(regions: RegionTimer, arguments: tuple) -> str:
-    """Names the products of a `Linear`, the first argument."""
+    """Names the products of a `Linear`, the first argument, by its matrix, or else by the part that it belongs to."""
     linear, _, x_nI, *_ = arguments
-    found = (name for pattern, name in _PRODUCTS if re.search(pattern, linear.name))
-    return next(found, "products") + _suffix(x_nI)
+    for pattern, name in _PRODUCTS:
+        if re.search(pattern, linear.name):
+            return name + _suffix(x_nI)
+    return _products_of(regions.part, x_nI)
+
+
+def _products_of(part: str, array: np.ndarray) -> str:
+    return f"{part.split(':')[0]}: products{_suffix(array)}"
 
 
 def product_name(regions: RegionTimer, arguments: tuple) -> str:
     """Names a product of two arrays by the part that computes it."""
     part = regions.part
-    if part in _PRODUCT_ROWS:
+    if part in _PRODUCT_ROWS or part.removesuffix(_HALF).endswith(": products"):
         return part
     if part == _WEIGHT_GRADIENTS:
         return part + _suffix(arguments[1])
-    kind = "products"
     if part == _SCORES:
-        kind = "scores, values"
-    return f"{part.split(':')[0]}: {kind}{_suffix(arguments[1])}"
+        return "attention: scores, values" + _suffix(arguments[1])
+    return _products_of(part, arguments[1])
 
 
 def _suffix(array: np.ndarray) -> str:
@@ -60,7 +65,7 @@ def _suffix(array: np.ndarray) -> str:
     return ""
 
 
-_PRODUCT_ROWS = frozenset(name + suffix for _, name in (*_PRODUCTS, ("", "products")) for suffix in ("", _HALF))
+_PRODUCT_ROWS = frozenset(name + suffix for _, name in _PRODUCTS for suffix in ("", _HALF))
 
 
 def product_cost(arguments: tuple) -> tuple[float, float]:
@@ -122,8 +127,9 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     ):
         measure(owner, forward, name, direction=FORWARD)
         measure(owner, backward, name, direction=BACKWARD)
-    for attribute in ("forward", "backward"):
+    for attribute in ("forward", "through_lora_a", "backward"):
         measure(sublayer.Linear, attribute, linear_name, calls=0)
+    measure(sublayer.Linear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
     operators = type(onednn.operators())
     measure(operators, "matmul", product_name, product_cost)
     for attribute in ("softmax", "softmax_gradient"):

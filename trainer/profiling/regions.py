@@ -145,6 +145,7 @@ class RegionTimer:
 
         @functools.wraps(run)
         def measured(threads: Any, items: Any, function: Callable) -> None:
+            items = list(items)  # making them is work of the caller; inside `run` it would count as waiting, too
             caller = self.now
             busy = [0.0] * threads.threads
             share = 1 / threads.threads
