@@ -26,7 +26,7 @@ from benchmark_tools import (
 from rich.console import Console
 
 from trainer.launch.msrun import pick_free
-from trainer.monitors.jsonl import read_records
+from trainer.monitors.jsonl import read_metrics_records
 
 MANY, FEW = 8, 2
 START_LIMIT = 1.3
@@ -76,7 +76,7 @@ def launched(options: argparse.Namespace, workers: int, steps: int, *flags: str)
             said.seek(0)
             if process.returncode or first is None:
                 raise RunFailed(f"{workers} workers ended with exit code {process.returncode}:\n{said.read()[-2000:]}")
-        return [record for record in read_records(metrics) if "step_seconds" in record], first
+        return [record for record in read_metrics_records(metrics) if "step_seconds" in record], first
 
 
 def alone_on_a_core(options: argparse.Namespace, steps: int, *flags: str) -> float:

@@ -22,7 +22,7 @@ from rich.table import Table
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from trainer.config import Config  # noqa: E402
-from trainer.monitors.jsonl import read_records  # noqa: E402
+from trainer.monitors.jsonl import read_metrics_records  # noqa: E402
 
 # Steps after the first that do not count, until caches and allocators have settled.
 SETTLING_STEPS = 2
@@ -69,7 +69,7 @@ def measure(step_seconds: Sequence[float], tokens_per_step: int, peak_rss_bytes:
 
 def measure_metrics_file(path: Path) -> Measurement:
     """Summarises a trainer run from its metrics.jsonl."""
-    records = list(read_records(path))
+    records = list(read_metrics_records(path))
     steps = [record for record in records if "step_seconds" in record]
     if not steps:
         raise RunFailed(f"{path} holds no step")

@@ -21,7 +21,7 @@ from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, RunInfo, StepMet
 from trainer.parallel.world import SINGLE_PROCESS  # noqa: E402
 from trainer.report.page import report_data, report_html  # noqa: E402
 from trainer.report.record import RunReader  # noqa: E402
-from trainer.run.loop import monitors_of  # noqa: E402
+from trainer.run.loop import make_monitors  # noqa: E402
 
 _STEPS, _NEW_STEPS, _LAYERS = 20_000, 60, 24
 
@@ -33,7 +33,7 @@ def watching_costs(folder: Path) -> dict[str, float]:
     quiet = [Override("report", "False"), Override("log_format", "plain")]
     config = load_config(str(ROOT / "configs" / "moe_tiny.yaml"), [*layers, files, *quiet])
     (folder / "config.yaml").write_text("{}")
-    monitors, total = [Totals(), *monitors_of(config, folder, SINGLE_PROCESS, "CPU")], _STEPS + _NEW_STEPS
+    monitors, total = [Totals(), *make_monitors(config, folder, SINGLE_PROCESS, "CPU")], _STEPS + _NEW_STEPS
     for monitor in monitors:
         monitor.on_start(RunInfo(folder, total, total))
     began, reader = (time.thread_time(), time.process_time()), RunReader(folder)

@@ -26,8 +26,8 @@ from safetensors.numpy import load_file, save_file
 
 from trainer.cli.main import dispatch
 from trainer.errors import EXIT_BAD_INPUT, UserError
-from trainer.monitors.files import claimed_folder
-from trainer.run.prepare import prepare
+from trainer.monitors.files import lock_folder
+from trainer.run.prepare import prepare_run
 from trainer.storage.marker import marker_content
 
 pytestmark = pytest.mark.slow
@@ -379,7 +379,7 @@ def test_nan_in_the_optimizer_state_is_found_when_it_is_read(path: Path, whole: 
     change_arrays(checkpoint / "optimizer.safetensors", nan_state)
     mark_again(checkpoint)
     config = config_of(path, output_dir=output, resume_training=True)
-    found = prepare(config).resumed.optimizer
+    found = prepare_run(config).resumed.optimizer
     with pytest.raises(UserError, match="not finite: exp_avg_sq.model.norm.weight") as caught:
         [array.read() for array in found.values()]
     assert f"--resume_training step-{HALF:08d}" in str(caught.value)
@@ -397,7 +397,7 @@ def test_two_runs_do_not_write_to_one_folder(home: Path) -> None:
     path = write_config(home / "busy", home / "data")
     output = train(path, runner_config__stop_step=2)
     before = files_below(output)
-    with claimed_folder(output):
+    with lock_folder(output):
         code, _, errors = call("--config", path, cwd=home)
     assert code == 2 and "another run writes there" in errors and "output_dir" in errors
     assert files_below(output) == before

@@ -23,7 +23,7 @@ from trainer.config import Config  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.world import World  # noqa: E402
 from trainer.run import session  # noqa: E402
-from trainer.run.prepare import held_parts  # noqa: E402
+from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
@@ -57,7 +57,7 @@ def resaved(group: Group, jobs: list[tuple[str, dict[str, Any], str, str]]) -> N
     session.start = lambda world: group
     for model, degrees, source, target in jobs:
         config = config_for(model, degrees)
-        parts = held_parts(config, world)
+        parts = local_shard_specs(config, world)
         assert (parts is None) == (degrees.keys() <= {"data_parallel", "shared"})
         resumed = read_resumed(Path(source), config, DATA, parts) if source else None
         step = open_training(config, lambda update: 0.1, resumed and resumed.weights, world, "CPU")

@@ -18,7 +18,7 @@ from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 from trainer.config import Config  # noqa: E402
 from trainer.parallel.collectives import Group  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
-from trainer.run.prepare import held_parts  # noqa: E402
+from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
@@ -104,7 +104,7 @@ def trained(group: Group | None, model: str, layout: Layout) -> Trained:
     """By the ranks of a group; without one by one rank, with the sequences of all in one micro-batch."""
     config = config_of_case(model, layout, alone=group is None)
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
-    weights, parts = weights_of(config), held_parts(config, world)
+    weights, parts = weights_of(config), local_shard_specs(config, world)
     if parts is not None:
         weights = {name: np.ascontiguousarray(part.shard.of(weights[name])) for name, part in parts.items()}
     step, results = open_training(config, lambda update: 0.004, weights, world, "CPU", group), []

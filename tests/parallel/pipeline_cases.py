@@ -21,7 +21,7 @@ from trainer.models.spec.init import initial_value  # noqa: E402
 from trainer.models.spec.shapes import parameter_specs  # noqa: E402
 from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
-from trainer.run.prepare import held_parts  # noqa: E402
+from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
@@ -98,7 +98,7 @@ def trained(
     """Numbers of some steps, and the weights of this rank after them; without a group those of one process alone."""
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
     config = config_of_case(name, use_parallel=group is not None)
-    weights, parts = weights_of(config), held_parts(config, world)
+    weights, parts = weights_of(config), local_shard_specs(config, world)
     if parts is not None:
         weights = {key: np.ascontiguousarray(part.shard.of(weights[key])) for key, part in parts.items()}
     step = open_training(config, lambda update: 0.1, weights, world, "CPU", group)

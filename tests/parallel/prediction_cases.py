@@ -9,7 +9,7 @@ from tensor_parallel_cases import ALONE, Layout, config, spread
 from trainer.models.generate import Generator, Sampling
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.run.generation import copy_of
+from trainer.run.generation import local_replica
 from trainer.run.session import open_session
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ def _predicted(case: str, world: CpuGroup | None, name: str = "") -> list[list[i
     where = SINGLE_PROCESS if world is None else World(world.rank, ranks, world.rank, ranks)
     session = open_session(one, None, where, "CPU", world)
     spread(session.model, one.decoder, session.model.shard)
-    copy = copy_of(session.communicator)
+    copy = local_replica(session.communicator)
     generator = Generator(session.model, session.build_inputs, [], agree=copy.agree)
     found = []
     for sampling in (Sampling(), Sampling(do_sample=True, top_p=0.9, seed=3)):

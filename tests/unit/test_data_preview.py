@@ -16,7 +16,7 @@ from trainer.cli.main import dispatch
 from trainer.data.datasets import build_datasets
 from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import UserError
-from trainer.run.preview import preview, segments_of
+from trainer.run.preview import preview, split_segments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDS = [{"instruction": "say " + "a" * size, "output": "A" * size} for size in range(1, 30)]
@@ -114,7 +114,7 @@ def test_text_is_counted_too(tmp_path):
 def test_padding_is_no_segment(tmp_path):
     dataset, _ = build_datasets(config_of(tmp_path, train={"packing": "none"}))
     batch = dataset.batch([0])
-    (segment,) = segments_of(batch, 0, ByteTokenizer())
+    (segment,) = split_segments(batch, 0, ByteTokenizer())
     assert len(segment.tokens) == int((batch.segment_ids[0] == 0).sum()) < 128
 
 

@@ -12,13 +12,13 @@ from test_monitors_console import run_info, step_metrics
 from test_report_picture import colours, picture, write_metrics
 
 from trainer.monitors.console import ProgressMonitor, console_monitor, log_file_monitor
+from trainer.monitors.formatting import drop_rate_lines
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.live import LiveState, TerminalLine
 from trainer.monitors.metrics import routing_details
-from trainer.monitors.wording import drop_rate_lines
 from trainer.ops.routing import RoutingCounts
 from trainer.report.curves import Curves, read_metrics
-from trainer.report.picture import Panel, _draw_panel, draw_report, panels
+from trainer.report.picture import Panel, _draw_panel, choose_panels, draw_report
 from trainer.report.record import read_run
 
 # Layers 1 and 2 and an MTP module, of 4 experts: nothing dropped, 3 of 12 dropped, all at one expert.
@@ -105,7 +105,7 @@ def test_metrics_have_a_list_and_the_report_a_panel(tmp_path: Path) -> None:
     record = json.loads(path.read_text().splitlines()[0])
     assert (record["aux_loss"], record["drop_rate"]) == (1.5, [0.0, 0.25, 0.75])
     curves = read_metrics(path).curves
-    shown = {panel.title: panel.fields for panel in panels(curves)}
+    shown = {panel.title: panel.fields for panel in choose_panels(curves)}
     assert shown["drop rate"] == ["drop_rate.0", "drop_rate.1", "drop_rate.2"]
     assert shown["busiest expert / mean"] == ["load_imbalance.0", "load_imbalance.1", "load_imbalance.2"]
     assert shown["aux_loss"] == ["aux_loss"] and "router_entropy" not in shown

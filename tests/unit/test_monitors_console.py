@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from trainer.errors import RunError
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.monitors.console import LineMonitor, ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.live import Eta, LiveState, OpenTerminal, TerminalLine
@@ -46,7 +46,7 @@ def run_info(**changes) -> RunInfo:
 
 
 def test_the_peers_line_to_the_letter() -> None:
-    line = wording.mindformers_step(step_metrics(20, loss_scale=65536.0), 0.0)
+    line = formatting.mindformers_step(step_metrics(20, loss_scale=65536.0), 0.0)
     assert line == (
         "{ Epoch:[  1/  2], step:[   20/  100], loss: 5.612345, per_step_time: 123ms, lr: 5.0e-05, "
         "overflow cond: False, loss_scale: 65536.0, global_norm: 0.981 }"
@@ -66,22 +66,22 @@ def test_the_peers_line_to_the_letter() -> None:
     ],
 )
 def test_the_peers_line_in_other_cases(changes: dict, part: str) -> None:
-    assert part in wording.mindformers_step(step_metrics(**{"step": 20, **changes}), 0.0)
+    assert part in formatting.mindformers_step(step_metrics(**{"step": 20, **changes}), 0.0)
 
 
 def test_the_plain_line() -> None:
-    assert wording.plain_step(step_metrics(20), 65.0) == (
+    assert formatting.plain_step(step_metrics(20), 65.0) == (
         "step  20/200 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s"
     )
-    line = wording.plain_step(
+    line = formatting.plain_step(
         step_metrics(20, global_norm=None, overflow=True, loss_scale=1024.0, extra={"drop_rate.layer_0": 0.25}), 0.0
     )
     assert "norm" not in line
     assert "| scale 1024 | OVERFLOW, update skipped | drop_rate.layer_0 0.25 | 12.3k tokens/s" in line
-    assert "| 12.3k tokens/s | mfu 41.5 % | eta 1m05s" in wording.plain_step(step_metrics(20, mfu=0.415), 65.0)
-    on_a_cpu = wording.plain_step(step_metrics(20, flops_per_second=83.24e9), 65.0)
+    assert "| 12.3k tokens/s | mfu 41.5 % | eta 1m05s" in formatting.plain_step(step_metrics(20, mfu=0.415), 65.0)
+    on_a_cpu = formatting.plain_step(step_metrics(20, flops_per_second=83.24e9), 65.0)
     assert "| 12.3k tokens/s | 83.2 GFLOP/s | eta" in on_a_cpu
-    masked = wording.plain_step(step_metrics(20, last_step=50, input_tokens_per_second=40_000.0), None)
+    masked = formatting.plain_step(step_metrics(20, last_step=50, input_tokens_per_second=40_000.0), None)
     assert masked.startswith("step 20/50 |") and masked.endswith("| 40.0k tokens/s, 12.3k with loss")
 
 
@@ -91,7 +91,7 @@ def test_the_plain_line() -> None:
      (4.56e6, "4.56M"), (7.2e9, "7.20G"), (math.inf, "inf"), (math.nan, "nan")],
 )
 def test_counts(number: float, text: str) -> None:
-    assert wording.count(number) == text
+    assert formatting.count(number) == text
 
 
 @pytest.mark.parametrize(
@@ -100,12 +100,12 @@ def test_counts(number: float, text: str) -> None:
      (7620, "2h07m"), (273600, "3d04h"), (math.inf, "?"), (math.nan, "?")],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert wording.duration(seconds) == text
+    assert formatting.duration(seconds) == text
 
 
 @pytest.mark.parametrize(("number", "text"), [(2048, "2 KiB"), (512 << 20, "512 MiB"), (1536 << 20, "1.50 GiB")])
 def test_sizes(number: int, text: str) -> None:
-    assert wording.size(number) == text
+    assert formatting.size(number) == text
 
 
 # ---- when lines come -------------------------------------------------------------------------------------------------
@@ -420,7 +420,7 @@ def test_the_summary_of_a_run() -> None:
     summary = totals.summary("stopped by SIGTERM", {"checkpoints": Path("o/checkpoints")})
     assert summary.tokens_per_second == 1100.0 and summary.tokens == 6000 and summary.steps == 4
     assert summary.best_eval.step == 13 and summary.last_eval.step == 14
-    lines = wording.summary_lines(summary)
+    lines = formatting.summary_lines(summary)
     assert lines[0].startswith("run          stopped by SIGTERM at step 14 of 200: 4 steps in ")
     assert lines[1:4] == [
         "tokens       6.00k, 2.20k tokens/s, 1.10k with loss (median; first step 0.1s)",
@@ -434,12 +434,12 @@ def test_the_summary_of_a_run() -> None:
 def test_the_summary_of_one_step_and_of_none() -> None:
     totals = Totals()
     totals.on_start(run_info(start_step=200))
-    nothing = wording.summary_lines(totals.summary("finished", {}))
+    nothing = formatting.summary_lines(totals.summary("finished", {}))
     assert nothing[0].startswith("run          finished at step 200 of 200: 0 steps") and len(nothing) == 2
     totals.on_step(step_metrics(201, tokens_per_second=7.0))
     one = totals.summary("finished", {})
     assert one.tokens_per_second == 7.0 and one.first_loss == one.last_loss == 5.612345
-    assert "1 step in" in wording.summary_lines(one)[0] and "median" not in wording.summary_lines(one)[1]
+    assert "1 step in" in formatting.summary_lines(one)[0] and "median" not in formatting.summary_lines(one)[1]
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------

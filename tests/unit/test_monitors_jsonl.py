@@ -12,7 +12,7 @@ import pytest
 
 from trainer.errors import RunError
 from trainer.monitors import jsonl
-from trainer.monitors.jsonl import JsonlMonitor, read_records
+from trainer.monitors.jsonl import JsonlMonitor, read_metrics_records
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics, Totals
 from trainer.report.curves import read_metrics
 
@@ -65,7 +65,7 @@ def test_the_wait_for_the_last_checkpoint_has_a_line_of_its_own(tmp_path: Path) 
     totals, monitor = Totals(), run_steps(path, 0, 3, close=False)
     totals.on_step(step_metrics(3))
     monitor.close(totals.summary("finished", {}, 1.5))
-    *_, last = read_records(path)
+    *_, last = read_metrics_records(path)
     assert last == {"step": 3, "save_wait_seconds": 1.5}
     curves = read_metrics(path).curves
     assert curves.steps == [1, 2, 3] and "save_wait_seconds" not in curves.fields
@@ -97,7 +97,7 @@ def test_floats_return_exactly(tmp_path: Path) -> None:
     monitor = run_steps(path, 0, 0, close=False)
     monitor.on_step(step_metrics(1, loss=0.1 + 0.2, lr=1e-323))
     monitor.close(None)
-    (record,) = read_records(path)
+    (record,) = read_metrics_records(path)
     assert record["loss"] == 0.1 + 0.2 and record["lr"] == 1e-323
 
 
@@ -118,7 +118,7 @@ def test_a_line_torn_by_a_kill_is_dropped(tmp_path: Path) -> None:
     for torn in (b'{"step": 4, "lo', b'{"step": 4}', b'\xff\xfe\n', b"[1]\n"):
         content = path.read_bytes()
         path.write_bytes(content + torn)
-        assert [record["step"] for record in read_records(path)] == [1, 2, 3]
+        assert [record["step"] for record in read_metrics_records(path)] == [1, 2, 3]
         run_steps(path, 3, 3)
         assert path.read_bytes() == content
 
@@ -179,12 +179,12 @@ def test_a_full_disk_ends_the_run_with_the_files_name(tmp_path: Path) -> None:
             for step in range(1, 1000):
                 monitor.on_step(step_metrics(step))
         monitor.close(None)
-        assert next(read_records(tmp_path / "metrics.jsonl"))["step"] == 1
+        assert next(read_metrics_records(tmp_path / "metrics.jsonl"))["step"] == 1
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 def test_putting_aside_leaves_an_empty_file_where_it_is(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").touch()
-    assert jsonl.put_aside(tmp_path / "metrics.jsonl") is None
-    assert jsonl.put_aside(tmp_path / "missing.jsonl") is None
+    assert jsonl.rename_old_metrics(tmp_path / "metrics.jsonl") is None
+    assert jsonl.rename_old_metrics(tmp_path / "missing.jsonl") is None

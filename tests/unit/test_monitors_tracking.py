@@ -14,7 +14,7 @@ from trainer.errors import UserError
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
 from trainer.monitors.services import tracker_monitors
 from trainer.monitors.tracking import Tracker, TrackerMonitor, numbers_of, step_numbers
-from trainer.monitors.training_state import TrainingState
+from trainer.monitors.training_state import TrainingStateRecords
 
 PAUSE = {"step": 9, "sample_seconds": 0.25}
 PACKAGES = ("wandb", "mlflow", "swanlab", "tensorboardX")
@@ -175,11 +175,12 @@ def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path):
 
 
 def test_without_a_folder_for_tensorboard_its_records_are_printed():
-    state = TrainingState(load("monitor_config: {monitor_on: True, weight_state_format: tensorboard, invert: True}\n"))
+    config = load("monitor_config: {monitor_on: True, weight_state_format: tensorboard, invert: True}\n")
+    state = TrainingStateRecords(config)
     told = metrics(1, details={"weight_norm": 2.0, "local_norm": {"a": 1.0}})
     assert state.values(told, "log") == {"weight_norm": 2.0} and state.values(told, "tensorboard") == {}
     assert not state.is_selected("a")
-    off = TrainingState(load("monitor_config: {weight_state_format: log, throughput_baseline: 1}\n"))
+    off = TrainingStateRecords(load("monitor_config: {weight_state_format: log, throughput_baseline: 1}\n"))
     assert not (off.goes_to("log") or off.is_due(1) or off.asks_for("weight_norm"))
 
 

@@ -14,10 +14,10 @@ from test_monitors_console import run_info, step_metrics
 from trainer.cli.main import dispatch
 from trainer.config import dump_config
 from trainer.errors import UserError
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import Totals
-from trainer.report.compare import Difference, compare, first_difference, tokens_to_loss
+from trainer.report.compare import FirstDifference, compare, first_difference, tokens_to_loss
 from trainer.report.page import report_data
 from trainer.report.record import read_run
 from trainer.report.starts import StartMonitor
@@ -52,15 +52,15 @@ def changed(place: int, **changes: object) -> list[dict[str, object]]:
     [
         (RECORDS, None),
         (changed(1, step_seconds=9.0, tokens_per_second=1.0), None),  # times are not compared
-        (changed(1, loss=2.5000000000000004), Difference(2, "loss", 2.5, 2.5000000000000004)),
-        (changed(0, global_norm=None), Difference(1, "global_norm", 1.25, None)),
-        (changed(3, lr=0.25), Difference(3, "lr", 0.5, 0.25)),
-        (changed(4, eval_loss=1.5), Difference(3, "eval_loss", 1.75, 1.5)),
-        (RECORDS[:3], Difference(3, "step", 3, None)),
-        ([*RECORDS, step(4, 1.0)], Difference(4, "step", None, 4)),
+        (changed(1, loss=2.5000000000000004), FirstDifference(2, "loss", 2.5, 2.5000000000000004)),
+        (changed(0, global_norm=None), FirstDifference(1, "global_norm", 1.25, None)),
+        (changed(3, lr=0.25), FirstDifference(3, "lr", 0.5, 0.25)),
+        (changed(4, eval_loss=1.5), FirstDifference(3, "eval_loss", 1.75, 1.5)),
+        (RECORDS[:3], FirstDifference(3, "step", 3, None)),
+        ([*RECORDS, step(4, 1.0)], FirstDifference(4, "step", None, 4)),
         ([*RECORDS, {"step": 3, "save_wait_seconds": 1.0}], None),
-        (RECORDS[1:], Difference(1, "step", 1, None)),
-        ([], Difference(1, "step", 1, None)),
+        (RECORDS[1:], FirstDifference(1, "step", 1, None)),
+        ([], FirstDifference(1, "step", 1, None)),
     ],
 )
 def test_the_first_difference_of_two_runs(tmp_path, records, expected):
@@ -130,7 +130,7 @@ def test_the_last_lines_of_a_run_its_report_and_a_comparison_tell_the_same(tmp_p
     summary = totals.summary("finished", {})
     for monitor in monitors:
         monitor.close(summary)
-    rows = dict(wording.summary_rows(summary))
+    rows = dict(formatting.summary_rows(summary))
     assert rows["tokens"].startswith("6.00k, 300 tokens/s, 150 with loss (median;") and rows["peak memory"] == "7 MiB"
     assert dispatch(["compare", str(tmp_path / "a"), str(write_run(tmp_path / "b"))]) == 0
     printed = capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 
 from trainer.report.curves import read_metrics
 from trainer.report.monitor import ReportMonitor
-from trainer.report.picture import draw_figure, draw_report, panels, smoothed
+from trainer.report.picture import choose_panels, draw_figure, draw_report, smooth
 from trainer.report.record import read_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -37,7 +37,7 @@ def test_panels(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 20, **{"drop_rate": [0.1, 0.2], "other.a": 0.1, "other.b": 0.2, "balance": 0.3})
     # No panel for a norm nobody asked for; one for each name before a dot.
-    assert [(panel.title, panel.fields) for panel in panels(read_metrics(path).curves)] == [
+    assert [(panel.title, panel.fields) for panel in choose_panels(read_metrics(path).curves)] == [
         ("learning rate", ["lr"]),
         ("tokens/s", ["input_tokens_per_second"]),
         ("drop rate", ["drop_rate.0", "drop_rate.1"]),
@@ -94,11 +94,11 @@ def test_panels_fill_a_landscape_page_and_stay_as_large(tmp_path: Path, count: i
 
 def test_smoothing_keeps_a_constant_and_gaps() -> None:
     values = [2.0, 2.0, float("nan"), 2.0] * 10
-    found = smoothed(values, 3.0)
+    found = smooth(values, 3.0)
     assert [round(value, 9) if value == value else None for value in found] == [2.0, 2.0, None, 2.0] * 10
-    spike = smoothed([0.0] * 20 + [1.0] + [0.0] * 20, 2.0)
+    spike = smooth([0.0] * 20 + [1.0] + [0.0] * 20, 2.0)
     assert max(spike) == spike[20] < 0.25 and sum(spike) == pytest.approx(1.0, rel=1e-6)
-    assert smoothed([1.0, 5.0], 0.1) == [1.0, 5.0] and len(smoothed([1.0, 2.0], 9.0)) == 2
+    assert smooth([1.0, 5.0], 0.1) == [1.0, 5.0] and len(smooth([1.0, 2.0], 9.0)) == 2
 
 
 def test_a_single_step_can_be_seen(tmp_path: Path) -> None:

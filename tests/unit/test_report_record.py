@@ -18,7 +18,7 @@ from trainer.monitors.metrics import Totals
 from trainer.report import curves as curves_module
 from trainer.report.curves import MetricsReader, Pause, Skipped, read_metrics
 from trainer.report.record import RunReader, is_run_folder, read_run
-from trainer.report.starts import Start, StartMonitor, git_commit, process_start, read_starts
+from trainer.report.starts import RunStart, StartMonitor, git_commit, process_start, read_starts
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -292,4 +292,4 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 def test_start_is_what_is_written(tmp_path: Path) -> None:
     begin(tmp_path)
     (written,) = json.loads((tmp_path / "run.json").read_text())["starts"]
-    assert Start(**written) == read_starts(tmp_path)[0][0] and written["command"] == sys.argv
+    assert RunStart(**written) == read_starts(tmp_path)[0][0] and written["command"] == sys.argv

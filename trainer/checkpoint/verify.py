@@ -27,7 +27,7 @@ from trainer.checkpoint.weights import is_finite
 from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER
 
@@ -166,7 +166,7 @@ def _check_complete(path: Path) -> Finding:
         return Finding(path, f"{wrong[0]} has NaN or infinity" + (f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)))
     files = [each for each in path.iterdir() if each.is_file()]
     size = sum(each.stat().st_size for each in files)
-    return Finding(path, "", f"step {step}, {len(files)} files, {wording.size(size)}", checkpoint.has_checksums)
+    return Finding(path, "", f"step {step}, {len(files)} files, {formatting.size(size)}", checkpoint.has_checksums)
 
 
 def _description_problem(path: Path) -> str:

@@ -409,9 +409,9 @@ def _data(
     json_: _Json = False,
 ) -> int:
     """Shows what will be trained on: the first sequences as text, and statistics. Never loads MindSpore."""
-    from trainer.run.preview import show
+    from trainer.run.preview import print_preview
 
-    return show(_load(context.obj), rows, json_)
+    return print_preview(_load(context.obj), rows, json_)
 
 
 def _audit(config: Config, device: str, json_: bool, world: World, rank: int) -> int:

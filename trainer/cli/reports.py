@@ -35,7 +35,7 @@ def _compare(
 ) -> int:
     """Compares runs: figures, settings that differ, and the first step whose numbers differ from the first run's."""
     from trainer.plan.render import print_fitting
-    from trainer.report.compare import as_dict, compare, sections
+    from trainer.report.compare import compare, comparison_dict, comparison_tables
 
     if len(folders) < 2:
         raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
@@ -47,16 +47,16 @@ def _compare(
     _tell_notes(comparison.records)
     with contextlib.suppress(BrokenPipeError):  # whoever reads may go away: the exit code is the answer
         if json_:
-            print(json.dumps(as_dict(comparison, loss), indent=1))
+            print(json.dumps(comparison_dict(comparison, loss), indent=1))
         else:
-            print_fitting(sections(comparison, loss))
+            print_fitting(comparison_tables(comparison, loss))
     if output is not None:
         from trainer.monitors.files import make_folder
-        from trainer.report.compare_page import draw, write_page
+        from trainer.report.compare_page import draw_comparison, write_page
 
         folder = user_path(output, "flag --output")
         make_folder(folder, "flag --output")
-        draw(comparison, folder / "compare.png")
+        draw_comparison(comparison, folder / "compare.png")
         write_page(comparison, folder / "compare.html", loss)
         if not json_:
             print(folder / "compare.html", folder / "compare.png", sep="\n")
@@ -72,14 +72,14 @@ def _runs(
 ) -> int:
     """Lists the runs below a folder: state, step, loss, when and where; the newest last."""
     from trainer.plan.render import print_fitting, sections_text
-    from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, row_of, run_dict
+    from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, run_dict, table_row
 
     found = find_runs(user_path(folder, "argument DIR"))
     _tell_notes(found)
     if json_:
         print(json.dumps([run_dict(record) for record in found], indent=1))
     elif found:
-        table = ("runs", [HEADER, *map(row_of, found)])
+        table = ("runs", [HEADER, *map(table_row, found)])
         if sys.stdout.isatty():
             print_fitting([table], LEFT_OUT_FIRST)
         else:

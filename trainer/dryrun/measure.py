@@ -15,7 +15,7 @@ import mindspore
 from trainer.dryrun.observe import ExecutionOrder, host_reads, ours
 from trainer.dryrun.process import Failure
 from trainer.errors import TrainerError, UserError
-from trainer.monitors.wording import size
+from trainer.monitors.formatting import size
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -17,7 +17,7 @@ from trainer.device.doctor import memory_left_bytes
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
-from trainer.monitors.wording import size
+from trainer.monitors.formatting import size
 from trainer.plan.division import groups_of, ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.monitors.files import write_failure
 from trainer.monitors.live import Eta, LiveState, NotebookLine, OpenTerminal, TerminalLine, in_notebook
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics
@@ -34,7 +34,7 @@ class LineMonitor(Monitor):
     def __init__(
         self,
         write: Callable[[str], None],
-        step_line: wording.StepLine = wording.plain_step,
+        step_line: formatting.StepLine = formatting.plain_step,
         every: int = 1,
         release: Callable[[], None] | None = None,
         details: DetailLines = no_details,
@@ -51,7 +51,7 @@ class LineMonitor(Monitor):
     def on_start(self, info: RunInfo) -> None:
         self._first_step = info.start_step + 1
         self._last_step = info.last_step
-        self._write(wording.start_line(info))
+        self._write(formatting.start_line(info))
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._eta.add(metrics)
@@ -67,7 +67,7 @@ class LineMonitor(Monitor):
             self._write(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self._write(wording.eval_line(metrics))
+        self._write(formatting.eval_line(metrics))
 
     def on_checkpoint(self, path: Path, step: int) -> None:
         self._write(f"checkpoint of step {step}: {path}")
@@ -81,7 +81,7 @@ class LineMonitor(Monitor):
 
     def close(self, summary: RunSummary | None) -> None:
         if summary is not None:
-            for line in wording.summary_lines(summary):
+            for line in formatting.summary_lines(summary):
                 self._write(line)
         if self._release is not None:
             self._release()
@@ -153,7 +153,7 @@ def console_monitor(
         with contextlib.suppress(BrokenPipeError):
             print(line, file=stream, flush=True)
 
-    return LineMonitor(write, wording.STEP_LINES[log_format], per_print_times, details=details)
+    return LineMonitor(write, formatting.STEP_LINES[log_format], per_print_times, details=details)
 
 
 def worker_log_monitor(
@@ -166,7 +166,7 @@ def worker_log_monitor(
     """
     if anew:
         path.unlink(missing_ok=True)
-    return log_file_monitor(path, every, details, step_line=wording.STEP_LINES[log_format], stamp="")
+    return log_file_monitor(path, every, details, step_line=formatting.STEP_LINES[log_format], stamp="")
 
 
 def log_file_monitor(
@@ -174,7 +174,7 @@ def log_file_monitor(
     every: int = 1,
     details: DetailLines = no_details,
     *,
-    step_line: wording.StepLine = wording.plain_step,
+    step_line: formatting.StepLine = formatting.plain_step,
     stamp: str = "%Y-%m-%d %H:%M:%S ",
 ) -> LineMonitor:
     """Appends lines to the file at ``path``, each with date and time (`stamp`).

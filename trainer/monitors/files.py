@@ -48,7 +48,7 @@ def write_failure(path: Path, error: OSError, what: str = "the file", key: str =
 
 
 @contextlib.contextmanager
-def claimed_folder(folder: Path, where: str = "") -> Iterator[None]:
+def lock_folder(folder: Path, where: str = "") -> Iterator[None]:
     """Locks `output_dir` for this process, and makes it if missing. Leaves no file.
 
     Raises:

@@ -36,7 +36,7 @@ class JsonlMonitor(Monitor):
             if info.start_step > 0:
                 cut_after(self._path, info.start_step)
             else:
-                put_aside(self._path)
+                rename_old_metrics(self._path)
             self._file = self._path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
             raise write_failure(self._path, error, "metrics", "metrics file") from error
@@ -85,7 +85,7 @@ class SamplesMonitor(Monitor):
             if info.start_step > 0:
                 cut_after(self._path, info.start_step)
             else:
-                put_aside(self._path)
+                rename_old_metrics(self._path)
         except OSError as error:
             raise write_failure(self._path, error, "samples", "samples file") from error
 
@@ -99,7 +99,7 @@ class SamplesMonitor(Monitor):
             raise write_failure(self._path, error, "samples", "samples file") from error
 
 
-def read_records(path: Path) -> Iterator[dict[str, object]]:
+def read_metrics_records(path: Path) -> Iterator[dict[str, object]]:
     """The records of a metrics file in order, without a line that a killed run left incomplete."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         yield from filter(None, map(parse_line, lines))
@@ -124,7 +124,7 @@ def cut_after(path: Path, step: int) -> None:
     os.replace(shortened, path)
 
 
-def put_aside(path: Path) -> Path | None:
+def rename_old_metrics(path: Path) -> Path | None:
     """Renames a metrics file of an earlier training to the first free ``metrics-1.jsonl``, ``metrics-2.jsonl`` ..."""
     if not path.exists() or path.stat().st_size == 0:
         return None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.monitors.metrics import RunInfo, StepMetrics
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class LiveState:
             yield Part(_ACTIVITY, f"{name} {done}/{total}" if total else name, "")
             seconds = self._clock() - self._activity_at
             if seconds >= _SHOWN_SECONDS:
-                yield Part(_ACTIVITY, wording.duration(round(seconds)))
+                yield Part(_ACTIVITY, formatting.duration(round(seconds)))
         if metrics is None:
             return
         yield Part(_LOSS, f"loss {metrics.loss:.4f}", "bold")
@@ -132,12 +132,12 @@ class LiveState:
         for extra, value in metrics.extra.items():
             yield Part(_MORE, f"{extra} {value:.4g}")
         yield Part(_LR, f"lr {metrics.lr:.2e}")
-        yield Part(_RATE, wording.rate(metrics))
-        if wording.utilization(metrics):
-            yield Part(_UTILIZATION, wording.utilization(metrics))
+        yield Part(_RATE, formatting.rate(metrics))
+        if formatting.utilization(metrics):
+            yield Part(_UTILIZATION, formatting.utilization(metrics))
         left = self._eta.seconds(metrics)
         if left is not None and not self._ended:
-            yield Part(_ETA, f"eta {wording.duration(max(1, round(left)))}")
+            yield Part(_ETA, f"eta {formatting.duration(max(1, round(left)))}")
         if info is not None and info.start_step:
             steps = info.last_step - info.start_step
             yield Part(_MORE, f"{metrics.step - info.start_step}/{steps} in this run")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, EvalMetrics, RunInfo, StepMetrics
 from trainer.monitors.tracking import eval_numbers, numbers_of, wait_numbers
-from trainer.monitors.training_state import TrainingState
+from trainer.monitors.training_state import TrainingStateRecords
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -36,7 +36,7 @@ class TensorBoard:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._section = config.tensorboard
-        self._state = TrainingState(config)
+        self._state = TrainingStateRecords(config)
         self._layers = config.decoder.moe_layers
         # messages, and what writes them
         self._waiting = 0

@@ -20,7 +20,7 @@ _FORMATS = {LOCAL_NORM: "local_norm_format", WEIGHT_NORM: "weight_state_format",
             **dict.fromkeys(OPTIMIZER_NORMS.values(), "optimizer_state_format")}  # fmt: skip
 
 
-class TrainingState:
+class TrainingStateRecords:
     """Which records of a step go where."""
 
     def __init__(self, config: Config) -> None:
@@ -71,10 +71,10 @@ class TrainingState:
         return found
 
 
-class StateLog(Monitor):
+class TrainingStateLog(Monitor):
     """Prints what goes to ``log``, in the form of MindSpore Transformers."""
 
-    def __init__(self, state: TrainingState, write: Callable[[str], None]) -> None:
+    def __init__(self, state: TrainingStateRecords, write: Callable[[str], None]) -> None:
         self._state = state
         self._write = write
 

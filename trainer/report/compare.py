@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.errors import UserError
-from trainer.monitors import wording
-from trainer.monitors.jsonl import read_records
+from trainer.monitors import formatting
+from trainer.monitors.jsonl import read_metrics_records
 from trainer.report.curves import RATES
 from trainer.report.record import METRICS_FILE, RunData, is_run_folder, read_run
 
@@ -23,7 +23,7 @@ ABSENT = "-"
 Rows = list[tuple[str, ...]]
 
 
-class Difference(NamedTuple):
+class FirstDifference(NamedTuple):
     """The first place where two runs are not the same: a number, or a step that one of them does not have."""
 
     step: int
@@ -56,7 +56,7 @@ class Comparison:
     records: list[RunData]
     names: list[str]
     settings: list[tuple[str, list[Any]]]
-    differences: list[Difference | None]
+    differences: list[FirstDifference | None]
 
 
 def compare(folders: Sequence[Path], with_differences: bool = True) -> Comparison:
@@ -97,31 +97,31 @@ def _settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any
             yield key, values
 
 
-def first_difference(left: Path, right: Path) -> Difference | None:
+def first_difference(left: Path, right: Path) -> FirstDifference | None:
     """The first number of metrics.jsonl that is not the same in two run folders; None where all are."""
     pairs = itertools.zip_longest(_numbers(left), _numbers(right))
     for one, other in pairs:
         if one is None or other is None:
             step = (one or other)[0]
-            return Difference(step, "step", *(None if each is None else step for each in (one, other)))
+            return FirstDifference(step, "step", *(None if each is None else step for each in (one, other)))
         if one[0] != other[0]:
             step = min(one[0], other[0])
-            return Difference(step, "step", *(step if each[0] == step else None for each in (one, other)))
+            return FirstDifference(step, "step", *(step if each[0] == step else None for each in (one, other)))
         for name in _SAME_IN_EQUAL_RUNS:
             if one[1].get(name) != other[1].get(name):
-                return Difference(one[0], name, one[1].get(name), other[1].get(name))
+                return FirstDifference(one[0], name, one[1].get(name), other[1].get(name))
     return None
 
 
 def _numbers(folder: Path) -> Iterator[tuple[int, dict[str, object]]]:
     """Step and fields of each step and evaluation, in order."""
     path = folder / METRICS_FILE
-    for record in read_records(path) if path.is_file() else ():
+    for record in read_metrics_records(path) if path.is_file() else ():
         if "loss" in record or "eval_loss" in record:
             yield int(record["step"]), record  # type: ignore[call-overload]
 
 
-def figures(comparison: Comparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
+def figures_table(comparison: Comparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
     """The table: a header, and a row for each run.
 
     Args:
@@ -132,14 +132,22 @@ def figures(comparison: Comparison, loss: float | None = None) -> tuple[tuple[st
     for name, record in zip(comparison.names, comparison.records, strict=True):
         found = run_values(record)
         best, rate, memory = (found[key] for key in ("best_eval_loss", "input_tokens_per_second", "peak_rss_bytes"))
+        best_text = ABSENT
+        if best is not None:
+            best_text = f"{best:.4f} at step {found['best_eval_step']}"
+        rate_text = ABSENT
+        if rate is not None:
+            rate_text = formatting.count(rate)
+        memory_text = ABSENT
+        if memory is not None:
+            memory_text = formatting.size(memory)
         row = [
-            name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]),
-            ABSENT if best is None else f"{best:.4f} at step {found['best_eval_step']}", wording.count(found["tokens"]),
-            ABSENT if rate is None else wording.count(rate), ABSENT if memory is None else wording.size(memory),
+            name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]), best_text,
+            formatting.count(found["tokens"]), rate_text, memory_text,
         ]  # fmt: skip
         if loss is not None:
             reached = tokens_to_loss(record, loss)
-            row.append(ABSENT if reached is None else wording.count(reached))
+            row.append(ABSENT if reached is None else formatting.count(reached))
         rows.append(tuple(row))
     return (*header, f"tokens to {loss:g}") if loss is not None else header, rows
 
@@ -193,9 +201,9 @@ def tokens_to_loss(record: RunData, loss: float) -> int | None:
     return curves.tokens[min(bisect.bisect_left(curves.steps, reached), len(curves.steps) - 1)]
 
 
-def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
+def comparison_tables(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
     """The whole comparison as titled tables: figures, settings that differ, first steps that differ if known."""
-    header, rows = figures(comparison, loss)
+    header, rows = figures_table(comparison, loss)
     settings = [(key, *map(str, values)) for key, values in comparison.settings]
     settings = settings or [("no key differs", *[""] * len(comparison.names))]
     tables: list[tuple[str, Rows]] = [
@@ -211,7 +219,7 @@ def sections(comparison: Comparison, loss: float | None = None) -> list[tuple[st
     return tables
 
 
-def as_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
+def comparison_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
     """The comparison for programs: numbers as they are, not as the tables round them."""
     names = comparison.names
     records = comparison.records

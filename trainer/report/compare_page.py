@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer import __version__
 from trainer.monitors.files import write_text
-from trainer.report.compare import Comparison, sections
+from trainer.report.compare import Comparison, comparison_tables
 from trainer.report.page import MOST_POINTS, assemble, rounded, valid
 from trainer.report.picture import panel_grid, picture_text, style_panels
 
@@ -51,7 +51,7 @@ def curves_of(comparison: Comparison, field: str) -> list[Curve]:
     return found
 
 
-def draw(comparison: Comparison, path: Path) -> None:
+def draw_comparison(comparison: Comparison, path: Path) -> None:
     """Writes the picture. Raises OSError where it cannot be written."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -110,7 +110,7 @@ def page_data(comparison: Comparison, loss: float | None = None) -> dict[str, An
     steps = [step for chart in charts for line in chart["lines"] for step in line["steps"]]
     tables = [
         {"title": title, "header": list(map(valid, header)), "rows": [list(map(valid, row)) for row in rows]}
-        for title, (header, *rows) in sections(comparison, loss)
+        for title, (header, *rows) in comparison_tables(comparison, loss)
     ]  # fmt: skip
     return {
         "title": f"Comparison of {len(comparison.names)} runs",

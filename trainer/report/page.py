@@ -24,7 +24,7 @@ from trainer import __version__
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
 from trainer.report.record import RunData, clip_norm
-from trainer.report.samples import read_samples
+from trainer.report.samples import read_report_samples
 
 _PAGE = Path(__file__).parent / "page"
 MOST_POINTS = 512  # of a curve with extremes; one of a short run, which has none, may have twice as many
@@ -115,7 +115,7 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
     if curves.seconds:
         training = curves.seconds[-1]
     waited = min(metrics.data_wait_seconds, training)
-    samples_title, samples = read_samples(record.folder, _MOST_TEXT)
+    samples_title, samples = read_report_samples(record.folder, _MOST_TEXT)
     now = datetime.now().astimezone()
     return {
         "title": record.name,

@@ -41,7 +41,7 @@ class Panel(NamedTuple):
     fields: list[str]  # of a step
 
 
-def panels(curves: Curves) -> list[Panel]:
+def choose_panels(curves: Curves) -> list[Panel]:
     """The panels below the loss: the usual ones that have numbers, then one for each group of extra fields."""
     usual = [Panel(title, [name]) for name, title in _USUAL_PANELS.items() if curves.has_values(name)]
     groups: dict[str, list[str]] = defaultdict(list)
@@ -75,7 +75,7 @@ def draw_figure(record: RunData) -> Figure | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    shown = panels(curves)
+    shown = choose_panels(curves)
     figure, axes = panel_grid(Figure, len(shown))
     FigureCanvasAgg(figure)
     _draw_loss(axes[0], record)
@@ -165,7 +165,7 @@ def _draw_loss(axis: Axes, record: RunData) -> None:
             axis.fill_between(steps, series.lows, series.highs, color=_TRAIN, alpha=0.2, linewidth=0)
         if len(steps) > 2:
             axis.plot(steps, series.means, linewidth=0.8, color=_TRAIN, alpha=0.35)
-        line = smoothed(series.means, len(steps) / 70)
+        line = smooth(series.means, len(steps) / 70)
         axis.plot(steps, line, linewidth=1.6, color=_TRAIN, label="train, smoothed", marker=_marker(steps))
     if evaluations:
         steps = [each.step for each in evaluations]
@@ -193,7 +193,7 @@ def _draw_clip(axis: Axes, record: RunData) -> None:
         axis.legend(fontsize=8)
 
 
-def smoothed(values: Sequence[float], width: float) -> list[float]:
+def smooth(values: Sequence[float], width: float) -> list[float]:
     """Mean over neighbours with the weights of a bell curve, whose standard deviation is `width` points; NaN is left
     out, and stays."""
     import numpy as np

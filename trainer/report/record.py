@@ -20,7 +20,7 @@ from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import Section
 from trainer.errors import UserError
 from trainer.report.curves import Metrics, MetricsReader
-from trainer.report.starts import RUN_FILE, Start, read_starts
+from trainer.report.starts import RUN_FILE, RunStart, read_starts
 from trainer.storage.marker import MARKER
 
 METRICS_FILE = "metrics.jsonl"
@@ -67,7 +67,7 @@ class RunData:
     folder: Path
     config: Config | None
     settings: dict[str, Any]
-    starts: tuple[Start, ...]
+    starts: tuple[RunStart, ...]
     metrics: Metrics
     resumes: tuple[int, ...]
     checkpoints: tuple[SavedCheckpoint, ...]
@@ -232,7 +232,7 @@ def clip_norm(record: RunData) -> float | None:
     return None
 
 
-def _resumes(starts: tuple[Start, ...], metrics: Metrics) -> tuple[int, ...]:
+def _resumes(starts: tuple[RunStart, ...], metrics: Metrics) -> tuple[int, ...]:
     """A start from an earlier step has cut off what came after it, the marks of resuming there included."""
     steps: list[int] = []
     for step in [start.step for start in starts] or [int(restart["step"]) for restart in metrics.restarts]:
@@ -240,7 +240,7 @@ def _resumes(starts: tuple[Start, ...], metrics: Metrics) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def _state(starts: tuple[Start, ...], updated: float) -> tuple[State, str]:
+def _state(starts: tuple[RunStart, ...], updated: float) -> tuple[State, str]:
     if not starts:
         return "unknown", ""
     last = starts[-1]

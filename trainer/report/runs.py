@@ -42,7 +42,7 @@ def _folders(folder: Path, levels: int) -> Iterator[Path]:
             yield from _folders(folder / name, levels - 1)
 
 
-def row_of(record: RunData) -> tuple[str, ...]:
+def table_row(record: RunData) -> tuple[str, ...]:
     """The cells of a run, as `HEADER` names them."""
     found = run_values(record)
     if record.began:

@@ -11,7 +11,7 @@ SAMPLES_FILE = "samples.jsonl"
 PREDICTIONS_FILE = "predictions.jsonl"
 
 
-def read_samples(folder: Path, most_characters: int) -> tuple[str, list[list[str]]]:
+def read_report_samples(folder: Path, most_characters: int) -> tuple[str, list[list[str]]]:
     """A title, and for each sample a heading, the prompt and its continuation: the first and the last of the training,
     else the first two predictions. Empty where there is neither."""
     found = list(_records(folder / SAMPLES_FILE))

@@ -30,7 +30,7 @@ RUN_FILE = "run.json"
 _GIT_SECONDS = 5.0
 
 
-class Start(OpenDocument):
+class RunStart(OpenDocument):
     """One start of a training, new or resumed.
 
     Attributes:
@@ -74,10 +74,10 @@ class Start(OpenDocument):
 
 
 class RunFile(OpenDocument):
-    starts: list[Start]
+    starts: list[RunStart]
 
 
-def read_starts(folder: Path) -> tuple[tuple[Start, ...], str]:
+def read_starts(folder: Path) -> tuple[tuple[RunStart, ...], str]:
     """The starts of the training in an output folder, in order, and what is wrong with the file. There are none where
     an earlier version wrote the folder, or the file is damaged: a report does without it."""
     path = folder / RUN_FILE
@@ -96,7 +96,7 @@ class StartMonitor(Monitor):
         self._folder = folder
         self._device = device
         self._ranks = ranks
-        self._starts: list[Start] = []
+        self._starts: list[RunStart] = []
         self._step = 0
 
     def on_start(self, info: RunInfo) -> None:
@@ -130,8 +130,8 @@ class StartMonitor(Monitor):
         write_text(self._folder / RUN_FILE, RunFile(starts=self._starts).model_dump_json(indent=1) + "\n")
 
 
-def _new_start(info: RunInfo, device: str, ranks: int) -> Start:
-    return Start(
+def _new_start(info: RunInfo, device: str, ranks: int) -> RunStart:
+    return RunStart(
         began=_now(),
         step=info.start_step,
         last_step=info.last_step,

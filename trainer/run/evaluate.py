@@ -18,7 +18,7 @@ from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor
 from trainer.monitors.files import make_folder, write_text
 from trainer.monitors.metrics import EvalMetrics, Monitor
-from trainer.run.prepare import held_parts
+from trainer.run.prepare import local_shard_specs
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -88,7 +88,7 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
 def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int:
     for note in plan.notes:
         console.on_note(note)
-    weights = starting_weights(config, console.on_note, parts=held_parts(config, world), world=world)
+    weights = starting_weights(config, console.on_note, parts=local_shard_specs(config, world), world=world)
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:

@@ -21,7 +21,7 @@ from trainer.config.hugging_face import class_differences, saved_class
 from trainer.errors import UserError
 from trainer.models.spec.adapters import adapter_spec
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.monitors.files import make_folder, write_failure
 from trainer.storage.marker import MARKER
 
@@ -47,7 +47,7 @@ class Exported:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {wording.size(self.file_bytes)}"
+        size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {formatting.size(self.file_bytes)}"
         notes = "".join(f"note: {note}\n" for note in self.notes)
         others = [name for name in self.files if name != self.path.name]
         beside = ""

@@ -54,7 +54,7 @@ class ModelReplica(NamedTuple):
         return bool(self.group.all_gather(np.array([flag])).any())
 
 
-def copy_of(communicator: Communicator) -> ModelReplica:
+def local_replica(communicator: Communicator) -> ModelReplica:
     """The copy of the model that a rank of these computes."""
     if not communicator.divides_model:
         return ModelReplica(communicator.rank, communicator.size)
@@ -69,7 +69,7 @@ def open_generator(
     from trainer.run.session import open_session
 
     session = open_session(config, weights, world, device)
-    copy = copy_of(session.communicator)
+    copy = local_replica(session.communicator)
     return generator_of(session, ends, copy), session.communicator, copy
 
 
@@ -117,7 +117,7 @@ class Sampler:
     def sample(self, session: Session, stop: Callable[[], bool]) -> list[str] | None:
         """The text that follows each prompt, the same for the same weights; None where `stop` cut it short, and on
         ranks that have nothing to do: the ranks of one copy of the model sample, but all ranks call this."""
-        copy = copy_of(session.communicator)
+        copy = local_replica(session.communicator)
         with session.whole_weights():
             if copy.number > 0:
                 return None

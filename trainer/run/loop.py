@@ -27,12 +27,12 @@ from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
 from trainer.monitors.console import console_monitor, log_file_monitor, no_details, worker_log_monitor
-from trainer.monitors.files import claimed_folder, write_text
+from trainer.monitors.files import lock_folder, write_text
+from trainer.monitors.formatting import drop_rate_lines
 from trainer.monitors.jsonl import JsonlMonitor, SamplesMonitor
 from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, Totals
 from trainer.monitors.services import tracker_monitors
-from trainer.monitors.training_state import StateLog, TrainingState
-from trainer.monitors.wording import drop_rate_lines
+from trainer.monitors.training_state import TrainingStateLog, TrainingStateRecords
 from trainer.ops.select import kernel_notes, on_arrays
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_from_environment
@@ -42,7 +42,7 @@ from trainer.report.samples import SAMPLES_FILE
 from trainer.report.starts import StartMonitor
 from trainer.run.evaluate import eval_run
 from trainer.run.generation import Sampler
-from trainer.run.prepare import PreparedRun, held_parts, prepare
+from trainer.run.prepare import PreparedRun, local_shard_specs, prepare_run
 from trainer.run.training import (
     Engine,
     Events,
@@ -82,7 +82,7 @@ def run(config: Config, extra_monitors: Sequence[Monitor] = ()) -> int:
     world = world_from_environment()
     config = resolve_for_job(config, world)
     heartbeat.start()
-    prepared = prepare(config, world)
+    prepared = prepare_run(config, world)
     config = prepared.config
     if config.run_mode in ("predict", "chat"):
         from trainer.run.chat import chat
@@ -109,7 +109,7 @@ def _train(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor
     notes = [*plan.notes, *kernel_notes(plan.model.kernels)]
     if again := info.restarted:
         notes.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
-    parts = held_parts(config, world)
+    parts = local_shard_specs(config, world)
     if resumed is None:
         weights = starting_weights(config, notes.append, parts=parts, world=world)
     else:  # it takes its weights from the checkpoint that it resumes from
@@ -127,12 +127,12 @@ def _train(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor
         sampler = Sampler(config)
     with contextlib.ExitStack() as claimed:
         if world.rank == 0:
-            claimed.enter_context(claimed_folder(info.output_dir, config.source.where("output_dir")))
+            claimed.enter_context(lock_folder(info.output_dir, config.source.where("output_dir")))
             prepare_folder(info.output_dir / "checkpoints")
         totals = Totals()
-        monitors = [totals, *monitors_of(config, info.output_dir, world, plan.device), *extra_monitors]
+        monitors = [totals, *make_monitors(config, info.output_dir, world, plan.device), *extra_monitors]
         job = Job(config, world, plan, prepared.layout, info, Events(monitors), base, files,
-                  TrainingState(config), sampler)  # fmt: skip
+                  TrainingStateRecords(config), sampler)  # fmt: skip
         progress = _first_progress(job, resumed, notes)
         summary = None
         try:
@@ -319,7 +319,7 @@ def _prepare_output(job: Job) -> None:
         job.events.note(f"the checkpoints of an earlier training are now in {aside}")
 
 
-def monitors_of(config: Config, folder: Path, world: World, device: str) -> list[Monitor]:
+def make_monitors(config: Config, folder: Path, world: World, device: str) -> list[Monitor]:
     """Returns the monitors of a rank: each has a log file; rank 0 has the console, the metrics and the report."""
     rank = world.rank
     every = next((entry.per_print_times for entry in config.callbacks if entry.type == "MFLossMonitor"), 1)
@@ -338,9 +338,9 @@ def monitors_of(config: Config, folder: Path, world: World, device: str) -> list
     monitors = [*tracker_monitors(config, Events(lines).note), *lines, JsonlMonitor(folder / "metrics.jsonl")]
     monitors.append(SamplesMonitor(folder / SAMPLES_FILE))
     monitors.append(StartMonitor(folder, device, world.size))
-    state = TrainingState(config)
+    state = TrainingStateRecords(config)
     if state.goes_to("log"):
-        monitors += [StateLog(state, monitor.write_line) for monitor in lines]
+        monitors += [TrainingStateLog(state, monitor.write_line) for monitor in lines]
     if config.report:
         # After those whose files it reads are closed.
         monitors.append(ReportMonitor(folder, console.on_note, config.report_interval))

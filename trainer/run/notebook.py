@@ -22,7 +22,7 @@ from trainer.checkpoint.store import newest_complete
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, Override, load_config, parse_config
 from trainer.errors import UserError
-from trainer.monitors.jsonl import read_records
+from trainer.monitors.jsonl import read_metrics_records
 from trainer.monitors.metrics import Monitor, RunSummary
 from trainer.report.record import CONFIG_FILE, METRICS_FILE, RunData, is_run_folder, read_run
 
@@ -112,7 +112,7 @@ class Run:
     def _records(self) -> list[dict[str, Any]]:
         path = self.folder / METRICS_FILE
         if path.exists():
-            return list(read_records(path))
+            return list(read_metrics_records(path))
         return []
 
     @property

@@ -26,7 +26,7 @@ from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.device_memory import fixed_bytes
 from trainer.plan.memory import memory_estimate
 from trainer.plan.plan import ModelPlan, Plan, plan_run
-from trainer.run.prepare import BuildProgress, prepare, select_execution_mode
+from trainer.run.prepare import BuildProgress, prepare_run, select_execution_mode
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -106,7 +106,7 @@ def plan_file(
     try:
         raise_problems(wrong)
         if not elsewhere:
-            return prepare(config, world).plan
+            return prepare_run(config, world).plan
         device = planned_device(config)
         memory_bytes = _memory(config, world)
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not away)

@@ -32,7 +32,7 @@ from trainer.run.generation import (
     print_text,
     sampling_of,
 )
-from trainer.run.prepare import held_parts, prepare
+from trainer.run.prepare import local_shard_specs, prepare_run
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -181,7 +181,7 @@ def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, 
 
     for note in template.notes if template else ():
         tell(note)
-    weights = starting_weights(config, tell, parts=held_parts(config, world), world=world)
+    weights = starting_weights(config, tell, parts=local_shard_specs(config, world), world=world)
     if makes_folder:
         make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
     ends = end_ids(config, tokenizer, template)
@@ -195,7 +195,7 @@ def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
         UserError: As of `predict`.
         KeyboardInterrupt: SIGINT or SIGTERM came.
     """
-    prepared = prepare(resolve_for_job(config, SINGLE_PROCESS))
+    prepared = prepare_run(resolve_for_job(config, SINGLE_PROCESS))
     config = prepared.config
     prompts = [_prompt(prepared.config, text, "") for text in texts]
     found = ["" for _ in texts]

@@ -15,7 +15,7 @@ from trainer.config.checks.problem import ConfigError
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
-from trainer.monitors import wording
+from trainer.monitors import formatting
 from trainer.ops.host_library import find_onednn
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Mesh
@@ -104,7 +104,7 @@ def select_execution_mode(config: Config, world: World) -> ExecutionMode:
     return ExplicitBackend(config, world)
 
 
-def prepare(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
+def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of
     `resolve_for_job`; the run reads the one in the result.
 
@@ -145,11 +145,11 @@ def prepare(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     layout = data_layout(backend.data_config, plan.data.batches.dataset, backend.data_ranks[1])
     if resume_from is None:
         return PreparedRun(config, plan, layout, None, None)
-    resumed = read_resumed(resume_from, config, layout, held_parts(config, world), own)
+    resumed = read_resumed(resume_from, config, layout, local_shard_specs(config, world), own)
     return PreparedRun(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 
-def held_parts(config: Config, world: World) -> Parts | None:
+def local_shard_specs(config: Config, world: World) -> Parts | None:
     """The part of each parameter that this rank has; None: all of all, or MindSpore decides."""
     degrees = parallel_degrees(config, world)
     if not degrees.divide_model or runs_semi_auto(config, world):
@@ -160,8 +160,8 @@ def held_parts(config: Config, world: World) -> Parts | None:
 
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
-    """The plan of a run; errors as of `prepare`."""
-    return prepare(resolve_for_job(config, world), world).plan
+    """The plan of a run; errors as of `prepare_run`."""
+    return prepare_run(resolve_for_job(config, world), world).plan
 
 
 class BuildProgress:
@@ -177,7 +177,7 @@ class BuildProgress:
             return
         now = time.monotonic()
         self._began = self._began or now
-        text = f"tokenizing {100 * done_bytes // max(total_bytes, 1)} % of {wording.size(total_bytes)}"
+        text = f"tokenizing {100 * done_bytes // max(total_bytes, 1)} % of {formatting.size(total_bytes)}"
         ended = done_bytes >= total_bytes
         if text != self._shown and (self._shown or now - self._began > _SILENT_SECONDS):
             if ended:

@@ -109,11 +109,11 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
     batch = None
     if len(indices):
         batch = dataset.batch(indices)
-    rows = [segments_of(batch, row, tokenizer) for row in range(len(indices))]
+    rows = [split_segments(batch, row, tokenizer) for row in range(len(indices))]
     return Preview(rows, _statistics(dataset, tokenizer), tokenizer)
 
 
-def segments_of(batch: Batch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
+def split_segments(batch: Batch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
     """The documents of a sequence, without padding."""
     ids = batch.input_ids[row]
     labels = batch.labels[row]
@@ -165,7 +165,7 @@ def _tokenizing_rate(dataset: SequenceDataset, tokenizer: Tokenizer) -> float | 
     return tokens / (time.perf_counter() - began)
 
 
-def show(config: Config, num_rows: int, as_json: bool) -> int:
+def print_preview(config: Config, num_rows: int, as_json: bool) -> int:
     """Prints a preview: as JSON, with colours on a terminal, with marks into a pipe."""
     notes: list[str] = []
     found = preview(config, num_rows, notes)

@@ -25,7 +25,7 @@ from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import RunError
 from trainer.launch import heartbeat
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes, routing_details
-from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, TrainingState
+from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, TrainingStateRecords
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
@@ -100,7 +100,7 @@ class Job:
     events: Events
     base: Mapping[str, Any] | None
     files: Mapping[str, bytes]
-    records: TrainingState
+    records: TrainingStateRecords
     sampler: Sampler | None
 
     @property

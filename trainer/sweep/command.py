@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from trainer.cli.flags import Arguments
 from trainer.errors import UserError
 from trainer.plan.render import print_fitting
-from trainer.report.compare import compare, sections
-from trainer.report.compare_page import draw, write_page
+from trainer.report.compare import compare, comparison_tables
+from trainer.report.compare_page import draw_comparison, write_page
 from trainer.report.record import is_run_folder
 from trainer.sweep.run import execute, jobs_for, prepare_sweep
 
@@ -31,8 +31,8 @@ def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:
     folders = [run.folder for run in runs if is_run_folder(run.folder)]
     if len(folders) > 1:
         comparison = compare(folders, with_differences=False)  # no two runs have the same settings
-        print_fitting(sections(comparison))
-        draw(comparison, root / "compare.png")
+        print_fitting(comparison_tables(comparison))
+        draw_comparison(comparison, root / "compare.png")
         write_page(comparison, root / "compare.html")
         tell(f"{root / 'compare.html'}\n{root / 'compare.png'}")
     return code

@@ -28,7 +28,7 @@ from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, 
 from trainer.launch.processes import kill_group, share_of_cores, start_session
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.report.record import is_run_folder, read_run
-from trainer.run.prepare import PreparedRun, prepare
+from trainer.run.prepare import PreparedRun, prepare_run
 from trainer.sweep.grid import Point, points
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def prepare_sweep(arguments: Arguments, grids: Sequence[str]) -> tuple[list[Swee
         try:
             config = load_config(arguments.config, split_arguments(flags).overrides)
             _check(config, point, configs)
-            prepared = prepare(resolve_for_job(config, SINGLE_PROCESS), SINGLE_PROCESS)
+            prepared = prepare_run(resolve_for_job(config, SINGLE_PROCESS), SINGLE_PROCESS)
             device = prepared.plan.device
             run_bytes = max(run_bytes, prepared.plan.memory_bytes["total"])
             runs.append(_run_in(folder, point, prepared, [f"--config={arguments.config}", *flags]))
