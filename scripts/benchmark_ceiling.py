@@ -11,7 +11,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trainer.arrays.memory import host_threads, parts  # noqa: E402
+from trainer.arrays.memory import host_threads, row_blocks  # noqa: E402
 from trainer.arrays.onednn import operators  # noqa: E402
 
 _ROWS, _WIDTH, _TRIALS = 256, 1024, 8
@@ -27,7 +27,7 @@ def product_ceiling() -> float:
     shortest = float("inf")
     for _ in range(_TRIALS):
         began = time.perf_counter()
-        threads.run(parts(slice(0, rows), _ROWS), lambda part, _: operators().matmul(x[part], weight, out[part]))
+        threads.run(row_blocks(slice(0, rows), _ROWS), lambda part, _: operators().matmul(x[part], weight, out[part]))
         shortest = min(shortest, time.perf_counter() - began)
     return 2 * rows * _WIDTH * _WIDTH / shortest / 1e9
 

@@ -23,7 +23,7 @@ from mindspore import dtype as mstype
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
 
-from trainer.models.compute_weights import ModelParams, in_float32
+from trainer.models.compute_weights import ModelParams, cast_to_float32
 from trainer.models.decoder import Decoder
 from trainer.models.generate import Generator, Sampling
 from trainer.models.inputs import InputBuilder
@@ -87,7 +87,7 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
     weights = model.decoder.compute_weights
     backward = mindspore.value_and_grad(scaled, None, weights.grad_targets(parameters), has_aux=True)
     (_, loss), found = backward(model.build_inputs(BATCH), Tensor(np.float32(factor)))
-    gradients = in_float32(found)
+    gradients = cast_to_float32(found)
     assert loss.dtype == FULL
     return Result(float(loss.asnumpy()), dict(zip(parameters, gradients, strict=True)))
 

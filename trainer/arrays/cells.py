@@ -19,7 +19,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 
 from trainer.arrays.embedding import CpuEmbedding
-from trainer.arrays.memory import narrow_weight, on_host
+from trainer.arrays.memory import host_array, narrow_weight
 from trainer.arrays.onednn import BFLOAT16
 from trainer.arrays.tiles import SublayerCall
 
@@ -37,7 +37,7 @@ DTYPES = {"float32": np.float32, "bfloat16": BFLOAT16, "float16": np.float16}
 Results: TypeAlias = "Tensor | tuple[Tensor, ...]"
 
 
-class ShardSpec(Protocol):
+class DecoderPart(Protocol):
     """A part of a decoder. Its inputs are arrays of the tensors that have gradients, then constants of the call."""
 
     def forward(self, call: SublayerCall, *inputs: Any) -> Results:
@@ -71,7 +71,7 @@ class PartWeights:
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the weights as the part computes with them."""
-        found = {name: on_host(weight) for name, weight in self.named.items()}
+        found = {name: host_array(weight) for name, weight in self.named.items()}
         return found | {name: narrow_weight(found[name], self.dtype) for name in self.narrow if name in found}
 
     @property
@@ -80,7 +80,7 @@ class PartWeights:
 
 
 def run_part(
-    part: ShardSpec, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
+    part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
     dropout: LayerDropout | None = None,
 ) -> Results:  # fmt: skip
     """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass computes it again."""
@@ -92,7 +92,7 @@ class _PartCell(nn.Cell):
     """One call of a part. MindSpore runs `construct` of a cell with a `bprop` without recording it."""
 
     def __init__(
-        self, part: ShardSpec, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
+        self, part: DecoderPart, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
         dropout: LayerDropout | None,
     ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
@@ -107,7 +107,7 @@ class _PartCell(nn.Cell):
 
     def construct(self, *inputs_and_trained):
         inputs = self.arguments(inputs_and_trained)
-        with self.complete_weights():
+        with self.unsharded_weights():
             call = SublayerCall(self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained)
             results = self.part.forward(call, *inputs)
         if self.save:
@@ -117,11 +117,11 @@ class _PartCell(nn.Cell):
     def bprop(self, *arguments):
         *inputs_and_trained, _, grads = arguments
         inputs = self.arguments(inputs_and_trained)
-        grads = [on_host(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
+        grads = [host_array(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
         saved = self.saved
         self.saved = None
         # The gradient of a look-up needs no values of the matrix.
-        complete = contextlib.nullcontext() if isinstance(self.part, CpuEmbedding) else self.complete_weights()
+        complete = contextlib.nullcontext() if isinstance(self.part, CpuEmbedding) else self.unsharded_weights()
         with complete:
             weights = self.weights.arrays()
             if saved is None:
@@ -134,11 +134,11 @@ class _PartCell(nn.Cell):
             *of_inputs, found = self.part.backward(call, *inputs, *grads)
         return *of_inputs[: self.inputs], *(found[name] for name in self.trained)
 
-    def complete_weights(self) -> contextlib.AbstractContextManager[None]:
+    def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
         return self.weights.unsharded(list(self.weights.named.values()))
 
     def arguments(self, inputs_and_trained: Sequence[Tensor]) -> list[Any]:
-        return [*(on_host(x) for x in inputs_and_trained[: self.inputs]), *self.constants]
+        return [*(host_array(x) for x in inputs_and_trained[: self.inputs]), *self.constants]
 
 
 @dataclass(frozen=True)

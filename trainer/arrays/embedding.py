@@ -117,7 +117,7 @@ class CpuMapping:
         dtype = call.weights[MAPPING_IN].dtype
 
         def compute(tile: Tile) -> None:
-            self.linear.forward(call, tile.narrowed(x_NE[tile.rows], dtype), out_ND[tile.rows], tile)
+            self.linear.forward(call, tile.cast(x_NE[tile.rows], dtype), out_ND[tile.rows], tile)
 
         self.scratch.run(len(x_NE), compute)
 
@@ -144,7 +144,7 @@ class CpuMerge:
         dtype = call.weights[self.linear.weight].dtype
 
         def compute(tile: Tile) -> None:
-            both_nC = tile.narrowed(self._both(call.weights, embedded_ND, x_ND, tile), dtype)
+            both_nC = tile.cast(self._both(call.weights, embedded_ND, x_ND, tile), dtype)
             self.linear.forward(call, both_nC, out_ND[tile.rows], tile)
 
         self.scratch.run(len(x_ND), compute)
@@ -153,9 +153,9 @@ class CpuMerge:
     def _both(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns what the matrix multiplies, [n, 2 D]."""
         both_nC = tile.take(2 * self.hidden)
-        both_nC[:, : self.hidden] = self.norm.normed(embedded_ND[tile.rows], weights["enorm.weight"], tile)
-        final_nD = self.norm.normed(x_ND[tile.rows], weights["norm"], tile)
-        both_nC[:, self.hidden :] = self.norm.normed(final_nD, weights["hnorm.weight"], tile)
+        both_nC[:, : self.hidden] = self.norm.apply(embedded_ND[tile.rows], weights["enorm.weight"], tile)
+        final_nD = self.norm.apply(x_ND[tile.rows], weights["norm"], tile)
+        both_nC[:, self.hidden :] = self.norm.apply(final_nD, weights["hnorm.weight"], tile)
         return both_nC
 
     def backward(
@@ -178,7 +178,7 @@ class CpuMerge:
             of_embedded_nD[...] = grad_nC[:, : self.hidden]
             self.norm.backward(call, "enorm.weight", embedded_ND[tile.rows], of_embedded_nD, tile)
             of_x_nD[...] = grad_nC[:, self.hidden :]
-            final_nD = self.norm.normed(x_ND[tile.rows], call.weights["norm"], tile)
+            final_nD = self.norm.apply(x_ND[tile.rows], call.weights["norm"], tile)
             self.norm.backward(call, "hnorm.weight", final_nD, of_x_nD, tile)
             self.norm.backward(call, "norm", x_ND[tile.rows], of_x_nD, tile)
 

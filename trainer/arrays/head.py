@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.memory import empty, host_threads, parts, to_bfloat16_if_needed
+from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 from trainer.arrays.sublayer import Linear
 from trainer.arrays.tiles import RmsNorm, shared_product
@@ -88,7 +88,7 @@ class FusedLinearCrossEntropy:
         if mapping_ED is None:
             return x_nD
         z_nE = tile.take(self.width)
-        self.mapping.forward(call, tile.narrowed(x_nD, mapping_ED.dtype), z_nE, tile)
+        self.mapping.forward(call, tile.cast(x_nD, mapping_ED.dtype), z_nE, tile)
         return z_nE
 
     @np.errstate(all="ignore")
@@ -103,8 +103,8 @@ class FusedLinearCrossEntropy:
         gradients = call.gradients
         grad_NE = empty(*y_NE.shape)[1]
         of_weight_VE = None
-        if gradients.wants("weight"):
-            gradients.found["weight"], of_weight_VE = empty(*weight_VE.shape)
+        if gradients.needs("weight"):
+            gradients.tensors["weight"], of_weight_VE = empty(*weight_VE.shape)
         loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, of_weight_VE)
         if self.tensor is not None:
             grad_NE = self.tensor.collect(grad_NE)
@@ -138,7 +138,7 @@ class FusedLinearCrossEntropy:
             if grad_NE is not None:
                 narrow_nV = empty(rows, len(weight_VE), dtype=dtype)[1]
         loss = 0.0
-        for part in parts(slice(0, len(y_NE)), rows):
+        for part in row_blocks(slice(0, len(y_NE)), rows):
             size = part.stop - part.start
             y_nE = y_NE[part]
             valid_n1 = valid_N1[part]
@@ -201,11 +201,11 @@ class FusedLinearCrossEntropy:
             logits_nV[rows] *= share_n[rows, None]
             finish(rows, thread)
 
-        host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), multiply)
-        host_threads().run(parts(slice(0, len(y_nE)), _ROWS), normalise)
+        host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), multiply)
+        host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), normalise)
         if self.tensor is not None:
             share_n = self._over_shards(largest_n, label_n, above_n, inverse_sum_n)
-            host_threads().run(parts(slice(0, len(y_nE)), _ROWS), scale_shard)
+            host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), scale_shard)
         return losses_n
 
     def _over_shards(
@@ -247,9 +247,9 @@ class FusedLinearCrossEntropy:
             else:
                 out_VE[columns] += sum_VE
 
-        host_threads().run(parts(slice(0, len(y_nE)), _FEWEST_ROWS), of_rows)
+        host_threads().run(row_blocks(slice(0, len(y_nE)), _FEWEST_ROWS), of_rows)
         if out_VE is not None:
-            host_threads().run(parts(slice(0, len(weight_VE)), _COLUMNS), of_weight)
+            host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), of_weight)
 
     def _input_gradient(self, call: SublayerCall, x_nD: np.ndarray, grad_nE: np.ndarray) -> Tensor:
         """Returns the gradient of x from that of the normed rows, which is used up."""

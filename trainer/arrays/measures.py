@@ -16,14 +16,14 @@ from mindspore import Parameter, Tensor
 from trainer.ops.routing import Routing, RoutingCounts
 
 
-def keep(scalar: Tensor) -> float:
+def keep_scalar(scalar: Tensor) -> float:
     """What a step keeps of a result of a micro-batch. Here the number: the host has nothing else to do than to wait for
     it, and then the next micro-batch uses the memory of this one."""
     return float(scalar.asnumpy())
 
 
-def add_up(kept: Sequence[float]) -> float:
-    """The sum of what `keep` returned, one after the other."""
+def sum_scalars(kept: Sequence[float]) -> float:
+    """The sum of what `keep_scalar` returned, one after the other."""
     return sum(kept)
 
 
@@ -56,7 +56,7 @@ def square_sums(squares_P: np.ndarray, groups: Sequence[Sequence[int]], each: bo
     return np.array([math.fsum(squares_P), bad, *of_groups, *(squares_P if each else ())])
 
 
-def spread(squares_P: np.ndarray, factors_P: np.ndarray, places: Sequence[int]) -> np.ndarray:
+def scatter_squares(squares_P: np.ndarray, factors_P: np.ndarray, places: Sequence[int]) -> np.ndarray:
     """For each of the places the product of its square and its factor; zero for place P."""
     return np.append(squares_P * factors_P, 0.0)[list(places)]
 
@@ -71,7 +71,7 @@ def routing_counts(
     return RoutingCounts(tuple(layers), kept, requested, entropy * requested.sum(1))
 
 
-def of_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
+def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
     """The counts of some of the layers as those of all, with zeros for those of other ranks."""
     kept, requested = (np.zeros((len(layers), experts)) for _ in range(2))
     entropy_L = np.zeros(len(layers))
@@ -94,7 +94,7 @@ def router_rates(counts: RoutingCounts) -> np.ndarray:
     return np.stack([counts.drop_rate, counts.load_imbalance, counts.entropy])
 
 
-def move_bias(bias_E: Parameter, requested_E: np.ndarray, rate: float) -> None:
+def update_expert_bias(bias_E: Parameter, requested_E: np.ndarray, rate: float) -> None:
     """Adds `rate` for the experts with less than the mean load, and takes it from those with more."""
     step_E = np.sign(requested_E.mean() - requested_E) * rate
     bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))

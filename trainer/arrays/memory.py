@@ -75,11 +75,11 @@ def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
     def narrow(rows: slice, thread: int) -> None:
         operators().cast(weight_OI[rows], out_OI[rows])
 
-    host_threads().run(parts(slice(0, len(weight_OI)), max(1, _CAST // weight_OI.shape[1])), narrow)
+    host_threads().run(row_blocks(slice(0, len(weight_OI)), max(1, _CAST // weight_OI.shape[1])), narrow)
     return out_OI
 
 
-def on_host(tensor: Tensor, rounded_to=mstype.float32) -> np.ndarray:
+def host_array(tensor: Tensor, rounded_to=mstype.float32) -> np.ndarray:
     """The numbers of a tensor in float32, only to be read."""
     return cast(cast(tensor, rounded_to), mstype.float32).asnumpy()
 
@@ -90,7 +90,7 @@ def cast(tensor: Tensor, dtype) -> Tensor:
     return tensor.astype(dtype)
 
 
-def parts(rows: slice, most: int) -> Iterator[slice]:
+def row_blocks(rows: slice, most: int) -> Iterator[slice]:
     """Rows in portions that stay in a core's cache and keep all threads at work until the end."""
     for start in range(rows.start, rows.stop, most):
         yield slice(start, min(start + most, rows.stop))
@@ -102,9 +102,9 @@ def expert_rows(counts_E: np.ndarray) -> list[tuple[int, slice]]:
     return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
 
 
-def expert_parts(counts_E: np.ndarray, most: int) -> Iterator[tuple[int, slice]]:
+def expert_blocks(counts_E: np.ndarray, most: int) -> Iterator[tuple[int, slice]]:
     """Experts, and at most so many of their rows."""
-    return ((expert, part) for expert, rows in expert_rows(counts_E) for part in parts(rows, most))
+    return ((expert, part) for expert, rows in expert_rows(counts_E) for part in row_blocks(rows, most))
 
 
 def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
@@ -113,7 +113,7 @@ def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
     out[tokens == len(x)] = 0
 
 
-def add_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:
+def combine_expert_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:
     """out = the sum of each token's rows of y, weighted by the gates where there are some."""
     threads = host_threads()
     scratch = np.empty((threads.threads, MOST_MOVED, y.shape[1]), np.float32)
@@ -131,4 +131,4 @@ def add_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out
             if choice:
                 total += row
 
-    threads.run(parts(slice(0, len(out)), MOST_MOVED), add)
+    threads.run(row_blocks(slice(0, len(out)), MOST_MOVED), add)

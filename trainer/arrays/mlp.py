@@ -80,7 +80,7 @@ class CpuMlp:
         if call.save or dtype != np.float32:
             inner_nF = tile.take(width)
         swiglu(gate_nF, up_nF, inner_nF)
-        self.output.forward(call, x_ND, tile.narrowed(inner_nF, dtype), out_ND, tile)
+        self.output.forward(call, x_ND, tile.cast(inner_nF, dtype), out_ND, tile)
 
     def predict(self, call: SublayerCall, x_ND: np.ndarray, thread: int) -> np.ndarray:
         """Returns the residual stream after the sublayer for few tokens."""
@@ -112,7 +112,7 @@ class CpuMlp:
         dtype = gate_NF.dtype
         down = self.output.linear
         inner_NF = None
-        if call.gradients.wants(down.weight):
+        if call.gradients.needs(down.weight):
             inner_NF = empty(*gate_NF.shape, dtype=dtype)[1]
         grad = self.output.begin_backward(call, grad_ND, dtype)
         linears = self.gate, self.up
@@ -124,14 +124,14 @@ class CpuMlp:
             inner_nF = None
             if inner_NF is not None:
                 inner_nF = inner_NF[tile.rows]
-            elif call.gradients.wants(down.lora_a):
+            elif call.gradients.needs(down.lora_a):
                 inner_nF = tile.take(self.spec.width, dtype)
             grad_inner_nF = tile.take(self.spec.width)
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
             swiglu_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
             # From here on gate and up hold their gradients.
-            y_nD = self.input.input_again(call, x_ND, y_ND, tile, dtype, linears)
+            y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, linears)
             for linear, grad_nF in zip(linears, (gate_nF, up_nF), strict=True):
                 low_Rn = linear.backward(call, grad_nF, into_ND[tile.rows], tile, accumulate=linear is self.up)
                 linear.add_adapter_gradients(call, low_Rn, grad_nF, y_nD, tile)

@@ -54,14 +54,14 @@ class Linear:
             wide_nO = tile.take(out_nO.shape[1])
         tile.project(x_nI, weights[self.weight], wide_nO, accumulate)
         if self.adapter is not None:
-            low_Rn = self.through_lora_a(call, x_nI, tile)
+            low_Rn = self.apply_lora_a(call, x_nI, tile)
             operators().matmul(low_Rn.T, weights[self.lora_b].T, wide_nO, True)
         if bias_O is not None:
             wide_nO += bias_O
         if wide_nO is not out_nO:
             to_bfloat16_if_needed(wide_nO, out_nO)
 
-    def through_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
+    def apply_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns scale * A dropout(x)^T, [R, n], and keeps it for the gradient of B."""
         low_Rn = self._low_rank(call.weights[self.lora_a], self._dropped(call, x_nI, tile), tile)
         if self.lora_a in call.saved:
@@ -77,7 +77,7 @@ class Linear:
         return to_bfloat16_if_needed(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
 
     def _saved_low(self, call: SublayerCall) -> np.ndarray:
-        """Returns the numbers that `through_lora_a` keeps, [R, N]."""
+        """Returns the numbers that `apply_lora_a` keeps, [R, N]."""
         return call.saved[self.lora_a].reshape(self.adapter.rank, -1)
 
     def backward(
@@ -142,11 +142,11 @@ class Linear:
         of `backward`."""
         if self.adapter is None:
             return
-        if call.gradients.wants(self.lora_a):
+        if call.gradients.needs(self.lora_a):
             of_a_RI = np.empty((self.adapter.rank, x_nI.shape[1]), np.float32)
             operators().matmul(low_Rn, self._dropped(call, x_nI, tile), of_a_RI)
             call.gradients.add_tile(self.lora_a, tile, of_a_RI)
-        if call.gradients.wants(self.lora_b):
+        if call.gradients.needs(self.lora_b):
             of_b_RO = np.empty((self.adapter.rank, grad_nO.shape[1]), np.float32)
             operators().matmul(self._saved_low(call)[:, tile.rows], grad_nO, of_b_RO)
             call.gradients.add_tile(self.lora_b, tile, of_b_RO.T)
@@ -171,8 +171,8 @@ class Linear:
         if not self._drops(call):
             return x_nI
         dropped_nI = call.dropout.rows(self.name, tile.rows, x_nI.shape[1])
-        dropped_nI *= tile.widened(x_nI)
-        return tile.narrowed(dropped_nI, x_nI.dtype)
+        dropped_nI *= tile.to_float32(x_nI)
+        return tile.cast(dropped_nI, x_nI.dtype)
 
 
 def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> dict[str, np.ndarray]:
@@ -238,13 +238,13 @@ class NormedInput:
     def _normed(self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
         x_nD = x_ND[tile.rows]
         if self.norm is None:
-            return tile.narrowed(x_nD, dtype)
+            return tile.cast(x_nD, dtype)
         scale_n = self.norm.scales(x_nD)
         if "scale" in call.saved:
             call.saved["scale"][tile.rows, 0] = scale_n
         y_nD = tile.take(x_nD.shape[1])
         self.norm(x_nD, call.weights[self.norm_name], scale_n, y_nD)
-        return tile.narrowed(y_nD, dtype)
+        return tile.cast(y_nD, dtype)
 
     def begin_backward(
         self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, linears: Sequence[Linear]
@@ -258,15 +258,15 @@ class NormedInput:
             into_ND = out_ND
         else:
             into_ND = empty(*x_ND.shape)[1]
-        if self.tensor is None and not call.input_gradient and not call.gradients.wants(self.norm_name):
+        if self.tensor is None and not call.input_gradient and not call.gradients.needs(self.norm_name):
             into_ND = None
-        if not call.gradients.wants(*(linear.weight for linear in linears)):
+        if not call.gradients.needs(*(linear.weight for linear in linears)):
             return None, into_ND
         if self.norm is None and dtype == np.float32:
             return x_ND, into_ND
         return empty(*x_ND.shape, dtype=dtype)[1], into_ND
 
-    def input_again(
+    def recompute_input(
         self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile, dtype: type,
         linears: Sequence[Linear],
     ) -> np.ndarray | None:  # fmt: skip
@@ -274,7 +274,7 @@ class NormedInput:
         gradient of `linears` needs it."""
         if y_ND is not None:
             y_nD = y_ND[tile.rows]
-        elif call.gradients.wants(*(linear.lora_a for linear in linears)):
+        elif call.gradients.needs(*(linear.lora_a for linear in linears)):
             y_nD = tile.take(x_ND.shape[1], dtype)
         else:
             return None
@@ -355,7 +355,7 @@ class SublayerOutput:
         """Computes the rows of a tile from y, which is in the dtype of the products."""
         if not self._computes(call):
             if self.linear.adapter is not None and call.save:
-                self.linear.through_lora_a(call, y_nI, tile)
+                self.linear.apply_lora_a(call, y_nI, tile)
             return
         if self.tensor is not None:
             self.linear.forward(call, y_nI, call.working["partial"][tile.rows], tile, adds_bias=False)
@@ -399,7 +399,7 @@ class SublayerOutput:
         self, call: SublayerCall, x_nD: np.ndarray, added_nD: np.ndarray, out_nD: np.ndarray, tile: Tile
     ) -> None:
         if self.norm is not None:
-            added_nD = self.norm.normed(added_nD, call.weights[self.norm_name], tile)
+            added_nD = self.norm.apply(added_nD, call.weights[self.norm_name], tile)
         if self._drops(call):
             mask_nD = call.dropout.rows(self.site, tile.rows, added_nD.shape[1])
             mask_nD *= added_nD

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from trainer.arrays.memory import empty, host_threads, parts, store, to_bfloat16_if_needed, to_float32_if_needed
+from trainer.arrays.memory import empty, host_threads, row_blocks, store, to_bfloat16_if_needed, to_float32_if_needed
 from trainer.arrays.onednn import operators
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Scratch:
 
     def run(self, rows: int, compute: Callable[[Tile], None]) -> None:
         """Calls compute(tile) for tiles that cover so many rows, at the same time."""
-        host_threads().run(parts(slice(0, rows), ROWS), lambda part, thread: compute(self.tile(part, thread)))
+        host_threads().run(row_blocks(slice(0, rows), ROWS), lambda part, thread: compute(self.tile(part, thread)))
 
 
 class _ThreadMemory:
@@ -121,13 +121,13 @@ class Tile:
         else:
             operators().matmul(x_nI, weight_OI.T, out_nO, accumulate)
 
-    def narrowed(self, x_nI: np.ndarray, dtype: type) -> np.ndarray:
+    def cast(self, x_nI: np.ndarray, dtype: type) -> np.ndarray:
         """Returns the numbers of x in `dtype`: x itself where it has it already."""
         if x_nI.dtype == dtype:
             return x_nI
         return to_bfloat16_if_needed(x_nI, self.take(x_nI.shape[1], dtype))
 
-    def widened(self, x_nI: np.ndarray) -> np.ndarray:
+    def to_float32(self, x_nI: np.ndarray) -> np.ndarray:
         """Returns the numbers of x in float32: x itself where it is float32 already."""
         if x_nI.dtype == np.float32:
             return x_nI
@@ -174,19 +174,19 @@ class RmsNorm:
         np.multiply(x_nD, scale_n[:, None], out=out_nD)
         out_nD *= weight_D
 
-    def normed(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
+    def apply(self, x_nD: np.ndarray, weight_D: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns y for the rows of a tile, in the dtype of x."""
-        wide_nD = tile.widened(x_nD)
+        wide_nD = tile.to_float32(x_nD)
         y_nD = tile.take(x_nD.shape[1])
         self(wide_nD, weight_D, self.scales(wide_nD), y_nD)
-        return tile.narrowed(y_nD, x_nD.dtype)
+        return tile.cast(y_nD, x_nD.dtype)
 
     def backward(
         self, call: SublayerCall, name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile,
         scale_n: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         """Replaces `grad_nD`, of the rows of a tile, by the gradient of x, and adds that of the weight `name`."""
-        wide_nD = tile.widened(x_nD)
+        wide_nD = tile.to_float32(x_nD)
         if scale_n is None:
             scale_n = self.scales(wide_nD)
         work_nD = tile.take(x_nD.shape[1])
@@ -240,25 +240,25 @@ class WeightGradients:
 
     def __init__(self, trained: Iterable[str]) -> None:
         self.trained = frozenset(trained)
-        self.found: Gradients = {}
+        self.tensors: Gradients = {}
         self.products: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self.tiles: dict[str, dict[int, np.ndarray]] = {}
 
-    def wants(self, *names: str) -> bool:
+    def needs(self, *names: str) -> bool:
         """Whether one of these weights is trained."""
         return not self.trained.isdisjoint(names)
 
     def add(self, name: str, grad_NO: np.ndarray, x_NI: np.ndarray) -> None:
         """Adds the matrix `name`, of which `x_NI` is what it multiplied and `grad_NO` the gradient of the result."""
         if name in self.trained:
-            self.found[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
+            self.tensors[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
             most = max(_FEWEST_ROWS, min(ROWS, _PRODUCT // x_NI.size))
-            self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in parts(slice(0, len(array)), most)]
+            self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in row_blocks(slice(0, len(array)), most)]
 
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
         """Adds the bias `name`, whose gradient is the sum of the rows."""
         if name in self.trained:
-            self.found[name], array = empty(grad_NO.shape[1])
+            self.tensors[name], array = empty(grad_NO.shape[1])
             if grad_NO.dtype == np.float32:
                 wide = grad_NO
             else:
@@ -274,7 +274,7 @@ class WeightGradients:
     def compute(self) -> Gradients:
         """Returns all gradients, of the trained weights alone."""
         for name, by_row in self.tiles.items():
-            self.found[name], array = empty(*next(iter(by_row.values())).shape)
+            self.tensors[name], array = empty(*next(iter(by_row.values())).shape)
             np.sum([by_row[first] for first in sorted(by_row)], 0, out=array)
 
         def multiply(product: tuple[np.ndarray, np.ndarray, np.ndarray], thread: int) -> None:
@@ -283,7 +283,7 @@ class WeightGradients:
 
         # The largest first: at the end no thread waits long for another one.
         host_threads().run(sorted(self.products, key=lambda product: -product[2].size), multiply)
-        return self.found
+        return self.tensors
 
 
 def swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
@@ -303,7 +303,7 @@ def swiglu_gradient(
     run = operators()
     width = gate_nF.shape[1]
     silu_nF = tile.take(width)
-    wide_gate_nF = tile.widened(gate_nF)
+    wide_gate_nF = tile.to_float32(gate_nF)
     run.silu(wide_gate_nF, silu_nF)
     if inner_nF is not None:
         if inner_nF.dtype == np.float32:

@@ -22,7 +22,7 @@ from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, run_part
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
-from trainer.arrays.memory import host_threads, on_host, parts
+from trainer.arrays.memory import host_array, host_threads, row_blocks
 from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import TokenSharingGroup
 from trainer.arrays.moe.router import RouterLabels
@@ -51,7 +51,7 @@ from trainer.parallel.sharding import shard_range
 if TYPE_CHECKING:
     from mindspore import Parameter
 
-    from trainer.arrays.cells import ShardSpec
+    from trainer.arrays.cells import DecoderPart
     from trainer.config import ModelConfig
     from trainer.models.compute_weights import ModelParams
     from trainer.models.dropout import DropoutShards
@@ -220,12 +220,12 @@ class ArrayParts:
             elif name == "mlp":
                 x_ND = run_part(self.mlp_of(spec.mlp), weights, (x_ND,), (), save, dropout)
             else:
-                part: ShardSpec = self.attention_of(spec.attention)
+                part: DecoderPart = self.attention_of(spec.attention)
                 if name == "block":
                     part = BlockPart(part, self.mlp_of(spec.mlp))
                 arguments: tuple = (x_ND,), (call.inputs.positions,)
                 if number == self.first_reached < self.spec.num_layers:  # nothing before it is trained
-                    arguments = (), (on_host(x_ND), call.inputs.positions)
+                    arguments = (), (host_array(x_ND), call.inputs.positions)
                 x_ND = run_part(part, weights, *arguments, save, dropout)
         return x_ND, aux_loss, z_loss
 
@@ -238,12 +238,12 @@ class ArrayParts:
             labels = call.inputs.mtp[number - 1]
         else:
             labels = call.inputs
-        arrays = labels.labels_N.asnumpy(), on_host(labels.valid_N1)
+        arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1)
         return run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
 
     def logits(self, x_ND: Tensor) -> Tensor:
         """Returns the logits of a residual stream after the last layer, [N, V], of all ranks."""
-        return Tensor.from_numpy(self._logits(SublayerCall(self.heads[0].arrays()), on_host(x_ND)))
+        return Tensor.from_numpy(self._logits(SublayerCall(self.heads[0].arrays()), host_array(x_ND)))
 
     def _logits(self, call: SublayerCall, x_ND: np.ndarray) -> np.ndarray:
         local_NV = self.head.logits(call, x_ND)
@@ -327,10 +327,10 @@ class ArrayParts:
         def run(part: slice, thread: int) -> None:
             tokens = slice(part.start * width, part.stop * width)
             masks = [mask if mask is None else mask[part] for mask in call.masks]
-            of_part = PredictionCall(call.tables[tokens], masks, call.cache.part(part))
+            of_part = PredictionCall(call.tables[tokens], masks, call.cache.select(part))
             out_ND[tokens] = self._predict_layers(layers, x_ND[tokens], of_part, thread)
 
-        threads.run(parts(slice(0, rows), -(-rows // threads.threads)), run)
+        threads.run(row_blocks(slice(0, rows), -(-rows // threads.threads)), run)
         return out_ND
 
     def _predict_layers(
@@ -405,7 +405,7 @@ class _Experts:
         valid_N1 = weights.valid_N1.asnumpy()
         shared = None
         if self.token_ranks is not None:
-            shared = self.token_ranks.of(len(tokens_B1), len(valid_N1))
+            shared = self.token_ranks.shared_tokens(len(tokens_B1), len(valid_N1))
         shares = None
         if statistics.load is not None:
             shares = statistics.load.of_layer(layer)

@@ -78,20 +78,20 @@ class AttentionLayer(nn.Cell):
         self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
-        y_ND = self.entered(x_ND, weights)
+        y_ND = self.attention_input(x_ND, weights)
         q_NC, k_NK, v_NK = self.project_qkv(y_ND, query_tables, key_tables, weights)
-        return self.added(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
+        return self.project_output(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
 
-    def added(self, context_NC, weights):
+    def project_output(self, context_NC, weights):
         """The output projection of what the heads attend to, with a norm after it where the model has one: [N, D]."""
         out_ND = self.out(context_NC, weights)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
     def project(self, x_ND, query_tables, key_tables, weights):
         """Rotated queries and keys, and values."""
-        return self.project_qkv(self.entered(x_ND, weights), query_tables, key_tables, weights)
+        return self.project_qkv(self.attention_input(x_ND, weights), query_tables, key_tables, weights)
 
-    def entered(self, x_ND, weights):
+    def attention_input(self, x_ND, weights):
         """What the heads are made from: the normed residual stream."""
         y_ND = self.norm(x_ND, weights[self.norm_weight])
         return y_ND if self.enter is None else self.enter(y_ND)
@@ -106,13 +106,13 @@ class AttentionLayer(nn.Cell):
         q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
         return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK
 
-    def over_cache(self, attend, q_NC, cached, mask, weights):
+    def attend_over_cache(self, attend, q_NC, cached, mask, weights):
         """The same over cached keys and values [B, S, K], for prediction; `attend` is `cached_attention`."""
         rows = cached[0].shape[0]
         heads = self.heads
         kv_heads = self.cache_heads
         out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
-        return self.added(out_BQC.reshape(q_NC.shape), weights)
+        return self.project_output(out_BQC.reshape(q_NC.shape), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """As `Block.shard_over`."""

@@ -122,12 +122,12 @@ class CellParts:
         of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
         frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
         if self.kernels.piecewise_loss is None:
-            return Differentiable(self.head, compiled).stopped_at(tuple(sorted(frozen)))
+            return Differentiable(self.head, compiled).stop_gradients_at(tuple(sorted(frozen)))
         compiles = partial(compile_cell, compiled=compiled)
         loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, part=part)
         # The same without the head's weight, the labels and what they count.
         argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
-        normed = Differentiable(self.head.normed, compiled).stopped_at(argnums)
+        normed = Differentiable(self.head.normed, compiled).stop_gradients_at(argnums)
 
         def head_loss(x_ND, norm_E, weight_VE, labels_N, valid_N1, *mapping):
             return loss(normed(x_ND, norm_E, *mapping), weight_VE, labels_N, valid_N1)
@@ -307,7 +307,7 @@ class CellParts:
             q_NC, *new = attention.project(x_ND, call.tables[0:2], call.tables[2:4], weights)
             cached = call.cache.update(layer, new)
             mask = call.masks[self.settings.has_window(layer)]
-            x_ND = x_ND + attention.over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
+            x_ND = x_ND + attention.attend_over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
             experts = self.layers[layer].get("experts")
             if experts is None:
                 x_ND = x_ND + self.block.mlp(x_ND, weights)

@@ -57,7 +57,7 @@ class ImageInputBuilder:
         return pixels_BP.astype(np.float32), targets_BC.astype(np.float32)
 
 
-class Layers(nn.Cell):
+class FullyConnected(nn.Cell):
     """(x_BP, weight_OI, bias_O, weight_OI, bias_O, ...) -> logits_BC."""
 
     def __init__(self, settings: ClassifierConfig, kernels: KernelSet) -> None:
@@ -87,7 +87,7 @@ class ImageLoss(nn.Cell):
         return -(self.log_softmax(logits_BC) * targets_BC).sum()
 
 
-class Hits(nn.Cell):
+class CorrectLabels(nn.Cell):
     """(logits_BC, targets_BC) -> how many images have their largest logit at their label."""
 
     def __init__(self) -> None:
@@ -125,9 +125,9 @@ class Classifier(nn.Cell):
         self.compute_weights = ModelParams(self.parameters_by_name, kernels.compute_dtype, specs)
         self.ordered = [self.parameters_by_name[name] for pair in classifier_names(settings) for name in pair]
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
-        self.layers = Layers(settings, kernels)
-        self.run_layers = Differentiable(self.layers, compiled).stopped_at(argnums)
-        self.loss, self.hits = (compile_cell(cell, compiled) for cell in (ImageLoss(), Hits()))
+        self.layers = FullyConnected(settings, kernels)
+        self.run_layers = Differentiable(self.layers, compiled).stop_gradients_at(argnums)
+        self.loss, self.hits = (compile_cell(cell, compiled) for cell in (ImageLoss(), CorrectLabels()))
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:

@@ -117,7 +117,7 @@ class ModelParams:
         return [self.get(name) for name in names]
 
 
-def in_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
+def cast_to_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of `ModelParams.grad_targets` in the dtype of the parameters."""
     return [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
 

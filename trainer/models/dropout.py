@@ -65,7 +65,7 @@ class DropoutShards:
     def rows(self, inputs: ModelInputs) -> MaskShard | None:
         """The part of a mask of the residual stream."""
         if self.tensor is None or not self.tensor.shares_rows:
-            return self.whole_rows(inputs)
+            return self.replicated_rows(inputs)
         own = self.tensor.rows(inputs.ids_N.shape[0])
         if inputs.rows is None:
             rows = own
@@ -77,7 +77,7 @@ class DropoutShards:
         """The part of a mask of what is cut by columns; `width` is that of the whole."""
         return self._part(inputs, slice(None) if self.tensor is None else self.tensor.columns(width), self.rank)
 
-    def whole_rows(self, inputs: ModelInputs) -> MaskShard | None:
+    def replicated_rows(self, inputs: ModelInputs) -> MaskShard | None:
         """The part of a mask of what each tensor-parallel rank has whole."""
         return self._part(inputs, slice(None), 0)
 
@@ -89,14 +89,14 @@ class DropoutShards:
     def _number(self, tensor_rank: int) -> int:
         return self.sequence.rank * self.ranks + tensor_rank
 
-    def of_adapter(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskShard | None]:
+    def adapter_mask(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskShard | None]:
         """Returns the columns of the mask of what enters an adapted matrix, of which the rank has `width`, and the part
         of it that the rank draws."""
         if name.endswith(("o_proj", "down_proj")):
             return width * self.ranks, self.columns(inputs, width * self.ranks)
         if name.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
             return width, self.rows(inputs)
-        return width, self.whole_rows(inputs)
+        return width, self.replicated_rows(inputs)
 
     def layer_dropout(
         self, spec: LayerSpec, layer: int, key: DropoutKey | None, inputs: ModelInputs
@@ -114,7 +114,7 @@ class DropoutShards:
             sites[name] = _site(numbers[name], spec.attention.output_dropout, spec.attention.hidden, stream)
         widths = {parameter.name: parameter.shape[1] for parameter in spec.parameters if len(parameter.shape) == 2}
         for name, adapter in adapters.items():
-            width, part = self.of_adapter(name, inputs, widths[f"{name}.weight"])
+            width, part = self.adapter_mask(name, inputs, widths[f"{name}.weight"])
             sites[name] = _site(numbers[name], adapter.dropout, width, part)
         return LayerDropout(key, sites, (numbers["probabilities"], spec.attention.dropout), self.heads)
 
@@ -156,7 +156,7 @@ class AdapterMasks:
             if name not in targets:
                 found.append(None)
                 continue
-            width, part = self.shards.of_adapter(name, inputs, self.shapes[f"{name}.weight"][1])
+            width, part = self.shards.adapter_mask(name, inputs, self.shapes[f"{name}.weight"][1])
             shape = self.shards.tokens(inputs), width
             found.append(self.draw(key, sites[name], shape, rate, part))
         return found

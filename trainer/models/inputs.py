@@ -174,7 +174,7 @@ class InputBuilder:
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.on_arrays = kernels.host_layers
         self.rotary = Rotary(attention)
-        self._plain: tuple[tuple[int, int], Positions] | None = None
+        self._cached_positions: tuple[tuple[int, int], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
@@ -225,8 +225,8 @@ class InputBuilder:
     def _positions(self, batch: Batch) -> Positions:
         length = batch.input_ids.shape[1]
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
-        if single and self._plain is not None and self._plain[0] == batch.input_ids.shape:
-            return self._plain[1]
+        if single and self._cached_positions is not None and self._cached_positions[0] == batch.input_ids.shape:
+            return self._cached_positions[1]
         positions_N = self.part.of(batch.positions).reshape(-1)
         window = self.settings.sliding_window
         if self.on_arrays:
@@ -242,7 +242,7 @@ class InputBuilder:
         else:
             found = self.tables(positions_N), mask, window_mask, None
         if single:
-            self._plain = batch.input_ids.shape, found
+            self._cached_positions = batch.input_ids.shape, found
         return found
 
 

@@ -96,7 +96,7 @@ class LatentAttentionLayer(nn.Cell):
 
     def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
         q_NC, latent_NL, key_NR = self.project(x_ND, query_tables, key_tables, weights)
-        k_NC, v_NV = self.expand(latent_NL, key_NR, weights)
+        k_NC, v_NV = self.expand_kv(latent_NL, key_NR, weights)
         return self.out(self.attention(q_NC, k_NC, v_NV, masks[0], masks[1], dropout), weights)
 
     def project(self, x_ND, query_tables, key_tables, weights):
@@ -116,12 +116,12 @@ class LatentAttentionLayer(nn.Cell):
         q_NC = self.join_query(plain, self.query_rotary(turned, query_tables[0], query_tables[1]))
         return q_NC, latent_NL, self.key_rotary(key_NR, key_tables[0], key_tables[1])
 
-    def expand(self, latent_NL, key_NR, weights):
+    def expand_kv(self, latent_NL, key_NR, weights):
         """Keys [N, C] and values [N, V] of all heads."""
         plain, v_NV = self.cut_key_value(self.key_value(latent_NL, weights))
         return self.join_key(plain, key_NR), v_NV
 
-    def over_cache(self, attend, q_NC, cached, mask, weights):
+    def attend_over_cache(self, attend, q_NC, cached, mask, weights):
         """The same over the cached vectors [B, S, L] and keys [B, S, R], for prediction.
 
         `attend` is `cached_attention`. q_NC has the new tokens of all sequences.

@@ -275,13 +275,13 @@ class MoeLayer(nn.Cell):
             bias_E = None if self.bias is None else weights[self.bias]
             routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
-        load = self.shares_of(routing[4], shares) if self.losses_of_step else routing[0]
+        load = self.load_shares(routing[4], shares) if self.losses_of_step else routing[0]
         aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
         added_ND = added_ND if dropped is None else self.drop(added_ND, dropped)
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
 
-    def shares_of(self, requested_E, shares):
+    def load_shares(self, requested_E, shares):
         """The experts' parts of the assignments, [1, E]."""
         if shares is not None:
             share_E = shares(requested_E)
@@ -293,15 +293,15 @@ class MoeLayer(nn.Cell):
     def experts(self, y_ND, gates_Nk, routing, weights):
         """What routed and shared experts add to the residual stream, from its rows for these experts."""
         if self.dispatch is None:
-            added_ND = self.routed(y_ND, gates_Nk, routing, weights)
+            added_ND = self.routed_experts(y_ND, gates_Nk, routing, weights)
         else:
-            run = partial(self.routed, weights=weights)
+            run = partial(self.routed_experts, weights=weights)
             added_ND = self.dispatch(y_ND, gates_Nk, routing, run)
         if self.has_shared:
             added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
         return added_ND if self.join is None else self.join(added_ND)
 
-    def routed(self, y_ND, gates_Nk, routing, weights):
+    def routed_experts(self, y_ND, gates_Nk, routing, weights):
         """The sum of each token's experts, all of which are here, weighted by their gates."""
         gate_EFD = weights[self.first]
         up_EFD = weights[self.first + 1]

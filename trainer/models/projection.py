@@ -71,14 +71,14 @@ class Projection(nn.Cell):
             y_NO = self.linear(x_NI, weights[self.weight])
         else:
             y_NO = self.linear(x_NI, weights[self.weight], bias_O)
-        y_NO = self.adapted(x_NI, y_NO, weights)
+        y_NO = self.add_adapter(x_NI, y_NO, weights)
         if self.leaves:
             y_NO = self.leave(y_NO, ops.stop_gradient(x_NI))
             if bias_O is not None:
                 y_NO = self.add_bias(y_NO, self.cast(bias_O, y_NO.dtype))
         return y_NO
 
-    def adapted(self, x_NI, y_NO, weights):
+    def add_adapter(self, x_NI, y_NO, weights):
         """y with what the adapter adds."""
         if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
             return y_NO

@@ -41,7 +41,7 @@ class Differentiable:
         self.plain = compile_cell(cell, compiled)
         self._forms: dict[tuple[type[nn.Cell], tuple[int, ...]], Callable] = {}
 
-    def stopped_at(self, argnums: tuple[int, ...]) -> Callable:
+    def stop_gradients_at(self, argnums: tuple[int, ...]) -> Callable:
         """The function without gradients of the arguments `argnums`, counted after x_ND.
 
         Without compilation this is the function itself: then no gradients are computed but those asked for, and a
@@ -51,7 +51,7 @@ class Differentiable:
             return self.plain
         return self._form(_Stopped, argnums)
 
-    def gradients_at(self, argnums: tuple[int, ...]) -> Callable:
+    def gradients_of(self, argnums: tuple[int, ...]) -> Callable:
         """(x_ND, *arguments, gradient of the result) -> gradients of x_ND and of the arguments `argnums`.
 
         The arguments `argnums` come first.
@@ -107,7 +107,7 @@ class LayerFunction:
             trained = [view for view, weight in zip(views, self.weights, strict=True) if _is_trained(weight)]
             return RecomputedCall(self, views, constants)(x_ND, *trained)
         before, after = constants()
-        run = self.function.stopped_at(self.argnums(len(before), trained=False))
+        run = self.function.stop_gradients_at(self.argnums(len(before), trained=False))
         return run(x_ND, *before, *views, *after)
 
     def argnums(self, before: int, trained: bool) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ class RecomputedCall(nn.Cell):
         arguments = [*before, *self.views, *after]
         others = [argument for argnum, argument in enumerate(arguments) if argnum not in argnums]
         trained = [arguments[argnum] for argnum in argnums]
-        return self.part.function.gradients_at(argnums)(x_ND, *trained, *others, grad_ND)
+        return self.part.function.gradients_of(argnums)(x_ND, *trained, *others, grad_ND)
 
 
 class _Stopped(nn.Cell):

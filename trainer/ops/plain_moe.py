@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Tensor, nn
 
-from trainer.arrays.memory import cast, expert_rows, on_host
+from trainer.arrays.memory import cast, expert_rows, host_array
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
 
 
@@ -26,8 +26,8 @@ class Route(nn.Cell):
     def construct(
         self, scores_NE: Tensor, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
     ) -> Routing:
-        bias = None if bias_E is None else on_host(bias_E)
-        return Routing(*map(Tensor.from_numpy, route(self.rule, on_host(scores_NE), bias, capacity, drop_policy)))
+        bias = None if bias_E is None else host_array(bias_E)
+        return Routing(*map(Tensor.from_numpy, route(self.rule, host_array(scores_NE), bias, capacity, drop_policy)))
 
 
 class GroupedMatmul(nn.Cell):
@@ -42,17 +42,17 @@ class GroupedMatmul(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, x_RI, weight_EOI, counts_E):
-        x = on_host(x_RI)
-        weight = on_host(weight_EOI, x_RI.dtype)
+        x = host_array(x_RI)
+        weight = host_array(weight_EOI, x_RI.dtype)
         y = np.zeros((len(x), weight.shape[1]), np.float32)
         for expert, rows in expert_rows(counts_E.asnumpy()):
             y[rows] = x[rows] @ weight[expert].T
         return cast(Tensor.from_numpy(y), x_RI.dtype)
 
     def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
-        x = on_host(x_RI)
-        weight = on_host(weight_EOI, x_RI.dtype)
-        grad = on_host(grad_RO)
+        x = host_array(x_RI)
+        weight = host_array(weight_EOI, x_RI.dtype)
+        grad = host_array(grad_RO)
         grad_x = np.zeros(x.shape, np.float32)
         grad_weight = np.zeros(weight.shape, np.float32)
         for expert, rows in expert_rows(counts_E.asnumpy()):
@@ -68,10 +68,10 @@ class Permute(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, x_ND, token_R, row_Nk):
-        return cast(Tensor.from_numpy(_rows_of_tokens(on_host(x_ND), token_R.asnumpy())), x_ND.dtype)
+        return cast(Tensor.from_numpy(_rows_of_tokens(host_array(x_ND), token_R.asnumpy())), x_ND.dtype)
 
     def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
-        grad_x = on_host(grad_RD)[row_Nk.asnumpy()].sum(1)
+        grad_x = host_array(grad_RD)[row_Nk.asnumpy()].sum(1)
         return cast(Tensor.from_numpy(grad_x), x_ND.dtype), None, None
 
 
@@ -82,15 +82,15 @@ class Unpermute(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, y_RD, gates_Nk, token_R, row_Nk):
-        sums = (on_host(y_RD)[row_Nk.asnumpy()] * on_host(gates_Nk)[..., None]).sum(1)
+        sums = (host_array(y_RD)[row_Nk.asnumpy()] * host_array(gates_Nk)[..., None]).sum(1)
         return cast(Tensor.from_numpy(sums), y_RD.dtype)
 
     def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
-        y = on_host(y_RD)
+        y = host_array(y_RD)
         row = row_Nk.asnumpy()
         gate_R = np.zeros(len(y), np.float32)
-        gate_R[row] = on_host(gates_Nk)
-        grad_y = _rows_of_tokens(on_host(grad_ND), token_R.asnumpy())
+        gate_R[row] = host_array(gates_Nk)
+        grad_y = _rows_of_tokens(host_array(grad_ND), token_R.asnumpy())
         grad_gates = np.einsum("rd,rd->r", y, grad_y)[row]
         grad_y *= gate_R[:, None]
         return (

@@ -290,7 +290,7 @@ def _sum_over_tensor(sizes: _Sizes, what: str, numbers: int, times: int) -> _Cal
 
 def _tensor_calls(layer: LayerSpec, sizes: _Sizes, passes: _Passes) -> Iterator[_Call]:
     """A rank enters before the first matrices of a sublayer and leaves after the last one."""
-    sublayers = [("attention", layer.attention.entered, layer.attention.post_norm)]
+    sublayers = [("attention", layer.attention.gathered_width, layer.attention.post_norm)]
     if isinstance(layer.mlp, MlpSpec):
         sublayers.append(("mlp", layer.mlp.hidden, layer.mlp.post_norm))
     for sublayer, width, has_norm in sublayers:

@@ -127,7 +127,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     ):
         measure(owner, forward, name, direction=FORWARD)
         measure(owner, backward, name, direction=BACKWARD)
-    for attribute in ("forward", "through_lora_a", "backward"):
+    for attribute in ("forward", "apply_lora_a", "backward"):
         measure(sublayer.Linear, attribute, linear_name, calls=0)
     measure(sublayer.Linear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
     operators = type(onednn.operators())

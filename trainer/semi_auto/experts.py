@@ -511,7 +511,7 @@ class GraphRouters:
         """As `Decoder.update_expert_bias`."""
         for layer, bias_E in self.biases.items():
             requested_E = counts.requested[self.layers.index(layer)]
-            device_measures().move_bias(bias_E, requested_E, self.moe.topk_bias_update_rate)
+            device_measures().update_expert_bias(bias_E, requested_E, self.moe.topk_bias_update_rate)
 
     def clear(self) -> None:
         """Before the next step."""

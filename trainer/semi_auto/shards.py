@@ -182,7 +182,7 @@ class ShardedParameters:
         place = {name: number for number, name in enumerate(names)}
         copies = np.array([self.copies[name] for name in names], np.float32)
         places = [place.get(name, len(names)) for name in self.trained]  # the last number: zero
-        return device_measures().spread(squares_P, 1 / copies, places)
+        return device_measures().scatter_squares(squares_P, 1 / copies, places)
 
 
 def _set(parameter: Parameter, part: np.ndarray) -> None:

@@ -197,7 +197,7 @@ class GraphStep:
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
         if self.reports_loss:
-            own_loss = [device_measures().keep(loss), 1.0]
+            own_loss = [device_measures().keep_scalar(loss), 1.0]
         else:
             own_loss = [0.0, 0.0]
         squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))

@@ -186,7 +186,7 @@ class MicroBatchTotals:
 
     def add(self, part: MicroBatch) -> None:
         """A part of a pipeline gives the losses that it computes; None for the token losses of another one."""
-        keep = device_measures().keep
+        keep = device_measures().keep_scalar
         if part.loss_sum is not None:
             self.losses.append(keep(part.loss_sum))
         for name, (value, weight) in part.other_sums.items():
@@ -212,9 +212,9 @@ def _window(
     measures = device_measures()
     others = results.others
     routing = results.routing
-    sums = {name: measures.add_up([value for value, _ in pairs]) for name, pairs in others.items()}
+    sums = {name: measures.sum_scalars([value for value, _ in pairs]) for name, pairs in others.items()}
     if results.losses:
-        sums[_LOSS] = measures.add_up(results.losses)
+        sums[_LOSS] = measures.sum_scalars(results.losses)
     else:
         sums[_LOSS] = 0.0
     if others:
@@ -230,7 +230,7 @@ def _window(
     else:
         squares = measures.squares(reduced.gradients)
     if squares is not None and norm_share is not None:
-        sums[_SQUARES] = measures.spread(squares, norm_share.factors, norm_share.places)
+        sums[_SQUARES] = measures.scatter_squares(squares, norm_share.factors, norm_share.places)
     sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
     squares = sums.pop(_SQUARES, squares)
     to_read = {_TOTALS: totals}

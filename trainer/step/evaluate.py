@@ -59,11 +59,11 @@ def evaluate(
             sums = model(build_inputs(batch))
             if not communicator.reports_losses:
                 continue
-            losses.append(measures.keep(sums.tokens))
+            losses.append(measures.keep_scalar(sums.tokens))
             if sums.correct is not None:
-                hits.append(measures.keep(sums.correct))
+                hits.append(measures.keep_scalar(sums.correct))
             tokens += count if communicator.counts_tokens else 0
-    loss_sum, own_hits = read_together([measures.add_up(each) if each else 0.0 for each in (losses, hits)])
+    loss_sum, own_hits = read_together([measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)])
     counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
     ranks = 1
     if computes_together:

@@ -21,7 +21,7 @@ import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
 
 from trainer.data.batches.batch import Batch
-from trainer.models.compute_weights import in_float32
+from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, RouterStatistics, mtp_labels
 from trainer.ops.dropout import DropoutKey
@@ -208,7 +208,7 @@ class TrainStep:
         self.call = None
         self.sums = None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
-            gradients = in_float32(gradients)
+            gradients = cast_to_float32(gradients)
         gives = self.communicator.reports_losses
         others = self.other_sums(batch, sums, gives)
         return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
@@ -233,7 +233,7 @@ class TrainStep:
             others = self.other_sums(batches[place], sums, gives)
             routing = None
             if is_last and settings.moe_layers:  # the routers of all chunks have decided
-                routing = device_measures().of_all_layers(
+                routing = device_measures().pad_to_all_layers(
                     call.statistics.counts(), settings.moe_layers, settings.experts.expert_num
                 )
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
@@ -241,7 +241,7 @@ class TrainStep:
         names = list(self.optimizer.parameters)
         gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, names, self.reducer.kept)
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
-            gradients = in_float32(gradients)
+            gradients = cast_to_float32(gradients)
         return gradients, waited
 
     def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:

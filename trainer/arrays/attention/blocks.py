@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.arrays.memory import parts, to_bfloat16_if_needed
+from trainer.arrays.memory import row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class BlockAttention:
         """Yields key/value heads, so many at once (and at most `most`) that the scores of any of the blocks stay in the
         cache."""
         scores = max((_scores_of(block) for block in blocks), default=1)
-        return parts(slice(0, self.kv_heads), min(max(1, _SCORES // (2 * scores)), most))
+        return row_blocks(slice(0, self.kv_heads), min(max(1, _SCORES // (2 * scores)), most))
 
     def _score_buffers(
         self, block: QueryBlock, heads: slice, dtype: type, tile: Tile, number: int

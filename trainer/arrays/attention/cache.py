@@ -40,7 +40,7 @@ class KVCache:
         self.positions_BQ = positions_BQ
         self.cached = cached
 
-    def part(self, rows: slice) -> KVCache:
+    def select(self, rows: slice) -> KVCache:
         """Returns the cache of some of the sequences, where it is placed."""
         found = copy.copy(self)
         found.positions_BQ = self.positions_BQ[rows]

@@ -98,7 +98,7 @@ class LatentProjections:
         scale_n = self.norm.scales(x_nD)
         wide_nD = tile.take(x_nD.shape[1])
         self.norm(x_nD, call.weights[INPUT_NORM], scale_n, wide_nD)
-        y_nD = tile.narrowed(wide_nD, dtype)
+        y_nD = tile.cast(wide_nD, dtype)
         if call.save:
             call.saved["scale"][tile.rows, 0] = scale_n
         queries_from = y_nD
@@ -108,14 +108,14 @@ class LatentProjections:
             else:
                 plain_nQ = tile.take(self.query_width, dtype)
             self.query_down.forward(call, y_nD, plain_nQ, tile)
-            queries_from = self.query_norm.normed(plain_nQ, call.weights[_QUERY_NORM], tile)
+            queries_from = self.query_norm.apply(plain_nQ, call.weights[_QUERY_NORM], tile)
         down = tile.take(self.rank + self.rope_size, dtype)
         self.down.forward(call, y_nD, down, tile)
         plain_nL = tile.take(self.rank, dtype)
         if call.save:
             plain_nL = call.saved["latent"][tile.rows]
         plain_nL[...] = down[:, : self.rank]
-        latent_nL = self.latent_norm.normed(plain_nL, call.weights[_LATENT_NORM], tile)
+        latent_nL = self.latent_norm.apply(plain_nL, call.weights[_LATENT_NORM], tile)
         return queries_from, latent_nL, down[:, self.rank :]
 
     def _gather(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> np.ndarray:
@@ -146,7 +146,7 @@ class LatentProjections:
         rotation_n1h = rotation_N1h[tile.rows]
         q_nC = q_NC[tile.rows]
         to_bfloat16_if_needed(self._queries(call, queries_from, rotation_n1h, q_nC, tile), q_nC)
-        key_nR = tile.narrowed(self._rotated_key(key_nR, rotation_n1h, tile), q_nC.dtype)
+        key_nR = tile.cast(self._rotated_key(key_nR, rotation_n1h, tile), q_nC.dtype)
         both = tile.take(self.heads * (self.nope_size + self.value_size), q_nC.dtype)
         self.key_value.forward(call, latent_nL, both, tile)
         both = self._by_head(both)
@@ -171,7 +171,7 @@ class LatentProjections:
     def _rotated_key(self, key_nR: np.ndarray, rotation_n1h: np.ndarray, tile: Tile) -> np.ndarray:
         """Returns the rotated key that all heads share, float32."""
         wide_nR = tile.take(self.rope_size)
-        wide_nR[...] = tile.widened(np.ascontiguousarray(key_nR))
+        wide_nR[...] = tile.to_float32(np.ascontiguousarray(key_nR))
         self.rotary.apply(wide_nR[:, None], rotation_n1h)
         return wide_nR
 
@@ -213,10 +213,10 @@ class LatentProjections:
         if self.tensor is None:
 
             def compute(tile: Tile) -> None:
-                latents = pass_.inputs_again(tile)
+                latents = pass_.recompute_inputs(tile)
                 grad_nG = tile.take(self.query_width + self.rank + self.rope_size)
-                pass_.through_heads(positions, grads, latents[:2], grad_nG, tile)
-                pass_.through_latents(grad_nG, latents[2], grad_ND, out_ND, tile)
+                pass_.backward_heads(positions, grads, latents[:2], grad_nG, tile)
+                pass_.backward_latents(grad_nG, latents[2], grad_ND, out_ND, tile)
 
             self.scratch.run(len(x_ND), compute)
         else:
@@ -225,14 +225,14 @@ class LatentProjections:
 
             def of_heads(tile: Tile) -> None:
                 if gathered_NG is None:
-                    latents = pass_.inputs_again(tile)
+                    latents = pass_.recompute_inputs(tile)
                 else:
                     latents = self._split(gathered_NG[tile.rows])
-                pass_.through_heads(positions, grads, latents[:2], grad_NG[tile.rows], tile)
+                pass_.backward_heads(positions, grads, latents[:2], grad_NG[tile.rows], tile)
 
             def of_latents(tile: Tile) -> None:
-                latents = pass_.inputs_again(tile)
-                pass_.through_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
+                latents = pass_.recompute_inputs(tile)
+                pass_.backward_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
 
             self.scratch.run(len(grad_NG), of_heads)
             sums_nG = self.tensor.collect(grad_NG)
@@ -264,7 +264,7 @@ class _LatentBackward:
         if of.query_norm is not None:
             self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
 
-    def inputs_again(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def recompute_inputs(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns for a tile of the residual stream what queries were made from, the normed latent vector and the
         normed residual stream, once more."""
         of = self.of
@@ -279,11 +279,11 @@ class _LatentBackward:
         queries_from = y_nD
         if of.query_norm is not None:
             plain_nQ = call.saved["query_latent"][tile.rows]
-            queries_from = of.query_norm.normed(plain_nQ, call.weights[_QUERY_NORM], tile)
-        latent_nL = of.latent_norm.normed(call.saved["latent"][tile.rows], call.weights[_LATENT_NORM], tile)
+            queries_from = of.query_norm.apply(plain_nQ, call.weights[_QUERY_NORM], tile)
+        latent_nL = of.latent_norm.apply(call.saved["latent"][tile.rows], call.weights[_LATENT_NORM], tile)
         return queries_from, latent_nL, y_nD
 
-    def through_heads(
+    def backward_heads(
         self, positions: TokenPositions, grads: Sequence[np.ndarray], latents: Sequence[np.ndarray],
         grad_nG: np.ndarray, tile: Tile,
     ) -> None:  # fmt: skip
@@ -316,7 +316,7 @@ class _LatentBackward:
         of.rotary.apply(of_key_nR[:, None], rotation_n1h)
         of_key[...] = of_key_nR
 
-    def through_latents(
+    def backward_latents(
         self, grad_nG: np.ndarray, y_nD: np.ndarray, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile
     ) -> None:
         """Writes the gradient of x, and keeps what those of q_a_proj and kv_a_proj_with_mqa need."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import parts
+from trainer.arrays.memory import row_blocks
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.visibility import attention_bias, visible_keys
 
@@ -65,7 +65,7 @@ class TokenPositions:
     blocks: tuple[SequenceBlocks, ...]
     window_blocks: tuple[SequenceBlocks, ...] | None = None
 
-    def blocks_of(self, window: int | None) -> tuple[SequenceBlocks, ...]:
+    def select_blocks(self, window: int | None) -> tuple[SequenceBlocks, ...]:
         """Returns the blocks of layers with such a sliding window, or with None."""
         if window is None:
             return self.blocks
@@ -95,7 +95,7 @@ def _blocks_of(
     segments_T: np.ndarray, first_row: int, first_key: int, window: int | None, shard: ContextShard
 ) -> Iterator[QueryBlock]:
     for run in shard.ranges(len(segments_T)):
-        for queries in parts(slice(run.start, run.stop), _QUERIES):
+        for queries in row_blocks(slice(run.start, run.stop), _QUERIES):
             keys, masked, bias_QM = _keys_of_block(segments_T, queries, window)
             size = queries.stop - queries.start
             rows = slice(first_row, first_row + size)
@@ -126,7 +126,7 @@ class Rotary:
     """Rotates pairs of a head's numbers (Su et al. 2021, equation 34): numbers i and i + h, or neighbours.
 
     Neighbours are rotated as one complex number, which takes a tenth of the time. So queries and keys of the other kind
-    of models are computed in another order, `paired`: a score is a sum over all numbers of a head, in any order.
+    of models are computed in another order, `pair_weights`: a score is a sum over all numbers of a head, in any order.
 
     Args:
         pairs: Whether to do so; otherwise, in a prediction, which reads weights where they are, halves are rotated.
@@ -181,7 +181,7 @@ class Rotary:
         second += first * rotation_n1h.imag
         first[...] = rotated
 
-    def paired(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    def pair_weights(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
         """Returns the weights that make queries and keys with both numbers of a pair beside each other."""
         changed = {
             name: _by_head(weights[name], size)[:, order].reshape(weights[name].shape)
@@ -192,7 +192,7 @@ class Rotary:
             return {**weights, **changed}
         return weights
 
-    def unpaired(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    def unpair_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Puts the gradients of those weights into the order of the model, in place."""
         for name, (size, order) in self.orders.items():
             if name in gradients:

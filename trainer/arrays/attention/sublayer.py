@@ -141,7 +141,7 @@ class HeadProjections:
                 into_nD = None
             else:
                 into_nD = into_ND[tile.rows]
-            y_nD = self.input.input_again(call, x_ND, y_ND, tile, dtype, self.linears)
+            y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, self.linears)
             for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, of_rows, narrow, strict=True)):
                 factor_nC = to_bfloat16_if_needed(grad_nC, narrow_NC[tile.rows])
                 low_Rn = linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
@@ -157,7 +157,7 @@ class HeadProjections:
     def _head_norm_gradient(self, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile) -> None:
         """Replaces the gradient of normed heads by that of the heads."""
         key = f"self_attn.{name}_norm.weight"
-        x = self._by_head(tile.widened(call.saved[f"plain_{name}"][tile.rows]))
+        x = self._by_head(tile.to_float32(call.saved[f"plain_{name}"][tile.rows]))
         grad = self._by_head(grad_nC)
         work = self._by_head(tile.take(grad_nC.shape[1]))
         of_weight_d = self.head_norm.gradient(x, call.weights[key], self.head_norm.scales(x), grad, work)
@@ -206,10 +206,10 @@ class CpuAttention:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the sublayer."""
-        call.weights = self.rotary.paired(call.weights)
+        call.weights = self.rotary.pair_weights(call.weights)
         dtype = call.weights[self.output.linear.weight].dtype
         tokens = len(positions.rotation_N1h)
-        sequences = positions.blocks_of(self.spec.window)
+        sequences = positions.select_blocks(self.spec.window)
         arrays = self._allocate(call, len(x_ND), tokens, sequences, dtype)
         result, out_ND = empty(*x_ND.shape)
         if self.context is None:
@@ -290,10 +290,10 @@ class CpuAttention:
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
     ) -> tuple[Tensor, Gradients]:
         """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
-        call.weights = self.rotary.paired(call.weights)
+        call.weights = self.rotary.pair_weights(call.weights)
         saved = call.saved
         context = self.context
-        sequences = positions.blocks_of(self.spec.window)
+        sequences = positions.select_blocks(self.spec.window)
         result, out_ND = empty(*x_ND.shape)
         grad_heads_NV = empty(*saved["heads"].shape, dtype=saved["heads"].dtype)[1]
         self._output_gradients(call, grad_ND, grad_heads_NV)
@@ -314,7 +314,7 @@ class CpuAttention:
                 local_MK = context.reduce_keys(grads[place], len(sequences))
                 grads[place] = context.to_tokens(local_MK, self.spec.kv_heads, len(sequences))
         self.projections.backward(call, x_ND, positions, grads, grad_ND, out_ND)
-        return result, self.rotary.unpaired(call.gradients.compute())
+        return result, self.rotary.unpair_gradients(call.gradients.compute())
 
     def _output_gradients(self, call: SublayerCall, grad_ND: np.ndarray, grad_heads_NV: np.ndarray) -> None:
         """Writes the gradients of the heads' results; adds those of the output projection and the norm after it."""

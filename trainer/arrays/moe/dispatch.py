@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import MOST_MOVED, add_rows, empty, host_threads, parts, take_tokens
+from trainer.arrays.memory import MOST_MOVED, combine_expert_rows, empty, host_threads, row_blocks, take_tokens
 from trainer.arrays.moe.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
 from trainer.data.batches.context import ContextShard
 from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
@@ -71,7 +71,7 @@ class AllToAllExperts:
         out_QD, saved = self.experts.forward(rows_QD, np.ones((len(rows_QD), 1), np.float32), weights, local)
         out_RD = self._exchange(out_QD, receive_S, send_S, len(rows_RD))
         out_ND = empty(*x_ND.shape)[1]
-        add_rows(out_RD, routing.row_Nk, gates_Nk, out_ND)
+        combine_expert_rows(out_RD, routing.row_Nk, gates_Nk, out_ND)
         return out_ND, _Exchanged(send_S, receive_S, rows_QD, local, saved, out_RD)
 
     def backward(
@@ -91,7 +91,7 @@ class AllToAllExperts:
         )
         grad_rows_RD = self._exchange(found.x_ND, saved.receive_S, saved.send_S, len(grad_RD))
         grad_x_ND = empty(*x_ND.shape)[1]
-        add_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
+        combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
         return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], found.weights)
 
     def _exchange(self, rows_RD: np.ndarray, send_S: np.ndarray, receive_S: np.ndarray, number: int) -> np.ndarray:
@@ -157,7 +157,7 @@ def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
     def copy(rows: slice, thread: int) -> None:
         take_tokens(x_ND, token_R[rows], rows_RD[rows])
 
-    host_threads().run(parts(slice(0, len(token_R)), MOST_MOVED), copy)
+    host_threads().run(row_blocks(slice(0, len(token_R)), MOST_MOVED), copy)
     return rows_RD
 
 
@@ -173,9 +173,9 @@ class TokenSharingGroup:
     def __init__(self, group: CpuGroup, tokens: ContextShard) -> None:
         self.group = group
         self.tokens = tokens
-        self.of = functools.cache(self._of)
+        self.shared_tokens = functools.cache(self._shared_tokens)
 
-    def _of(self, sequences: int, tokens: int) -> SharedTokens:
+    def _shared_tokens(self, sequences: int, tokens: int) -> SharedTokens:
         """For a micro-batch of so many sequences, of which each rank has so many tokens."""
         length = tokens * self.group.size // sequences
         parts = (self.tokens._replace(rank=rank) for rank in range(self.tokens.ranks))

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import add_rows, empty, expert_parts, expert_rows, host_threads, parts, take_tokens
+from trainer.arrays.memory import (
+    combine_expert_rows,
+    empty,
+    expert_blocks,
+    expert_rows,
+    host_threads,
+    row_blocks,
+    take_tokens,
+)
 from trainer.arrays.onednn import operators
 from trainer.arrays.tiles import swiglu
 
@@ -93,8 +101,8 @@ class CpuExperts:
             if weights.bias is not None:
                 y_RD[rows] += gate_R[rows, None] * weights.bias[expert]
 
-        host_threads().run(expert_parts(routing.counts_E, _most_rows(weights)), compute)
-        add_rows(y_RD, routing.row_Nk, None, out_ND)
+        host_threads().run(expert_blocks(routing.counts_E, _most_rows(weights)), compute)
+        combine_expert_rows(y_RD, routing.row_Nk, None, out_ND)
         return out_ND, saved
 
     def predict(
@@ -140,7 +148,7 @@ class CpuExperts:
         def compute(segment: tuple[int, int, slice], thread: int) -> None:
             expert, _, every = segment
             run = operators()
-            for rows in parts(every, most):
+            for rows in row_blocks(every, most):
                 tile = self.scratch.tile(rows, thread)
                 x_rD = tile.take(hidden)
                 grad_rD = tile.take(hidden)
@@ -167,7 +175,7 @@ class CpuExperts:
                     sums["bias"].add(segment, rows, gate_R[rows] @ grad_rD)
 
         host_threads().run(_segments(routing.counts_E), compute)
-        add_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
+        combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
         found = {name: one.total() for name, one in sums.items()}
         return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], found)
 

@@ -207,7 +207,7 @@ class CpuMoe:
             passed.y_ND, passed.gates_Nk, weights, passed.routing, passed.dispatched, added_ND, of_experts
         )
         grad_y_ND = found.x_ND
-        gradients.found.update({_EXPERTS[field]: tensor for field, tensor in found.weights.items()})
+        gradients.tensors.update({_EXPERTS[field]: tensor for field, tensor in found.weights.items()})
         if self.shared is not None:
             grad_y_ND += self._shared_gradient(call, passed, added_ND)
         of_router_ED = self.router.backward(
@@ -215,7 +215,7 @@ class CpuMoe:
             grad_z_loss, grad_y_ND,
         )  # fmt: skip
         if ROUTER in gradients.trained:
-            gradients.found[ROUTER] = Tensor(of_router_ED)
+            gradients.tensors[ROUTER] = Tensor(of_router_ED)
         result, out_ND = empty(*grad_ND.shape)
 
         def through_norm(tile: Tile) -> None:
@@ -239,12 +239,12 @@ class CpuMoe:
             grad_ND = grad_ND * share_N1
         passed.shared.gradients = WeightGradients(gradients.trained)
         result, found = self.shared.backward(passed.shared, passed.y_ND, grad_ND)
-        gradients.found.update(found)
+        gradients.tensors.update(found)
         of_y_ND = result.asnumpy()
         if of_score_N1 is not None:
             of_y_ND += of_score_N1 * call.weights[SHARED_GATE]
             if SHARED_GATE in gradients.trained:
-                gradients.found[SHARED_GATE] = Tensor(of_score_N1.T @ passed.y_ND)
+                gradients.tensors[SHARED_GATE] = Tensor(of_score_N1.T @ passed.y_ND)
         return of_y_ND
 
 

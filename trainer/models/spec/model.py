@@ -120,7 +120,7 @@ class AttentionSpec:
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
     @property
-    def entered(self) -> int:
+    def gathered_width(self) -> int:
         """Columns that tensor-parallel ranks exchange before the matrices which they shard."""
         if self.latent is None:
             return self.hidden

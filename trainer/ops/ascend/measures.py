@@ -18,11 +18,11 @@ from trainer.ops.routing import Routing, RoutingCounts
 _TINY = 1e-20
 
 
-def keep(scalar: Tensor) -> Tensor:
+def keep_scalar(scalar: Tensor) -> Tensor:
     return scalar
 
 
-def add_up(kept: Sequence[Tensor | float]) -> Tensor | float:
+def sum_scalars(kept: Sequence[Tensor | float]) -> Tensor | float:
     if not isinstance(kept[0], Tensor):  # zeros: another rank has the losses
         return sum(kept)
     if len(kept) == 1:
@@ -46,7 +46,7 @@ def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) 
     return mint.cat([mint.stack([mint.sum(squares_P), bad, *of_groups]), *([squares_P] if each else [])])
 
 
-def spread(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[int]) -> Tensor:
+def scatter_squares(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[int]) -> Tensor:
     parts = mint.zeros(1)
     if len(factors_P):
         parts = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), parts])
@@ -60,7 +60,7 @@ def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: S
     return RoutingCounts(tuple(layers), kept_LE, requested_LE, entropy_L * mint.sum(requested_LE, 1))
 
 
-def of_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
+def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
     if counts is None:
         own = ()
     else:
@@ -92,5 +92,5 @@ def router_rates(counts: RoutingCounts) -> Tensor:
     return mint.stack([dropped_L, uneven_L, counts.entropy_sum / most_one_L])
 
 
-def move_bias(bias_E: Parameter, requested_E: Tensor, rate: float) -> None:
+def update_expert_bias(bias_E: Parameter, requested_E: Tensor, rate: float) -> None:
     bias_E.copy_(bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)
