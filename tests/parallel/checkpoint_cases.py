@@ -84,7 +84,7 @@ def save(step: TrainStep, config: Config, group: Group, folder: Path) -> None:
 
 def killed(group: Group, degrees: dict[str, Any], folder: str) -> None:
     """The last rank is killed when it has written a part of what it has."""
-    whole, names = writing.write_pieces, []
+    whole, names = writing.write_shards, []
 
     def write(path: Path, entries: Any, pieces: Any) -> int:
         names.append(path.name)
@@ -93,5 +93,5 @@ def killed(group: Group, degrees: dict[str, Any], folder: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(path, entries, pieces)
 
-    writing.write_pieces = write
+    writing.write_shards = write
     resaved(group, [("dense", degrees, "", folder)])

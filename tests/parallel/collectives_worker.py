@@ -45,7 +45,7 @@ from trainer.parallel.gradients import GradientReducer  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, ShardedArray, full_shard_spec, shard_range  # noqa: E402
 from trainer.parallel.world import World, world_from_environment  # noqa: E402
 from trainer.step.accumulate import MicroBatch  # noqa: E402
-from trainer.storage.tensor_file import float32_entries  # noqa: E402
+from trainer.storage.tensor_file import float32_infos  # noqa: E402
 
 NATIVE = {"AllReduce", "AllGather", "ReduceScatter", "AlltoAll"}
 
@@ -146,13 +146,13 @@ def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.n
         )
         if way is None:
             found |= {f"state {key}": array for key, array in optimizer.state_arrays().items()}
-    pieces, shapes, ranges = {}, {}, optimizer.own_ranges
+    pieces, shapes, ranges = {}, {}, optimizer.local_ranges
     for key, array in optimizer.state_arrays().items():
         name = parameter_of(key)
         shapes[key] = arrays[name].shape
         if communicator.writes(name, name in ranges):
             pieces[key] = [ShardedArray(full_shard_spec(shapes[key])._replace(flat=ranges.get(name)), array)]
-    share = {"optimizer": FileShards(float32_entries(shapes), pieces)}
+    share = {"optimizer": FileShards(float32_infos(shapes), pieces)}
     write_checkpoint(folder / "checkpoints", 3, share, {}, 1, communicator=communicator)
     try:
         write_checkpoint(folder / f"what rank {communicator.rank} sees", 3, share, {}, 1, communicator=communicator)

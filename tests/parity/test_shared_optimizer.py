@@ -83,7 +83,7 @@ class Ranks:
         states = [optimizer.state_arrays() for optimizer in self.optimizers]
         return {
             name: np.concatenate([state[name].reshape(-1) for state in states])
-            if name.split(".")[1] in self.optimizers[0].own_ranges else states[0][name]
+            if name.split(".")[1] in self.optimizers[0].local_ranges else states[0][name]
             for name in states[0]
         }  # fmt: skip
 
@@ -142,7 +142,7 @@ def test_the_state_of_so_many_ranks_goes_on_with_others(kind: str, before: int, 
         first.update(gradients(step), 1e-2)
     then = Ranks(kind, weights_of(first.optimizers[0]), after)
     for optimizer in then.optimizers:
-        own = {key: array.reshape(-1)[optimizer.own_ranges.get(key.split(".")[1], slice(None))]
+        own = {key: array.reshape(-1)[optimizer.local_ranges.get(key.split(".")[1], slice(None))]
                for key, array in first.state().items()}  # fmt: skip
         optimizer.load_state(own, 3)
     for step in range(3, 5):

@@ -8,11 +8,11 @@ from pathlib import Path
 import yaml
 
 from trainer.config import Config, load_config
-from trainer.data.source.files import Source
+from trainer.data.source.files import DataSource
 from trainer.data.source.find import find_sources
 from trainer.data.source.records import Record
 from trainer.data.source.samples import Sample, to_sample
-from trainer.data.tokens.token_file import Cache
+from trainer.data.tokens.token_file import TokenCache
 
 
 def make_config(folder: Path, dataset_dir: Path | str = "", *, model=None, train=None, loader=None, **top) -> Config:
@@ -42,7 +42,7 @@ def jsonl(path: Path, *records: object) -> Path:
     return path
 
 
-def source_of(folder: Path, dataset_dir: Path | str, kind: str = "TextDataset") -> Source:
+def source_of(folder: Path, dataset_dir: Path | str, kind: str = "TextDataset") -> DataSource:
     ((source, weight),) = find_sources(make_config(folder, dataset_dir, loader={"type": kind}), "train_dataset")
     assert weight == 1
     return source
@@ -53,8 +53,8 @@ def sample_of(columns: dict[str, str] | None = None, **fields: object) -> Sample
     return to_sample(Record(fields, "data.jsonl:3", 0), columns or {})
 
 
-def cache_of(folder: Path) -> Cache:
-    return Cache(folder / "cache", "train_dataset.cache_dir", "run.yaml:5")
+def cache_of(folder: Path) -> TokenCache:
+    return TokenCache(folder / "cache", "train_dataset.cache_dir", "run.yaml:5")
 
 
 def line_of(folder: Path, word: str) -> str:

@@ -25,14 +25,14 @@ from trainer.parallel.sharding import Shard, ShardedArray, ShardSpec, full_shard
 from trainer.storage import tensor_file
 from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.tensor_file import (
-    Entry,
-    StoredArray,
-    concatenated,
-    float32_entries,
-    make_file,
-    read_part,
-    stacked,
-    write_pieces,
+    LazyArray,
+    TensorInfo,
+    concatenate_arrays,
+    create_tensor_file,
+    float32_infos,
+    read_shard,
+    stack_arrays,
+    write_shards,
     write_tensors,
 )
 
@@ -68,7 +68,7 @@ def test_parts_are_read_from_a_file_and_written_to_their_places(
 ) -> None:
     monkeypatch.setattr(tensor_file, "_SPAN_BYTES", 64)  # so that scattered numbers take several reads
     before, array, path = numbers((3,)), numbers(shape), tmp_path / "x.safetensors"
-    entries = float32_entries({"a": (3,), "b": shape})
+    entries = float32_infos({"a": (3,), "b": shape})
     write_tensors(path, entries, [before, array])
     whole = path.read_bytes()
     stored = tensor_file.TensorFile(path).tensor("b")
@@ -76,9 +76,9 @@ def test_parts_are_read_from_a_file_and_written_to_their_places(
         found = stored.read(part)
         assert found.shape == part.shape
         np.testing.assert_array_equal(found, right(array, part))
-        np.testing.assert_array_equal(read_part(array, part), found)
-        make_file(path, entries)
-        write_pieces(path, entries, {"b": [ShardedArray(part, found)]})
+        np.testing.assert_array_equal(read_shard(array, part), found)
+        create_tensor_file(path, entries)
+        write_shards(path, entries, {"b": [ShardedArray(part, found)]})
         again = safetensors.numpy.load_file(path)["b"]
         np.testing.assert_array_equal(right(again, part), found)
         assert np.count_nonzero(again) == np.count_nonzero(found)
@@ -90,14 +90,14 @@ def test_what_is_made_of_stored_arrays_is_read_part_by_part() -> None:
     rows = [numbers((4, 5)) + number for number in range(3)]
     read: list[int] = []
 
-    def stored(array: np.ndarray) -> StoredArray:
-        return StoredArray(array.shape, lambda part: read.append(part.size) or read_part(array, part))
+    def stored(array: np.ndarray) -> LazyArray:
+        return LazyArray(array.shape, lambda part: read.append(part.size) or read_shard(array, part))
 
     made = {
         "slices": (stored(rows[0])[1:4, 2:], rows[0][1:4, 2:]),
-        "stacked": (stacked([stored(row) for row in rows]), np.stack(rows)),
-        "concatenated": (concatenated([stored(row) for row in rows]), np.concatenate(rows)),
-        "both": (stacked([stored(row) for row in rows])[:, 1:3], np.stack(rows)[:, 1:3]),
+        "stacked": (stack_arrays([stored(row) for row in rows]), np.stack(rows)),
+        "concatenated": (concatenate_arrays([stored(row) for row in rows]), np.concatenate(rows)),
+        "both": (stack_arrays([stored(row) for row in rows])[:, 1:3], np.stack(rows)[:, 1:3]),
     }
     for name, (found, expected) in made.items():
         assert found.shape == expected.shape and found.ndim == expected.ndim
@@ -139,7 +139,7 @@ def test_a_rank_reads_its_part_of_each_form_and_writes_it(tmp_path: Path) -> Non
 
 
 def assert_form(folder: Path, name: str, weights: dict[str, np.ndarray], settings: ModelConfig, kind: str) -> None:
-    entries = {key: Entry("BF16", array.shape, 2 * array.size) for key, array in weights.items()}
+    entries = {key: TensorInfo("BF16", array.shape, 2 * array.size) for key, array in weights.items()}
     write_tensors(folder / "model.safetensors", entries, map(as_bfloat16, weights.values()))
     whole = fitting_weights(read_weights(folder), settings, Path(name))
     assert {key: array.shape for key, array in whole.items()} == parameter_shapes(settings)

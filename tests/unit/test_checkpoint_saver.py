@@ -25,7 +25,7 @@ from trainer.errors import RunError
 from trainer.models.spec.shapes import all_shapes
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, full_shard_spec
-from trainer.storage.tensor_file import float32_entries
+from trainer.storage.tensor_file import float32_infos
 
 
 class Gate:
@@ -191,7 +191,7 @@ def train_and_save(communicator: ThreadRank, folder: Path, told: list) -> int:
     saver = Saver(folder, communicator, True, lambda path, step: told[rank].append(step))
     own = full_shard_spec((4 * size,))._replace(flat=slice(4 * rank, 4 * rank + 4))
     piece = ShardedArray(own, np.full(4, rank, np.float32))
-    tensors = {"optimizer": FileShards(float32_entries({"m": own.whole}), {"m": [piece]})}
+    tensors = {"optimizer": FileShards(float32_infos({"m": own.whole}), {"m": [piece]})}
     tensors |= {} if rank else {"model": {"w": np.float32([1])}}
     gate = Gate("wrote state")
     if rank != 1:
@@ -221,14 +221,14 @@ def test_ranks_save_beside_their_training(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_cannot_write_ends_the_save_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = writing.write_pieces
+    whole = writing.write_shards
 
     def fail(path: Path, entries, pieces) -> int:
         if pieces["m"][0].array[0] == 1:
             raise OSError(28, "No space left on device")
         return whole(path, entries, pieces)
 
-    monkeypatch.setattr(writing, "write_pieces", fail)
+    monkeypatch.setattr(writing, "write_shards", fail)
     errors = on_ranks(3, lambda communicator: train_and_save(communicator, tmp_path, [[], [], []]))
     assert all(isinstance(error, RunError) and "by rank 1: No space left" in str(error) for error in errors), errors
     assert names(tmp_path) == []

@@ -26,15 +26,15 @@ from trainer.errors import RunError, UserError
 from trainer.parallel.sharding import Shard, ShardedArray, ShardSpec, full_shard_spec, shard_range
 from trainer.parallel.world import World
 from trainer.storage.marker import MARKER, marker_content
-from trainer.storage.tensor_file import entries_of, make_file
+from trainer.storage.tensor_file import array_infos, create_tensor_file
 
 WEIGHTS = {"w": np.arange(35, dtype=np.float32).reshape(5, 7), "b": np.float32([1, 2])}
 STATE = {"m.w": np.random.default_rng(0).normal(size=35).astype(np.float32), "m.b": np.float32([3, 4])}
 
 
 ENTRIES = {
-    "model": entries_of(WEIGHTS),
-    "optimizer": entries_of({"m.w": WEIGHTS["w"], "m.b": STATE["m.b"]}),
+    "model": array_infos(WEIGHTS),
+    "optimizer": array_infos({"m.w": WEIGHTS["w"], "m.b": STATE["m.b"]}),
 }
 
 
@@ -200,9 +200,9 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, function: str, file_name: str, rank
 TOKEN = "0123abcd"
 FAILURES = [
     ("_check_space", "checkpoints", 0),
-    ("make_file", "model.safetensors", 0),
-    ("write_pieces", "model.safetensors", 0),
-    ("write_pieces", "optimizer.safetensors", 1),
+    ("create_tensor_file", "model.safetensors", 0),
+    ("write_shards", "model.safetensors", 0),
+    ("write_shards", "optimizer.safetensors", 1),
     ("_flush_to_disk", "optimizer.safetensors", 2),
     ("_read_back", "optimizer.safetensors", 1),
     ("_flush_to_disk", ".tmp-step-00000002-", 0),
@@ -238,7 +238,7 @@ def test_a_host_that_sees_another_folder_gets_an_error(tmp_path: Path, there: bo
             left = tmp_path / "elsewhere" / f".tmp-step-00000001{token}"
             left.mkdir(parents=True)
             for part, entries in ENTRIES.items():
-                make_file(left / f"{part}.safetensors", entries)
+                create_tensor_file(left / f"{part}.safetensors", entries)
 
     def work(communicator: ThreadRank) -> Path:
         own = tmp_path / ("shared" if communicator.rank == 0 else "elsewhere")

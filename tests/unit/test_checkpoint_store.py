@@ -19,7 +19,7 @@ from trainer.checkpoint.weights import read_weights
 from trainer.config.location import SourceLocation
 from trainer.config.read.model_folder import _read_json
 from trainer.data.tokens.chat_template import _find_in
-from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
+from trainer.data.tokens.tokenizer_files import TokenizerConfigFile, read_beside
 from trainer.errors import RunError, UserError
 from trainer.storage.marker import marker_content
 from trainer.storage.tensor_file import CODES
@@ -325,7 +325,7 @@ def test_a_file_of_a_checkpoint_is_checked_when_it_is_read_alone(tmp_path: Path)
     readers = {
         "model.safetensors": lambda file: read_weights(file),
         "config.json": lambda file: _read_json(file, place, "x"),
-        "tokenizer_config.json": lambda file: read_beside(file, TokenizerConfig),
+        "tokenizer_config.json": lambda file: read_beside(file, TokenizerConfigFile),
         "chat_template.jinja": lambda file: _find_in(file.parent),
     }
     for name, read in readers.items():

@@ -8,7 +8,7 @@ from data_helpers import cache_of, jsonl, source_of
 
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.packing import TokenDataset
-from trainer.data.batches.split import Spans, hold_out, whole
+from trainer.data.batches.split import DocumentSpans, all_documents, hold_out
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.data.tokens.cache import find_token_file
 from trainer.data.tokens.tokenizer import ByteTokenizer
@@ -30,7 +30,9 @@ def random_records(count: int, seed: int = 0) -> list[dict]:
     return records
 
 
-def sequences_by_hand(token_file, spans: Spans, seq_length: int, count: int) -> list[list[tuple[int, int, int, int]]]:
+def sequences_by_hand(
+    token_file, spans: DocumentSpans, seq_length: int, count: int
+) -> list[list[tuple[int, int, int, int]]]:
     """(input, label, position, segment) of every token of every sequence, token by token."""
     stream = []
     for document, (start, length) in enumerate(zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)):
@@ -64,7 +66,7 @@ def assert_sequences_equal(batch, expected) -> None:
 @pytest.mark.parametrize("seq_length", [1, 2, 7, 8, 64, 1000])
 def test_sequences_of_unequal_documents(tmp_path, seq_length, keep_tail):
     token_file = token_file_of(tmp_path, random_records(60))
-    spans = whole(token_file.offsets)
+    spans = all_documents(token_file.offsets)
     dataset = TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail)
     assert dataset.num_tokens == token_file.meta.num_tokens and dataset.num_documents == 60
     full, left_tokens = divmod(dataset.num_tokens, seq_length)
@@ -78,7 +80,7 @@ def test_sequences_of_unequal_documents(tmp_path, seq_length, keep_tail):
 @pytest.mark.parametrize("fraction", [0.05, 0.5, 0.9])
 def test_sequences_of_a_subset_of_the_documents(tmp_path, fraction):
     token_file = token_file_of(tmp_path, random_records(60))
-    for spans in hold_out(whole(token_file.offsets), fraction, seed=3):
+    for spans in hold_out(all_documents(token_file.offsets), fraction, seed=3):
         dataset = TokenDataset(token_file, spans, 16, keep_tail=True)
         assert dataset.num_tokens == spans.lengths.sum()
         expected = sequences_by_hand(token_file, spans, 16, dataset.num_sequences)
@@ -86,9 +88,8 @@ def test_sequences_of_a_subset_of_the_documents(tmp_path, fraction):
 
 
 def test_a_small_sequence_written_out(tmp_path):
-    dataset = TokenDataset(
-        file := token_file_of(tmp_path, [{"text": "ab"}, {"text": "cdef"}]), whole(file.offsets), 4, keep_tail=False
-    )
+    file = token_file_of(tmp_path, [{"text": "ab"}, {"text": "cdef"}])
+    dataset = TokenDataset(file, all_documents(file.offsets), 4, keep_tail=False)
     batch = dataset.batch([0, 1])
     assert batch.input_ids.tolist() == [[97, 98, 256, 99], [100, 101, 102, 256]]
     assert batch.labels.tolist() == [[98, 256, -100, 100], [101, 102, 256, -100]]
@@ -104,22 +105,22 @@ def test_only_answers_of_a_conversation_are_learnt(tmp_path):
         {"role": "assistant", "content": "Ciao"},
     ]
     file = token_file_of(tmp_path, [{"messages": messages}])
-    dataset = TokenDataset(file, whole(file.offsets), 32, keep_tail=True)
+    dataset = TokenDataset(file, all_documents(file.offsets), 32, keep_tail=True)
     labels = dataset.batch(range(dataset.num_sequences)).labels
     assert labels[labels != IGNORE_INDEX].tolist() == [*b"Hello", 256, *b"Ciao", 256]
 
 
 def test_one_document_has_no_boundaries_and_num_samples_limits_sequences(tmp_path):
     file = token_file_of(tmp_path, [{"text": "x" * 99}])
-    dataset = TokenDataset(file, whole(file.offsets), 10, limit=3)
+    dataset = TokenDataset(file, all_documents(file.offsets), 10, limit=3)
     assert (dataset.num_sequences, dataset.max_token_id) == (3, 256)
-    assert TokenDataset(file, whole(file.offsets), 10, limit=30).num_sequences == 10
+    assert TokenDataset(file, all_documents(file.offsets), 10, limit=30).num_sequences == 10
 
 
 @pytest.mark.parametrize("indices", [[10], [-1], [0, 99], []])
 def test_numbers_out_of_range_are_an_error(tmp_path, indices):
     file = token_file_of(tmp_path, [{"text": "x" * 99}])
-    for dataset in (TokenDataset(file, whole(file.offsets), 10), SyntheticDataset(10, 10, 300, seed=1)):
+    for dataset in (TokenDataset(file, all_documents(file.offsets), 10), SyntheticDataset(10, 10, 300, seed=1)):
         with pytest.raises(IndexError):
             dataset.batch(indices)
 
@@ -127,12 +128,12 @@ def test_numbers_out_of_range_are_an_error(tmp_path, indices):
 # RankParams out
 
 
-def spans_of(lengths) -> Spans:
+def spans_of(lengths) -> DocumentSpans:
     lengths = np.array(lengths, np.int64)
-    return Spans(np.cumsum(lengths) - lengths, lengths)
+    return DocumentSpans(np.cumsum(lengths) - lengths, lengths)
 
 
-def as_set(spans: Spans) -> set[tuple[int, int]]:
+def as_set(spans: DocumentSpans) -> set[tuple[int, int]]:
     return set(zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True))
 
 
@@ -176,7 +177,7 @@ def test_the_tail_of_a_single_document_is_held_out(length, tail):
 
 def test_the_last_training_token_does_not_learn_the_first_held_out_one(tmp_path):
     file = token_file_of(tmp_path, [{"text": "a" * 19}])
-    train, held_out = hold_out(whole(file.offsets), 0.5, seed=1)
+    train, held_out = hold_out(all_documents(file.offsets), 0.5, seed=1)
     batch = TokenDataset(file, train, 5).batch([0, 1])
     assert batch.labels[1].tolist() == [97, 97, 97, 97, IGNORE_INDEX]
     assert TokenDataset(file, held_out, 5).batch([1]).input_ids.tolist() == [[97, 97, 97, 97, 256]]

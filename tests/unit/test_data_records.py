@@ -14,7 +14,7 @@ import pytest
 from data_helpers import make_config, source_of
 from pyarrow import parquet
 
-from trainer.data.source.documents import read_pieces
+from trainer.data.source.documents import read_text_chunks
 from trainer.data.source.find import find_sources
 from trainer.data.source.records import Record, read_records
 from trainer.data.source.samples import SkippedRecords, read_samples
@@ -221,13 +221,13 @@ def test_compressed_text_files_are_texts(tmp_path):
     for name in ("a.txt", "b.txt.gz", "c.md.zst"):
         (tmp_path / "corpus" / name).write_bytes(compress(name, content))
     source = source_of(tmp_path, tmp_path / "corpus")
-    pieces = list(read_pieces(source, 4096))
+    pieces = list(read_text_chunks(source, 4096))
     assert b"".join(piece.text for piece in pieces) == content * 3
     assert sum(piece.ends_document for piece in pieces) == 3
     assert sum(piece.source_bytes for piece in pieces) == source.size_bytes
     (tmp_path / "bad.txt.gz").write_bytes(gzip.compress(b"one\nbad \xff\n"))
     with pytest.raises(UserError, match=r"bad\.txt\.gz:2: .*at byte 8"):
-        list(read_pieces(source_of(tmp_path, tmp_path / "bad.txt.gz"), 4096))
+        list(read_text_chunks(source_of(tmp_path, tmp_path / "bad.txt.gz"), 4096))
 
 
 BAD = [{"text": "one"}, {"txet": 1}, {"text": "two"}, ["text"], {"text": 3}]

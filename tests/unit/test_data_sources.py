@@ -11,7 +11,7 @@ import pytest
 from data_helpers import cache_of, jsonl, line_of, make_config, source_of
 
 from trainer.data.source import files as sources
-from trainer.data.source.documents import Piece, read_pieces
+from trainer.data.source.documents import TextChunk, read_text_chunks
 from trainer.data.source.find import find_sources
 from trainer.data.source.samples import SkippedRecords, read_samples
 from trainer.data.tokens.cache import find_token_file
@@ -19,8 +19,8 @@ from trainer.data.tokens.tokenizer import ByteTokenizer
 from trainer.errors import UserError
 
 
-def read_all(folder: Path, dataset_dir: Path | str, chunk_bytes: int = 1024) -> list[Piece]:
-    return list(read_pieces(source_of(folder, dataset_dir), chunk_bytes))
+def read_all(folder: Path, dataset_dir: Path | str, chunk_bytes: int = 1024) -> list[TextChunk]:
+    return list(read_text_chunks(source_of(folder, dataset_dir), chunk_bytes))
 
 
 def names(source: sources.Source, root: Path) -> list[str]:
@@ -64,7 +64,7 @@ def test_stdlib_skips_files_that_are_not_text(tmp_path, monkeypatch):
     (tmp_path / "lib" / "nul.py").write_bytes(b"x = '\0'\n")
     (tmp_path / "lib" / "test" / "bad.py").write_text("x = 2\n")
     monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path / "lib")})
-    assert read_all(tmp_path, "stdlib") == [Piece(b"x = 1\n", True, 6)]
+    assert read_all(tmp_path, "stdlib") == [TextChunk(b"x = 1\n", True, 6)]
 
 
 def test_a_python_without_its_sources_is_an_error(tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_file_that_disappears_is_an_error(tmp_path):
     source = source_of(tmp_path, tmp_path / "a.txt")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(UserError, match="cannot be read"):
-        list(read_pieces(source, 1024))
+        list(read_text_chunks(source, 1024))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

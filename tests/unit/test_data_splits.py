@@ -9,7 +9,7 @@ import pyarrow
 import pytest
 from data_helpers import jsonl, line_of, make_config
 
-from trainer.data.source.files import Source
+from trainer.data.source.files import DataSource
 from trainer.data.source.find import find_sources
 from trainer.data.source.samples import SkippedRecords, read_samples
 from trainer.errors import UserError
@@ -38,7 +38,7 @@ def save_splits(folder: Path, *splits: str) -> Path:
     return folder
 
 
-def sources_of(folder: Path, section: str = "train_dataset", **loader: object) -> tuple[tuple[Source, float], ...]:
+def sources_of(folder: Path, section: str = "train_dataset", **loader: object) -> tuple[tuple[DataSource, float], ...]:
     loader = {"type": "JsonlDataset", **loader}
     extra = {} if section == "train_dataset" else {"eval_dataset": {"data_loader": loader}}
     return find_sources(make_config(folder, loader=loader, **extra), section)

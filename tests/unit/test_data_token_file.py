@@ -19,7 +19,7 @@ import pytest
 from data_helpers import cache_of, jsonl, make_config, source_of, write_tokenizer
 
 from trainer.data.batches.packing import TokenDataset
-from trainer.data.batches.split import whole
+from trainer.data.batches.split import all_documents
 from trainer.data.source import files as sources
 from trainer.data.source.find import find_sources
 from trainer.data.tokens import token_file as token_file_module
@@ -27,9 +27,9 @@ from trainer.data.tokens.cache import (
     CHUNK_BYTES,
     GROUP_BYTES,
     _read_stamp,
-    _Reading,
     _settings,
     _stamp_file,
+    _TokenizationSettings,
     find_token_file,
 )
 from trainer.data.tokens.chat_template import ASSISTANT, load_chat_template
@@ -202,7 +202,7 @@ def test_memory_stays_bounded_and_progress_is_reported(tmp_path):
 
 def noted(source, tokenizer, cache):
     """The token file's name, if it is known without reading the source."""
-    reading = _Reading(tokenizer, None, ASSISTANT, CHUNK_BYTES, GROUP_BYTES)
+    reading = _TokenizationSettings(tokenizer, None, ASSISTANT, CHUNK_BYTES, GROUP_BYTES)
     return _read_stamp(_stamp_file(source, _settings(source, reading), cache))
 
 
@@ -331,7 +331,7 @@ def test_a_damaged_page_of_tokens_is_found_when_it_is_read(tmp_path):
         opened.check(*every)
     assert str(built.path) in str(caught.value) and "remove this folder" in str(caught.value)
     assert not may_restart(Outcome(caught.value.exit_code, "rank 0 failed"))
-    dataset = TokenDataset(opened, whole(opened.offsets), 256)
+    dataset = TokenDataset(opened, all_documents(opened.offsets), 256)
     with pytest.raises(UserError, match="tokens.bin is not what was written"):
         dataset.batch(range(dataset.num_sequences))
     flip(built.path / "mask.bin", 7)

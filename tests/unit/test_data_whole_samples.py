@@ -12,9 +12,9 @@ from data_helpers import cache_of, jsonl, line_of, make_config, source_of
 
 from trainer.config import Override, load_config
 from trainer.data.batches.batch import IGNORE_INDEX
-from trainer.data.batches.best_fit import best_fit, one_each
-from trainer.data.batches.packing import PackedDataset, TokenDataset, fit
-from trainer.data.batches.split import Spans, whole
+from trainer.data.batches.best_fit import best_fit, pack_one_each
+from trainer.data.batches.packing import PackedDataset, TokenDataset, truncate_or_drop
+from trainer.data.batches.split import DocumentSpans, all_documents
 from trainer.data.datasets import build_datasets, build_eval_dataset
 from trainer.data.tokens.cache import find_token_file
 from trainer.data.tokens.token_file import open_token_file
@@ -59,7 +59,7 @@ def test_packing_written_out():
     packed = best_fit(np.array([3, 5, 2, 8, 4]), 8)
     assert np.split(packed.samples, packed.starts[1:-1])[0].tolist() == [0, 1]
     assert packed.starts.tolist() == [0, 2, 4, 5] and packed.samples.tolist() == [0, 1, 2, 4, 3]
-    alone = one_each(3)
+    alone = pack_one_each(3)
     assert alone.samples.tolist() == [0, 1, 2] and alone.starts.tolist() == [0, 1, 2, 3]
 
 
@@ -103,15 +103,15 @@ def test_a_million_samples_pack_within_20_seconds_and_500_mb():
 # Samples that are too long
 
 
-def spans_of(*lengths: int) -> Spans:
-    return Spans(np.cumsum(lengths) - lengths, np.array(lengths))
+def spans_of(*lengths: int) -> DocumentSpans:
+    return DocumentSpans(np.cumsum(lengths) - lengths, np.array(lengths))
 
 
 def test_the_end_of_a_long_sample_stays():
-    fitted = fit(spans_of(3, 10, 8, 9), 8, "truncate")
+    fitted = truncate_or_drop(spans_of(3, 10, 8, 9), 8, "truncate")
     assert fitted.spans.starts.tolist() == [0, 5, 13, 22] and fitted.spans.lengths.tolist() == [3, 8, 8, 8]
     assert (fitted.truncated, fitted.dropped) == (2, 0)
-    fitted = fit(spans_of(3, 10, 8, 9), 8, "drop")
+    fitted = truncate_or_drop(spans_of(3, 10, 8, 9), 8, "drop")
     assert fitted.spans.starts.tolist() == [0, 13] and fitted.spans.lengths.tolist() == [3, 8]
     assert (fitted.truncated, fitted.dropped) == (0, 2)
 
@@ -164,7 +164,7 @@ def test_dropping_all_samples_is_an_error(tmp_path):
 # Data sets
 
 
-def packed_by_hand(token_file, spans: Spans, packed, seq_length: int) -> list[list[tuple[int, int, int, int]]]:
+def packed_by_hand(token_file, spans: DocumentSpans, packed, seq_length: int) -> list[list[tuple[int, int, int, int]]]:
     """(input, label, position, segment) of every position of every sequence."""
     sequences = []
     for samples in np.split(packed.samples, packed.starts[1:-1]):
@@ -190,9 +190,9 @@ def test_sequences_hold_whole_samples_and_padding(tmp_path, packing, masked):
     records = [{"instruction": text, "output": text[::-1]} if masked else {"text": text} for text in texts]
     path = jsonl(tmp_path / "a.jsonl", *records)
     token_file = find_token_file(source_of(tmp_path, path, "JsonlDataset"), ByteTokenizer(), cache_of(tmp_path))
-    spans = fit(whole(token_file.offsets), 128, "truncate").spans
+    spans = truncate_or_drop(all_documents(token_file.offsets), 128, "truncate").spans
     dataset = PackedDataset(token_file, spans, 128, packing=packing)
-    packed = best_fit(spans.lengths, 128) if packing == "whole" else one_each(80)
+    packed = best_fit(spans.lengths, 128) if packing == "whole" else pack_one_each(80)
     expected = packed_by_hand(token_file, spans, packed, 128)
     assert dataset.num_sequences == len(expected) and dataset.num_documents == 80
     order = random.permutation(dataset.num_sequences)

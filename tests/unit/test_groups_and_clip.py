@@ -36,7 +36,7 @@ def test_muon_updates_the_matrices_inside_the_blocks_only() -> None:
     settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | ALL_OPTIONS}})).decoder
     shapes = parameter_shapes(settings)
     muon, others, vectors = parameter_groups(shapes, 0.1, "Muon")
-    assert [group.rule for group in (muon, others, vectors)] == ["Muon", "AdamW", "AdamW"]
+    assert [group.optimizer for group in (muon, others, vectors)] == ["Muon", "AdamW", "AdamW"]
     assert [group.weight_decay for group in (muon, others, vectors)] == [0.1, 0.1, 0.0]
     assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
     assert len(muon.parameters) == 2 * 7 and all(name.endswith("_proj.weight") for name in muon.parameters)

@@ -10,10 +10,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from trainer.checkpoint.store import STATE, Checkpoint, damaged
-from trainer.storage.json_files import Count, Document, JsonError, OpenDocument, check_json
+from trainer.storage.json_files import Count, JsonError, LenientModel, StrictModel, check_json
 
 
-class PositionState(Document):
+class PositionState(StrictModel):
     """Where a run is; see `trainer.checkpoint.state.Position`."""
 
     step: Count
@@ -23,12 +23,12 @@ class PositionState(Document):
     data_from_step: Count | None = None
 
 
-class OptimizerRecord(Document):
+class OptimizerRecord(StrictModel):
     type: str
     updates: Count
 
 
-class LossScaleState(Document):
+class LossScaleState(StrictModel):
     dynamic: bool
     value: float = Field(gt=0)
     quiet_steps: Count
@@ -36,7 +36,7 @@ class LossScaleState(Document):
     overflows: Count
 
 
-class StepState(Document):
+class StepState(StrictModel):
     """State of the training step apart from the optimizer."""
 
     loss_scale: LossScaleState
@@ -44,7 +44,7 @@ class StepState(Document):
     spikes_in_a_row: Count
 
 
-class DataLayout(OpenDocument):
+class DataLayout(LenientModel):
     """What a position in the training data means; see `trainer.data.datasets.data_layout`."""
 
     batch_size: int = Field(ge=1, le=2**31)
@@ -68,12 +68,12 @@ class DataLayout(OpenDocument):
         return batches + bool(left and not self.drop_remainder)
 
 
-class EvaluatedState(Document):
+class EvaluatedState(StrictModel):
     step: Count
     loss: float
 
 
-class EvaluationsState(Document):
+class EvaluationsState(StrictModel):
     """See `trainer.checkpoint.evaluations.EvalHistory`."""
 
     step: Count
@@ -82,7 +82,7 @@ class EvaluationsState(Document):
     without_improvement: Count
 
 
-class BaseRecord(Document):
+class BaseRecord(StrictModel):
     """The base model of adapters."""
 
     load_checkpoint: str | None
@@ -90,7 +90,7 @@ class BaseRecord(Document):
     digest: str = Field(pattern="^[0-9a-f]{64}$")
 
 
-class RunState(OpenDocument):
+class RunState(LenientModel):
     """`state.json` of a training run. Checkpoints of earlier versions lack some of it."""
 
     position: PositionState
@@ -161,7 +161,7 @@ def read_base(found: Checkpoint) -> BaseRecord:
     return base
 
 
-class AdapterDescription(OpenDocument):
+class AdapterDescription(LenientModel):
     """PEFT's `adapter_config.json`: what is read of it; its other keys are compared with what is supported."""
 
     r: int = Field(ge=1, le=2**31)

@@ -23,7 +23,7 @@ from trainer.data.tokens.tokenizer import BYTES_EOS, ByteTokenizer, Tokenizer, l
 from trainer.errors import UserError
 from trainer.storage.bfloat16 import as_bfloat16
 from trainer.storage.marker import read_saved
-from trainer.storage.tensor_file import BFLOAT16, CODES, Entry, write_tensors
+from trainer.storage.tensor_file import BFLOAT16, CODES, TensorInfo, write_tensors
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -256,7 +256,7 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
     else:
         code = CODES[dtype]
     item_bytes = _item_bytes(dtype)
-    entries = {name: Entry(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
+    entries = {name: TensorInfo(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
 
     def converted() -> Iterator[np.ndarray]:
         for name, array in arrays.items():

@@ -43,7 +43,7 @@ from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, as_sharded_array, full_shard_spec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.plan import Plan, Resumption
-from trainer.storage.tensor_file import StoredArray, float32_entries
+from trainer.storage.tensor_file import LazyArray, float32_infos
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -89,7 +89,7 @@ class Resumed:
 
     position: Position
     weights: dict[str, np.ndarray]  # by the names of the parameters; the parts that this rank has
-    optimizer: Mapping[str, StoredArray]  # whole arrays by `kind.parameter`, flat where it was sharded
+    optimizer: Mapping[str, LazyArray]  # whole arrays by `kind.parameter`, flat where it was sharded
     updates: int  # of the optimizer
     step: dict[str, Any] | None  # state of the training step (loss scale); None in an older checkpoint without it
     evaluations: EvalHistory
@@ -189,7 +189,7 @@ def _file_parts(
     pieces = {name: [ShardedArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
               for name, parts in found.items()}  # fmt: skip
     wholes = on_disk({name: full_shard_spec(shape) for name, shape in shapes.items()})
-    return FileShards(float32_entries({name: parts[0].part.whole for name, parts in wholes.items()}), pieces)
+    return FileShards(float32_infos({name: parts[0].part.whole for name, parts in wholes.items()}), pieces)
 
 
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
@@ -198,7 +198,7 @@ def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     optimizer = config.optimizer
     groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
     return {f"{kind}.{name}": shapes[name]
-            for group in groups for kind in STATE_NAMES[group.rule] for name in group.parameters}  # fmt: skip
+            for group in groups for kind in STATE_NAMES[group.optimizer] for name in group.parameters}  # fmt: skip
 
 
 def save(folder: Path, *values: Any, **named: Any) -> Path:
@@ -307,7 +307,7 @@ def _resumed(
     return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
 
 
-def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, StoredArray]:
+def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]:
     """The optimizer's state in a checkpoint: names, shapes and dtypes are checked now, and each part for NaN and
     infinity when it is read. Raises a UserError."""
     stored = found.tensors[OPTIMIZER]
@@ -328,7 +328,7 @@ def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, StoredArra
             raise damaged(found.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
         return numbers
 
-    return {name: StoredArray(stored.about(name)[1], partial(read, name)) for name in stored}
+    return {name: LazyArray(stored.about(name)[1], partial(read, name)) for name in stored}
 
 
 def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:

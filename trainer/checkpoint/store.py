@@ -34,7 +34,7 @@ from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, Marker, matches_checksum
-from trainer.storage.tensor_file import StoredArray, TensorFile, concatenated
+from trainer.storage.tensor_file import LazyArray, TensorFile, concatenate_arrays
 
 STATE = "state.json"
 REPLACED = ".replaced"
@@ -338,7 +338,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
     def __getitem__(self, name: str) -> np.ndarray:
         return self.array(name).read()
 
-    def array(self, name: str) -> StoredArray:
+    def array(self, name: str) -> LazyArray:
         """An array, of which parts can be read; reading raises a UserError where the file is damaged."""
         parts, (_, shape) = [file.tensor(name) for file in self._files_with(name)], self.about(name)
 
@@ -350,9 +350,9 @@ class StoredArrays(Mapping[str, np.ndarray]):
             except (OSError, TypeError) as error:  # numpy lacks some dtypes
                 raise damaged(self.path, f"{name} cannot be read ({error})") from error
 
-        return StoredArray(shape, read)
+        return LazyArray(shape, read)
 
-    def arrays(self) -> dict[str, StoredArray]:
+    def arrays(self) -> dict[str, LazyArray]:
         return {name: self.array(name) for name in self}
 
     def about(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -379,9 +379,9 @@ class StoredArrays(Mapping[str, np.ndarray]):
         return len(self.files[0].entries)
 
 
-def _read_flat(ranges: list[StoredArray], part: ShardSpec) -> np.ndarray:
+def _read_flat(ranges: list[LazyArray], part: ShardSpec) -> np.ndarray:
     """A part of an array that is stored as consecutive ranges of any shape."""
-    flat = concatenated([StoredArray((math.prod(each.shape),), each.read) for each in ranges])
+    flat = concatenate_arrays([LazyArray((math.prod(each.shape),), each.read) for each in ranges])
     runs = (ShardSpec(flat.shape, Shard((at,), (count,))) for at, _, count in part.runs())
     return np.concatenate([flat.read(run) for run in runs]).reshape(part.shape)
 

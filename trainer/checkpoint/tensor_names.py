@@ -34,7 +34,7 @@ import numpy as np
 
 from trainer.config.families import FAMILIES, ExpertNames
 from trainer.parallel.sharding import ShardSpec, full_shard_spec
-from trainer.storage.tensor_file import ArrayOrLazyArray, concatenated, stacked
+from trainer.storage.tensor_file import ArrayOrLazyArray, concatenate_arrays, stack_arrays
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
@@ -97,7 +97,7 @@ def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterato
         parts = _cut(array, queries, queries + keys)
     elif array.shape[0] == 2 * keys:
         heads = _cut(array, *range(size, 2 * keys, size))
-        parts = [concatenated(heads[0::2]), concatenated(heads[1::2])]
+        parts = [concatenate_arrays(heads[0::2]), concatenate_arrays(heads[1::2])]
     else:
         parts = _cut(array, -(-array.shape[0] // 2))
     for matrix, part in zip(_JOINED[joined], parts, strict=True):
@@ -170,7 +170,7 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
                 start = shape[1]
             found[name] = arrays[0][:, start : start + shape[1]]
         else:
-            found[name] = stacked(arrays)
+            found[name] = stack_arrays(arrays)
     return found
 
 

@@ -22,7 +22,7 @@ from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.marker import MARKER, check_saved
-from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, StoredArray, TensorFile, read_part, row_blocks
+from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, LazyArray, TensorFile, read_shard, row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
@@ -62,9 +62,9 @@ def open_initial_weights(
     return found._replace(arrays=found.arrays | from_seed(new, config.decoder, config.seed))
 
 
-def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, StoredArray]:
+def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, LazyArray]:
     """Returns the initial values of parameters by their names, drawn when they are read."""
-    return {each.name: StoredArray(each.shape, partial(initial_value, each, settings, seed)) for each in parameters}
+    return {each.name: LazyArray(each.shape, partial(initial_value, each, settings, seed)) for each in parameters}
 
 
 def check_files(config: Config) -> None:
@@ -97,7 +97,7 @@ class CheckedWeights(NamedTuple):
         found = {}
         for name, array in self.arrays.items():
             if parts is None or name in parts:
-                numbers = read_part(array, None if parts is None else parts[name])
+                numbers = read_shard(array, None if parts is None else parts[name])
                 found[name] = np.ascontiguousarray(numbers, np.float32)
                 if not is_finite(found[name]):
                     raise self._not_finite()
@@ -214,7 +214,7 @@ def _owner(name: str, settings: ModelConfig) -> str:
 
 def read_weights(
     path: Path, where: str = "", *, numbers: bool = True, world: World = SINGLE_PROCESS
-) -> dict[str, StoredArray]:
+) -> dict[str, LazyArray]:
     """Weights by Hugging Face name, read part by part when they are used.
 
     Args:
@@ -233,7 +233,7 @@ def read_weights(
     else:
         files = sorted(path.glob("*.safetensors"))
     if files and not any((path / name).exists() for name in _OUR_FILES):
-        weights: dict[str, StoredArray] = {}
+        weights: dict[str, LazyArray] = {}
         file_of: dict[str, Path] = {}
         for file in files:
             found = read_safetensors(file, where, numbers=numbers, world=world)
@@ -254,7 +254,7 @@ def read_weights(
         raise loads_weights(error, where, "load_checkpoint") from error
 
 
-def model_part(path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS) -> dict[str, StoredArray]:
+def model_part(path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS) -> dict[str, LazyArray]:
     """The weights of a complete checkpoint of this trainer; `numbers` and `world` as in `read_weights`."""
     return read_checkpoint(path, (part,), checksums=numbers, world=world).tensors[part].arrays()
 
@@ -310,7 +310,7 @@ def first_of(names: list[str]) -> str:
 
 def read_safetensors(
     file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True, world: World = SINGLE_PROCESS
-) -> dict[str, StoredArray]:
+) -> dict[str, LazyArray]:
     """The arrays of a file by name; `numbers` and `world` as in `read_weights`.
 
     Raises:
@@ -339,7 +339,7 @@ def read_safetensors(
         except OSError as error:
             raise unreadable(error) from error
 
-    return {name: StoredArray(entry.shape, partial(read, name)) for name, entry in found.entries.items()}
+    return {name: LazyArray(entry.shape, partial(read, name)) for name, entry in found.entries.items()}
 
 
 # Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases

@@ -36,12 +36,12 @@ from trainer.storage.checksums import checksum_of_bytes, checksum_of_file
 from trainer.storage.marker import MARKER, marker_content
 from trainer.storage.tensor_file import (
     CODES,
-    Entries,
-    Pieces,
-    entries_of,
-    in_order,
-    make_file,
-    write_pieces,
+    ShardedTensors,
+    TensorInfos,
+    array_infos,
+    create_tensor_file,
+    order_shards,
+    write_shards,
     write_tensors,
 )
 
@@ -120,8 +120,8 @@ class FileShards(NamedTuple):
         pieces: Those that the rank writes, by name. Each number of a tensor is in one piece of one rank.
     """
 
-    entries: Entries
-    pieces: Pieces
+    entries: TensorInfos
+    pieces: ShardedTensors
 
 
 def whole_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
@@ -134,7 +134,7 @@ def whole_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
         if array.dtype.name not in CODES:
             raise TypeError(f"{name} has dtype {array.dtype}, which safetensors does not support")
     pieces = {name: [ShardedArray(full_shard_spec(array.shape), array)] for name, array in arrays.items()}
-    return FileShards(entries_of(arrays), pieces)
+    return FileShards(array_infos(arrays), pieces)
 
 
 def checkpoint_stages(
@@ -232,7 +232,7 @@ def _begin(path: Path, shared: Mapping[str, FileShards], needed_bytes: int, stag
     unfinished = folder / f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}"
     unfinished.mkdir()
     for part, whole in shared.items():
-        make_file(unfinished / f"{part}{ENDING}", whole.entries)
+        create_tensor_file(unfinished / f"{part}{ENDING}", whole.entries)
     stage("made temporary folder")
     return unfinished.name
 
@@ -314,7 +314,7 @@ def _write_files(
     checksums = {}
     for part, (entries, pieces) in parts.items():
         path = unfinished / f"{part}{ENDING}"
-        checksums[path.name] = write_tensors(path, entries, in_order(entries, pieces))
+        checksums[path.name] = write_tensors(path, entries, order_shards(entries, pieces))
         stage(f"wrote {part}")
     for name, content in files.items():
         (unfinished / name).write_bytes(content)
@@ -332,7 +332,7 @@ def _write_shared(unfinished: Path, part: str, own: FileShards, stage: OnStage) 
     """Writes this rank's pieces of a file of several ranks and flushes them to disk."""
     if any(own.pieces.values()):
         path = unfinished / f"{part}{ENDING}"
-        write_pieces(path, *own)
+        write_shards(path, *own)
         stage(f"wrote pieces of {part}")
         _flush_to_disk(path)
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
 from trainer.data.batches.blend import BlendedDataset
-from trainer.data.batches.packing import FittedSpans, PackedDataset, SequenceDataset, TokenDataset, fit
-from trainer.data.batches.split import Spans
-from trainer.data.source.files import RECORDS, Source
+from trainer.data.batches.packing import FittedSpans, PackedDataset, SequenceDataset, TokenDataset, truncate_or_drop
+from trainer.data.batches.split import DocumentSpans
+from trainer.data.source.files import RECORDS, DataSource
 from trainer.data.source.find import find_sources
 from trainer.data.source.synthetic import SyntheticDataset
 from trainer.data.tokens.cache import OnNote, find_token_file
-from trainer.data.tokens.chat_template import load_chat_template, trained_part
-from trainer.data.tokens.token_file import Cache, Progress, TokenFile
+from trainer.data.tokens.chat_template import load_chat_template, resolve_train_on
+from trainer.data.tokens.token_file import Progress, TokenCache, TokenFile
 from trainer.data.tokens.tokenizer import Tokenizer, load_tokenizer
 from trainer.errors import UserError
 
@@ -145,7 +145,7 @@ def _build_section(
 
 def open_token_files(
     config: Config, section: str, progress: Progress | None = None, note: OnNote | None = None
-) -> list[tuple[Source, float, TokenFile]]:
+) -> list[tuple[DataSource, float, TokenFile]]:
     """Opens the token file of each source of a section of text or records, with the weight of the source.
 
     Arguments and errors as of `build_datasets`.
@@ -158,7 +158,7 @@ def open_token_files(
     template = None
     if sources[0][0].kind == RECORDS:
         template = load_chat_template(config, section, tokenizer)
-    how = {"template": template, "train_on": trained_part(config, section)}
+    how = {"template": template, "train_on": resolve_train_on(config, section)}
     num_rendered = 0
     for source, weight in sources:
         for told in source.notes if note is not None else ():
@@ -172,24 +172,24 @@ def open_token_files(
 
 
 def _build_source(
-    config: Config, section: str, source: Source, token_file: TokenFile, limit: int | None, note: OnNote | None
+    config: Config, section: str, source: DataSource, token_file: TokenFile, limit: int | None, note: OnNote | None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Packs the documents of a source to at most `limit` sequences, and those held out of it."""
     wanted = getattr(config, section)
     seq_length = config.decoder.seq_length
     packing = wanted.packing or ("whole" if token_file.meta.num_conversations else "cut")
-    documents = split.whole(token_file.offsets)
+    documents = split.all_documents(token_file.offsets)
     held_out = None
     fitted = None
     if packing == "cut" and wanted.overlong != "truncate" and note is not None:
         note(f"{source.name} is cut every {seq_length} tokens: {section}.overlong = {wanted.overlong} has no effect.")
     if packing != "cut":
-        fitted = _fitted(config, section, documents, source, note)
+        fitted = _truncate_or_drop(config, section, documents, source, note)
         documents = fitted.spans
     if section == TRAIN and wanted.held_out:
         documents, held_out = _hold_out(config, documents, packing, note)
 
-    def dataset_of(spans: Spans, keep_tail: bool, limit: int | None) -> SequenceDataset:
+    def dataset_of(spans: DocumentSpans, keep_tail: bool, limit: int | None) -> SequenceDataset:
         if packing == "cut":
             return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit)
         return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted)
@@ -202,7 +202,7 @@ def _build_source(
 def _blend(
     config: Config,
     section: str,
-    sources: Sequence[tuple[Source, float]],
+    sources: Sequence[tuple[DataSource, float]],
     built: Sequence[tuple[SequenceDataset, SequenceDataset | None]],
     note: OnNote | None,
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
@@ -228,7 +228,9 @@ def _blend(
     return blended, BlendedDataset(held_out, names, None) if held_out else None
 
 
-def _fitted(config: Config, section: str, samples: Spans, source: Source, note: OnNote | None) -> FittedSpans:
+def _truncate_or_drop(
+    config: Config, section: str, samples: DocumentSpans, source: DataSource, note: OnNote | None
+) -> FittedSpans:
     """Makes samples fit a sequence as the section's `overlong` says."""
     overlong = getattr(config, section).overlong
     seq_length = config.decoder.seq_length
@@ -239,7 +241,7 @@ def _fitted(config: Config, section: str, samples: Spans, source: Source, note: 
         rule = f"sample {first + 1} of {source.name} has {samples.lengths[first]} tokens, and a sequence {seq_length}"
         fix = "set it to truncate or drop, or a larger model.model_config.seq_length"
         raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
-    fitted = fit(samples, seq_length, overlong)
+    fitted = truncate_or_drop(samples, seq_length, overlong)
     if not len(fitted.spans.lengths):
         rule = f"all {fitted.dropped} samples of {source.name} are longer than a sequence of {seq_length} tokens"
         fix = "set it to truncate, or a larger model.model_config.seq_length"
@@ -253,7 +255,9 @@ def _fitted(config: Config, section: str, samples: Spans, source: Source, note: 
     return fitted
 
 
-def _hold_out(config: Config, documents: Spans, packing: str, note: OnNote | None) -> tuple[Spans, Spans]:
+def _hold_out(
+    config: Config, documents: DocumentSpans, packing: str, note: OnNote | None
+) -> tuple[DocumentSpans, DocumentSpans]:
     """Splits the documents of ``train_dataset`` into (training, held out)."""
     fraction = config.train_dataset.held_out
     if packing != "cut" and len(documents.lengths) < 2:
@@ -290,14 +294,14 @@ def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, Syntheti
     return dataset, SyntheticDataset(held_out_size, *sizes, first=size) if held_out_size else None
 
 
-def _find_cache(config: Config, section: str) -> Cache:
+def _find_cache(config: Config, section: str) -> TokenCache:
     """The folder of token files; train_dataset gives what eval_dataset leaves out."""
     owner = TRAIN
     if getattr(config, section).cache_dir is not None:
         owner = section
     key = f"{owner}.cache_dir"
     folder = getattr(config, owner).cache_dir or DEFAULT_CACHE_DIR
-    return Cache(Path(os.path.expanduser(folder)), key, config.source.where(key))
+    return TokenCache(Path(os.path.expanduser(folder)), key, config.source.where(key))
 
 
 def find_tokenizer(config: Config, section: str) -> Tokenizer:

@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Parameter, Tensor
 
 from trainer.ops.updates.adamw import AdamWItem, load_adamw
-from trainer.optim.base import Optimizer, one_for_each
+from trainer.optim.base import Optimizer, expand_scale
 from trainer.optim.groups import STATE_NAMES, ParameterGroup
 from trainer.parallel.sharding import OptimizerShard
 
@@ -53,17 +53,17 @@ class AdamW(Optimizer):
     def _tensors(self, gradients: Sequence[Tensor], scale: float | Sequence[float]) -> Iterator[AdamWItem]:
         first = self.state["exp_avg"]
         second = self.state["exp_avg_sq"]
-        for name, parameter, gradient in self.scaled(gradients, scale):
+        for name, parameter, gradient in self.scaled_gradients(gradients, scale):
             yield AdamWItem(parameter, first[name], second[name], gradient, self.decay[name])
 
     def _arrays(self, gradients: Sequence[Tensor], scale: float | Sequence[float]) -> Iterator[AdamWItem]:
         """On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter."""
-        scales = one_for_each(scale, len(gradients))
+        scales = expand_scale(scale, len(gradients))
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
             weight = parameter.asnumpy().reshape(-1)
             gradient = gradient.asnumpy().reshape(-1)
-            if name in self.own_ranges:
-                own = self.own_ranges[name]
+            if name in self.local_ranges:
+                own = self.local_ranges[name]
                 if not (gradient.size < weight.size):
                     gradient = gradient[own]
                 weight = weight[own]

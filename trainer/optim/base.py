@@ -18,7 +18,7 @@ from mindspore.ops import operations as P
 
 from trainer.optim.groups import ParameterGroup
 from trainer.parallel.sharding import OptimizerShard, ShardSpec
-from trainer.storage.tensor_file import ArrayOrLazyArray, read_part
+from trainer.storage.tensor_file import ArrayOrLazyArray, read_shard
 
 
 class Optimizer(ABC):
@@ -43,7 +43,7 @@ class Optimizer(ABC):
         else:
             self.assign = Parameter.copy_
         # Of the parameters whose state is sharded.
-        self.own_ranges = {name: shard.local_range(self.parameters[name].size) for name, shard in self.shards.items()}
+        self.local_ranges = {name: shard.local_range(self.parameters[name].size) for name, shard in self.shards.items()}
         # For updates by operators: copies of these ranges, made when needed.
         self.local_copies: dict[str, Parameter] = {}
         self.decay = {name: group.weight_decay for group in groups for name in group.parameters}
@@ -56,9 +56,9 @@ class Optimizer(ABC):
 
     def state_shape(self, name: str) -> tuple[int, ...]:
         """Shape of a parameter's state arrays on this rank."""
-        if name not in self.own_ranges:
+        if name not in self.local_ranges:
             return self.parameters[name].shape
-        return (self.own_ranges[name].stop - self.own_ranges[name].start,)
+        return (self.local_ranges[name].stop - self.local_ranges[name].start,)
 
     def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
         """A state array: zeros in float32."""
@@ -71,17 +71,17 @@ class Optimizer(ABC):
         `scale` is the factor on all gradients (from clipping and loss scaling), or one for each; 1.0 costs nothing.
         """
 
-    def scaled(
+    def scaled_gradients(
         self, gradients: Sequence[Tensor], scale: float | Sequence[float]
     ) -> Iterator[tuple[str, Parameter, Tensor]]:
         """For an update by operators: each name, the parameter to update, and its gradient times its factor.
 
         For a sharded parameter the second is a copy of the rank's own range, which `all_gather` writes back.
         """
-        scales = one_for_each(scale, len(gradients))
+        scales = expand_scale(scale, len(gradients))
         factors = {scale: scalar(scale) for scale in set(scales)}
         for (name, parameter), gradient, scale in zip(self.parameters.items(), gradients, scales, strict=True):
-            if name in self.own_ranges:
+            if name in self.local_ranges:
                 gradient = self.local_slice(gradient, name)
                 own = self.local_slice(parameter, name)
                 if name not in self.local_copies:
@@ -92,7 +92,7 @@ class Optimizer(ABC):
 
     def local_slice(self, tensor: Tensor, name: str) -> Tensor:
         """This rank's range of a gradient or parameter, flattened; a gradient may be this range already."""
-        own = self.own_ranges[name]
+        own = self.local_ranges[name]
         if tensor.size == own.stop - own.start:
             return tensor.reshape(-1)
         return P.Slice()(tensor.reshape(-1), (own.start,), (own.stop - own.start,))
@@ -124,7 +124,7 @@ class Optimizer(ABC):
         """Restores what `state_arrays` returned, in any shape; with `part_of` these parts of whole arrays."""
         for kind, by_name in self.state.items():
             for name, array in by_name.items():
-                values = read_part(arrays[f"{kind}.{name}"], part_of and part_of(name)).reshape(array.shape)
+                values = read_shard(arrays[f"{kind}.{name}"], part_of and part_of(name)).reshape(array.shape)
                 if isinstance(array, np.ndarray):
                     array[...] = values
                 else:
@@ -132,7 +132,7 @@ class Optimizer(ABC):
         self.updates = updates
 
 
-def one_for_each(scale: float | Sequence[float], count: int) -> list[float]:
+def expand_scale(scale: float | Sequence[float], count: int) -> list[float]:
     if isinstance(scale, (int, float)):
         return [float(scale)] * count
     return list(scale)

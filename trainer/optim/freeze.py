@@ -41,7 +41,7 @@ _OTHER_WORDS = {
 }  # fmt: skip
 
 
-class _Item(NamedTuple):
+class _FreezeEntry(NamedTuple):
     """One entry of include or exclude."""
 
     key: str  # dotted, for messages
@@ -60,9 +60,9 @@ def frozen_names(config: Config) -> frozenset[str]:
     settings = config.freeze
     items = list(_items("freeze.include", settings.include))
     if settings.embeddings:
-        items.append(_Item("freeze.embeddings", True, "embeddings", None))
+        items.append(_FreezeEntry("freeze.embeddings", True, "embeddings", None))
     if settings.layers is not None:
-        items.append(_Item("freeze.layers", settings.layers, "layers", settings.layers))
+        items.append(_FreezeEntry("freeze.layers", settings.layers, "layers", settings.layers))
     included = _matches(config, items, shapes)
     excluded = _matches(config, _items("freeze.exclude", settings.exclude), shapes)
     if excluded and not included:
@@ -102,11 +102,11 @@ def freeze_notes(config: Config) -> Iterator[str]:
             yield f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
 
 
-def _matches(config: Config, items: Iterable[_Item], shapes: Mapping[str, Any]) -> set[str]:
+def _matches(config: Config, items: Iterable[_FreezeEntry], shapes: Mapping[str, Any]) -> set[str]:
     return {name for item in items for name in _names(config, item, shapes)}
 
 
-def _items(key: str, written: Any) -> Iterator[_Item]:
+def _items(key: str, written: Any) -> Iterator[_FreezeEntry]:
     """The entries of include or exclude, in each form that a value may have."""
     if isinstance(written, list):
         for number, entry in enumerate(written):
@@ -115,20 +115,20 @@ def _items(key: str, written: Any) -> Iterator[_Item]:
     elif isinstance(written, dict):
         for name, value in written.items():
             if name == "layers":
-                yield _Item(key, written, "layers", value)
+                yield _FreezeEntry(key, written, "layers", value)
             elif name == "embeddings" and value in (True, None):
-                yield _Item(key, written, "embeddings", None)
+                yield _FreezeEntry(key, written, "embeddings", None)
             elif not (name == "embeddings" and value is False):
-                yield _Item(key, written, "unknown", name)
+                yield _FreezeEntry(key, written, "unknown", name)
     elif written == "embeddings":
-        yield _Item(key, written, "embeddings", None)
+        yield _FreezeEntry(key, written, "embeddings", None)
     elif isinstance(written, str) and (found := _SHORT_FORM.fullmatch(written)):
-        yield _Item(key, written, "layers", found[1].strip("[] "))
+        yield _FreezeEntry(key, written, "layers", found[1].strip("[] "))
     else:
-        yield _Item(key, written, "pattern", written)
+        yield _FreezeEntry(key, written, "pattern", written)
 
 
-def _names(config: Config, item: _Item, shapes: Mapping[str, Any]) -> list[str]:
+def _names(config: Config, item: _FreezeEntry, shapes: Mapping[str, Any]) -> list[str]:
     """The weights that an entry selects."""
     if item.kind in ("embeddings", "layers") and config.classifier is not None:
         rule = "this short form works for decoders only"

@@ -15,7 +15,7 @@ class ParameterGroup:
     name: str
     weight_decay: float
     parameters: tuple[str, ...]
-    rule: str = "AdamW"
+    optimizer: str = "AdamW"
 
 
 STATE_NAMES = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",), "Muon": ("momentum_buffer",)}

@@ -15,7 +15,7 @@ from mindspore import Parameter, Tensor, ops
 from mindspore.ops import operations as P
 
 from trainer.optim.adamw import AdamW
-from trainer.optim.base import Optimizer, one_for_each, scalar
+from trainer.optim.base import Optimizer, expand_scale, scalar
 from trainer.optim.groups import ParameterGroup
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Muon(Optimizer):
     ) -> None:
         super().__init__(parameters, groups, (), shards)
         self.parts = parts
-        own = {name for group in groups if group.rule == "Muon" for name in group.parameters}
+        own = {name for group in groups if group.optimizer == "Muon" for name in group.parameters}
         self.matrices = {name: parameter for name, parameter in self.parameters.items() if name in own}
         others = {name: parameter for name, parameter in self.parameters.items() if name not in own}
         of_others = {name: shard for name, shard in self.shards.items() if name in others}
@@ -74,7 +74,7 @@ class Muon(Optimizer):
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
         given = dict(
-            zip(self.parameters, zip(gradients, one_for_each(scale, len(gradients)), strict=True), strict=True)
+            zip(self.parameters, zip(gradients, expand_scale(scale, len(gradients)), strict=True), strict=True)
         )
         others = [given[name] for name in self.adamw.parameters]
         self.adamw.update([gradient for gradient, _ in others], lr, [factor for _, factor in others])

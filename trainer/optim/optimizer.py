@@ -36,7 +36,7 @@ class SGD(Optimizer):
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
-        for name, parameter, gradient in self.scaled(gradients, scale):
+        for name, parameter, gradient in self.scaled_gradients(gradients, scale):
             self.apply(parameter, self.state["momentum_buffer"][name], gradient, lr, self.decay[name])
         self.all_gather()
 

@@ -128,7 +128,7 @@ def _stage(
     if half and not is_graph and not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         parts["gradients"] -= sum(matrices.get(name, 0) for name in of_trained if name != EMBEDDING) // 2
     parts["optimizer state"] = sum(
-        states[group.rule] * size(name, shares_state) for group in groups for name in group.parameters
+        states[group.optimizer] * size(name, shares_state) for group in groups for name in group.parameters
     )
     waiting = 0
     if is_graph:

@@ -140,7 +140,7 @@ class _ShardBytes:
 
     def optimizer_state(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         groups = parameter_groups(shapes, self.config.optimizer.weight_decay, self.config.optimizer.type)
-        arrays = {name: _OPTIMIZER_STATES[group.rule] for group in groups for name in group.parameters}
+        arrays = {name: _OPTIMIZER_STATES[group.optimizer] for group in groups for name in group.parameters}
         return sum(number * self.part(name, shapes[name]) for name, number in arrays.items())
 
 

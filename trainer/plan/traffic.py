@@ -481,7 +481,7 @@ def _calls_of_update(
     """Updated weights for the other ranks; whole directions of the matrices that Muon updates."""
     shapes = {name: layout.parameters[name].shape for name in sizes}
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    by_muon = {name for group in groups if group.rule == "Muon" for name in group.parameters}
+    by_muon = {name for group in groups if group.optimizer == "Muon" for name in group.parameters}
     for name in sizes:
         one = layout.parameters[name]
         if name in by_muon and name in shared.ranges:

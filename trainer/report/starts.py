@@ -24,13 +24,13 @@ from trainer.errors import RunError, TrainerError
 from trainer.input_files import read_bytes
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import Monitor, RunInfo, RunSummary
-from trainer.storage.json_files import Count, JsonError, OpenDocument, parse_json
+from trainer.storage.json_files import Count, JsonError, LenientModel, parse_json
 
 RUN_FILE = "run.json"
 _GIT_SECONDS = 5.0
 
 
-class RunStart(OpenDocument):
+class RunStart(LenientModel):
     """One start of a training, new or resumed.
 
     Attributes:
@@ -73,7 +73,7 @@ class RunStart(OpenDocument):
         return process_start(self.pid) == self.process_start != 0
 
 
-class RunFile(OpenDocument):
+class RunFile(LenientModel):
     starts: list[RunStart]
 
 

@@ -17,7 +17,7 @@ from trainer.ops.measures import device_measures
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values
 from trainer.parallel.sharding import Shard, ShardSpec
-from trainer.storage.tensor_file import ArrayOrLazyArray, read_part
+from trainer.storage.tensor_file import ArrayOrLazyArray, read_shard
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -166,7 +166,7 @@ class ShardedParameters:
 
     def part(self, name: str, whole: ArrayOrLazyArray) -> np.ndarray:
         """This rank's shard of a whole array that is sharded like this parameter."""
-        return read_part(whole, ShardSpec(self.shapes[name], self.shards[name]))
+        return read_shard(whole, ShardSpec(self.shapes[name], self.shards[name]))
 
     def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Gathers arrays that are sharded like these parameters, on rank 0; all ranks must call it."""

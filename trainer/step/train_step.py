@@ -138,7 +138,7 @@ class TrainStep:
         leaves = model.compute_weights.grad_targets(names)
         self.reducer = self.communicator.gradient_reducer(
             dict(zip(names, leaves, strict=True)),
-            [name in optimizer.own_ranges for name in names],
+            [name in optimizer.local_ranges for name in names],
             wrapper.accumulate_allreduce_grads_in_fp32,
             scatters,
         )
@@ -149,7 +149,7 @@ class TrainStep:
         self.norm_share: NormShare | None = None
         if self.communicator.divides_model or self.reducer.gives_ranges:
             places = {name: place for place, name in enumerate(names)}
-            factors = self.communicator.counted(names, optimizer.own_ranges if self.reducer.gives_ranges else ())
+            factors = self.communicator.counted(names, optimizer.local_ranges if self.reducer.gives_ranges else ())
             self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
         experts = model.settings.experts
         if experts and experts.balances_step:
@@ -279,7 +279,7 @@ class TrainStep:
         state = {}
         for key, array in self.optimizer.state_views().items():
             name = parameter_of(key)
-            if self.communicator.writes(name, name in self.optimizer.own_ranges):
+            if self.communicator.writes(name, name in self.optimizer.local_ranges):
                 state[key] = ShardedArray(self.state_part(name), array)
         return Saved(weights, state, self.optimizer.updates, shares_memory=True)
 
@@ -292,7 +292,7 @@ class TrainStep:
 
     def state_part(self, name: str) -> ShardSpec:
         """The part of a parameter of which this rank has the optimizer's state."""
-        return self.part_of(name)._replace(flat=self.optimizer.own_ranges.get(name))
+        return self.part_of(name)._replace(flat=self.optimizer.local_ranges.get(name))
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""

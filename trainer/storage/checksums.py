@@ -52,11 +52,11 @@ class PageChecks:
         self._is_checked = np.zeros(len(digests), bool)
 
     @classmethod
-    def count(cls, size: int) -> int:
+    def count_pages(cls, size: int) -> int:
         """Pages of a file of `size` bytes."""
         return -(-size // cls.PAGE_BYTES)
 
-    def damaged(self, starts: np.ndarray, ends: np.ndarray) -> int | None:
+    def first_damaged_byte(self, starts: np.ndarray, ends: np.ndarray) -> int | None:
         """The first byte of a damaged page among these ranges of bytes; None where all are whole."""
         first = starts // self.PAGE_BYTES
         last = -(-ends // self.PAGE_BYTES)

@@ -25,14 +25,14 @@ class JsonError(ValueError):
     """The content of a JSON file is not what it must be; the message names the file and the field."""
 
 
-class Document(BaseModel):
+class StrictModel(BaseModel):
     """Base of the models: types are not converted, numbers are finite, unknown keys are errors."""
 
     # A validator is built when it is first needed: a process reads few kinds of documents.
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, frozen=True, defer_build=True)
 
 
-class OpenDocument(Document):
+class LenientModel(StrictModel):
     """The same for files of other programs, which have more keys."""
 
     model_config = ConfigDict(extra="allow")
@@ -55,7 +55,7 @@ def parse_json(content: bytes, model: type[Checked] | Any, name: str) -> Checked
 
 def _refuse_twice(content: bytes, model: Any) -> None:
     """Raises a ValueError where an object has a key twice; in files of other programs the last one counts."""
-    if OpenDocument in getattr(model, "__mro__", ()):
+    if LenientModel in getattr(model, "__mro__", ()):
         return
 
     def check(pairs: list[tuple[str, None]]) -> None:

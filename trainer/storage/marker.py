@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 from trainer.input_files import open_file, read_bytes
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.checksums import DIGEST_PATTERN, checksum_of_bytes, checksum_of_file
-from trainer.storage.json_files import Count, Document, JsonError, parse_json
+from trainer.storage.json_files import Count, JsonError, StrictModel, parse_json
 
 MARKER = "COMPLETE"
 
@@ -22,7 +22,7 @@ FileName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}$")]
 Checksum = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 
 
-class Marker(Document):
+class Marker(StrictModel):
     """Content of the marker.
 
     Attributes:

@@ -38,7 +38,7 @@ _SPAN_BYTES = 4 << 20
 _LENGTH_BYTES = 8  # of the length of the header, with which a file begins
 
 
-class Entry(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor of a file: its dtype in safetensors' words, its shape, and its size in bytes."""
 
     code: str
@@ -46,25 +46,25 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-Entries = Mapping[str, Entry]
-Pieces = Mapping[str, Sequence[ShardedArray]]
+TensorInfos = Mapping[str, TensorInfo]
+ShardedTensors = Mapping[str, Sequence[ShardedArray]]
 
 
-def entries_of(arrays: Mapping[str, np.ndarray]) -> dict[str, Entry]:
+def array_infos(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
     """The tensors of a file with these arrays, in its order.
 
     The largest items come first, as the library sorts them, so that every tensor begins at a multiple of its item size.
     """
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
-    return {name: Entry(CODES[arrays[name].dtype.name], arrays[name].shape, arrays[name].nbytes) for name in names}
+    return {name: TensorInfo(CODES[arrays[name].dtype.name], arrays[name].shape, arrays[name].nbytes) for name in names}
 
 
-def float32_entries(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
+def float32_infos(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
     """The tensors of a file with float32 arrays of these shapes, in its order."""
-    return {name: Entry("F32", shapes[name], 4 * math.prod(shapes[name])) for name in sorted(shapes)}
+    return {name: TensorInfo("F32", shapes[name], 4 * math.prod(shapes[name])) for name in sorted(shapes)}
 
 
-def header_of(entries: Entries) -> tuple[bytes, dict[str, int]]:
+def build_header(entries: TensorInfos) -> tuple[bytes, dict[str, int]]:
     """What a file of these tensors begins with, and where each tensor begins."""
     # transformers asks for this word, in whose name it reads tensors without conversion.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -80,7 +80,7 @@ def header_of(entries: Entries) -> tuple[bytes, dict[str, int]]:
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {name: start + at for name, at in offsets.items()}
 
 
-def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) -> str:
+def write_tensors(path: Path, entries: TensorInfos, arrays: Iterable[np.ndarray]) -> str:
     """Writes the numbers of each entry, in order, each array when it is its turn; returns the file's checksum.
 
     Args:
@@ -91,7 +91,7 @@ def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) ->
     """
     checksum = xxhash.xxh3_128()
     with path.open("wb", buffering=_BUFFER_BYTES) as file:
-        for data in itertools.chain([memoryview(header_of(entries)[0])], map(_bytes_of, arrays)):
+        for data in itertools.chain([memoryview(build_header(entries)[0])], map(_bytes_of, arrays)):
             for start in range(0, len(data), _BLOCK_BYTES):  # a block that was just written is in the processor's cache
                 block = data[start : start + _BLOCK_BYTES]
                 file.write(block)
@@ -99,7 +99,7 @@ def write_tensors(path: Path, entries: Entries, arrays: Iterable[np.ndarray]) ->
     return checksum.hexdigest()
 
 
-def in_order(entries: Entries, pieces: Pieces) -> Iterator[np.ndarray]:
+def order_shards(entries: TensorInfos, pieces: ShardedTensors) -> Iterator[np.ndarray]:
     """The numbers of pieces that make up whole tensors, as `write_tensors` takes them."""
     for name in entries:
         flat = [piece.array.reshape(-1) for piece in pieces[name]]
@@ -108,23 +108,23 @@ def in_order(entries: Entries, pieces: Pieces) -> Iterator[np.ndarray]:
             yield array[at : at + count]
 
 
-def make_file(path: Path, entries: Entries) -> None:
-    """Makes a file for these tensors, which `write_pieces` fills."""
-    header, _ = header_of(entries)
+def create_tensor_file(path: Path, entries: TensorInfos) -> None:
+    """Makes a file for these tensors, which `write_shards` fills."""
+    header, _ = build_header(entries)
     with path.open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
 
-def write_pieces(path: Path, entries: Entries, pieces: Pieces) -> None:
-    """Writes pieces to their places in a file that `make_file` has made.
+def write_shards(path: Path, entries: TensorInfos, pieces: ShardedTensors) -> None:
+    """Writes pieces to their places in a file that `create_tensor_file` has made.
 
     Raises:
         OSError: The file is not there, or the disk is full or cannot be written.
     """
     # For writing alone: of a file that is open for reading too, NFS writes whole pages, with what others write there.
     descriptor = os.open(path, os.O_WRONLY)
-    _, offsets = header_of(entries)
+    _, offsets = build_header(entries)
     try:
         for name, of_tensor in pieces.items():
             for part, array in of_tensor:
@@ -154,7 +154,7 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-class StoredArray:
+class LazyArray:
     """An array on a disk, or what is made of such arrays, of which parts are read.
 
     A slice of it is one too, as a slice of an array of numpy is a view.
@@ -179,7 +179,7 @@ class StoredArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read().astype(dtype, copy=False)
 
-    def __getitem__(self, key: slice | tuple[slice, ...]) -> StoredArray:
+    def __getitem__(self, key: slice | tuple[slice, ...]) -> LazyArray:
         if isinstance(key, tuple):
             keys = key
         else:
@@ -191,16 +191,16 @@ class StoredArray:
             start = tuple(begin + at for begin, at in zip(begins, part.shard.start, strict=True))
             return self._read(ShardSpec(self.shape, Shard(start, part.shard.shape), part.flat))
 
-        return StoredArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
+        return LazyArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
 
 
-ArrayOrLazyArray = np.ndarray | StoredArray
+ArrayOrLazyArray = np.ndarray | LazyArray
 
 
-def read_part(array: ArrayOrLazyArray, part: ShardSpec | None = None) -> np.ndarray:
+def read_shard(array: ArrayOrLazyArray, part: ShardSpec | None = None) -> np.ndarray:
     """The numbers of a part of an array, or all of them; of an array in memory without a copy where they lie together.
     """
-    if isinstance(array, StoredArray):
+    if isinstance(array, LazyArray):
         return array.read(part)
     if part is None:
         return array
@@ -212,7 +212,7 @@ def read_part(array: ArrayOrLazyArray, part: ShardSpec | None = None) -> np.ndar
 
 def row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
     """All of an array, some rows (of its first axis) at a time."""
-    if not isinstance(array, StoredArray):
+    if not isinstance(array, LazyArray):
         yield array
         return
     rows = max(1, _SPAN_BYTES // (4 * math.prod(array.shape[1:]) or 1))
@@ -220,24 +220,24 @@ def row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
         yield array[start : start + rows].read() if array.shape else array.read()
 
 
-def stacked(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
+def stack_arrays(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
     """numpy.stack."""
-    if not isinstance(arrays[0], StoredArray):
+    if not isinstance(arrays[0], LazyArray):
         return np.stack(arrays)
-    return StoredArray((len(arrays), *arrays[0].shape), lambda part: _assemble(arrays, part, part.items()))
+    return LazyArray((len(arrays), *arrays[0].shape), lambda part: _assemble(arrays, part, part.items()))
 
 
-def concatenated(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
+def concatenate_arrays(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
     """numpy.concatenate."""
-    if not isinstance(arrays[0], StoredArray):
+    if not isinstance(arrays[0], LazyArray):
         return np.concatenate(arrays)
     bounds = list(itertools.accumulate((array.shape[0] for array in arrays), initial=0))
     shape = (bounds[-1], *arrays[0].shape[1:])
-    return StoredArray(shape, lambda part: _assemble(arrays, part, part.rows(bounds)))
+    return LazyArray(shape, lambda part: _assemble(arrays, part, part.rows(bounds)))
 
 
 def _assemble(
-    arrays: Sequence[StoredArray], part: ShardSpec, found: Iterator[tuple[int, ShardSpec, slice]]
+    arrays: Sequence[LazyArray], part: ShardSpec, found: Iterator[tuple[int, ShardSpec, slice]]
 ) -> np.ndarray:
     whole: np.ndarray | None = None
     for number, one, own in found:
@@ -270,16 +270,16 @@ class TensorFile:
         self._offsets = {}
         for name, about in header.items():
             begin, end = about["data_offsets"]
-            self.entries[name] = Entry(about["dtype"], tuple(about["shape"]), end - begin)
+            self.entries[name] = TensorInfo(about["dtype"], tuple(about["shape"]), end - begin)
             self._offsets[name] = _LENGTH_BYTES + length + begin
 
-    def tensor(self, name: str) -> StoredArray:
+    def tensor(self, name: str) -> LazyArray:
         """A tensor; its numbers are float32 where they are bfloat16 on the disk, which numpy lacks.
 
         Reading raises an OSError where the file has become shorter or cannot be read, and a TypeError for a dtype that
         numpy lacks.
         """
-        return StoredArray(self.entries[name].shape, lambda part: self._read(name, part))
+        return LazyArray(self.entries[name].shape, lambda part: self._read(name, part))
 
     def _read(self, name: str, part: ShardSpec) -> np.ndarray:
         code = self.entries[name].code

@@ -20,7 +20,7 @@ class Packing(NamedTuple):
     starts: np.ndarray  # int64 [sequences + 1], where each sequence begins in `samples`, and the end of the last
 
 
-def one_each(num_samples: int) -> Packing:
+def pack_one_each(num_samples: int) -> Packing:
     """A sequence for each sample."""
     return Packing(np.arange(num_samples), np.arange(num_samples + 1))
 

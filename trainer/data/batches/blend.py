@@ -90,11 +90,11 @@ class BlendedDataset:
         source_of_turn = np.repeat(np.arange(len(counts)), counts)[turn]
         order = np.empty(self.num_sequences, np.int64)
         for source, count in enumerate(counts):
-            part = self._part(source, epoch * count, count, shuffle=shuffle, seed=seed)
+            part = self._pass_slice(source, epoch * count, count, shuffle=shuffle, seed=seed)
             order[source_of_turn == source] = self._starts[source] + part
         return order
 
-    def _part(self, source: int, first: int, count: int, *, shuffle: bool, seed: int) -> np.ndarray:
+    def _pass_slice(self, source: int, first: int, count: int, *, shuffle: bool, seed: int) -> np.ndarray:
         """`count` sequences of the passes over a data set, from number `first` of all its passes on."""
         size = self.shares[source].sequences
         passes = range(first // size, -(-(first + count) // size))

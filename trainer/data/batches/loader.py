@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trainer.config import Config
 
 Progress = Callable[[int, int], None]
-Ranks = tuple[int, int]
+DataParallelRank = tuple[int, int]
 """This rank, and how many share the data."""
 
 
@@ -44,7 +44,7 @@ class TrainingBatches:
 
 
 def training_batches(
-    config: Config, ranks: Ranks, progress: Progress, note: Callable[[str], None]
+    config: Config, ranks: DataParallelRank, progress: Progress, note: Callable[[str], None]
 ) -> TrainingBatches:
     """Opens the training data, and what is held out of it or named for evaluation.
 
@@ -58,31 +58,39 @@ def training_batches(
     return TrainingBatches(train, loader, _evaluation(config, held_out, ranks) if config.do_eval else None)
 
 
-def eval_batches(config: Config, ranks: Ranks, progress: Progress, note: Callable[[str], None]) -> EvalBatches:
+def eval_batches(
+    config: Config, ranks: DataParallelRank, progress: Progress, note: Callable[[str], None]
+) -> EvalBatches:
     """Opens the data of run mode eval; arguments and errors as in `training_batches`."""
     return _evaluation(config, build_eval_dataset(config, progress, note), ranks)
 
 
-def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: Ranks) -> EvalBatches:
+def _evaluation(config: Config, dataset: SequenceDataset | None, ranks: DataParallelRank) -> EvalBatches:
     assert dataset is not None, "preflight has seen that there is something to evaluate on"
     section = "train_dataset"
     if config.eval_dataset is not None:
         section = "eval_dataset"
-    loader = _loader(config, section, dataset, ranks, shuffle=False, whole=True)
+    loader = _loader(config, section, dataset, ranks, shuffle=False, keep_all=True)
     return EvalBatches(dataset, loader, getattr(config, section).max_batches or None)
 
 
 def _loader(
-    config: Config, section: str, dataset: SequenceDataset, ranks: Ranks, *, shuffle: bool, whole: bool = False
+    config: Config,
+    section: str,
+    dataset: SequenceDataset,
+    ranks: DataParallelRank,
+    *,
+    shuffle: bool,
+    keep_all: bool = False,
 ) -> BatchLoader:
     settings = getattr(config, section)
     size = batch_size(config, section)
-    drop_remainder = settings.drop_remainder and not whole
+    drop_remainder = settings.drop_remainder and not keep_all
     # While a step computes, all micro-batches of the next one are prepared: no step waits for data.
-    if whole:
-        window = 1
+    if keep_all:
+        micro_batches_per_step = 1
     else:
-        window = config.runner_config.gradient_accumulation_steps
+        micro_batches_per_step = config.runner_config.gradient_accumulation_steps
     if drop_remainder and dataset.num_sequences < size * ranks[1]:
         of_ranks = ""
         if ranks[1] > 1:
@@ -97,7 +105,7 @@ def _loader(
         shuffle=shuffle,
         seed=config.seed,
         drop_remainder=drop_remainder,
-        prefetch_size=max(settings.prefetch_size, window),
+        prefetch_size=max(settings.prefetch_size, micro_batches_per_step),
         rank=ranks[0],
         ranks=ranks[1],
     )
@@ -113,9 +121,9 @@ def epoch_order(dataset: SequenceDataset, *, shuffle: bool, seed: int, epoch: in
     return np.arange(size)
 
 
-def optimizer_steps(micro_batches: int, window: int) -> int:
-    """Optimizer steps of so many micro-batches, `window` of them each; the last step may have fewer."""
-    return -(-micro_batches // window)
+def optimizer_steps(micro_batches: int, micro_batches_per_step: int) -> int:
+    """Returns how many optimizer steps take these micro-batches; the last step may have fewer of them."""
+    return -(-micro_batches // micro_batches_per_step)
 
 
 @dataclass

@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
 from trainer.data.batches.blend import SourceShare
-from trainer.data.batches.packing import DocumentCounts, checked_indices, numbered
+from trainer.data.batches.packing import DocumentCounts, checked_indices, index_within_groups
 from trainer.data.source.indexed import IndexedTokens
 from trainer.errors import RunError
 
@@ -108,11 +108,11 @@ class SampleOrder:
         ends_B = np.minimum(starts_B + size, self._offsets[-1])
         first_B = np.searchsorted(self._offsets, starts_B, side="right") - 1
         counts_B = np.searchsorted(self._offsets, ends_B, side="left") - first_B
-        place_P = np.repeat(first_B, counts_B) + numbered(counts_B)
+        place_P = np.repeat(first_B, counts_B) + index_within_groups(counts_B)
         begin_P = np.maximum(self._offsets[place_P], np.repeat(starts_B, counts_B))
         lengths_P = np.minimum(self._offsets[place_P + 1], np.repeat(ends_B, counts_B)) - begin_P
         first_P = self.indexed.starts[self.documents[place_P]] + begin_P - self._offsets[place_P]
-        tokens_N = self.indexed.tokens[np.repeat(first_P, lengths_P) + numbered(lengths_P)]
+        tokens_N = self.indexed.tokens[np.repeat(first_P, lengths_P) + index_within_groups(lengths_P)]
         found = np.full((len(numbers_B), size), pad, np.int64)
         found[np.arange(size) < (ends_B - starts_B)[:, None]] = tokens_N
         return found
@@ -215,7 +215,9 @@ class MegatronDataset:
         self.least_token_id, self.max_token_id = (
             found(part.indexed.token_range()[end] for part in parts) for end, found in ((0, min), (1, max))
         )
-        digest = hashlib.sha256(f"{settings} {masking}".encode())
+        # The name that the class had when the first data sets were hashed.
+        described = repr(masking).replace("EodMasking", "Masking", 1)
+        digest = hashlib.sha256(f"{settings} {described}".encode())
         for part in parts:
             for piece in part.indexed.sample_bytes():
                 digest.update(piece)

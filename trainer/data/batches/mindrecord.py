@@ -16,7 +16,7 @@ import numpy as np
 from trainer.config.checks.problem import data_error, nearest
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
 from trainer.data.batches.packing import DocumentCounts, checked_indices
-from trainer.data.batches.split import Spans, hold_out
+from trainer.data.batches.split import DocumentSpans, hold_out
 from trainer.data.source.indexed import Location
 from trainer.data.source.mindrecord import MindRecordFile, list_files, open_mindrecord
 from trainer.errors import RunError, UserError
@@ -37,7 +37,7 @@ _CHECKED_ROWS = 16
 
 
 @dataclass(frozen=True)
-class Reading:
+class RowFormat:
     """How rows become sequences."""
 
     columns: dict[str, str]  # one of _ROLES, at least input_ids -> the column
@@ -54,7 +54,7 @@ class MindRecordDataset:
 
     packing = None
 
-    def __init__(self, files: Sequence[MindRecordFile], reading: Reading, rows: np.ndarray) -> None:
+    def __init__(self, files: Sequence[MindRecordFile], reading: RowFormat, rows: np.ndarray) -> None:
         self._files = tuple(files)
         self._reading = reading
         self._rows = rows
@@ -64,7 +64,9 @@ class MindRecordDataset:
         self.num_tokens = self.num_sequences * self.seq_length
         self.has_boundaries = reading.eod is not None or bool({_MASK, _POSITIONS} & reading.columns.keys())
         self.max_token_id = reading.vocab_size - 1  # `batch` checks it
-        digest = hashlib.sha256(f"{reading} ".encode() + rows.tobytes())
+        # The name that the class had when the first data sets were hashed.
+        described = repr(reading).replace("RowFormat", "Reading", 1)
+        digest = hashlib.sha256(f"{described} ".encode() + rows.tobytes())
         for file in files:
             for part in file.sample_bytes():
                 digest.update(part)
@@ -170,14 +172,14 @@ def build_mindrecord(config: Config, section: str) -> tuple[MindRecordDataset, M
         eod = _eod(config, section)
     width = _width(config, files[0], columns)
     sizes = config.decoder
-    reading = Reading(columns, sizes.seq_length, sizes.vocab_size, sizes.pad_token_id, eod, sizes.eod_reset, width)
+    reading = RowFormat(columns, sizes.seq_length, sizes.vocab_size, sizes.pad_token_id, eod, sizes.eod_reset, width)
     total = sum(len(file.starts) for file in files)
     rows = np.arange(total)
     held_out = None
     if section == "train_dataset" and wanted.held_out:
         if total < 2:
             raise data_error(config, f"{section}.held_out", "the files have only one row", "remove it")
-        train, held = hold_out(Spans(rows, np.ones(total, np.int64)), wanted.held_out, config.seed)
+        train, held = hold_out(DocumentSpans(rows, np.ones(total, np.int64)), wanted.held_out, config.seed)
         rows = train.starts
         held_out = MindRecordDataset(files, reading, held.starts)
     dataset = MindRecordDataset(files, reading, rows[: wanted.data_loader.num_samples])
@@ -285,7 +287,7 @@ def _width(config: Config, file: MindRecordFile, columns: dict[str, str]) -> int
     raise data_error(config, key, rule, fix)
 
 
-def _check_rows(location: Location, dataset: MindRecordDataset, file: MindRecordFile, reading: Reading) -> None:
+def _check_rows(location: Location, dataset: MindRecordDataset, file: MindRecordFile, reading: RowFormat) -> None:
     """Reads some rows as a run does, and refuses labels that are not shifted."""
     last = dataset.num_sequences - 1
     try:

@@ -17,8 +17,8 @@ from typing import Literal, NamedTuple, Protocol
 import numpy as np
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, padding_batch
-from trainer.data.batches.best_fit import best_fit, one_each
-from trainer.data.batches.split import Spans
+from trainer.data.batches.best_fit import best_fit, pack_one_each
+from trainer.data.batches.split import DocumentSpans
 from trainer.data.tokens.token_file import TokenFile
 
 
@@ -74,7 +74,13 @@ class TokenDataset:
     """
 
     def __init__(
-        self, token_file: TokenFile, spans: Spans, seq_length: int, *, keep_tail: bool = False, limit: int | None = None
+        self,
+        token_file: TokenFile,
+        spans: DocumentSpans,
+        seq_length: int,
+        *,
+        keep_tail: bool = False,
+        limit: int | None = None,
     ) -> None:
         self.seq_length = seq_length
         self.num_documents = len(spans.lengths)
@@ -112,7 +118,7 @@ class TokenDataset:
         first_B = np.searchsorted(self._offsets, starts_B, side="right") - 1
         last_B = np.searchsorted(self._offsets, ends_B, side="left") - 1
         counts_B = last_B - first_B + 1
-        document_P = np.repeat(first_B, counts_B) + numbered(counts_B)
+        document_P = np.repeat(first_B, counts_B) + index_within_groups(counts_B)
         begin_P = np.maximum(self._offsets[document_P], np.repeat(starts_B, counts_B))
         end_P = np.minimum(self._offsets[document_P + 1], np.repeat(ends_B, counts_B))
         pieces = _SequenceSegments(
@@ -128,7 +134,7 @@ class PackedDataset:
     """Whole samples of a memory-mapped token file; `batch` reads only what it needs.
 
     Args:
-        spans: The samples that belong to this data set, none longer than `seq_length`; see `fit`.
+        spans: The samples that belong to this data set, none longer than `seq_length`; see `truncate_or_drop`.
         seq_length: Tokens of a sequence (T).
         packing: ``whole`` packs as many samples into a sequence as fit, ``none`` a single one.
         limit: At most so many sequences (``num_samples``); None for all.
@@ -138,7 +144,7 @@ class PackedDataset:
     def __init__(
         self,
         token_file: TokenFile,
-        spans: Spans,
+        spans: DocumentSpans,
         seq_length: int,
         *,
         packing: Literal["whole", "none"] = "whole",
@@ -148,7 +154,7 @@ class PackedDataset:
         if packing == "whole":
             packed = best_fit(spans.lengths, seq_length)
         else:
-            packed = one_each(len(spans.lengths))
+            packed = pack_one_each(len(spans.lengths))
         if limit is None:
             self._starts = packed.starts
         else:
@@ -179,12 +185,12 @@ class PackedDataset:
 
     def count_documents(self) -> DocumentCounts:
         samples = np.sort(self._samples)
-        return _count(self._token_file, Spans(self._spans.starts[samples], self._spans.lengths[samples]))
+        return _count(self._token_file, DocumentSpans(self._spans.starts[samples], self._spans.lengths[samples]))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, self.num_sequences)
         counts_B = self._starts[indices_B + 1] - self._starts[indices_B]
-        sample_P = self._samples[np.repeat(self._starts[indices_B], counts_B) + numbered(counts_B)]
+        sample_P = self._samples[np.repeat(self._starts[indices_B], counts_B) + index_within_groups(counts_B)]
         pieces = _SequenceSegments(
             counts_B=counts_B,
             starts_P=self._spans.starts[sample_P],
@@ -194,7 +200,7 @@ class PackedDataset:
         return _read(self._token_file, pieces, self.seq_length)
 
 
-def _count(token_file: TokenFile, spans: Spans) -> DocumentCounts:
+def _count(token_file: TokenFile, spans: DocumentSpans) -> DocumentCounts:
     """Counts documents, which are in the order of the file."""
     document = np.searchsorted(token_file.offsets, spans.starts, side="right") - 1
     lengths = token_file.offsets[document + 1] - token_file.offsets[document]
@@ -216,13 +222,13 @@ def _count(token_file: TokenFile, spans: Spans) -> DocumentCounts:
 class FittedSpans(NamedTuple):
     """Samples of which none is longer than a sequence."""
 
-    spans: Spans
+    spans: DocumentSpans
     truncated: int = 0
     dropped: int = 0
     overlong: str = ""  # what was done with those that were longer: truncate or drop
 
 
-def fit(spans: Spans, seq_length: int, overlong: Literal["truncate", "drop"]) -> FittedSpans:
+def truncate_or_drop(spans: DocumentSpans, seq_length: int, overlong: Literal["truncate", "drop"]) -> FittedSpans:
     """Drops samples that are longer than `seq_length`, or cuts off their beginning, which is the prompt's."""
     excess = spans.lengths - seq_length
     is_long = excess > 0
@@ -230,9 +236,10 @@ def fit(spans: Spans, seq_length: int, overlong: Literal["truncate", "drop"]) ->
     if not count:
         return FittedSpans(spans)
     if overlong == "drop":
-        return FittedSpans(Spans(spans.starts[~is_long], spans.lengths[~is_long]), dropped=count, overlong=overlong)
+        kept = DocumentSpans(spans.starts[~is_long], spans.lengths[~is_long])
+        return FittedSpans(kept, dropped=count, overlong=overlong)
     cut = np.maximum(excess, 0)
-    return FittedSpans(Spans(spans.starts + cut, spans.lengths - cut), truncated=count, overlong=overlong)
+    return FittedSpans(DocumentSpans(spans.starts + cut, spans.lengths - cut), truncated=count, overlong=overlong)
 
 
 class _SequenceSegments(NamedTuple):
@@ -244,7 +251,7 @@ class _SequenceSegments(NamedTuple):
     continues_P: np.ndarray  # whether the document goes on after the piece, so that its last token has a label
 
 
-def numbered(counts: np.ndarray) -> np.ndarray:
+def index_within_groups(counts: np.ndarray) -> np.ndarray:
     """Counts from 0 within each group: ``[2, 3]`` gives ``[0, 1, 0, 1, 2]``."""
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) - np.repeat(ends - counts, counts)
@@ -254,7 +261,7 @@ def _read(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> 
     """Reads pieces into sequences. What a sequence has left is padding: a segment of its own, without loss."""
     counts_B, starts_P, lengths_P, continues_P = pieces
     token_file.check(starts_P, lengths_P + continues_P)
-    within_N = numbered(lengths_P)
+    within_N = index_within_groups(lengths_P)
     file_N = np.repeat(starts_P, lengths_P) + within_N
     ids_N = token_file.tokens[file_N].astype(np.int32)
     labels_N = np.full(len(ids_N), IGNORE_INDEX, np.int32)
@@ -268,7 +275,7 @@ def _read(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> 
         has_loss_N[:-1] = mask[file_N[1:]]
         has_loss_N[last_P] = mask[next_P]
         labels_N[~has_loss_N] = IGNORE_INDEX
-    number_P = numbered(counts_B).astype(np.int32)
+    number_P = index_within_groups(counts_B).astype(np.int32)
     arrays_N = (ids_N, labels_N, within_N.astype(np.int32), np.repeat(number_P, lengths_P))
     shape = len(counts_B), seq_length
     if len(ids_N) == shape[0] * shape[1]:

@@ -11,19 +11,19 @@ from trainer.data.rng import Stream, random_order
 _MAX_ROUNDS = 64
 
 
-class Spans(NamedTuple):
+class DocumentSpans(NamedTuple):
     """Documents as ranges of a token file, in its order."""
 
     starts: np.ndarray  # int64 [documents], first token of each
     lengths: np.ndarray  # int64 [documents], how many tokens, each at least 1
 
 
-def whole(offsets: np.ndarray) -> Spans:
+def all_documents(offsets: np.ndarray) -> DocumentSpans:
     """All documents of a token file (`offsets`: int64 [documents + 1])."""
-    return Spans(offsets[:-1], np.diff(offsets))
+    return DocumentSpans(offsets[:-1], np.diff(offsets))
 
 
-def hold_out(documents: Spans, fraction: float, seed: int) -> tuple[Spans, Spans]:
+def hold_out(documents: DocumentSpans, fraction: float, seed: int) -> tuple[DocumentSpans, DocumentSpans]:
     """Splits documents into (training, held out), the same way for the same seed.
 
     Whole documents are drawn at random as long as they fit into the fraction; at least one is held out (then the
@@ -36,14 +36,14 @@ def hold_out(documents: Spans, fraction: float, seed: int) -> tuple[Spans, Spans
         tail_tokens = min(max(target_tokens, 2), length - 1)  # two tokens: one label
         head_tokens = length - tail_tokens
         return (
-            Spans(documents.starts, np.array([head_tokens], np.int64)),
-            Spans(documents.starts + head_tokens, np.array([tail_tokens], np.int64)),
+            DocumentSpans(documents.starts, np.array([head_tokens], np.int64)),
+            DocumentSpans(documents.starts + head_tokens, np.array([tail_tokens], np.int64)),
         )
     is_held_out = np.zeros(len(documents.lengths), bool)
     is_held_out[_draw(documents.lengths, target_tokens, seed)] = True
     return (
-        Spans(documents.starts[~is_held_out], documents.lengths[~is_held_out]),
-        Spans(documents.starts[is_held_out], documents.lengths[is_held_out]),
+        DocumentSpans(documents.starts[~is_held_out], documents.lengths[~is_held_out]),
+        DocumentSpans(documents.starts[is_held_out], documents.lengths[is_held_out]),
     )
 
 

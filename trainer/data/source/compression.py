@@ -8,7 +8,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from trainer.data.source.files import Source, SourceFile, open_file, suffix_of, unreadable
+from trainer.data.source.files import DataSource, SourceFile, open_source_file, suffix_of, unreadable_error
 from trainer.errors import UserError
 
 DAMAGE = (OSError, EOFError, zlib.error)
@@ -29,10 +29,10 @@ class OpenFile(NamedTuple):
         self.raw.close()
 
 
-def open_content(source: Source, file: SourceFile) -> OpenFile:
+def open_content(source: DataSource, file: SourceFile) -> OpenFile:
     """Opens a file of the source for reading its content; ``.gz`` and ``.zst`` are decompressed.
 
-    Reading it may raise the errors of `DAMAGE`, see `damaged`.
+    Reading it may raise the errors of `DAMAGE`, see `damage_error`.
 
     Raises:
         UserError: It cannot be opened, or pyarrow is needed for it and missing.
@@ -41,7 +41,7 @@ def open_content(source: Source, file: SourceFile) -> OpenFile:
     pyarrow = None
     if compression == ".zst":
         pyarrow = import_pyarrow(file.path)
-    raw = open_file(source, file)
+    raw = open_source_file(source, file)
     if compression == ".gz":
         return OpenFile(io.BufferedReader(gzip.GzipFile(fileobj=raw)), raw)
     if pyarrow is not None:
@@ -59,10 +59,10 @@ def import_pyarrow(path: Path):
     return pyarrow
 
 
-def damaged(source: Source, file: SourceFile, error: Exception, where: str) -> UserError:
+def damage_error(source: DataSource, file: SourceFile, error: Exception, where: str) -> UserError:
     """The error for a file that failed to be read at `where` (``file:line`` or ``file: record N``)."""
     compression = suffix_of(file.path)[1]
     if not compression or (isinstance(error, OSError) and error.errno is not None):
-        return unreadable(file.path, error, source.key, source.where)
+        return unreadable_error(file.path, error, source.key, source.where)
     rule = f"the compressed file is damaged or cut short ({str(error).rstrip('.')})"
     return UserError(rule, where=where, fix=f"copy or compress {file.path.name} anew, or leave it out")

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from trainer.data.source import files as sources
-from trainer.data.source.compression import DAMAGE, damaged, open_content
-from trainer.data.source.files import Source, SourceFile
+from trainer.data.source.compression import DAMAGE, damage_error, open_content
+from trainer.data.source.files import DataSource, SourceFile
 from trainer.errors import UserError
 
 _WHITESPACE = b" \t\r\n"
 _READ_BYTES = 1 << 20
 
 
-class Piece(NamedTuple):
+class TextChunk(NamedTuple):
     """A part of a document."""
 
     text: bytes  # UTF-8, cut only between characters
@@ -22,7 +22,7 @@ class Piece(NamedTuple):
     source_bytes: int  # bytes of the source that this piece consumed, for progress
 
 
-def read_pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
+def read_text_chunks(source: DataSource, chunk_bytes: int) -> Iterator[TextChunk]:
     """Reads a source of text files, a piece at a time.
 
     Empty documents are left out. A text file of more than `chunk_bytes` (at least 4) is split into pieces, at line ends
@@ -33,7 +33,7 @@ def read_pieces(source: Source, chunk_bytes: int) -> Iterator[Piece]:
     """
     for file in source.files:
         if source.kind == sources.STDLIB:
-            with sources.open_file(source, file) as stream:
+            with sources.open_source_file(source, file) as stream:
                 content = stream.read()
             if not is_text(content):
                 continue
@@ -49,7 +49,7 @@ def is_text(content: bytes) -> bool:
     return b"\0" not in content
 
 
-def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator[Piece]:
+def _text_pieces(source: DataSource, file: SourceFile, chunk_bytes: int) -> Iterator[TextChunk]:
     """Splits one file into pieces; holds at most two chunks in memory."""
     held = b""
     held_at = 0
@@ -63,19 +63,19 @@ def _text_pieces(source: Source, file: SourceFile, chunk_bytes: int) -> Iterator
             _check_text(source, file, held[:cut], held_at)
             read_bytes = opened.raw.tell() - consumed_bytes
             consumed_bytes += read_bytes
-            yield Piece(held[:cut], False, read_bytes)
+            yield TextChunk(held[:cut], False, read_bytes)
             held = held[cut:]
             held_at = held_at + cut
     if held:
         _check_text(source, file, held, held_at)
-        yield Piece(held, True, file.size_bytes - consumed_bytes)
+        yield TextChunk(held, True, file.size_bytes - consumed_bytes)
 
 
-def _read(source: Source, file: SourceFile, stream: BinaryIO, size_bytes: int) -> bytes:
+def _read(source: DataSource, file: SourceFile, stream: BinaryIO, size_bytes: int) -> bytes:
     try:
         return stream.read(size_bytes)
     except DAMAGE as error:
-        raise damaged(source, file, error, str(file.path)) from None
+        raise damage_error(source, file, error, str(file.path)) from None
 
 
 def _split_point(text: bytes) -> int:
@@ -95,7 +95,7 @@ def _split_point(text: bytes) -> int:
     return max(cut, 1)
 
 
-def _check_text(source: Source, file: SourceFile, text: bytes, offset_bytes: int) -> None:
+def _check_text(source: DataSource, file: SourceFile, text: bytes, offset_bytes: int) -> None:
     nul = text.find(b"\0")
     if nul >= 0:
         raise _not_text(source, file, offset_bytes + nul, "it looks like a binary file: a NUL byte is")
@@ -106,7 +106,7 @@ def _check_text(source: Source, file: SourceFile, text: bytes, offset_bytes: int
         raise _not_text(source, file, offset_bytes + error.start, reason) from None
 
 
-def _not_text(source: Source, file: SourceFile, offset_bytes: int, reason: str) -> UserError:
+def _not_text(source: DataSource, file: SourceFile, offset_bytes: int, reason: str) -> UserError:
     """The error for a file that is not UTF-8 text; `offset_bytes` is the first wrong byte of its content."""
     with open_content(source, file) as opened:
         line = 1

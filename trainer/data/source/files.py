@@ -41,7 +41,7 @@ class SourceFile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """The files of one data set, in the order in which they are read, and how to read them.
 
     `kind` is ``text`` (a file is a document), ``stdlib`` (the same, without files that are not UTF-8) or ``records`` (a
@@ -115,7 +115,7 @@ def _walk(
     """Lists files recursively, sorted by path; links to folders are not followed, because they can loop."""
 
     def fail(error: OSError) -> None:
-        raise unreadable(Path(error.filename or root), error, key, where)
+        raise unreadable_error(Path(error.filename or root), error, key, where)
 
     found = []
     for folder, folders, names in os.walk(root, onerror=fail):
@@ -142,25 +142,25 @@ def describe_file(path: Path, key: str, where: str) -> SourceFile:
         fix = f"correct the path; relative paths start at {working_directory()}"
         raise UserError(rule, where=where, key=key, value=str(path), fix=fix) from None
     except (OSError, ValueError) as error:
-        raise unreadable(path, error, key, where) from None
+        raise unreadable_error(path, error, key, where) from None
 
 
-def unreadable(path: Path, error: Exception, key: str, where: str) -> UserError:
+def unreadable_error(path: Path, error: Exception, key: str, where: str) -> UserError:
     """The error for a file or folder that the file system does not let us read."""
     rule = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
     fix = "make the file readable, or leave it out with data_loader.patterns"
     return UserError(rule, where=where, key=key, value=str(path), fix=fix)
 
 
-def open_file(source: Source, file: SourceFile):
+def open_source_file(source: DataSource, file: SourceFile):
     """Opens a file of the source for reading its bytes as they are; raises a UserError where it cannot be opened."""
     try:
         return open(file.path, "rb")
     except OSError as error:
-        raise unreadable(file.path, error, source.key, source.where) from None
+        raise unreadable_error(file.path, error, source.key, source.where) from None
 
 
-def stamp(source: Source, settings: str) -> str:
+def stamp(source: DataSource, settings: str) -> str:
     """Hashes the metadata of the files (path, size, times, inode), without reading them."""
     digest = hashlib.sha256(settings.encode())
     for file in source.files:
@@ -169,13 +169,13 @@ def stamp(source: Source, settings: str) -> str:
     return digest.hexdigest()
 
 
-def stamp_is_settled(source: Source, now_seconds: float) -> bool:
+def stamp_is_settled(source: DataSource, now_seconds: float) -> bool:
     """Whether every file is old enough that its next change will change its time stamp."""
     newest_ns = max(max(file.mtime_ns, file.ctime_ns) for file in source.files)
     return newest_ns / 1e9 < now_seconds - STAMP_SETTLES_SECONDS
 
 
-def first_changed(source: Source) -> Path | None:
+def first_changed(source: DataSource) -> Path | None:
     """Returns the first file whose metadata have changed since the source was listed; None without any."""
     for file in source.files:
         try:
@@ -186,12 +186,12 @@ def first_changed(source: Source) -> Path | None:
     return None
 
 
-def content_key(source: Source, settings: str) -> str:
+def content_key(source: DataSource, settings: str) -> str:
     """Hashes the content of the files in order: equal for a copy elsewhere, different for any changed byte."""
     whole = hashlib.sha256(settings.encode())
     for file in source.files:
         digest = hashlib.sha256()
-        with open_file(source, file) as stream:
+        with open_source_file(source, file) as stream:
             for chunk in read_chunks(source, file, stream):
                 digest.update(chunk)
         whole.update(digest.digest())
@@ -200,19 +200,19 @@ def content_key(source: Source, settings: str) -> str:
     return whole.hexdigest()
 
 
-def read_chunks(source: Source, file: SourceFile, stream, chunk_bytes: int = _READ_BYTES) -> Iterable[bytes]:
+def read_chunks(source: DataSource, file: SourceFile, stream, chunk_bytes: int = _READ_BYTES) -> Iterable[bytes]:
     """Reads an open file piece by piece; raises a UserError where the file system fails to read it."""
     while True:
         try:
             chunk = stream.read(chunk_bytes)
         except OSError as error:
-            raise unreadable(file.path, error, source.key, source.where) from None
+            raise unreadable_error(file.path, error, source.key, source.where) from None
         if not chunk:
             return
         yield chunk
 
 
-def no_text(source: Source, num_skipped: int, first_skipped: str) -> UserError:
+def no_text_error(source: DataSource, num_skipped: int, first_skipped: str) -> UserError:
     """The error for a source without a single character, of which `num_skipped` bad records were left out."""
     rule = "the data set holds no text: every file or record of it is empty"
     fix = "name files that contain text"

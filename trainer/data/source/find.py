@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.schema.data import HuggingFaceLoader
 from trainer.data.source import files
-from trainer.data.source.files import RECORDS, STDLIB, TEXT, Source, describe_file, matching_files, suffix_of
+from trainer.data.source.files import RECORDS, STDLIB, TEXT, DataSource, describe_file, matching_files, suffix_of
 from trainer.data.source.huggingface import Request, read_request
 from trainer.data.source.splits import choose_split, named_splits, saved_splits, split_of
 from trainer.errors import UserError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _RECORD_SUFFIXES = (".jsonl", ".parquet", ".arrow")
 
 
-def find_sources(config: Config, section: str) -> tuple[tuple[Source, float], ...]:
+def find_sources(config: Config, section: str) -> tuple[tuple[DataSource, float], ...]:
     """Lists the files of each source of a section, without reading them, with the weight of the source.
 
     A section with ``dataset_dir`` has one source of weight 1.
@@ -49,14 +49,14 @@ def find_sources(config: Config, section: str) -> tuple[tuple[Source, float], ..
     return ((_source(config, section, loader.dataset_dir, key), 1.0),)
 
 
-def _source(config: Config, section: str, name: str, key: str) -> Source:
+def _source(config: Config, section: str, name: str, key: str) -> DataSource:
     """Lists the files of one path of a TextDataset or JsonlDataset."""
     loader = getattr(config, section).data_loader
     where = config.source.where(key)
     if loader.type != "TextDataset":
         return _record_source(config, section, Request(name, key, [name], loader.columns, None))
     if name == STDLIB:
-        return Source(STDLIB, name, key, where, files.stdlib_files(key, where))
+        return DataSource(STDLIB, name, key, where, files.stdlib_files(key, where))
     root = Path(os.path.expanduser(name))
     if suffix_of(root)[0] in _RECORD_SUFFIXES and not root.is_dir():
         fix = f"set {section}.data_loader.type to JsonlDataset"
@@ -66,10 +66,10 @@ def _source(config: Config, section: str, name: str, key: str) -> Source:
         paths = matching_files(root, loader.patterns, key, where)
     else:
         paths = [root]
-    return Source(TEXT, name, key, where, tuple(describe_file(path, key, where) for path in paths))
+    return DataSource(TEXT, name, key, where, tuple(describe_file(path, key, where) for path in paths))
 
 
-def _record_source(config: Config, section: str, request: Request) -> Source:
+def _record_source(config: Config, section: str, request: Request) -> DataSource:
     loader = getattr(config, section).data_loader
     key = request.key
     where = config.source.where(key)
@@ -82,7 +82,7 @@ def _record_source(config: Config, section: str, request: Request) -> Source:
         _check_split(config, section, paths)
     found = tuple(describe_file(path, key, where) for path in paths)
     skips = loader.bad_records == "skip"
-    return Source(RECORDS, request.name, key, where, found, request.columns, skips, request.limit, notes)
+    return DataSource(RECORDS, request.name, key, where, found, request.columns, skips, request.limit, notes)
 
 
 def _check_split(config: Config, section: str, paths: list[Path]) -> None:

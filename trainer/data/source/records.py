@@ -15,8 +15,8 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from trainer.data.source.compression import DAMAGE, OpenFile, damaged, import_pyarrow, open_content
-from trainer.data.source.files import Source, SourceFile, suffix_of, unreadable
+from trainer.data.source.compression import DAMAGE, OpenFile, damage_error, import_pyarrow, open_content
+from trainer.data.source.files import DataSource, SourceFile, suffix_of, unreadable_error
 from trainer.errors import UserError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -45,7 +45,7 @@ def raise_error(error: UserError) -> None:
     raise error
 
 
-def read_records(source: Source, file: SourceFile, report: Report = raise_error) -> Iterator[Record]:
+def read_records(source: DataSource, file: SourceFile, report: Report = raise_error) -> Iterator[Record]:
     """Reads a file record by record.
 
     Raises:
@@ -66,15 +66,15 @@ def read_records(source: Source, file: SourceFile, report: Report = raise_error)
             yield from _line_records(source, file, opened, report)
 
 
-def _starts_array(source: Source, file: SourceFile, opened: OpenFile) -> bool:
+def _starts_array(source: DataSource, file: SourceFile, opened: OpenFile) -> bool:
     try:
         start = opened.stream.peek(1)
     except DAMAGE as error:
-        raise damaged(source, file, error, f"{file.path}: record 1") from None
+        raise damage_error(source, file, error, f"{file.path}: record 1") from None
     return start.removeprefix(_BYTE_ORDER_MARK).lstrip()[:1] == b"["
 
 
-def _line_records(source: Source, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
+def _line_records(source: DataSource, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
     number = 0
     consumed_bytes = 0
     lines = iter(opened.stream)
@@ -84,7 +84,7 @@ def _line_records(source: Source, file: SourceFile, opened: OpenFile, report: Re
         try:
             line = next(lines, b"")
         except DAMAGE as error:
-            raise damaged(source, file, error, where) from None
+            raise damage_error(source, file, error, where) from None
         if not line:
             return
         if number == 1:
@@ -125,7 +125,7 @@ def _object(value: object, where: str, fix: str) -> dict[str, Any]:
     raise UserError(f"a record must be a JSON object, not {type(value).__name__} {shown}", where=where, fix=fix)
 
 
-def _array_records(source: Source, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
+def _array_records(source: DataSource, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
     """Reads an array of objects: holds the chunk it has read and the record it is in, never the whole array."""
     text = _JsonText(opened)
     number = 0
@@ -164,7 +164,7 @@ def _array_records(source: Source, file: SourceFile, opened: OpenFile, report: R
         where = f"{file.path}: record {max(number, 1)}"
         raise UserError(f"JSON must be UTF-8 text ({error.reason})", where=where, fix=_ARRAY_FIX) from None
     except DAMAGE as error:
-        raise damaged(source, file, error, f"{file.path}: record {max(number, 1)}") from None
+        raise damage_error(source, file, error, f"{file.path}: record {max(number, 1)}") from None
 
 
 class _BadJson(Exception):
@@ -234,7 +234,7 @@ class _JsonText:
         return bool(chunk) or bool(text)
 
 
-def _columnar_records(source: Source, file: SourceFile, read_batches: Callable) -> Iterator[Record]:
+def _columnar_records(source: DataSource, file: SourceFile, read_batches: Callable) -> Iterator[Record]:
     """Reads a file of Arrow's record batches."""
     pyarrow = import_pyarrow(file.path)
     number = 0
@@ -258,7 +258,7 @@ def _columnar_records(source: Source, file: SourceFile, read_batches: Callable) 
         raise UserError(rule, where=f"{file.path}: record {number + 1}", fix=fix) from None
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise unreadable(file.path, error, source.key, source.where) from None
+            raise unreadable_error(file.path, error, source.key, source.where) from None
         reason = str(error).split("\n")[0].rstrip(". ")
         where = f"{file.path}: record {number + 1}"
         rule = f"the {file.path.suffix} file is damaged or cut short ({reason})"

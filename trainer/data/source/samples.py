@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainer.data.source.files import Source
+from trainer.data.source.files import DataSource
 from trainer.data.source.records import Record, raise_error, read_records
 from trainer.errors import UserError
 
@@ -71,7 +71,7 @@ class SkippedRecords:
         self.first = self.first or error
 
 
-def read_samples(source: Source, skipped: SkippedRecords) -> Iterator[tuple[Sample, int]]:
+def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[Sample, int]]:
     """Reads all samples of a source, each with the bytes of the source that reading it consumed; no empty texts.
 
     Bad records are added to `skipped` if the source says that they are skipped.

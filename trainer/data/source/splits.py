@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.data.source.files import unreadable
+from trainer.data.source.files import unreadable_error
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
 
@@ -60,7 +60,7 @@ def _description(path: Path, field: str, key: str, where: str) -> dict[str, Any]
     try:
         content = json.loads(read_bytes(path))
     except OSError as error:
-        raise unreadable(path, error, key, where) from None
+        raise unreadable_error(path, error, key, where) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"the file is not JSON ({error})", where=str(path), fix=_SAVE_FIX) from None
     if not isinstance(content, dict) or not isinstance(content.get(field), list) or not content[field]:

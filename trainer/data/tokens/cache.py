@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.data.source import files as sources
-from trainer.data.source.documents import read_pieces
-from trainer.data.source.files import Source
+from trainer.data.source.documents import read_text_chunks
+from trainer.data.source.files import DataSource
 from trainer.data.source.records import raise_error
 from trainer.data.source.samples import SkippedRecords, read_samples
 from trainer.data.tokens.chat_template import ASSISTANT, ChatTemplate, chatml
-from trainer.data.tokens.encode import Encoded, encode_pieces, encode_samples
+from trainer.data.tokens.encode import Encoded, encode_samples, encode_text_chunks
 from trainer.data.tokens.token_file import (
     FORMAT_VERSION,
-    Cache,
     Progress,
+    TokenCache,
     TokenFile,
     build_token_file,
     open_token_file,
@@ -41,7 +41,7 @@ GROUP_BYTES = 4 << 20
 OnNote = Callable[[str], None]
 
 
-class _Reading(NamedTuple):
+class _TokenizationSettings(NamedTuple):
     """How a source becomes tokens."""
 
     tokenizer: Tokenizer
@@ -61,9 +61,9 @@ class _Reading(NamedTuple):
 
 
 def find_token_file(
-    source: Source,
+    source: DataSource,
     tokenizer: Tokenizer,
-    cache: Cache,
+    cache: TokenCache,
     *,
     template: ChatTemplate | None = None,
     train_on: str = ASSISTANT,
@@ -91,8 +91,8 @@ def find_token_file(
         template = template or chatml(tokenizer)
     else:
         template = None
-    reading = _Reading(tokenizer, template, train_on, chunk_bytes, group_bytes)
-    token_file = _find(source, reading, cache, progress, note)
+    tokenization = _TokenizationSettings(tokenizer, template, train_on, chunk_bytes, group_bytes)
+    token_file = _find(source, tokenization, cache, progress, note)
     if note is not None and token_file.meta.num_skipped:
         count = token_file.meta.num_skipped
         first = token_file.meta.first_skipped.split("\n")[0]
@@ -105,9 +105,13 @@ def find_token_file(
 
 
 def _find(
-    source: Source, reading: _Reading, cache: Cache, progress: Progress | None, note: OnNote | None
+    source: DataSource,
+    tokenization: _TokenizationSettings,
+    cache: TokenCache,
+    progress: Progress | None,
+    note: OnNote | None,
 ) -> TokenFile:
-    settings = _settings(source, reading)
+    settings = _settings(source, tokenization)
     stamp_file = _stamp_file(source, settings, cache)
     name = _read_stamp(stamp_file)
     if name is None:
@@ -123,23 +127,24 @@ def _find(
     if os.path.lexists(path) and note is not None:
         note(f"The token file {path} is damaged; building it again.")
     skipped = SkippedRecords()
-    encoded = _encoded(source, reading, skipped)
-    return build_token_file(cache, name, encoded, reading.tokenizer, source=source, skipped=skipped, progress=progress)
+    encoded = _encoded(source, tokenization, skipped)
+    tokenizer = tokenization.tokenizer
+    return build_token_file(cache, name, encoded, tokenizer, source=source, skipped=skipped, progress=progress)
 
 
-def _settings(source: Source, reading: _Reading) -> str:
-    return f"{source.reading}\n{reading.settings}"
+def _settings(source: DataSource, tokenization: _TokenizationSettings) -> str:
+    return f"{source.reading}\n{tokenization.settings}"
 
 
-def _stamp_file(source: Source, settings: str, cache: Cache) -> Path:
+def _stamp_file(source: DataSource, settings: str, cache: TokenCache) -> Path:
     return cache.path / f"{sources.stamp(source, settings)[:32]}.stamp"
 
 
-def _encoded(source: Source, reading: _Reading, skipped: SkippedRecords) -> Iterator[Encoded]:
+def _encoded(source: DataSource, tokenization: _TokenizationSettings, skipped: SkippedRecords) -> Iterator[Encoded]:
     """Encodes the source; fails at its end, before the token file gets its name, if a file has changed meanwhile."""
-    tokenizer, template, train_on, chunk_bytes, group_bytes = reading
+    tokenizer, template, train_on, chunk_bytes, group_bytes = tokenization
     if template is None:
-        yield from encode_pieces(read_pieces(source, chunk_bytes), tokenizer, group_bytes)
+        yield from encode_text_chunks(read_text_chunks(source, chunk_bytes), tokenizer, group_bytes)
     else:
         report = raise_error
         if source.skips_bad_records:
@@ -149,7 +154,7 @@ def _encoded(source: Source, reading: _Reading, skipped: SkippedRecords) -> Iter
     _check_unchanged(source)
 
 
-def _check_unchanged(source: Source) -> None:
+def _check_unchanged(source: DataSource) -> None:
     changed = sources.first_changed(source)
     if changed is not None:
         fix = "start again when no process writes to the data set any more"

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.tokens import loss_spans
-from trainer.data.tokens.loss_spans import Form, Spans
+from trainer.data.tokens.loss_spans import Spans, TurnFormat
 from trainer.data.tokens.tokenizer import Tokenizer
-from trainer.data.tokens.tokenizer_files import TokenizerConfig, read_beside
+from trainer.data.tokens.tokenizer_files import TokenizerConfigFile, read_beside
 from trainer.errors import UserError
 from trainer.storage.marker import read_saved
 
@@ -71,7 +71,7 @@ _CHATML_WITH_EOS = """\
 """
 
 
-class _Source(NamedTuple):
+class _TemplateSource(NamedTuple):
     """Templates as they were found."""
 
     texts: dict[str, str]  # by name; `_DEFAULT` is always there
@@ -101,7 +101,7 @@ class ChatTemplate:
     turn_end: str
     turn_end_id: int | None
     _compiled: Mapping[str, Compiled]
-    _forms: Mapping[str, Form]
+    _forms: Mapping[str, TurnFormat]
     _variables: Mapping[str, Any]
     _end_token: str
 
@@ -134,7 +134,7 @@ class ChatTemplate:
             UserError: The template refuses the conversation (with its reason), fails, or does not end. `where` is the
                 conversation's place, for the message.
         """
-        return self._render(_plain(messages), tools, add_generation_prompt, where)[0]
+        return self._render(_normalize_messages(messages), tools, add_generation_prompt, where)[0]
 
     def spans(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, train_on: str, where: str
@@ -149,7 +149,7 @@ class ChatTemplate:
             UserError: As `render`; or there is no turn of the assistant, the template leaves out a turn, or the
                 assistant's turns cannot be found.
         """
-        plain = _plain(messages)
+        plain = _normalize_messages(messages)
         turns = [number for number, message in enumerate(plain) if message["role"] == "assistant"]
         trained = [turn for turn in turns if plain[turn].get("weight") != 0]
         if train_on != ALL and not trained:
@@ -289,7 +289,7 @@ def chatml(tokenizer: Tokenizer) -> ChatTemplate:
     return _build(_chatml_source(tokenizer), tokenizer)
 
 
-def trained_part(config: Config, section: str) -> str:
+def resolve_train_on(config: Config, section: str) -> str:
     """What of a conversation carries loss in a section; see ``train_on``."""
     return getattr(config, section).train_on or config.train_dataset.train_on or ASSISTANT
 
@@ -299,7 +299,7 @@ def template_names() -> list[str]:
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
-def _build(source: _Source, tokenizer: Tokenizer) -> ChatTemplate:
+def _build(source: _TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
     variables = dict(tokenizer.special_tokens)
     if not source.is_given:
         variables |= {"bos": tokenizer.bos_token, "eos": tokenizer.eos_token}
@@ -321,7 +321,7 @@ def _build(source: _Source, tokenizer: Tokenizer) -> ChatTemplate:
     # What short conversations show of it.
     renderers = {kind: template._renderer([] if kind == _TOOL_USE else None) for kind in template._compiled}
     added = tokenizer.added_tokens
-    forms = {kind: loss_spans.read_form(render, added, end_tokens) for kind, render in renderers.items()}
+    forms = {kind: loss_spans.detect_turn_format(render, added, end_tokens) for kind, render in renderers.items()}
     turn_end = forms[_DEFAULT].turn_end
     return replace(
         template,
@@ -332,7 +332,7 @@ def _build(source: _Source, tokenizer: Tokenizer) -> ChatTemplate:
     )
 
 
-def _notes(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[str]:
+def _notes(template: ChatTemplate, form: TurnFormat, tokenizer: Tokenizer) -> list[str]:
     notes = []
     markers = dict.fromkeys(loss_spans.MARKER.findall(form.sample))
     split = ", ".join(marker for marker in markers if tokenizer.token_id(marker) is None)
@@ -354,7 +354,7 @@ def _notes(template: ChatTemplate, form: Form, tokenizer: Tokenizer) -> list[str
     return notes
 
 
-def _find(config: Config, section: str, tokenizer: Tokenizer) -> _Source:
+def _find(config: Config, section: str, tokenizer: Tokenizer) -> _TemplateSource:
     owner = "train_dataset"
     if getattr(config, section).chat_template:
         owner = section
@@ -369,17 +369,17 @@ def _find(config: Config, section: str, tokenizer: Tokenizer) -> _Source:
     return _chatml_source(tokenizer)
 
 
-def _chatml_source(tokenizer: Tokenizer) -> _Source:
+def _chatml_source(tokenizer: Tokenizer) -> _TemplateSource:
     if tokenizer.token_id("<|im_end|>") is None:
-        return _Source({_DEFAULT: _CHATML_WITH_EOS}, "ChatML", "ChatML", False)
+        return _TemplateSource({_DEFAULT: _CHATML_WITH_EOS}, "ChatML", "ChatML", False)
     path = TEMPLATES / "chatml.jinja"
-    return _Source({_DEFAULT: "{{- bos }}" + path.read_text(encoding="utf-8")}, "ChatML", str(path), False)
+    return _TemplateSource({_DEFAULT: "{{- bos }}" + path.read_text(encoding="utf-8")}, "ChatML", str(path), False)
 
 
-def _find_named(wanted: str, key: str, where: str) -> _Source:
+def _find_named(wanted: str, key: str, where: str) -> _TemplateSource:
     named = TEMPLATES / f"{wanted}.jinja"
     if wanted in template_names():
-        return _Source({_DEFAULT: named.read_text(encoding="utf-8")}, wanted, str(named), True)
+        return _TemplateSource({_DEFAULT: named.read_text(encoding="utf-8")}, wanted, str(named), True)
     path = Path(os.path.expanduser(wanted))
     if path.is_dir():
         source = _find_in(path)
@@ -389,7 +389,7 @@ def _find_named(wanted: str, key: str, where: str) -> _Source:
         fix = "name another one"
         raise UserError(rule, where=where, key=key, value=wanted, fix=fix)
     try:
-        return _Source({_DEFAULT: read_saved(path).decode("utf-8")}, str(path), str(path), True)
+        return _TemplateSource({_DEFAULT: read_saved(path).decode("utf-8")}, str(path), str(path), True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         rule = f"it is neither the name of a chat template nor a file that can be read ({reason})"
@@ -397,16 +397,16 @@ def _find_named(wanted: str, key: str, where: str) -> _Source:
         raise UserError(rule, where=where, key=key, value=wanted, fix=fix) from None
 
 
-def _find_in(folder: Path) -> _Source | None:
+def _find_in(folder: Path) -> _TemplateSource | None:
     """The template beside a tokenizer; None without one."""
     path = folder / _FILE
     if path.is_file():
         texts = {_DEFAULT: _read(path)}
         for extra in sorted((folder / "additional_chat_templates").glob("*.jinja")):
             texts[extra.stem] = _read(extra)
-        return _Source(texts, str(path), str(path), True)
+        return _TemplateSource(texts, str(path), str(path), True)
     path = folder / _CONFIG_FILE
-    found = read_beside(path, TokenizerConfig).chat_template
+    found = read_beside(path, TokenizerConfigFile).chat_template
     if not found:
         return None
     if isinstance(found, str):
@@ -416,7 +416,7 @@ def _find_in(folder: Path) -> _Source | None:
     if _DEFAULT not in texts:
         rule = f"its chat_template has no template named {_DEFAULT}"
         raise UserError(rule, where=str(path), fix="name the template in train_dataset.chat_template")
-    return _Source(texts, f"chat_template of {path}", str(path), True)
+    return _TemplateSource(texts, f"chat_template of {path}", str(path), True)
 
 
 def _read(path: Path) -> str:
@@ -456,7 +456,7 @@ def _has_arguments_as_object(messages: Sequence[Mapping[str, Any]]) -> bool:
     return any(isinstance(function, dict) and isinstance(function.get("arguments"), dict) for function in functions)
 
 
-def _plain(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Prepares messages as transformers does: no keys without a value, one name for a message's reasoning."""
     plain = []
     for message in messages:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trainer.data.source.documents import Piece
+from trainer.data.source.documents import TextChunk
 from trainer.data.source.samples import Sample
 from trainer.data.tokens.chat_template import ChatTemplate, EndlessTemplateError
 from trainer.data.tokens.loss_spans import Spans
@@ -36,7 +36,7 @@ class Encoded(NamedTuple):
     num_rendered: int = 0  # those of them that the chat template wrote
 
 
-class _Document(NamedTuple):
+class _UnencodedDocument(NamedTuple):
     """A document before it is encoded."""
 
     text: str
@@ -45,7 +45,7 @@ class _Document(NamedTuple):
     source_bytes: int
 
 
-def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer, group_bytes: int) -> Iterator[Encoded]:
+def encode_text_chunks(pieces: Iterable[TextChunk], tokenizer: Tokenizer, group_bytes: int) -> Iterator[Encoded]:
     """Encodes the pieces of text documents, `group_bytes` at a time."""
     eos = np.array([tokenizer.eos_id], np.uint32)
     if tokenizer.bos_id is None:
@@ -83,7 +83,7 @@ def encode_samples(
     a template which does not end is raised: with many such conversations the run would not begin.
     """
 
-    def documents() -> Iterator[_Document]:
+    def documents() -> Iterator[_UnencodedDocument]:
         for sample, source_bytes in samples:
             try:
                 yield _document(sample, template, train_on, source_bytes)
@@ -110,21 +110,21 @@ def _groups(items: Iterable, size_of: Callable[..., int], group_size: int) -> It
         yield group
 
 
-def _document(sample: Sample, template: ChatTemplate, train_on: str, source_bytes: int) -> _Document:
+def _document(sample: Sample, template: ChatTemplate, train_on: str, source_bytes: int) -> _UnencodedDocument:
     if sample.messages is not None and (template.is_given or not sample.text):
         text, spans = template.spans(sample.messages, sample.tools, train_on, sample.where)
-        return _Document(text, spans, True, source_bytes)
+        return _UnencodedDocument(text, spans, True, source_bytes)
     if not sample.prompt or train_on == "all":
         if not sample.prompt:
             spans = None
         else:
             spans = [(0, len(sample.prompt) + len(sample.text))]
-        return _Document(sample.prompt + sample.text, spans, False, source_bytes)
+        return _UnencodedDocument(sample.prompt + sample.text, spans, False, source_bytes)
     text = sample.prompt + sample.text
-    return _Document(text, [(len(sample.prompt), len(text))], False, source_bytes)
+    return _UnencodedDocument(text, [(len(sample.prompt), len(text))], False, source_bytes)
 
 
-def _encode_documents(documents: Sequence[_Document], tokenizer: Tokenizer) -> Encoded:
+def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokenizer) -> Encoded:
     eos = np.array([tokenizer.eos_id], np.uint32)
     bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
     whole = [document.text.encode() for document in documents if document.spans is None]

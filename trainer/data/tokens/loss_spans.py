@@ -7,7 +7,7 @@ begins (GLM-4), behind the token that begins the next one. An end token of the t
 to it: Cohere2 ends an answer with two.
 
 What is the same for every conversation, the assistant's header and the token that ends a turn, is read from a short
-conversation once, in `read_form`.
+conversation once, in `detect_turn_format`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NEXT_QUESTION = "Yqsecond"
 _NEXT_ANSWER = "Zqreply"
 
 
-class Form(NamedTuple):
+class TurnFormat(NamedTuple):
     """How a template writes the assistant's turns."""
 
     header: str  # what stands before each; empty if that cannot be told
@@ -51,7 +51,7 @@ class SpanError(Exception):
     """The turns of the assistant cannot be found in this conversation."""
 
 
-def read_form(render: Render, added_tokens: Mapping[str, bool], end_tokens: Sequence[str]) -> Form:
+def detect_turn_format(render: Render, added_tokens: Mapping[str, bool], end_tokens: Sequence[str]) -> TurnFormat:
     """Reads a template's form from a conversation of two questions and answers.
 
     Args:
@@ -59,7 +59,7 @@ def read_form(render: Render, added_tokens: Mapping[str, bool], end_tokens: Sequ
         end_tokens: The texts of the tokenizer's `eos_ids`.
     """
     special = tuple(token for token, is_special in added_tokens.items() if is_special)
-    unknown = Form("", "", "", "", True, "", tuple(added_tokens), special, tuple(end_tokens))
+    unknown = TurnFormat("", "", "", "", True, "", tuple(added_tokens), special, tuple(end_tokens))
     whole = render(_conversation(_QUESTION, _ANSWER, _NEXT_QUESTION, _NEXT_ANSWER), False)
     prompt = render(_conversation(_QUESTION), True)
     answers = [render(_conversation(_QUESTION, answer), False) for answer in (_ANSWER, _NEXT_ANSWER)]
@@ -92,7 +92,7 @@ def read_form(render: Render, added_tokens: Mapping[str, bool], end_tokens: Sequ
     return form._replace(call_end=_call_end(render, form))
 
 
-def _call_end(render: Render, form: Form) -> str:
+def _call_end(render: Render, form: TurnFormat) -> str:
     """The token that ends a turn with the call of a tool; empty where the template has no calls."""
     for arguments in ({"x": 1}, '{"x": 1}'):  # templates differ in what they take
         call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -123,7 +123,7 @@ def _first_token(text: str, tokens: Sequence[str]) -> str:
     return ""
 
 
-def find_spans(render: Render, messages: Sequence[dict], wanted: Sequence[int], text: str, form: Form) -> Spans:
+def find_spans(render: Render, messages: Sequence[dict], wanted: Sequence[int], text: str, form: TurnFormat) -> Spans:
     """Finds turns of the assistant in `text`, which is `messages` rendered.
 
     Args:
@@ -144,19 +144,19 @@ def find_spans(render: Render, messages: Sequence[dict], wanted: Sequence[int], 
     return spans
 
 
-def _end_token_at(text: str, at: int, form: Form) -> str:
+def _end_token_at(text: str, at: int, form: TurnFormat) -> str:
     """The end token that follows the token that ends a turn; empty without one."""
     if not has_end(text, at, form):
         return ""
     return next((token for token in form.end_tokens if token and text.startswith(token, at)), "")
 
 
-def has_end(text: str, end: int, form: Form) -> bool:
+def has_end(text: str, end: int, form: TurnFormat) -> bool:
     """Whether the turn that ends at `end` ends with a token."""
     return text.endswith((form.turn_end or _SENTINEL, *form.special), 0, end)
 
 
-def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form: Form) -> int:
+def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form: TurnFormat) -> int:
     """The first character that the assistant writes in its turn."""
     if turn == 0 and form.header in text:  # no template says what is before the first message
         start = text.index(form.header) + len(form.header)
@@ -206,7 +206,9 @@ def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text:
     return None
 
 
-def _end(render: Render, messages: Sequence[dict], turn: int, text: str, form: Form, start: int, limit: int) -> int:
+def _end(
+    render: Render, messages: Sequence[dict], turn: int, text: str, form: TurnFormat, start: int, limit: int
+) -> int:
     """Where the turn that starts at `start` ends: behind the token that ends it, and at most at `limit`."""
     bound = limit
     is_known = turn == len(messages) - 1

@@ -31,7 +31,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from trainer.data.source.files import Source, no_text
+from trainer.data.source.files import DataSource, no_text_error
 from trainer.data.source.samples import SkippedRecords
 from trainer.data.tokens.encode import Encoded
 from trainer.data.tokens.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ from trainer.storage.checksums import (
     checksum_of_file,
     page_digests,
 )
-from trainer.storage.json_files import Count, Document, JsonError, parse_json
+from trainer.storage.json_files import Count, JsonError, StrictModel, parse_json
 
 FORMAT_VERSION = 2
 _MASK_CHUNK = 4 << 20
@@ -61,7 +61,7 @@ _META = "meta.json"
 Progress = Callable[[int, int], None]  # bytes of the source done, of how many
 
 
-class Cache(NamedTuple):
+class TokenCache(NamedTuple):
     """The folder of token files, and the key and location that set it."""
 
     path: Path
@@ -69,7 +69,7 @@ class Cache(NamedTuple):
     where: str
 
 
-class TokenFileMeta(Document):
+class TokenFileMeta(StrictModel):
     """The content of ``meta.json``."""
 
     format_version: Literal[2]
@@ -97,7 +97,7 @@ class TokenFileMeta(Document):
         token_bytes = self.num_tokens * np.dtype(self.dtype).itemsize
         found = {"tokens.bin": token_bytes, "offsets.bin": 8 * (self.num_documents + 1)}
         found |= {"mask.bin": self.num_tokens} if self.has_mask else {}
-        pages = sum(PageChecks.count(found[name]) for name in _PAGED if name in found)
+        pages = sum(PageChecks.count_pages(found[name]) for name in _PAGED if name in found)
         return found | {_PAGES: pages * DIGEST_BYTES}
 
 
@@ -124,7 +124,7 @@ class TokenFile:
             item_bytes = 1
             if name == "tokens.bin":
                 item_bytes = self.tokens.itemsize
-            damaged = self.checks[name].damaged(starts * item_bytes, (starts + lengths) * item_bytes)
+            damaged = self.checks[name].first_damaged_byte(starts * item_bytes, (starts + lengths) * item_bytes)
             if damaged is not None:
                 rule = f"the token file is damaged: {name} is not what was written, from byte {damaged:,} on"
                 raise UserError(rule, where=str(self.path), fix="remove this folder: the next run builds it again")
@@ -168,7 +168,7 @@ def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
         raise DamagedTokenFile("offsets.bin does not hold the offsets of documents")
     digests = arrays[_PAGES].reshape(-1, DIGEST_BYTES)
     paged = [name for name in _PAGED if name in arrays]
-    ends = np.cumsum([PageChecks.count(arrays[name].nbytes) for name in paged])
+    ends = np.cumsum([PageChecks.count_pages(arrays[name].nbytes) for name in paged])
     parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
     checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
     found = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
@@ -206,12 +206,12 @@ def _read_meta(path: Path) -> TokenFileMeta:
 
 
 def build_token_file(
-    cache: Cache,
+    cache: TokenCache,
     name: str,
     encoded: Iterable[Encoded],
     tokenizer: Tokenizer,
     *,
-    source: Source,
+    source: DataSource,
     skipped: SkippedRecords,
     progress: Progress | None = None,
 ) -> TokenFile:
@@ -259,7 +259,7 @@ def build_token_file(
     return token_file
 
 
-def _failed_write(cache: Cache, error: OSError, temporary: Path, done_bytes: int, source_bytes: int) -> RunError:
+def _failed_write(cache: TokenCache, error: OSError, temporary: Path, done_bytes: int, source_bytes: int) -> RunError:
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return RunError(
             f"a token file could not be written ({error.strerror})",
@@ -333,14 +333,14 @@ class _Writer:
         for start in range(0, count, _MASK_CHUNK):
             self._streams["mask.bin"].write(ones[: count - start].data)
 
-    def finish(self, source: Source, skipped: SkippedRecords) -> None:
+    def finish(self, source: DataSource, skipped: SkippedRecords) -> None:
         """Flushes everything to disk, ``meta.json`` last.
 
         Raises:
             UserError: The corpus holds no text.
         """
         if self._num_documents == 0:
-            raise no_text(source, skipped.num_skipped, str(skipped.first or ""))
+            raise no_text_error(source, skipped.num_skipped, str(skipped.first or ""))
         if not self._has_mask:
             self._streams.pop("mask.bin").close()
             (self._folder / "mask.bin").unlink()

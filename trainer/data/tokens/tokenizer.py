@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from trainer.data.tokens.tokenizer_files import EndTokens, TokenizerConfig, TokenizerJson, read_beside
+from trainer.data.tokens.tokenizer_files import EndTokens, TokenizerConfigFile, TokenizerJson, read_beside
 from trainer.errors import UserError
 from trainer.storage.json_files import parse_json
 from trainer.storage.marker import read_saved
@@ -366,14 +366,14 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
     # A file may contain settings for fixed-size batches; a training corpus must be neither truncated nor padded.
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    described = read_beside(path.with_name("tokenizer_config.json"), TokenizerConfig).values()
+    described = read_beside(path.with_name("tokenizer_config.json"), TokenizerConfigFile).values()
     eos_ids = _find_eos(config, tokenizer, described, path)
     if not eos_ids:
         rule = f"the tokenizer has no token that ends a document; looked for {', '.join(EOS_NAMES)}"
         raise UserError(rule, where=where, key=key, value=str(path), fix="set model.model_config.eos_token_id")
     bos_id = _find_bos(config, tokenizer, described)
     _check_vocabulary(config, tokenizer, (*eos_ids[:1], *(() if bos_id is None else (bos_id,))))
-    mapped = read_beside(path.with_name("special_tokens_map.json"), TokenizerConfig).values()
+    mapped = read_beside(path.with_name("special_tokens_map.json"), TokenizerConfigFile).values()
     special = _special_tokens(tokenizer, {**mapped, **described})
     if not described:
         found = {"eos_token": eos_ids[0], "bos_token": bos_id}

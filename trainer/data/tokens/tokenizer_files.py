@@ -12,21 +12,21 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field, model_validator
 
 from trainer.errors import UserError
-from trainer.storage.json_files import JsonError, OpenDocument, parse_json
+from trainer.storage.json_files import JsonError, LenientModel, parse_json
 from trainer.storage.marker import read_saved
 
 TokenId = Annotated[int, Field(ge=0, le=10_000_000)]
-Read = TypeVar("Read", bound=OpenDocument)
+Read = TypeVar("Read", bound=LenientModel)
 
 
-class AddedToken(OpenDocument):
+class AddedToken(LenientModel):
     """A token that is found in a text before all others."""
 
     id: TokenId
     content: str
 
 
-class TokenizerModel(OpenDocument):
+class TokenizerModel(LenientModel):
     """The vocabulary: ids by text, or of Unigram a list of texts with their scores."""
 
     vocab: dict[str, TokenId] | list[Any] = {}
@@ -47,26 +47,26 @@ class TokenizerModel(OpenDocument):
         return self
 
 
-class TokenizerJson(OpenDocument):
+class TokenizerJson(LenientModel):
     """``tokenizer.json``: what the library does not check before it counts on it."""
 
     added_tokens: list[AddedToken] = []
     model: TokenizerModel
 
 
-class SerializedToken(OpenDocument):
+class SerializedToken(LenientModel):
     content: str
 
 
 TokenText = str | SerializedToken | None
 
 
-class NamedTemplate(OpenDocument):
+class NamedTemplate(LenientModel):
     name: str
     template: str
 
 
-class TokenizerConfig(OpenDocument):
+class TokenizerConfigFile(LenientModel):
     """``tokenizer_config.json`` and ``special_tokens_map.json``."""
 
     eos_token: TokenText = None
@@ -80,7 +80,7 @@ class TokenizerConfig(OpenDocument):
         return self.model_dump(exclude_unset=True)
 
 
-class EndTokens(OpenDocument):
+class EndTokens(LenientModel):
     """``generation_config.json`` and ``config.json``: the ids that end a text."""
 
     eos_token_id: int | list[int] | None = None
