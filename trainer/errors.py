@@ -29,7 +29,7 @@ _LONGEST_VALUE = 200
 _LONGEST_PART = 2000
 
 
-def shown(value: object) -> str:
+def shorten_repr(value: object) -> str:
     """The ``repr`` of a value for a message; of a long one the beginning and the end."""
     return _shortened(repr(value), _LONGEST_VALUE)
 
@@ -74,11 +74,11 @@ class TrainerError(Exception):
             self.value = value
         subject = _printable(key)
         if value is not self._ABSENT:
-            subject = f"{subject or 'value'} = {shown(value)}"
+            subject = f"{subject or 'value'} = {shorten_repr(value)}"
         message = ": ".join(part for part in (_printable(where), subject, _printable(rule)) if part) + "."
         super().__init__(message + (f"\n  Fix: {_printable(fix)}." if fix else ""))
 
-    def at(self, where: str, key: str = "") -> TrainerError:
+    def with_location(self, where: str, key: str = "") -> TrainerError:
         """The same error with the location, and if given the key, that only the caller knows."""
         return type(self)(self.rule, where=where, key=key or self.key, value=self._given, fix=self.fix)
 

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, shorten_repr
 
 # bytes, of Linux
 _LONGEST_NAME = 255
@@ -63,7 +63,7 @@ def path_error(path: str) -> str:
     except UnicodeEncodeError:
         return "a path cannot have half a character (a lone surrogate)"
     if path.startswith("~") and os.path.expanduser(path).startswith("~"):
-        return f"this machine has no user {shown(path[1:].partition('/')[0])}"
+        return f"this machine has no user {shorten_repr(path[1:].partition('/')[0])}"
     if len(encoded) > _LONGEST_PATH:
         return f"a path has at most {_LONGEST_PATH} bytes"
     if max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:

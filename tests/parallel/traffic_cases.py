@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
-from trainer.config.checks.parallel import micro_batches, parallel_degrees  # noqa: E402
+from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees  # noqa: E402
 from trainer.models.spec import saved  # noqa: E402
 from trainer.parallel import stage_link  # noqa: E402
 from trainer.parallel.connections import Connections  # noqa: E402
@@ -176,7 +176,7 @@ def _step(world: CpuGroup, config: Config) -> Sent:
         for number in range(config.parallel.parallel_optimizer_config.optimizer_level != "level3", 2):
             sent.clear()
             window = [make_batch(100 * number + 10 * where.data + place, rows * TOKENS, rows) for place in
-                      range(micro_batches(config, degrees))]  # fmt: skip
+                      range(micro_batches_per_step(config, degrees))]  # fmt: skip
             step(window)
         return Counter(sent)
     finally:

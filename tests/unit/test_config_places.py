@@ -354,8 +354,8 @@ def test_the_first_twenty_problems_are_shown():
     assert str(found).count("unknown key") == str(found).count("Fix: ") == 20
     assert str(found.short).count("unknown key") == 20 and "... and 1981 more, in a.yaml" in str(found.short)
     assert str(found.short).endswith("  Fix: each of the 2001; --verbose says how.")
-    assert str(found.whole).count("unknown key") == str(found.whole).count("Fix: ") == 2001
-    assert {error.exit_code for error in (found, found.short, found.whole)} == {2}
+    assert str(found.full).count("unknown key") == str(found.full).count("Fix: ") == 2001
+    assert {error.exit_code for error in (found, found.short, found.full)} == {2}
 
 
 def test_an_architecture_implies_what_its_name_says():

@@ -218,7 +218,7 @@ eval_dataset: {{data_loader: {{type: MindDataset, dataset_dir: {tmp_path}/eval.m
         parts = ["epochs = 0"] * (broken != text)
         parts += ["train.mindrecord", "max_device_memory = '0.1GB'", "eval.mindrecord"]
         assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
-        assert str(caught.value.whole).count("  Fix: ") == len(parts)
+        assert str(caught.value.full).count("  Fix: ") == len(parts)
 
 
 def test_a_tokenizer_that_is_here_must_fit_where_the_data_are_elsewhere(tmp_path):

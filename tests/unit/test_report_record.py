@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_monitors_console import run_info, step_metrics
 
-from trainer.config.read.dump import flat
+from trainer.config.read.dump import flatten
 from trainer.errors import RunError
 from trainer.monitors.metrics import Totals
 from trainer.report import curves as curves_module
@@ -262,7 +262,7 @@ def test_settings(tmp_path: Path) -> None:
 
 def test_dotted_keys() -> None:
     nested = {"a": {"b": 1, "c": [1, 2]}, "d": [{"e": 2}, {"e": 3}], "f": [], "g": None}
-    assert dict(flat(nested)) == {"a.b": 1, "a.c": [1, 2], "d.0.e": 2, "d.1.e": 3, "f": [], "g": None}
+    assert dict(flatten(nested)) == {"a.b": 1, "a.c": [1, 2], "d.0.e": 2, "d.1.e": 3, "f": [], "g": None}
 
 
 def test_checkpoints(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from smoke_files import ALPACA, DENSE, EXPERTS
 
 from trainer.config import Config, Override, parse_config
 from trainer.config.families import FAMILIES
-from trainer.config.recompute import gathered_again, recomputed_parts
+from trainer.config.recompute import comm_recompute_layers, recomputed_parts
 from trainer.models.spec.adapters import projections
 from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
@@ -108,7 +108,7 @@ def test_the_layers_that_are_recomputed_are_no_counts_of_stages():
     alone, staged = (small(text.replace("offset: [1, -1]", "offset: 0"), ranks=ranks)[0] for ranks in (1, 8))
     assert staged.parallel_config.pipeline_stage == 2
     for config in (alone, staged):
-        assert recomputed_parts(config) == ("block", "", "") and gathered_again(config) == {0}
+        assert recomputed_parts(config) == ("block", "", "") and comm_recompute_layers(config) == {0}
     both = DENSE.replace("recompute: [5, 3]", "recompute: [13, 14]")
     assert recomputed_parts(small(both, ranks=8)[0]).count("block") == 2
 

@@ -238,7 +238,7 @@ def checkpoint_to_resume(config: Config) -> Path:
     try:
         return find_checkpoint(folder, key=_KEY)
     except UserError as error:
-        raise error.at(where, _KEY) from error
+        raise error.with_location(where, _KEY) from error
 
 
 def _resume_folder(config: Config) -> Path:
@@ -266,7 +266,7 @@ def read_resumed(
     try:
         return _resumed(read_checkpoint(path, world=world), config, layout, parts, world)
     except UserError as error:
-        raise (error if error.where else error.at(config.source.where(_KEY), _KEY)) from error
+        raise (error if error.where else error.with_location(config.source.where(_KEY), _KEY)) from error
 
 
 def _resumed(

@@ -337,7 +337,7 @@ def _plan(
         try:
             plan = plan_file(loaded, world_from_degrees(loaded, world), told)
         except ConfigErrors as problems:
-            raise (problems.whole if verbose else problems.short) from None
+            raise (problems.full if verbose else problems.short) from None
     if schedule is not None:
         from trainer.plan.pipeline import draw_schedule
 

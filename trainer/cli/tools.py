@@ -67,10 +67,10 @@ def _convert(
 
     Every command takes such a file as it is; notes say what has no counterpart.
     """
-    from trainer.config import converted
+    from trainer.config import convert_schema
     from trainer.config.read.yaml_reader import read_text
 
-    text, notes = converted(file, read_text(file))
+    text, notes = convert_schema(file, read_text(file))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if output is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from trainer.config.families import FAMILIES, shared_experts
-from trainer.config.read.model_folder import described_model
+from trainer.config.read.model_folder import model_from_config_json
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
@@ -149,7 +149,7 @@ _FACTS_OF_EXPERTS = (
 def class_differences(settings: ModelConfig, kind: str) -> list[str]:
     """Says what a model has that a config.json of the class `kind` cannot say, or the reverse: what differs once it is
     written and read again."""
-    theirs = described_model(config_json(settings, FAMILIES[kind].saved_as or kind))
+    theirs = model_from_config_json(config_json(settings, FAMILIES[kind].saved_as or kind))
     facts = _FACTS
     if settings.experts is not None and theirs.experts is not None:
         facts += _FACTS_OF_EXPERTS

@@ -31,7 +31,7 @@ HALF_PARTS: dict[str, frozenset[str]] = {
 PART_KEYS = ("compute_dtype", "layernorm_compute_type", "softmax_compute_type", "rotary_dtype")
 
 
-def asked_dtype(settings: ModelConfig, amp_level: str | None, key: str) -> str:
+def requested_dtype(settings: ModelConfig, amp_level: str | None, key: str) -> str:
     """Dtype that the configuration asks for, whatever the device: of the part that `key` of `model_config` names."""
     return getattr(settings, key) or ("float32" if amp_level is None else level_dtype(settings, amp_level, key))
 

@@ -75,7 +75,7 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def gathered_again(config: Config) -> set[int]:
+def comm_recompute_layers(config: Config) -> set[int]:
     """The layers whose gathering of tokens before a product is repeated: select_comm_recompute.
 
     MindSpore Transformers' patterns name the norms before the products, in all their spellings.
@@ -137,7 +137,7 @@ def _sublayers(written: Any, config: Config, meant: tuple[str, ...] = ("mlp",)) 
 def recompute_problems(config: Config) -> Iterator[ConfigError]:
     """Layers and parts that the model does not have."""
     readers = {"recompute": _layers, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers,
-               "select_comm_recompute": lambda written, config: gathered_again(config)}  # fmt: skip
+               "select_comm_recompute": lambda written, config: comm_recompute_layers(config)}  # fmt: skip
     for name, read in readers.items():
         written = getattr(config.recompute_config, name)
         try:

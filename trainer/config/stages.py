@@ -11,7 +11,7 @@ from trainer.config.schema.root import Config
 _KEY = "model.model_config.offset"
 
 
-def part_sizes(config: Config) -> list[list[int]]:
+def chunk_sizes(config: Config) -> list[list[int]]:
     """Layers of each part of each stage, [parts][stages]: the model's order is all stages of part 0, then of part 1.
 
     Each has an equal share plus its `offset`. Without offsets the last ones take what does not divide evenly.
@@ -31,7 +31,7 @@ def chunk_layers(config: Config) -> list[list[list[int]]]:
     """The layers of each part of each stage, [stages][parts]; the configuration has passed `stage_problems`."""
     found: list[list[list[int]]] = [[] for _ in range(config.parallel_config.pipeline_stage)]
     first = 0
-    for sizes in part_sizes(config):
+    for sizes in chunk_sizes(config):
         for parts, size in zip(found, sizes, strict=True):
             parts.append(list(range(first, first + size)))
             first += size
@@ -58,7 +58,7 @@ def counts_per_stage(config: Config, written: Any) -> list[int] | None:
         return None
     chosen: list[int] = []
     first = 0
-    for number, sizes in enumerate(part_sizes(config)):
+    for number, sizes in enumerate(chunk_sizes(config)):
         for stage, size in enumerate(sizes):
             if len(rows) == parts:
                 count = rows[number][stage]
@@ -85,7 +85,7 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
             shape = f"a list of {stages} numbers"
         yield problem(config, _KEY, f"{stages} stages of {parts} parts need {shape}", "write one for each stage, or 0")
         return
-    sizes = [size for row in part_sizes(config) for size in row]
+    sizes = [size for row in chunk_sizes(config) for size in row]
     if min(sizes) < 0 or sum(sizes) != settings.num_layers:
         rule = f"the stages then have {sum(sizes)} layers, and the model has {settings.num_layers}"
         yield problem(config, _KEY, rule, f"its sum must be {settings.num_layers % (stages * parts)}")

@@ -17,7 +17,7 @@ from mindspore import Tensor
 
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.state import Position, load_weights, save
-from trainer.config.checks.parallel import micro_batches, parallel_degrees, runs_semi_auto
+from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
@@ -99,7 +99,7 @@ def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     runner = run.config.runner_config
     if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
         return [batch_of(run, step.window.rows, number)]
-    count = micro_batches(run.config, parallel_degrees(run.config, run.world))
+    count = micro_batches_per_step(run.config, parallel_degrees(run.config, run.world))
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.read.dump import flat, values
+from trainer.config.read.dump import flatten, plain_values
 from trainer.monitors.files import write_text
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics
 from trainer.monitors.tensorboard import TensorBoard
@@ -91,7 +91,7 @@ class Wandb(_Service):
         name = known or secrets.token_hex(4)
         self.run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT), name=os.environ.get("WANDB_NAME", title), id=name,
-            resume="allow" if known else None, dir=str(self.folder), config=values(self.config),
+            resume="allow" if known else None, dir=str(self.folder), config=plain_values(self.config),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
         self.remember(name)
@@ -126,7 +126,7 @@ class Mlflow(_Service):
             experiment = self.client.create_experiment(wanted)
         self.run = self.client.create_run(experiment, run_name=os.environ.get("MLFLOW_RUN_NAME", title)).info.run_id
         self.remember(self.run)
-        keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flat(values(self.config))]
+        keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flatten(plain_values(self.config))]
         for first in range(0, len(keys), _MOST_PARAMETERS):
             self.client.log_batch(self.run, params=keys[first : first + _MOST_PARAMETERS])
 
@@ -160,7 +160,7 @@ class SwanLab(_Service):
         self.run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", _PROJECT), name=os.environ.get("SWANLAB_EXP_NAME", title),
             mode=mode, log_dir=os.environ.get("SWANLAB_LOG_DIR", str(self.folder / "swanlog")),
-            config=values(self.config), reinit=True, **resumes,
+            config=plain_values(self.config), reinit=True, **resumes,
             settings=swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")),
         )  # fmt: skip
         self.remember(str(self.run.id))

@@ -99,9 +99,9 @@ class TensorBoard:
         """The resolved configuration, a page for each section, as TensorBoard's text plugin reads it."""
         from tensorboardX.summary import text
 
-        from trainer.config.read.dump import dump_values, values
+        from trainer.config.read.dump import dump_values, plain_values
 
-        for key, value in values(config).items():
+        for key, value in plain_values(config).items():
             if isinstance(value, (dict, list)):
                 page = dump_values({key: value}, "")
             else:

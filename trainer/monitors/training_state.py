@@ -26,7 +26,7 @@ class TrainingStateRecords:
     def __init__(self, config: Config) -> None:
         self._section = section = config.monitor_config
         written = bool(config.tensorboard.tensorboard_dir)
-        self._outlets = {name: section.outlets(key) for name, key in _FORMATS.items()}
+        self._outlets = {name: section.destinations(key) for name, key in _FORMATS.items()}
         if not written:  # as MindSpore Transformers does
             self._outlets = {name: frozenset(["log"] if where else ()) for name, where in self._outlets.items()}
         if section.monitor_on:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.config.precision import asked_dtype
+from trainer.config.precision import requested_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ def resolve_precision(
         return FLOAT32
     narrow = narrow or NarrowProducts()
     has_narrow_products = (
-        device == "CPU" and bool(narrow.by) and asked_dtype(settings, amp_level, "compute_dtype") != "float32"
+        device == "CPU" and bool(narrow.by) and requested_dtype(settings, amp_level, "compute_dtype") != "float32"
     )
 
     def part(key: str) -> PartDtype:
-        dtype = asked_dtype(settings, amp_level, key)
+        dtype = requested_dtype(settings, amp_level, key)
         if getattr(settings, key) is not None:
             why = key
         else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, shards_optimizer, zero_level
 from trainer.config.note import Note
-from trainer.config.precision import PART_KEYS, asked_dtype
+from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.host_library import bfloat16_products
@@ -148,7 +148,7 @@ def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> 
 
 def precision_on_cpu(config: Config, native: bool) -> Precision:
     """The dtype that each part of a decoder computes in on a CPU, with native layers or without."""
-    asked = asked_dtype(config.decoder, config.amp_level, "compute_dtype")
+    asked = requested_dtype(config.decoder, config.amp_level, "compute_dtype")
     narrow = _narrow_products(asked, native, config.context.mode == 0)
     if config.run_mode in ("predict", "chat"):
         narrow = NarrowProducts("", "and a CPU predicts in float32", nothing_else=True)
@@ -177,7 +177,7 @@ def _asked(config: Config) -> dict[str, str]:
     """The dtypes that the configuration asks for."""
     if config.classifier is not None:
         return {}
-    return {key: asked_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
+    return {key: requested_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
 
 
 def dtype_notes(config: Config, precision: Precision, device: str) -> Iterator[Note]:

@@ -20,8 +20,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.parallel import zero_level
-from trainer.config.recompute import gathered_again, recomputed_parts
-from trainer.config.stages import part_sizes
+from trainer.config.recompute import comm_recompute_layers, recomputed_parts
+from trainer.config.stages import chunk_sizes
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
 from trainer.models.spec.sublayers import attention_spec, moe_spec
@@ -141,7 +141,7 @@ def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
     extra = spec.mtp_modules  # on the last stage
     if stages == 1:
         return [Chunk(range(len(spec.layers)), 1, receives=False)]
-    sizes = part_sizes(config)
+    sizes = chunk_sizes(config)
     micro_batches = config.parallel_config.micro_batch_num
     parts = len(sizes)
     behind = stages - stage - 1
@@ -221,7 +221,7 @@ def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str
         shared = share
     stream = _FLOAT32_BYTES * hidden // shared
     # Every product of a rank needs all tokens; a layer that gathers them again keeps its part.
-    normed = width * hidden // (shared if layer in gathered_again(config) else 1)
+    normed = width * hidden // (shared if layer in comm_recompute_layers(config) else 1)
     heads = _heads(settings, half) // share
     attention = Sublayer(stream, normed, heads, heads)
     if settings.is_moe_layer(layer):

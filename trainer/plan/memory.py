@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import (
-    micro_batches,
+    micro_batches_per_step,
     parallel_degrees,
     shard_threshold_bytes,
     shards_optimizer,
@@ -84,7 +84,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, held: 
     if trains:
         degrees = parallel_degrees(config, world)
         copies = 2
-        if micro_batches(config, degrees) == 1:
+        if micro_batches_per_step(config, degrees) == 1:
             copies = 1
         trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
         parts["gradients"] = own_bytes.gradients(trained, copies)

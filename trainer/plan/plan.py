@@ -348,7 +348,7 @@ def _record_notes(config: Config) -> Iterator[Note]:
     mistake in the file."""
     section = config.monitor_config
     key = "monitor_config.target"
-    wanted = section.outlets("local_norm_format") | section.outlets("optimizer_state_format")
+    wanted = section.destinations("local_norm_format") | section.destinations("optimizer_state_format")
     if not config.trains or not wanted or not section.target:
         return
     names = list(trained_shapes(config))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import (
-    micro_batches,
+    micro_batches_per_step,
     parallel_degrees,
     runs_semi_auto,
     shard_threshold_bytes,
@@ -141,7 +141,7 @@ def rank_traffic(
 def _calls(config: Config, world: World, device: str, where: MeshCoordinate, facts: _Facts) -> Iterator[_Call]:
     layout = facts.layout
     degrees = parallel_degrees(config, world)
-    number = micro_batches(config, degrees)
+    number = micro_batches_per_step(config, degrees)
     for call in _calls_of_micro_batch(config, world, device, where, facts):
         yield call._replace(times=call.times * number)
     held = [name for name in layout.parameters if layout.holds(name, where) and not is_buffer(name)]

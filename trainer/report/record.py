@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from trainer.checkpoint.store import BEST, complete_checkpoints, read_marker, resolve_best_link
 from trainer.config import Config, load_config
-from trainer.config.read.dump import flat
+from trainer.config.read.dump import flatten
 from trainer.config.read.nodes import plain
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import Section
@@ -187,7 +187,7 @@ def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
     """The configuration, the same as it is written, and what is wrong with it."""
     settings: dict[str, Any] = {}
     try:
-        settings = dict(flat(plain(parse_document(str(path), read_text(str(path)))[0])))
+        settings = dict(flatten(plain(parse_document(str(path), read_text(str(path)))[0])))
         return load_config(str(path)), settings, ""
     except UserError as error:  # damaged, of another version, or for a model folder that is gone
         told = next((line for line in str(error).splitlines() if str(path) in line), f"{path}: {error.rule}")

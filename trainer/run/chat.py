@@ -146,7 +146,7 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
         try:
             path = find_checkpoint(path)
         except UserError as error:
-            raise error.at(where, "CHECKPOINT") from None
+            raise error.with_location(where, "CHECKPOINT") from None
         if (path / f"{adapters.PART}.safetensors").exists():
             key = "adapter_id"
     asked = {override.key for override in overrides}
@@ -206,7 +206,7 @@ def _from_pipe(talk: _Chat) -> int:
         try:
             stopped = talk.take(line.rstrip("\n"))
         except UserError as error:
-            raise error.at(f"standard input:{number}") from None
+            raise error.with_location(f"standard input:{number}") from None
         if stopped:
             print(f"stopped by {signal.Signals(stopped - 128).name}", file=sys.stderr)
             return stopped

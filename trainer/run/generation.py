@@ -110,7 +110,7 @@ class Sampler:
                     rule = f"a prompt of {len(ids)} tokens leaves no room for new ones in {limit}"
                     raise UserError(rule, value=prompt, fix="shorten it")
             except UserError as error:
-                raise error.at(config.source.where(key), key) from None
+                raise error.with_location(config.source.where(key), key) from None
             self.encoded.append(ids)
             self.limits.append(min(limit - len(ids), config.decoder.max_new_tokens or MOST_SAMPLED_TOKENS))
 

@@ -248,7 +248,7 @@ def _located_step(engine: Engine, progress: Progress, micro_batches: list[Batch]
         first = position.batch + 1
         last = position.batch + len(micro_batches)
         where = f"step {position.step + 1} (epoch {position.epoch + 1}, micro-batches {first} to {last})"
-        raise error.at(where) from error
+        raise error.with_location(where) from error
 
 
 # ---- before the first step ----

@@ -166,7 +166,7 @@ def _located(config: Config, error: UserError) -> ConfigError:
     place = config.source.place(error.key)
     named = error
     if type(error) is UserError:
-        named = error.at(error.where, config.source.name(error.key))
+        named = error.with_location(error.where, config.source.name(error.key))
     return ConfigError(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
 
 

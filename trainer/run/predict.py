@@ -329,7 +329,7 @@ def _encode(config: Config, tokenizer: Tokenizer, template: ChatTemplate | None,
             return encode_prompt(config, tokenizer, prompt.shown, with_bos=True)
         return encode_chat(config, tokenizer, template, prompt.messages or (), prompt.tools, prompt.where)
     except UserError as error:
-        raise error.at(error.where or prompt.where, error.key or "predict_data") from None
+        raise error.with_location(error.where or prompt.where, error.key or "predict_data") from None
 
 
 def _most_new_tokens(config: Config, prompt: Prompt, length: int) -> int:

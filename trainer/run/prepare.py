@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.config import preflight
 from trainer.config.checks.notes import pipeline_notes
-from trainer.config.checks.parallel import micro_batches, parallel_degrees, resolve_for_job, runs_semi_auto
+from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.problem import ConfigError
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
@@ -57,7 +57,7 @@ class ExplicitBackend:
         self.config = config
         self.world = world
         degrees = parallel_degrees(config, world)
-        steps = {"gradient_accumulation_steps": micro_batches(config, degrees)}
+        steps = {"gradient_accumulation_steps": micro_batches_per_step(config, degrees)}
         self.data_config = config.model_copy(update={"runner_config": config.runner_config.model_copy(update=steps)})
         self.data_ranks = (world.rank, world.size)
         if degrees.ranks == world.size:  # otherwise the job is refused

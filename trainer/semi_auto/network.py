@@ -27,7 +27,7 @@ from mindspore.parallel.nn import GradAccumulation, Pipeline
 from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, zero_level
 from trainer.config.checks.problem import raise_problems
 from trainer.config.layer_ranges import layer_text
-from trainer.config.recompute import gathered_again, recompute_text, recomputed_parts
+from trainer.config.recompute import comm_recompute_layers, recompute_text, recomputed_parts
 from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
@@ -231,7 +231,7 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
                 mp_comm_recompute=section.mp_comm_recompute,
                 recompute_slice_activation=section.recompute_slice_activation,
             )
-    for number in gathered_again(config):
+    for number in comm_recompute_layers(config):
         block = layers[number].block
         experts = layers[number].experts
         for norm in (block.attention.norm, block.mlp.norm if experts is None else experts.router.norm):

@@ -9,7 +9,7 @@ from typing import Any
 from trainer.config.checks.adapters import SECTION
 from trainer.config.checks.degrees import expert_problems, pipeline_problems, tensor_problems
 from trainer.config.checks.notes import pipeline_notes
-from trainer.config.checks.parallel import fit_problems, micro_batches, parallel_degrees, zero_level
+from trainer.config.checks.parallel import fit_problems, micro_batches_per_step, parallel_degrees, zero_level
 from trainer.config.checks.problem import ConfigError, one_of, problem
 from trainer.config.note import Note
 from trainer.config.recompute import recomputed_parts
@@ -34,7 +34,7 @@ def data_config(config: Config, world: World) -> Config:
     runner = config.runner_config
     degrees = parallel_degrees(config, world)
     rows = runner.batch_size * degrees.data_parallel
-    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches(config, degrees)}
+    changes = {"batch_size": rows, "gradient_accumulation_steps": micro_batches_per_step(config, degrees)}
     return config.model_copy(update={"runner_config": runner.model_copy(update=changes)})
 
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.config.checks.problem import value_of
-from trainer.config.read.dump import dump_values, values
+from trainer.config.read.dump import dump_values, plain_values
 from trainer.smoke.degrees import Layout
 
 
@@ -48,7 +48,7 @@ def changed(config: Config, key: str, after: Any, why: str = "") -> Iterator[Cha
 
 def smoke_text(config: Config, changes: Iterable[Change]) -> str:
     """The YAML text of the configuration with the changes."""
-    plain = copy.deepcopy(values(config))
+    plain = copy.deepcopy(plain_values(config))
     for change in changes:
         _set(plain, change.key.split("."), change.after)
     return dump_values(plain, "# Made by `run_trainer.py smoke`: a small copy of the file, with other data.\n")

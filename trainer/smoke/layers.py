@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from trainer.config import Config
-from trainer.config.recompute import SUBLAYERS, gathered_again, recomputed_parts
+from trainer.config.recompute import SUBLAYERS, comm_recompute_layers, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.models.spec.adapters import projections
 from trainer.models.spec.build import model_spec
@@ -104,7 +104,7 @@ def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Cha
         return [str(layer) for layer in own]
 
     if not isinstance(settings.select_comm_recompute, bool):
-        again = written(gathered_again(config)) or False
+        again = written(comm_recompute_layers(config)) or False
         yield from changed(config, "recompute_config.select_comm_recompute", again, _REMAIN)
     names = ("recompute", "select_recompute", "select_recompute_exclude")
     if all(isinstance(getattr(settings, name), bool) for name in names):

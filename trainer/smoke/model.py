@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from trainer.config import Config
-from trainer.config.precision import PART_KEYS, asked_dtype
+from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.sublayers import latent_spec
@@ -159,7 +159,7 @@ def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
     precision = precision_on_cpu(config, config.context.mode == 0 or setup.layout.degrees.divide_layers)
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     for key, part in zip(PART_KEYS, parts, strict=True):
-        if asked_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":
+        if requested_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":
             continue
         if getattr(config.decoder, key) is not None and config.amp_level in (None, "auto"):
             yield from changed(config, f"{_MODEL}.{key}", "float32", "here a CPU computes it in float32")

@@ -104,7 +104,7 @@ def smoke(
         verdict.problem = str(error)
     except UserError as error:  # wrong data, which the file names
         place = config.source.where(error.key)
-        raise (error.at(place) if place else error) from None
+        raise (error.with_location(place) if place else error) from None
     except Exception as error:  # a verdict, whatever the engine raises
         log = setup.folder / LOG
         log.parent.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from trainer.checkpoint.store import newest_complete
 from trainer.cli.flags import Arguments, split_arguments
 from trainer.config import Override, load_config
 from trainer.config.checks.parallel import resolve_for_job
-from trainer.config.read.dump import flat, values
+from trainer.config.read.dump import flatten, plain_values
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
 from trainer.launch.processes import kill_group, share_of_cores, start_session
@@ -126,7 +126,7 @@ def _run_in(folder: Path, point: Point, prepared: PreparedRun, arguments: list[s
     if not is_run_folder(folder):
         return run
     record = read_run(folder)
-    wanted = {key: value for key, value in flat(values(prepared.config)) if key not in _MAY_DIFFER}
+    wanted = {key: value for key, value in flatten(plain_values(prepared.config)) if key not in _MAY_DIFFER}
     found = {key: value for key, value in record.settings.items() if key not in _MAY_DIFFER}
     other = [key for key in wanted | found if wanted.get(key) != found.get(key)]
     if found and other:

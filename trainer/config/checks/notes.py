@@ -13,7 +13,7 @@ from trainer.config.families import named_family
 from trainer.config.hugging_face import class_differences, saved_class
 from trainer.config.note import Note
 from trainer.config.other_models import OTHERS
-from trainer.config.precision import PART_KEYS, asked_dtype
+from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.recompute import recompute_notes, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
 from trainer.config.schema.moe import MoEConfig
@@ -62,7 +62,9 @@ def _resumed_before(config: Config) -> bool:
 
 
 def _has_float32_products(config: Config) -> bool:
-    return config.classifier is not None or asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
+    if config.classifier is not None:
+        return True
+    return requested_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
 
 
 def _recomputes(config: Config) -> bool:
@@ -207,7 +209,7 @@ def _precision(config: Config, device: str) -> Iterator[str]:
     settings = config.decoder
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
     for key in PART_KEYS:
-        keys[asked_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
+        keys[requested_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
     if settings.param_init_type != "float32":
         yield (f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
                " that no small update is lost on; products cast them to compute_dtype")

@@ -59,7 +59,7 @@ def resolve_for_job(config: Config, world: World) -> Config:
     return config.model_copy(update={"runner_config": runner})
 
 
-def micro_batches(config: Config, degrees: Degrees) -> int:
+def micro_batches_per_step(config: Config, degrees: Degrees) -> int:
     """Those of an optimizer step on a rank: in a pipeline accumulation means micro_batch_num."""
     pipelined = degrees.pipeline_stage > 1
     if pipelined:

@@ -84,19 +84,19 @@ def value_of(config: Config, key: str) -> Any:
 class ConfigErrors(UserError):
     """More than one mistake: the first ones with their fixes, in the order of the file, and how many more there are."""
 
-    def __init__(self, errors: Sequence[UserError], *, whole: bool = False) -> None:
+    def __init__(self, errors: Sequence[UserError], *, lists_all: bool = False) -> None:
         super().__init__(f"{len(errors)} problems")
         self.errors = tuple(errors)
-        if whole:
+        if lists_all:
             lines = list(map(str, self.errors))
         else:
             lines = [*map(str, self.errors[:_SHOWN]), *self._left_out()]
         self._show(*lines)
 
     @property
-    def whole(self) -> UserError:
+    def full(self) -> UserError:
         """The same with every problem and its fix, however many they are."""
-        return ConfigErrors(self.errors, whole=True)
+        return ConfigErrors(self.errors, lists_all=True)
 
     @property
     def short(self) -> UserError:

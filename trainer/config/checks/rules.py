@@ -13,7 +13,7 @@ from trainer.config.checks.moe import callback_problems, moe_problems
 from trainer.config.checks.parallel import parallel_problems, runs_semi_auto
 from trainer.config.checks.problem import NO_VALUE, ConfigError, problem, raise_problems
 from trainer.config.patterns import PatternError, read_pattern
-from trainer.config.precision import asked_dtype
+from trainer.config.precision import requested_dtype
 from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import support_of
 from trainer.config.schema.root import CLASSIFIER, Config
@@ -83,7 +83,7 @@ def _training(config: Config) -> Iterator[ConfigError]:
         yield problem(config, key, rule, "write a smaller one: 65536 is a usual start")
     key = "runner_wrapper.accumulate_allreduce_grads_in_fp32"
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32 and config.classifier is None:
-        if asked_dtype(config.decoder, config.amp_level, "compute_dtype") == "float16":
+        if requested_dtype(config.decoder, config.amp_level, "compute_dtype") == "float16":
             rule = "float16 has too small a range to sum gradients in"
             yield problem(config, key, rule, "leave it out, or use compute_dtype bfloat16")
 

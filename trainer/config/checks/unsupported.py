@@ -13,7 +13,7 @@ from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
 
 
-class Finding(NamedTuple):
+class UnsupportedKey(NamedTuple):
     """A key that was set to something a run does not honour."""
 
     key: str
@@ -22,14 +22,14 @@ class Finding(NamedTuple):
     reason: str
 
 
-def findings(section: Section, path: str = "") -> Iterator[Finding]:
+def find_unsupported(section: Section, path: str = "") -> Iterator[UnsupportedKey]:
     """All keys below a section whose value is not supported."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         key = f"{path}{field.alias or name}"
         support, reason = support_of(field)
         if support != "supported" and not is_neutral(value, field.get_default(call_default_factory=True)):
-            yield Finding(key, value, support, reason)
+            yield UnsupportedKey(key, value, support, reason)
         elif isinstance(value, Section):
             yield from _of_section(value, key)
         elif isinstance(value, list):
@@ -43,21 +43,21 @@ def is_neutral(value: Any, default: Any) -> bool:
     return value == default or (not default and value in (None, False, "", "None", [], {}))
 
 
-def _of_section(section: Section, key: str) -> Iterator[Finding]:
+def _of_section(section: Section, key: str) -> Iterator[UnsupportedKey]:
     # A mixture of experts with one expert is a dense model, and a note says that nothing of it acts.
     if isinstance(section, MoEConfig) and section.expert_num == 1:
         return
     if section.support != "supported":
-        yield Finding(key, section.type, section.support, section.support_reason)
+        yield UnsupportedKey(key, section.type, section.support, section.support_reason)
     else:
-        yield from findings(section, f"{key}.")
+        yield from find_unsupported(section, f"{key}.")
 
 
 def not_yet_problems(config: Config) -> list[ConfigError]:
     """An error for every key of which only the default value is supported."""
     return [
         problem(config, finding.key, "not yet supported", finding.reason, value=finding.value)
-        for finding in findings(config)
+        for finding in find_unsupported(config)
         if finding.support == "not_yet" and not _unread(config, finding.key)
     ]
 
@@ -96,8 +96,8 @@ def _unread(config: Config, key: str) -> str:
 
 def ignored_notes(config: Config) -> list[str]:
     """One note a reason, naming the keys that are ignored for it."""
-    found: list[tuple[Finding, str, str]] = []
-    for finding in findings(config):
+    found: list[tuple[UnsupportedKey, str, str]] = []
+    for finding in find_unsupported(config):
         unread = _unread(config, finding.key)
         if finding.support == "not_yet" and unread:
             found.append((finding._replace(reason=f"not read, {unread}"), "", f"{finding.key} {finding.value}"))
@@ -106,7 +106,7 @@ def ignored_notes(config: Config) -> list[str]:
     return ignored_texts(found)
 
 
-def ignored_texts(found: Iterable[tuple[Finding, str, str]]) -> list[str]:
+def ignored_texts(found: Iterable[tuple[UnsupportedKey, str, str]]) -> list[str]:
     """One sentence a reason, for keys that are ignored: each with its location, if any, and name."""
     keys: dict[str, list[str]] = {}
     for finding, where, name in found:

@@ -36,11 +36,11 @@ def validate(
     positions: dict[str, SourceLocation],
     written: dict[str, str],
     *,
-    told: bool = False,
+    has_problems: bool = False,
 ) -> tuple[Config | None, list[ConfigError]]:
     """Validates plain values against the schema. `written` has the keys that the file writes under another name.
 
-    Where problems have been `told` before, a section that they left nothing of is not reported again.
+    With `has_problems` an empty section is not reported: an earlier problem has emptied it.
 
     Returns:
         The configuration, without the wrong values where there are some (None where that is none), and the problems.
@@ -50,11 +50,11 @@ def validate(
     except ValidationError as error:
         findings: dict[tuple[str, ...], list[Any]] = {}
         for item in error.errors(include_url=False):
-            if told and item["type"] == "union_tag_not_found" and not item["input"]:
+            if has_problems and item["type"] == "union_tag_not_found" and not item["input"]:
                 continue
             path = _path(item["loc"], data, absent=item["type"] == "missing")
             findings.setdefault(path, []).append(item)
-        # Of a union's members only the problems of the nearest one are told: those that lie deepest.
+        # Of a union's members only the problems of the nearest one are reported: those that lie deepest.
         around = {path[:length] for path in findings for length in range(len(path))}
         deepest = [path for path in findings if path not in around]
         problems = [_problem(path, findings[path], positions, written) for path in deepest]

@@ -14,10 +14,10 @@ import yaml
 
 from trainer.config.note import Note
 from trainer.config.patterns import PatternError, read_pattern
-from trainer.config.pynative.work import Work
+from trainer.config.pynative.work import TranslationState
 from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
 
-Transform: TypeAlias = Callable[[Work, str], None]
+Transform: TypeAlias = Callable[[TranslationState, str], None]
 """Sets keys here from the key there; it is called with that key, whether a file has it or not."""
 
 _MODEL = "model.model_config"
@@ -43,7 +43,7 @@ _ADAPTED = {
 """Our matrices -> the modules there that hold them."""
 
 
-class Row(NamedTuple):
+class KeyRule(NamedTuple):
     """A key of the newer schema that acts."""
 
     key: str
@@ -54,22 +54,22 @@ class Row(NamedTuple):
     value: Any = None  # what the key here gets; None: the same
 
 
-def _clipping(work: Work, key: str) -> None:
+def _clipping(work: TranslationState, key: str) -> None:
     norm = work.values[key]
-    work.put("runner_wrapper.use_clip_grad", norm > 0, key)
+    work.set_key("runner_wrapper.use_clip_grad", norm > 0, key)
     if norm > 0:
-        work.put("runner_wrapper.max_grad_norm", norm, key)
+        work.set_key("runner_wrapper.max_grad_norm", norm, key)
 
 
-def _save_path(work: Work, key: str) -> None:
+def _save_path(work: TranslationState, key: str) -> None:
     path = work.values[key]
     if path:
-        work.put("output_dir", path, key)
+        work.set_key("output_dir", path, key)
         text = f"{key}: the run's folder; its checkpoints are in {path}/checkpoints"
-        work.made.notes.append(Note(text, "parallel"))
+        work.translation.notes.append(Note(text, "parallel"))
 
 
-def _saving(work: Work, key: str) -> None:
+def _saving(work: TranslationState, key: str) -> None:
     """Saving is a callback here; without one a run saves at its end."""
     callbacks = work.node("callbacks")
     if isinstance(callbacks, Items):
@@ -81,7 +81,7 @@ def _saving(work: Work, key: str) -> None:
     if not work.values["checkpoint.enable_save"]:
         steps = 0
         key = "checkpoint.enable_save"
-        work.made.notes.append(Note(f"{key} False: the end of a run is saved all the same", "ignored"))
+        work.translation.notes.append(Note(f"{key} False: the end of a run is saved all the same", "ignored"))
     saver = Table({"type": Entry(tree("CheckpointMonitor"), work.place(key))})
     settings = {"save_checkpoint_steps": (steps, key)}
     settings["keep_checkpoint_max"] = (work.values["checkpoint.save_max"], "checkpoint.save_max")
@@ -89,56 +89,56 @@ def _saving(work: Work, key: str) -> None:
         settings["async_save"] = (True, "checkpoint.async_save")
     for name, (value, source) in settings.items():
         saver.own[name] = Entry(tree(value), work.place(source))
-        work.made.there[f"callbacks.{len(entries)}.{name}"] = source
+        work.translation.source_keys[f"callbacks.{len(entries)}.{name}"] = source
     entries.append(Entry(saver, work.place(key)))
-    work.put("callbacks", Items(entries), "callbacks")
+    work.set_key("callbacks", Items(entries), "callbacks")
 
 
-def _loading(work: Work, key: str) -> None:
+def _loading(work: TranslationState, key: str) -> None:
     if work.values[key]:
-        work.put("load_checkpoint", work.values[key], key)
+        work.set_key("load_checkpoint", work.values[key], key)
         if not work.values["checkpoint.no_load_optim"]:
-            work.put("resume_training", True, "checkpoint.no_load_optim")
+            work.set_key("resume_training", True, "checkpoint.no_load_optim")
 
 
 def _degree(new: str) -> Transform:
-    def transform(work: Work, key: str) -> None:
+    def transform(work: TranslationState, key: str) -> None:
         degree = work.values[key]
         if degree is None:
             return
-        work.put(new, degree, key)
+        work.set_key(new, degree, key)
         if degree > 1:
             for name, value in (("use_parallel", True), ("parallel.parallel_mode", 1)):
-                if name not in work.made.there:
-                    work.put(name, value, key)
+                if name not in work.translation.source_keys:
+                    work.set_key(name, value, key)
 
     return transform
 
 
-def _sharding(work: Work, key: str) -> None:
+def _sharding(work: TranslationState, key: str) -> None:
     ranks = work.values[key]
     if ranks < -1:
         work.problem(key, "must be at least -1", "write -1 for all data-parallel ranks")
     if ranks != 1:
-        work.put("parallel.enable_parallel_optimizer", True, key)
+        work.set_key("parallel.enable_parallel_optimizer", True, key)
     if ranks > 1:
         text = f"{key} {ranks}: the optimizer state is shared by all data-parallel ranks"
-        work.made.notes.append(Note(f"{text}; weights and gradients are whole on each", "parallel"))
+        work.translation.notes.append(Note(f"{text}; weights and gradients are whole on each", "parallel"))
 
 
-def _optimizer(work: Work, key: str) -> None:
+def _optimizer(work: TranslationState, key: str) -> None:
     table = work.table(key)
     settings = work.values[key]
-    work.put_default(table, "type", "AdamW", f"{key}.type")
-    work.put_default(table, "weight_decay", 0.01, f"{key}.weight_decay")
+    work.set_default(table, "type", "AdamW", f"{key}.type")
+    work.set_default(table, "weight_decay", 0.01, f"{key}.weight_decay")
     if settings.get("type", "AdamW") == "AdamW":
-        work.put_default(table, "betas", [0.9, 0.95], f"{key}.betas")
+        work.set_default(table, "betas", [0.9, 0.95], f"{key}.betas")
     if sorted(map(str, settings.get("adamw_include") or ())) == sorted(_LEFT_TO_ADAMW):
         del table.own["adamw_include"]
-    work.put(key, table, key)
+    work.set_key(key, table, key)
 
 
-def _schedule(work: Work, key: str) -> None:
+def _schedule(work: TranslationState, key: str) -> None:
     """The schedule's length is that of the run, whatever the file says of it."""
     table = work.table(key)
     if work.values[key].get("type") is None:
@@ -146,11 +146,11 @@ def _schedule(work: Work, key: str) -> None:
         work.problem(f"{key}.type", "this key is required", fix, place=work.place(key))
         return
     table.own.pop("total_steps", None)
-    work.put_default(table, "learning_rate", 1e-5, f"{key}.learning_rate")
-    work.put("lr_schedule", table, key)
+    work.set_default(table, "learning_rate", 1e-5, f"{key}.learning_rate")
+    work.set_key("lr_schedule", table, key)
 
 
-def _dataset(work: Work, key: str) -> None:
+def _dataset(work: TranslationState, key: str) -> None:
     table = work.table(key)
     if not table.own:
         place = work.place("train_dataset")
@@ -159,24 +159,26 @@ def _dataset(work: Work, key: str) -> None:
     if work.values[key].get("type") == "MindDataset":
         columns = table.own.pop("column_names", None)
         columns = columns or Entry(tree(["input_ids", "labels"], work.place(key)), work.place(key))
-        work.put("train_dataset.input_columns", columns.node, f"{key}.column_names", place=columns.place)
+        work.set_key("train_dataset.input_columns", columns.node, f"{key}.column_names", place=columns.place)
     for name in ("num_parallel_workers", "python_multiprocessing"):
         table.own.pop(name, None)
-    work.put_default(table, "shuffle", False, f"{key}.shuffle")
-    work.put("train_dataset.data_loader", table, key)
+    work.set_default(table, "shuffle", False, f"{key}.shuffle")
+    work.set_key("train_dataset.data_loader", table, key)
 
 
-def _model(work: Work, key: str) -> None:
+def _model(work: TranslationState, key: str) -> None:
     for name, entry in work.table(key).own.items():
-        work.put(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
+        work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
 
 
-def _targets(work: Work, key: str) -> None:
-    wanted = work.values[key]
-    work.put(f"{_MODEL}.pet_config.target_modules", wanted, key)
-    adapted = _ADAPTED | (_LATENT if work.values["model"].get("multi_latent_attention") else {})
+def _targets(work: TranslationState, key: str) -> None:
+    target_modules = work.values[key]
+    work.set_key(f"{_MODEL}.pet_config.target_modules", target_modules, key)
+    adapted = _ADAPTED
+    if work.values["model"].get("multi_latent_attention"):
+        adapted = _ADAPTED | _LATENT
     try:
-        pattern = read_pattern(wanted)
+        pattern = read_pattern(target_modules)
     except PatternError as error:
         work.problem(key, str(error), "write for example linear_qkv")
         return
@@ -186,11 +188,12 @@ def _targets(work: Work, key: str) -> None:
         if any(pattern.search(f"decoder.layers.0.{module}") for module in modules)
     ]
     if names:
-        work.put(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
-        work.made.notes.append(f"{key} {wanted}: {', '.join(names)} of every layer, each with an adapter of its own")
+        work.set_key(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
+        text = f"{key} {target_modules}: {', '.join(names)} of every layer, each with an adapter of its own"
+        work.translation.notes.append(text)
 
 
-def _recompute_mode(work: Work, key: str) -> None:
+def _recompute_mode(work: TranslationState, key: str) -> None:
     mode = work.values[key]
     layers = {"full": "recompute.full_recompute_layer", "select": "recompute.select_module"}
     if mode not in (None, "None", *layers):
@@ -200,12 +203,12 @@ def _recompute_mode(work: Work, key: str) -> None:
         work.problem(layers[mode], f"{key} {mode} needs it", "write layers, as [0-3]", place=place, has_value=False)
 
 
-def _recompute_layers(work: Work, key: str) -> None:
+def _recompute_layers(work: TranslationState, key: str) -> None:
     if work.values["recompute.mode"] == "full" and work.values[key]:
-        work.put("recompute_config.recompute", [str(layer) for layer in work.values[key]], key)
+        work.set_key("recompute_config.recompute", [str(layer) for layer in work.values[key]], key)
 
 
-def _recompute_modules(work: Work, key: str) -> None:
+def _recompute_modules(work: TranslationState, key: str) -> None:
     modules = work.values[key]
     if work.values["recompute.mode"] != "select" or not modules:
         return
@@ -213,78 +216,78 @@ def _recompute_modules(work: Work, key: str) -> None:
         work.problem(key, "must have a list of layers for each module", "write layers, as [0-3]")
         return
     texts = {name: [str(layer) for layer in layers] for name, layers in modules.items()}
-    work.put("recompute_config.select_recompute", texts, key)
+    work.set_key("recompute_config.select_recompute", texts, key)
 
 
-def _context(work: Work, key: str) -> None:
+def _context(work: TranslationState, key: str) -> None:
     """Execution mode 1 is what this trainer does anyway."""
     table = work.table(key)
     written = dict(table.own)
-    work.put_default(table, "device_target", "Ascend", f"{key}.device_target")
+    work.set_default(table, "device_target", "Ascend", f"{key}.device_target")
     if plain(table.own["device_target"].node) == "Ascend":
-        work.put_default(table, "max_device_memory", "59GB", f"{key}.max_device_memory")
+        work.set_default(table, "max_device_memory", "59GB", f"{key}.max_device_memory")
     for name, entry in table.own.items():
         if name != "mode":
             is_written = name in written and not is_null(written[name].node)
-            work.put(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)
+            work.set_key(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)
 
 
-ROWS = (
-    Row("training.seed", "int", "seed", 42),
-    Row("training.steps", "int", "runner_config.max_steps", 1000),
-    Row("training.local_batch_size", "int", "runner_config.batch_size", 1),
-    Row("training.global_batch_size", "int", "runner_config.global_batch_size", 1),
-    Row("training.max_norm", "float", _clipping, 1.0),
-    Row("training.deterministic", "bool", "context.deterministic", False, "training.deterministic", "ON"),
-    Row("checkpoint.enable_save", "bool", "", True),
-    Row("checkpoint.save_path", "str", _save_path, ""),
-    Row("checkpoint.save_max", "int", "", 5),
-    Row("checkpoint.async_save", "bool", "", False),
-    Row("checkpoint.save_interleaved_steps", "int", _saving, 1000),
-    Row("checkpoint.no_load_optim", "bool", "", False),
-    Row("checkpoint.load_path", "str", _loading, ""),
-    Row("parallelism.tensor_parallel", "int", _degree("parallel_config.model_parallel")),
-    Row("parallelism.context_parallel", "int", _degree("parallel_config.context_parallel")),
-    Row("parallelism.pipeline_parallel", "int", _degree("parallel_config.pipeline_stage")),
-    Row("parallelism.expert_parallel", "int", _degree("parallel_config.expert_parallel")),
-    Row("parallelism.pipeline_parallel_interleave_num", "int", f"{_MODEL}.pp_interleave_num"),
-    Row("parallelism.data_parallel_shard", "int", _sharding, -1),
-    Row("optimizer", "dict", _optimizer, {}),
-    Row("lr_scheduler", "dict", _schedule, {}),
-    Row("train_dataset.dataloader", "dict", _dataset, {}),
-    Row("train_dataset.drop_remainder", "bool", "train_dataset.drop_remainder", True),
-    Row("model", "dict", _model, {}),
-    Row("lora_config.target_modules", "str", _targets, "", "lora_config"),
-    Row("lora_config.lora_rank", "int", f"{_MODEL}.pet_config.lora_rank", 8, "lora_config"),
-    Row("lora_config.lora_alpha", "float", f"{_MODEL}.pet_config.lora_alpha", 16.0, "lora_config"),
-    Row("lora_config.lora_dropout", "float", f"{_MODEL}.pet_config.lora_dropout", 0.0, "lora_config"),
-    Row("recompute.mode", "str", _recompute_mode),
-    Row("recompute.full_recompute_layer", "list", _recompute_layers),
-    Row("recompute.select_module", "dict", _recompute_modules),
-    Row("context", "dict", _context, {}),
-    Row("callbacks", "list", "", []),  # which saving adds to
-    Row("monitor.train_state.local_norm", "bool|str|list", "runner_wrapper.local_norm", "",
-        "monitor.train_state.local_norm", True),
-    Row(_EVENTS, "str", "tensorboard.tensorboard_dir", "", _EVENTS),
+RULES = (
+    KeyRule("training.seed", "int", "seed", 42),
+    KeyRule("training.steps", "int", "runner_config.max_steps", 1000),
+    KeyRule("training.local_batch_size", "int", "runner_config.batch_size", 1),
+    KeyRule("training.global_batch_size", "int", "runner_config.global_batch_size", 1),
+    KeyRule("training.max_norm", "float", _clipping, 1.0),
+    KeyRule("training.deterministic", "bool", "context.deterministic", False, "training.deterministic", "ON"),
+    KeyRule("checkpoint.enable_save", "bool", "", True),
+    KeyRule("checkpoint.save_path", "str", _save_path, ""),
+    KeyRule("checkpoint.save_max", "int", "", 5),
+    KeyRule("checkpoint.async_save", "bool", "", False),
+    KeyRule("checkpoint.save_interleaved_steps", "int", _saving, 1000),
+    KeyRule("checkpoint.no_load_optim", "bool", "", False),
+    KeyRule("checkpoint.load_path", "str", _loading, ""),
+    KeyRule("parallelism.tensor_parallel", "int", _degree("parallel_config.model_parallel")),
+    KeyRule("parallelism.context_parallel", "int", _degree("parallel_config.context_parallel")),
+    KeyRule("parallelism.pipeline_parallel", "int", _degree("parallel_config.pipeline_stage")),
+    KeyRule("parallelism.expert_parallel", "int", _degree("parallel_config.expert_parallel")),
+    KeyRule("parallelism.pipeline_parallel_interleave_num", "int", f"{_MODEL}.pp_interleave_num"),
+    KeyRule("parallelism.data_parallel_shard", "int", _sharding, -1),
+    KeyRule("optimizer", "dict", _optimizer, {}),
+    KeyRule("lr_scheduler", "dict", _schedule, {}),
+    KeyRule("train_dataset.dataloader", "dict", _dataset, {}),
+    KeyRule("train_dataset.drop_remainder", "bool", "train_dataset.drop_remainder", True),
+    KeyRule("model", "dict", _model, {}),
+    KeyRule("lora_config.target_modules", "str", _targets, "", "lora_config"),
+    KeyRule("lora_config.lora_rank", "int", f"{_MODEL}.pet_config.lora_rank", 8, "lora_config"),
+    KeyRule("lora_config.lora_alpha", "float", f"{_MODEL}.pet_config.lora_alpha", 16.0, "lora_config"),
+    KeyRule("lora_config.lora_dropout", "float", f"{_MODEL}.pet_config.lora_dropout", 0.0, "lora_config"),
+    KeyRule("recompute.mode", "str", _recompute_mode),
+    KeyRule("recompute.full_recompute_layer", "list", _recompute_layers),
+    KeyRule("recompute.select_module", "dict", _recompute_modules),
+    KeyRule("context", "dict", _context, {}),
+    KeyRule("callbacks", "list", "", []),  # which saving adds to
+    KeyRule("monitor.train_state.local_norm", "bool|str|list", "runner_wrapper.local_norm", "",
+            "monitor.train_state.local_norm", True),
+    KeyRule(_EVENTS, "str", "tensorboard.tensorboard_dir", "", _EVENTS),
     # Everything that this trainer has a tag for is written.
-    Row(_EVENTS, "str", "tensorboard.log_loss_scale_to_tensorboard", "", _EVENTS, True),
-    Row(_EVENTS, "str", "tensorboard.log_timers_to_tensorboard", "", _EVENTS, True),
-    Row("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, _EVENTS),
-    Row("monitor.tensorboard.queue_size", "int", "tensorboard.tensorboard_queue_size", 1000, _EVENTS),
-    Row(_PROFILES, "bool", "profile", False, _PROFILES),
-    Row("profiler.start_step", "int", "profile_start_step", 1, _PROFILES),
-    Row("profiler.end_step", "int", "profile_stop_step", 1, _PROFILES),
-    Row("profiler.output_path", "str", "profile_output", None, _PROFILES),
-    Row("profiler.profiler_rank", "list", "profile_rank_ids", None, _PROFILES),
-    Row("profiler.profiler_level", "int", "profiler_level", 0, _PROFILES),
-    Row("profiler.mstx", "bool", "mstx", False, _PROFILES),
-    Row("profiler.profile_memory", "bool", "profile_memory", False, _PROFILES),
-    Row("profiler.with_stack", "bool", "with_stack", True, _PROFILES),
+    KeyRule(_EVENTS, "str", "tensorboard.log_loss_scale_to_tensorboard", "", _EVENTS, True),
+    KeyRule(_EVENTS, "str", "tensorboard.log_timers_to_tensorboard", "", _EVENTS, True),
+    KeyRule("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, _EVENTS),
+    KeyRule("monitor.tensorboard.queue_size", "int", "tensorboard.tensorboard_queue_size", 1000, _EVENTS),
+    KeyRule(_PROFILES, "bool", "profile", False, _PROFILES),
+    KeyRule("profiler.start_step", "int", "profile_start_step", 1, _PROFILES),
+    KeyRule("profiler.end_step", "int", "profile_stop_step", 1, _PROFILES),
+    KeyRule("profiler.output_path", "str", "profile_output", None, _PROFILES),
+    KeyRule("profiler.profiler_rank", "list", "profile_rank_ids", None, _PROFILES),
+    KeyRule("profiler.profiler_level", "int", "profiler_level", 0, _PROFILES),
+    KeyRule("profiler.mstx", "bool", "mstx", False, _PROFILES),
+    KeyRule("profiler.profile_memory", "bool", "profile_memory", False, _PROFILES),
+    KeyRule("profiler.with_stack", "bool", "with_stack", True, _PROFILES),
 )  # fmt: skip
 
 
 @cache
-def unused_keys() -> dict[str, tuple[str, Any, bool]]:
+def keys_without_effect() -> dict[str, tuple[str, Any, bool]]:
     """Returns key -> reason, default, and whether another value is refused, for the keys that change nothing."""
     with (Path(__file__).parent / "unused.yaml").open(encoding="utf-8") as file:
         table = yaml.safe_load(file)

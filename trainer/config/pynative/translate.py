@@ -6,11 +6,11 @@ from functools import cache
 from typing import Any
 
 from trainer.config.checks.problem import ConfigError, nearest, problem_at
-from trainer.config.checks.unsupported import Finding, ignored_texts, is_neutral
+from trainer.config.checks.unsupported import UnsupportedKey, ignored_texts, is_neutral
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
-from trainer.config.pynative.table import ROWS, Row, unused_keys
-from trainer.config.pynative.work import Translation, Work
+from trainer.config.pynative.table import RULES, KeyRule, keys_without_effect
+from trainer.config.pynative.work import Translation, TranslationState
 from trainer.config.read.nodes import Table, is_null, plain
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
@@ -21,7 +21,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 }  # fmt: skip
 
 
-def is_key_there(key: str) -> bool:
+def is_pynative_key(key: str) -> bool:
     """Whether a dotted key of the command line is one of the newer schema: ``training.steps``."""
     first, _, rest = key.partition(".")
     if first in ("model", "recompute"):
@@ -33,52 +33,52 @@ def is_key_there(key: str) -> bool:
 @cache
 def _keys() -> tuple[frozenset[str], frozenset[str]]:
     """Returns the keys of the schema, and its sections."""
-    keys = [*(row.key for row in ROWS), *unused_keys()]
+    keys = [*(rule.key for rule in RULES), *keys_without_effect()]
     sections = [key[:at] for key in keys for at, letter in enumerate(key) if letter == "."]
     return frozenset(keys), frozenset(sections)
 
 
 def translate(name: str, root: Table) -> Translation:
     """Translates a file, which messages call `name`; what is wrong with it is among the result's problems."""
-    work = Work(name, Translation())
+    work = TranslationState(name, Translation())
     _read(work, root, "")
-    for row in ROWS:
-        work.values[row.key] = _checked(work, row)
-    for row in ROWS:
-        value = work.values[row.key]
-        if row.when and not work.values.get(row.when, row.when in work.entries):
+    for rule in RULES:
+        work.values[rule.key] = _checked(work, rule)
+    for rule in RULES:
+        value = work.values[rule.key]
+        if rule.when and not work.values.get(rule.when, rule.when in work.entries):
             continue
-        if callable(row.new):
-            row.new(work, row.key)
-        elif row.new and value is not None:
-            work.put(row.new, value if row.value is None else row.value, row.key)
+        if callable(rule.new):
+            rule.new(work, rule.key)
+        elif rule.new and value is not None:
+            work.set_key(rule.new, value if rule.value is None else rule.value, rule.key)
     _note_unused(work)
     says = f"{name}: a file of MindSpore Transformers' newer schema: taken as its translation (`convert` writes it)"
-    work.made.notes.insert(0, Note(says, "parallel"))
-    return work.made
+    work.translation.notes.insert(0, Note(says, "parallel"))
+    return work.translation
 
 
-def _checked(work: Work, row: Row) -> Any:
+def _checked(work: TranslationState, rule: KeyRule) -> Any:
     """Returns the value of a key there, or its default where the file has none or one of another type."""
-    if row.key not in work.entries:
-        return row.default
-    value = plain(work.entries[row.key].node)
-    kinds = [_KINDS[name] for name in row.kind.split("|")]
+    if rule.key not in work.entries:
+        return rule.default
+    value = plain(work.entries[rule.key].node)
+    kinds = [_KINDS[name] for name in rule.kind.split("|")]
     is_known = any(isinstance(value, types) for types, _ in kinds)
-    if isinstance(value, bool) and "bool" not in row.kind:
+    if isinstance(value, bool) and "bool" not in rule.kind:
         is_known = False
-    if is_known or (value is None and row.default is None):
+    if is_known or (value is None and rule.default is None):
         return value
     texts = " or ".join(text for _, text in kinds)
-    work.problem(row.key, f"must be {texts}", f"write {texts}")
-    del work.entries[row.key]
-    return row.default
+    work.problem(rule.key, f"must be {texts}", f"write {texts}")
+    del work.entries[rule.key]
+    return rule.default
 
 
-def _note_unused(work: Work) -> None:
+def _note_unused(work: TranslationState) -> None:
     """Notes the keys that change nothing, and refuses those that would change the results."""
     found = []
-    for key, (reason, default, is_refused) in unused_keys().items():
+    for key, (reason, default, is_refused) in keys_without_effect().items():
         if key not in work.entries:
             continue
         value = plain(work.entries[key].node)
@@ -87,11 +87,11 @@ def _note_unused(work: Work) -> None:
         if is_refused:
             work.problem(key, "cannot be translated", reason)
         else:
-            found.append((Finding(key, value, "ignored", reason), work.place(key).text, key))
-    work.made.notes += [Note(text, "ignored") for text in ignored_texts(found)]
+            found.append((UnsupportedKey(key, value, "ignored", reason), work.place(key).text, key))
+    work.translation.notes += [Note(text, "ignored") for text in ignored_texts(found)]
 
 
-def _read(work: Work, table: Table, path: str) -> None:
+def _read(work: TranslationState, table: Table, path: str) -> None:
     """Finds the keys of the table in a section of the file; others are problems."""
     keys, sections = _keys()
     for name, entry in table.entries().items():
@@ -101,17 +101,17 @@ def _read(work: Work, table: Table, path: str) -> None:
             _read(work, entry.node, f"{key}.")
         elif key in sections and not is_null(entry.node):
             fix = f"write {name}: and its keys indented below"
-            work.made.problems.append(problem_at(entry.place, key, "must be a section", fix, plain(entry.node)))
+            work.translation.problems.append(problem_at(entry.place, key, "must be a section", fix, plain(entry.node)))
         elif key in keys:
             work.entries[key] = entry
         elif key not in sections:
-            work.made.problems.append(_unknown(path, name, entry.place))
+            work.translation.problems.append(_unknown(path, name, entry.place))
 
 
 def _unknown(path: str, name: str, place: SourceLocation) -> ConfigError:
     keys = sorted(_keys()[0])
     known = dict.fromkeys(key[len(path) :].split(".")[0] for key in keys if key.startswith(path))
-    acting = dict.fromkeys(row.key[len(path) :].split(".")[0] for row in ROWS if row.key.startswith(path))
+    acting = dict.fromkeys(rule.key[len(path) :].split(".")[0] for rule in RULES if rule.key.startswith(path))
     homes = [key for key in keys if key.endswith(f".{name}")]
     guess = nearest(name, list(known))
     fix = "remove it"

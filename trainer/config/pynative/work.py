@@ -14,7 +14,7 @@ from trainer.config.read.relocate import parent
 from trainer.errors import UserError
 
 _MODEL = "model.model_config"
-_WHERE_THERE = {
+_SOURCE_SECTION = {
     f"{_MODEL}.moe_config": "model",
     f"{_MODEL}.pet_config": "lora_config",
     _MODEL: "model",
@@ -30,53 +30,53 @@ class Translation:
     """The tree in our schema, and what was met on the way."""
 
     root: Table = field(default_factory=Table)
-    there: dict[str, str] = field(default_factory=dict)
+    source_keys: dict[str, str] = field(default_factory=dict)
     """Our keys -> the keys they were translated from, for values that are computed."""
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def renamed(self, problem: ConfigError) -> ConfigError:
+    def with_source_names(self, problem: ConfigError) -> ConfigError:
         """A problem under the file's name for its key; a flag keeps its own name."""
         where = problem.place.text
         error = problem.error
-        is_ours = where.startswith(("flag ", "--")) and not where.endswith(f"--{self.name_there(error.key)}")
+        is_ours = where.startswith(("flag ", "--")) and not where.endswith(f"--{self.source_name(error.key)}")
         if not where or is_ours:
             return problem
-        ours = "|".join(rf"\b{section}\b" for section in _WHERE_THERE)
-        rule, fix = (re.sub(ours, lambda found: _WHERE_THERE[found[0]], text) for text in (error.rule, error.fix))
+        ours = "|".join(rf"\b{section}\b" for section in _SOURCE_SECTION)
+        rule, fix = (re.sub(ours, lambda found: _SOURCE_SECTION[found[0]], text) for text in (error.rule, error.fix))
         if error.value is None:
             given = {}
         else:
             given = {"value": error.value}
-        key = self.name_there(error.key)
+        key = self.source_name(error.key)
         return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix, **given))
 
     def written(self, names: Mapping[str, str], positions: Mapping[str, SourceLocation]) -> dict[str, str]:
         """The names that the file has for our keys; `names` are those that are not the main ones."""
         keys = {key: names.get(key, key) for key, place in positions.items()}
         flags = ("flag ", "--")
-        return {key: name if positions[key].text.startswith(flags) else self.name_there(name)
+        return {key: name if positions[key].text.startswith(flags) else self.source_name(name)
                 for key, name in keys.items()}  # fmt: skip
 
-    def name_there(self, key: str) -> str:
+    def source_name(self, key: str) -> str:
         """A key of ours as the file writes it."""
-        if key in self.there:
-            return self.there[key]
+        if key in self.source_keys:
+            return self.source_keys[key]
         parent, _, number = key.rpartition(".")
-        if number.isdecimal() and parent in self.there:
-            return f"{self.there[parent]}.{number}"
-        for ours, theirs in _WHERE_THERE.items():
+        if number.isdecimal() and parent in self.source_keys:
+            return f"{self.source_keys[parent]}.{number}"
+        for ours, theirs in _SOURCE_SECTION.items():
             if f"{key}.".startswith(f"{ours}."):
                 return theirs + key[len(ours) :]
         return key
 
 
 @dataclass
-class Work:
+class TranslationState:
     """A file that is being translated."""
 
     name: str
-    made: Translation
+    translation: Translation
     entries: dict[str, Entry] = field(default_factory=dict)
     """What the file has, by the keys and sections of the table."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -108,21 +108,21 @@ class Work:
         value = NO_VALUE
         if has_value and key in self.entries:
             value = plain(self.entries[key].node)
-        self.made.problems.append(problem_at(place or self.place(key), key, rule, fix, value))
+        self.translation.problems.append(problem_at(place or self.place(key), key, rule, fix, value))
 
-    def put(self, key: str, value: Any, source: str, *, place: SourceLocation | None = None) -> None:
+    def set_key(self, key: str, value: Any, source: str, *, place: SourceLocation | None = None) -> None:
         """Sets a key of ours, to a node or a plain value, with the place of a key there."""
         place = place or self.place(source)
-        table = parent(self.made.root, key, place)
+        table = parent(self.translation.root, key, place)
         if isinstance(value, Scalar | Items | Table):
             node = value
         else:
             node = tree(value, place)
         table.own[key.rpartition(".")[2]] = Entry(node, place)
         if not isinstance(value, Table):
-            self.made.there[key] = source
+            self.translation.source_keys[key] = source
 
-    def put_default(self, table: Table, key: str, value: Any, source: str) -> None:
+    def set_default(self, table: Table, key: str, value: Any, source: str) -> None:
         """Adds to a section what MindSpore Transformers takes for a key that the file leaves out."""
         if key not in table.own or is_null(table.own[key].node):
             place = self.place(source)

@@ -48,7 +48,7 @@ def dump_config(config: Config) -> str:
     Returns:
         YAML text; :func:`trainer.config.load_config` reads an equal configuration from it.
     """
-    return dump_values(values(config), f"{RESOLVED} every key that acts, and what else was set.\n")
+    return dump_values(plain_values(config), f"{RESOLVED} every key that acts, and what else was set.\n")
 
 
 def dump_values(plain: dict[str, Any], comment: str) -> str:
@@ -62,7 +62,7 @@ def dump_values(plain: dict[str, Any], comment: str) -> str:
     return stream.getvalue()
 
 
-def values(config: Config) -> dict[str, Any]:
+def plain_values(config: Config) -> dict[str, Any]:
     """A configuration as plain values under the names of the file."""
     plain = _values(config)
     if config.runner_config.global_batch_size is not None:
@@ -99,7 +99,7 @@ def _written(value: Any) -> Any:
     return value
 
 
-def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the values of nested tables and lists of tables with their dotted keys, as flags name them."""
     if isinstance(value, dict):
         items = [(str(name), each) for name, each in value.items()]
@@ -109,4 +109,4 @@ def flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
         return
     for name, each in items:
-        yield from flat(each, f"{key}.{name}" if key else name)
+        yield from flatten(each, f"{key}.{name}" if key else name)

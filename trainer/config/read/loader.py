@@ -18,11 +18,11 @@ from trainer.config.read.dump import RESOLVED, dump_values
 from trainer.config.read.model_folder import add_model_folder
 from trainer.config.read.nodes import Table, plain
 from trainer.config.read.overrides import Override, apply_overrides
-from trainer.config.read.relocate import arrange, find_entry
+from trainer.config.read.relocate import find_entry, move_to_canonical_sections
 from trainer.config.read.resolve import resolve
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.fields import fields_by_yaml_name
-from trainer.config.schema.root import Config, Source
+from trainer.config.schema.root import Config, ConfigSource
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World
 
@@ -38,104 +38,125 @@ def load_config(
     Args:
         path: The YAML file; relative paths count from the working directory.
         overrides: Values from the command line, the strongest last.
-        problems: Takes the mistakes, which are raised without it; wrong values then have their defaults.
+        problems: Receives the errors instead of raising them; wrong values are then replaced by their defaults.
 
     Raises:
-        UserError: With the place, key, value, rule and fix of every mistake; nothing is ever taken silently.
+        UserError: With the place, key, value, rule and fix of every error; no value is ever changed silently.
     """
     return parse_config(path, read_text(path), overrides, problems)
 
 
 def parse_config(
-    name: str, text: str, overrides: Sequence[Override] = (), told: list[ConfigError] | None = None
+    name: str, text: str, overrides: Sequence[Override] = (), problems: list[ConfigError] | None = None
 ) -> Config:
-    """The same for the text of a file; ``name`` is what messages call it."""
+    """Reads a configuration from the text of a file, which messages call ``name``; see `load_config`."""
     root, notes = parse_document(name, text)
-    newer = None
+    translation = None
     if is_newer_schema(root):
-        newer, overrides = _translated(name, root, overrides)
-        root = newer.root
-        notes += newer.notes
-    notes += arrange(root)
-    problems, more = apply_overrides(root, overrides)
-    found = resolve(root)
-    add_model_folder(found)
-    problems += found.problems
-    if newer is not None:
-        found.written = newer.written(found.written, found.positions)
-    apply_derived_defaults(found)
-    config, invalid = validate(found.data, found.positions, found.written, told=bool(problems))
-    problems += invalid
+        translation, overrides = _translate(name, root, overrides)
+        root = translation.root
+        notes += translation.notes
+    notes += move_to_canonical_sections(root)
+    errors, override_notes = apply_overrides(root, overrides)
+    resolved = resolve(root)
+    add_model_folder(resolved)
+    errors += resolved.problems
+    if translation is not None:
+        resolved.written = translation.written(resolved.written, resolved.positions)
+    apply_derived_defaults(resolved)
+    config, invalid = validate(resolved.data, resolved.positions, resolved.written, has_problems=bool(errors))
+    errors += invalid
     if config is None:
-        raise_problems(problems)
+        raise_problems(errors)
     assert config is not None, "a configuration without problems is valid"
-    told_so_far = tuple(notes + more + found.notes)
+    all_notes = tuple(notes + override_notes + resolved.notes)
     config = config.with_source(
-        Source(name, found.positions, told_so_far, found.written, is_of_run=text.startswith(RESOLVED))
+        ConfigSource(name, resolved.positions, all_notes, resolved.written, is_of_run=text.startswith(RESOLVED))
     )
-    ruled = rule_problems(config)
-    problems += not_yet_problems(config) + (_independent(ruled, problems) if problems else ruled)
-    if newer is not None:
-        problems = [*newer.problems, *map(newer.renamed, problems)]
-    if told is None:
-        raise_problems(problems)
+    broken_rules = rule_problems(config)
+    if errors:
+        broken_rules = _independent(broken_rules, errors)
+    errors += not_yet_problems(config) + broken_rules
+    if translation is not None:
+        errors = [*translation.problems, *map(translation.with_source_names, errors)]
+    if problems is None:
+        raise_problems(errors)
     else:
-        told += problems
+        problems += errors
     return config
 
 
-def _translated(
+def _translate(
     name: str, root: Table, overrides: Sequence[Override]
 ) -> tuple[Translation, Sequence[Override]]:
-    """The translation of a file of the newer schema, and the overrides of our keys; those of its own are applied."""
-    from trainer.config.pynative.translate import is_key_there, translate
+    """Translates a file of the newer schema with the overrides of its keys; returns the other overrides, too."""
+    from trainer.config.pynative.translate import is_pynative_key, translate
 
-    nulls = ("null", "None", "~")  # which remove what is written, whatever it is
-    there = [one for one in overrides if is_key_there(one.key) or (one.text in nulls and find_entry(root, one.key))]
-    # There, `--mode 1` says which schema a file has; here it runs operator by operator, as `--context.mode 1` does.
-    ours = [one for one in overrides if one not in there and (one.source, one.text) != ("flag --mode", "1")]
-    problems, notes = apply_overrides(root, there)
-    made = translate(name, root)
-    made.problems[:0] = problems
-    made.notes[:0] = notes
-    return made, ours
+    nulls = ("null", "None", "~")  # these remove any key that is written
+    source_overrides = [
+        override
+        for override in overrides
+        if is_pynative_key(override.key) or (override.text in nulls and find_entry(root, override.key))
+    ]
+    # In MindSpore Transformers `--mode 1` selects the schema; here `--context.mode 1` runs operator by operator.
+    others = [
+        override
+        for override in overrides
+        if override not in source_overrides and (override.source, override.text) != ("flag --mode", "1")
+    ]
+    problems, notes = apply_overrides(root, source_overrides)
+    translation = translate(name, root)
+    translation.problems[:0] = problems
+    translation.notes[:0] = notes
+    return translation, others
 
 
-def converted(name: str, text: str) -> tuple[str, list[str]]:
-    """The translation of a file of the newer schema as YAML text, and notes.
+def convert_schema(name: str, text: str) -> tuple[str, list[str]]:
+    """Translates a file of the newer schema; returns YAML text in the schema of this trainer, and notes.
 
     Raises:
-        UserError: It is none, or has mistakes.
+        UserError: The file has another schema, or errors.
     """
     from trainer.config.pynative.translate import translate
 
     root, notes = parse_document(name, text)
     if not is_newer_schema(root):
-        rule = "this is no file of the newer schema, with sections training and parallelism"
+        rule = "this file does not use the newer schema (sections training, parallelism): there is nothing to convert"
         raise UserError(rule, where=name, fix="use it as it is")
     parse_config(name, text)
-    made = translate(name, root)
+    translation = translate(name, root)
     comment = f"# The translation of {Path(name).name}.\n"
-    sections = plain(made.root)
+    sections = plain(translation.root)
     ordered = {key: sections[key] for key in fields_by_yaml_name(Config) if key in sections}
-    return dump_values(ordered, comment), notes + made.notes
+    return dump_values(ordered, comment), notes + translation.notes
 
 
-def _independent(ruled: list[ConfigError], problems: list[ConfigError]) -> list[ConfigError]:
-    """The broken rules that are none because of another problem: a wrong value has its default, which nobody wrote."""
-    unsure = {"model" if one.is_absent else one.error.key.rpartition(".")[0] for one in problems if not one.is_extra}
-    unsure -= {""}
+def _independent(broken_rules: list[ConfigError], problems: list[ConfigError]) -> list[ConfigError]:
+    """Leaves out broken rules that may only follow from another problem: a wrong value was replaced by its default."""
+    unsure: set[str] = set()
+    for problem in problems:
+        if problem.is_extra:
+            continue
+        if problem.is_absent:
+            unsure.add("model")
+        else:
+            unsure.add(problem.error.key.rpartition(".")[0])
+    unsure.discard("")
     unsure |= {section for section, of in (("optimizer", "lr_schedule"), ("model", "model.arch")) if of in unsure}
     return [
-        one for one in ruled
-        if one.place.order and not any(one.error.key.startswith(f"{section}.") for section in unsure)
-    ]  # fmt: skip
+        rule
+        for rule in broken_rules
+        if rule.place.order and not any(rule.error.key.startswith(f"{section}.") for section in unsure)
+    ]
 
 
 def config_notes(config: Config, world: World = SINGLE_PROCESS, device: str | None = None) -> list[str]:
-    """What the user should know before the run: keys that change nothing, guesses, and what works differently here.
+    """Returns the notes about a configuration: keys without effect, guesses, and differences from other trainers.
 
-    `device` None is the one that the file names, or a CPU.
+    Args:
+        config: A configuration without errors.
+        world: The rank of this process and the number of ranks.
+        device: The device of the run. None: the one that the file names, or a CPU.
     """
     device = device or config.context.device_target or "CPU"
     ignored = [Note(text, "ignored") for text in ignored_notes(config)]

@@ -14,7 +14,7 @@ from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, differences, is_known_effect
 from trainer.config.read.defaults import apply_derived_defaults
 from trainer.config.read.nodes import Entry, Scalar, Table, plain, tree
-from trainer.config.read.relocate import arrange
+from trainer.config.read.relocate import move_to_canonical_sections
 from trainer.config.read.resolve import Resolved, resolve
 from trainer.config.read.yaml_reader import MAX_BYTES, parse_document
 from trainer.config.schema.fields import yaml_names
@@ -56,41 +56,41 @@ _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "la
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
 
 
-def add_model_folder(found: Resolved) -> None:
+def add_model_folder(resolved: Resolved) -> None:
     """Adds what the folder says to what the YAML and the flags say, which win; checks that the family is known.
 
     Raises:
         UserError: The folder or its files cannot be read, or the family is not known.
     """
-    name = found.data.get(KEY)
-    place = found.positions.get(KEY)
+    name = resolved.data.get(KEY)
+    place = resolved.positions.get(KEY)
     if not isinstance(name, str) or not name or place is None:
         try:
-            _family(found, found, _value(found.data, _MODEL) or {})
+            _family(resolved, resolved, _value(resolved.data, _MODEL) or {})
         except UserError as error:  # told together with what else is wrong
-            found.problems.append(ConfigError(_named_at(found), error))
+            resolved.problems.append(ConfigError(_named_at(resolved), error))
         return
     if mistake := path_error(name):
-        found.problems.append(problem_at(place, KEY, mistake, _FIX, name))
-        del found.data[KEY]
+        resolved.problems.append(problem_at(place, KEY, mistake, _FIX, name))
+        del resolved.data[KEY]
         return
     folder = Path(name).expanduser()
     if not folder.is_dir():
         rule = "there is no such folder"
         if folder.exists():
             rule = "is a file, not a folder"
-        found.problems.append(problem_at(place, KEY, rule, _FIX, name)._replace(is_absent=not folder.exists()))
+        resolved.problems.append(problem_at(place, KEY, rule, _FIX, name)._replace(is_absent=not folder.exists()))
         return
-    facts = _model(_read_json(folder / "config.json", place, name), f"{folder}/config.json", found)
-    _report_contradictions(found, facts)
+    facts = _model(_read_json(folder / "config.json", place, name), f"{folder}/config.json", resolved)
+    _report_contradictions(resolved, facts)
     if (folder / "generation_config.json").exists():
         _add(facts, _generation(_read_json(folder / "generation_config.json", place, name)))
-    if _value(found.data, f"{_EXPERTS}.aux_loss_factor") is not None:  # which says it in its own way
+    if _value(resolved.data, f"{_EXPERTS}.aux_loss_factor") is not None:  # which says it in its own way
         (_value(facts.data, _EXPERTS) or {}).pop("router_aux_loss_coef", None)
-    _add(found, facts)
-    found.problems += facts.problems
-    found.notes += facts.notes
-    _use_folder(found, name)
+    _add(resolved, facts)
+    resolved.problems += facts.problems
+    resolved.notes += facts.notes
+    _use_folder(resolved, name)
 
 
 def _value(data: Any, key: str) -> Any:
@@ -132,17 +132,17 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     return Table()
 
 
-def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -> tuple[str, str]:
+def _family(resolved: Resolved, described: Resolved, settings: Mapping[str, Any]) -> tuple[str, str]:
     """The class that a model is taken as, and the known class that its `settings` name, if any.
 
-    `found` is what the YAML says: its ``model.arch.type`` decides. `settings` are those of `described`.
+    `resolved` is what the YAML says: its ``model.arch.type`` decides. `settings` are those of `described`.
 
     Raises:
         UserError: The settings name a class that is not known, and the YAML does not say what to take it as.
     """
     classes = settings.get("architectures")
     kind = settings.get("model_type")
-    written = _value(found.data, _ARCH)
+    written = _value(resolved.data, _ARCH)
     by_class, by_kind = (named_family({key: settings.get(key)})[0] for key in ("architectures", "model_type"))
     if classes and not by_class:
         unknown = "architectures"
@@ -176,19 +176,19 @@ def _family(found: Resolved, described: Resolved, settings: Mapping[str, Any]) -
     raise UserError(rule, where=described.positions[key].text, key=key, value=settings[unknown], fix=fix)
 
 
-def _named_at(found: Resolved) -> SourceLocation:
+def _named_at(resolved: Resolved) -> SourceLocation:
     keys = (f"{_MODEL}.{name}" for name in ("architectures", "model_type"))
-    return next(found.positions[key] for key in keys if key in found.positions)
+    return next(resolved.positions[key] for key in keys if key in resolved.positions)
 
 
 def _resolved(entries: dict[str, Entry]) -> Resolved:
     """Keys of a config.json under the schema's names and in its sections."""
     root = Table({"model_config": Entry(Table(entries))})
-    arrange(root)
+    move_to_canonical_sections(root)
     return resolve(root)
 
 
-def _model(table: Table, file: str, found: Resolved) -> Resolved:
+def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
     """What config.json says, with the defaults of its class for keys that it leaves out."""
     entries = table.entries()
     values = plain(table)
@@ -198,7 +198,7 @@ def _model(table: Table, file: str, found: Resolved) -> Resolved:
             entries[meaning] = entries.pop(key)
             values[meaning] = values.pop(key)
     names = {key: entries[key] for key in ("architectures", "model_type") if key in entries}
-    family, named = _family(found, _resolved(names), values)
+    family, named = _family(resolved, _resolved(names), values)
     if not family:
         rule = f"names no family: it has neither architectures nor model_type; known are {known_families()}"
         raise UserError(rule, where=file, key=KEY, fix=f"write {_ARCH} in the YAML")
@@ -320,8 +320,8 @@ def _generation(table: Table) -> Resolved:
     return _resolved({key: entry for key, entry in entries.items() if plain(entry.node) is not None})
 
 
-def _add(found: Resolved, more: Resolved) -> None:
-    """Adds the values of `more` that `found` lacks, or has as null, with their locations."""
+def _add(resolved: Resolved, more: Resolved) -> None:
+    """Adds the values of `more` that `resolved` lacks, or has as null, with their locations."""
 
     def add(own: dict[str, Any], other: dict[str, Any], path: str) -> None:
         for name, value in other.items():
@@ -332,57 +332,57 @@ def _add(found: Resolved, more: Resolved) -> None:
             elif own.get(name) is None and value is not None:
                 own[name] = value
                 for table in ("positions", "written"):
-                    ours = getattr(found, table)
+                    ours = getattr(resolved, table)
                     theirs = getattr(more, table)
                     ours |= {one: theirs[one] for one in theirs if f"{one}.".startswith(f"{key}.")}
 
-    add(found.data, more.data, "")
-    found.positions |= {key: place for key, place in more.positions.items() if key not in found.positions}
+    add(resolved.data, more.data, "")
+    resolved.positions |= {key: place for key, place in more.positions.items() if key not in resolved.positions}
 
 
-def _report_contradictions(found: Resolved, facts: Resolved) -> None:
+def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:
     """Adds a problem for each size that the YAML gives otherwise; a note where the weights are not read."""
     names = []
     for key in _SIZES:
-        ours = _value(found.data, key)
+        ours = _value(resolved.data, key)
         theirs = _value(facts.data, key)
         if ours is None or theirs is None or ours == theirs:
             continue
-        if found.data.get("run_mode", "train") == "train" and not found.data.get("load_checkpoint"):
-            names.append(f"{found.written.get(key, key).rpartition('.')[2]} {ours} instead of {theirs}")
+        if resolved.data.get("run_mode", "train") == "train" and not resolved.data.get("load_checkpoint"):
+            names.append(f"{resolved.written.get(key, key).rpartition('.')[2]} {ours} instead of {theirs}")
         else:
             source = facts.positions[key].text
             rule = f"{source} says {theirs}: weights of that size do not fit a model of this one"
             name = key
-            if key in found.written:
-                name = found.written[key]
+            if key in resolved.written:
+                name = resolved.written[key]
             fix = "leave it out, or name another folder"
-            found.problems.append(problem_at(found.positions[key], name, rule, fix, ours))
+            resolved.problems.append(problem_at(resolved.positions[key], name, rule, fix, ours))
     if names:
         text = f"this training starts from new weights, of other sizes than those in {KEY}: {', '.join(names)}"
-        found.notes.append(Note(text))
+        resolved.notes.append(Note(text))
 
 
-def _use_folder(found: Resolved, name: str) -> None:
+def _use_folder(resolved: Resolved, name: str) -> None:
     """The folder as load_checkpoint, but where a run trains from random weights, and as the tokenizer."""
-    place = found.positions[KEY]
+    place = resolved.positions[KEY]
     place = SourceLocation(place.order, f"{place.text} ({KEY})")
-    data = found.data
+    data = resolved.data
     resumes = bool(data.get("resume_training")) and _value(data, f"{_MODEL}.pet_config") is None
     if data.get("run_mode", "train") != "train":
         if resumes and data.get("load_checkpoint") == name:  # a resolved config.yaml: these were the first weights
             data["load_checkpoint"] = ""
         elif not resumes and not data.get("load_checkpoint"):
             data["load_checkpoint"] = name
-            found.positions["load_checkpoint"] = place
+            resolved.positions["load_checkpoint"] = place
     tokenizer = data.setdefault("train_dataset", {}).setdefault("tokenizer", {})
     if not tokenizer.get("path") and tokenizer.get("type") != "bytes":
         for key, value in (("type", "huggingface"), ("path", name)):
             tokenizer[key] = value
-            found.positions[f"train_dataset.tokenizer.{key}"] = place
+            resolved.positions[f"train_dataset.tokenizer.{key}"] = place
 
 
-def described_model(config_json: Mapping[str, Any]) -> ModelConfig:
+def model_from_config_json(config_json: Mapping[str, Any]) -> ModelConfig:
     """Reads the config.json of a known class as that of a model folder is read. Its values are not validated: they are
     those of a model."""
     facts = _model(tree(config_json), "config.json", Resolved())

@@ -14,7 +14,7 @@ from trainer.config.read.relocate import canonical_key, fields_at
 from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value
 from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
 from trainer.config.schema.root import Config
-from trainer.errors import UserError, shown
+from trainer.errors import UserError, shorten_repr
 
 _AFTER_FILE = 1_000_000
 _LONGEST_KEY = 1000
@@ -71,7 +71,7 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Co
 def _check_key(override: Override, place: SourceLocation) -> None:
     if len(override.key) > _LONGEST_KEY or override.key.count(".") >= MAX_LEVELS:
         rule = f"is longer than a key of a file can be: {_LONGEST_KEY} characters in {MAX_LEVELS} levels"
-        raise UserError(rule, where=place.text, key=shown(override.key), fix="correct the key")
+        raise UserError(rule, where=place.text, key=shorten_repr(override.key), fix="correct the key")
     if not all(override.key.split(".")):
         fix = "write section.key, as in runner_config.epochs"
         raise UserError("is not a dotted key", where=place.text, key=override.key, fix=fix)

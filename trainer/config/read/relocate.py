@@ -75,7 +75,7 @@ def fields_at(key: str) -> list[FieldInfo]:
     return fields
 
 
-def arrange(root: Table) -> list[str]:
+def move_to_canonical_sections(root: Table) -> list[str]:
     """Moves every section of the tree to its own place, in place.
 
     Returns:

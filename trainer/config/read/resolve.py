@@ -61,48 +61,48 @@ class Resolved:
 
 def resolve(root: Table) -> Resolved:
     """Turns a tree into the values that the schema is then validated with."""
-    found = Resolved()
-    found.data = _section(root, Config, "", found)
-    return found
+    resolved = Resolved()
+    resolved.data = _section(root, Config, "", resolved)
+    return resolved
 
 
-def _section(table: Table, kind: type[Section], path: str, found: Resolved) -> dict[str, Any]:
+def _section(table: Table, kind: type[Section], path: str, resolved: Resolved) -> dict[str, Any]:
     names = yaml_names(kind)
     chosen: dict[str, Entry] = {}
     for name, entry in table.entries().items():
         if name not in names and path == "model.model_config." and is_known_effect(name):
             if what := effect_of(name, plain(table)):
                 rule = f"not yet supported: {what}"
-                found.problems.append(problem_at(entry.place, f"{path}{name}", rule, NOT_BUILT, plain(entry.node)))
+                resolved.problems.append(problem_at(entry.place, f"{path}{name}", rule, NOT_BUILT, plain(entry.node)))
         elif name not in names:
-            found.problems.append(_unknown(name, kind, path, entry.place, found))
+            resolved.problems.append(_unknown(name, kind, path, entry.place, resolved))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
             if name != names[name]:
-                found.written[f"{path}{names[name]}"] = f"{path}{name}"
+                resolved.written[f"{path}{names[name]}"] = f"{path}{name}"
         else:
-            chosen[names[name]] = _same(f"{path}{names[name]}", chosen[names[name]], entry, found)
+            chosen[names[name]] = _same(f"{path}{names[name]}", chosen[names[name]], entry, resolved)
     fields = fields_by_yaml_name(kind)
     data = {}
     for name, entry in chosen.items():
-        found.positions[f"{path}{name}"] = entry.place
-        value = _value(entry, fields[name], f"{path}{name}", found)
+        resolved.positions[f"{path}{name}"] = entry.place
+        value = _value(entry, fields[name], f"{path}{name}", resolved)
         if value is not _ABSENT:
             data[name] = value
     return data
 
 
-def _same(key: str, first: Entry, second: Entry, found: Resolved) -> Entry:
+def _same(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
     """One entry for two names of one key; a problem when they differ."""
     try:
         return Entry(merge(first, second, key), first.place)
     except UserError:
-        found.problems.append(ConfigError(max(first.place, second.place), disagreement(key, first, second)))
+        resolved.problems.append(ConfigError(max(first.place, second.place), disagreement(key, first, second)))
         return first
 
 
-def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, found: Resolved) -> ConfigError:
-    is_one_of_many = len(found.problems) > _GUESSED
+def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, resolved: Resolved) -> ConfigError:
+    is_one_of_many = len(resolved.problems) > _GUESSED
     if is_one_of_many:
         guess = ""
     else:
@@ -174,22 +174,22 @@ def _keys_by_name() -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
     return found
 
 
-def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
+def _value(entry: Entry, info: FieldInfo, path: str, resolved: Resolved) -> Any:
     """The value of a key; `_ABSENT` where its section is empty, or wrong, which is a problem then."""
     shape = shape_of(info)
     node = entry.node
     if not shape.kinds:
         if isinstance(node, Items):
-            found.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
+            resolved.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
         return plain(node)
     if is_null(node):
         if shape.nullable:
             return None
         return _ABSENT
     if shape.is_list and isinstance(node, Items):
-        return [_item(item, shape.kinds, f"{path}.{number}", found) for number, item in enumerate(node.entries)]
+        return [_item(item, shape.kinds, f"{path}.{number}", resolved) for number, item in enumerate(node.entries)]
     if isinstance(node, Table) and not shape.is_list:
-        return _one(entry, node, shape.kinds, path, found)
+        return _one(entry, node, shape.kinds, path, resolved)
     if shape.is_list:
         rule = "must be a list"
         fix = "start each item with '- '"
@@ -198,23 +198,23 @@ def _value(entry: Entry, info: FieldInfo, path: str, found: Resolved) -> Any:
     else:
         rule = "must be a section"
         fix = f"write {path.split('.')[-1]}: and its keys indented below"
-    found.problems.append(problem_at(entry.place, path, rule, fix, plain(node)))
+    resolved.problems.append(problem_at(entry.place, path, rule, fix, plain(node)))
     return _ABSENT
 
 
-def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
-    found.positions[path] = entry.place
+def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
+    resolved.positions[path] = entry.place
     if isinstance(entry.node, Table):
-        value = _one(entry, entry.node, kinds, path, found)
+        value = _one(entry, entry.node, kinds, path, resolved)
         if value is _ABSENT:
             return {}
         return value
     fix = "write '- type: ...' and its keys below"
-    found.problems.append(problem_at(entry.place, path, "must be a section", fix, plain(entry.node)))
+    resolved.problems.append(problem_at(entry.place, path, "must be a section", fix, plain(entry.node)))
     return {}
 
 
-def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, found: Resolved) -> Any:
+def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
     """Resolves a section of one or several kinds; the latter are told apart by ``type``."""
     entries = table.entries()
     if "type" in entries:
@@ -226,22 +226,22 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
     other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
     if isinstance(name, str) and name in other_names:
         text = f"{place.text}: {path}.type {name} is taken as {other_names[name]}"
-        found.notes.append(Note(text, "ignored"))
+        resolved.notes.append(Note(text, "ignored"))
         name = other_names[name]
         table = Table({**entries, "type": Entry(Scalar(name), place)})
     if len(kinds) == 1:
-        return _section(table, kinds[0], f"{path}.", found)
+        return _section(table, kinds[0], f"{path}.", resolved)
     by_type = {name: kind for kind in kinds for name in types_of(kind)}
     if isinstance(name, str) and name in by_type:
-        return {"type": name, **_section(table, by_type[name], f"{path}.", found)}
+        return {"type": name, **_section(table, by_type[name], f"{path}.", resolved)}
     guess = nearest(str(name or ""), list(by_type))
     fix = "write one of these"
     if guess:
         fix = f"you probably mean {guess}"
     if name:
         rule = f"unknown type, which must be {one_of(list(by_type))}"
-        found.problems.append(problem_at(place, f"{path}.type", rule, fix, name))
+        resolved.problems.append(problem_at(place, f"{path}.type", rule, fix, name))
     else:
         rule = f"the key type is missing, which must be {one_of(list(by_type))}"
-        found.problems.append(problem_at(entry.place, path, rule, fix))
+        resolved.problems.append(problem_at(entry.place, path, rule, fix))
     return _ABSENT

@@ -22,7 +22,7 @@ from yaml.scanner import Scanner
 
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, expanded, is_null
-from trainer.errors import UserError, shown, working_directory
+from trainer.errors import UserError, shorten_repr, working_directory
 from trainer.input_files import read_bytes
 
 _TAG = "tag:yaml.org,2002:"
@@ -214,7 +214,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 key = ".".join(self.keys)
                 raise UserError(str(error), where=place.text, key=key, value=event.value, fix=_SMALLER) from None
             except ValueError:
-                rule = f"{shown(event.value)} is not of the type its tag says"
+                rule = f"{shorten_repr(event.value)} is not of the type its tag says"
         raise UserError(rule, where=place.text, fix="remove the tag")
 
     def _table(self) -> Table:
@@ -390,7 +390,7 @@ def parse_value(text: str, place: SourceLocation, key: str, most: int = MAX_VALU
     try:
         return _compose(place.text, text, place, most)[0][0]
     except TooLarge as error:
-        raise error.at(place.text, key) from None
+        raise error.with_location(place.text, key) from None
     except UserError:
         rule = "is not a valid list, mapping or quoted text"
         fix = "write [a, b] or {a: b}"

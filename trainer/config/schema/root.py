@@ -55,7 +55,7 @@ Tracker: TypeAlias = Literal["wandb", "mlflow", "swanlab"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigSource:
     """Where each key that was set comes from. Any two are equal: origin is no part of a configuration's value."""
 
     path: str = field(default="", compare=False)
@@ -183,10 +183,10 @@ class Config(Section):
         " checkpoints of a training. Default null: new ones.")
     recompute: bool = setting(False, "The same as recompute_config.recompute: True, where older files write it.")
 
-    _source: Source = PrivateAttr(default_factory=Source)
+    _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
 
     @property
-    def source(self) -> Source:
+    def source(self) -> ConfigSource:
         """Where each key comes from."""
         return self._source
 
@@ -242,7 +242,7 @@ class Config(Section):
         """The callback that ends a run early."""
         return next((entry for entry in self.callbacks if isinstance(entry, EarlyStop)), None)
 
-    def with_source(self, source: Source) -> "Config":
+    def with_source(self, source: ConfigSource) -> "Config":
         """Remembers where the keys come from; used by the loader only."""
         self._source = source
         return self

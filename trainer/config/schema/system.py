@@ -178,7 +178,7 @@ class MonitorConfig(Section):
         """`target` as regular expressions; ``*`` is how MindSpore Transformers writes all."""
         return [".*" if text == "*" else text for text in self.target or ["*"]]
 
-    def outlets(self, key: str) -> frozenset[str]:
+    def destinations(self, key: str) -> frozenset[str]:
         """Where the records of a key such as ``local_norm_format`` go."""
         value = None
         if self.monitor_on:
