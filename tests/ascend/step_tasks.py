@@ -29,7 +29,7 @@ def overlapped(run: Run) -> dict[str, Any]:
         dtypes: Of the gradients that the update gets.
     """
     events: list[list[Any]] = []
-    backward, last, update = TrainStep.backward, GradientReducer.last, Optimizer.scaled
+    backward, last, update = TrainStep.backward, GradientReducer.add_last, Optimizer.scaled
 
     def one_backward(step: TrainStep, *arguments: Any) -> Any:
         result = backward(step, *arguments)
@@ -66,7 +66,7 @@ def overlapped(run: Run) -> dict[str, Any]:
     with (
         mock.patch.object(collectives, "BUCKET_BYTES", run.options["bucket_bytes"]),
         mock.patch.object(TrainStep, "backward", one_backward),
-        mock.patch.object(GradientReducer, "last", last_backward),
+        mock.patch.object(GradientReducer, "add_last", last_backward),
         mock.patch.object(Optimizer, "scaled", updated),
         noted(STARTS[0]), noted(STARTS[1]), noted(STARTS[2]),
     ):  # fmt: skip

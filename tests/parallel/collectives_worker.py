@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     mindspore.set_device("CPU")
     set_up_cpu_threads()  # as a run does; without it most of the time goes into threads that poll
-    communicator = Communicator(collectives.start(world))
+    communicator = Communicator(collectives.init_process_group(world))
     group = communicator.group
     if world.size == 2:
         np.savez(folder / f"steps-{world.rank}.npz", **steps_together(communicator))
@@ -98,7 +98,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
         parameters, is_sharded, groups, overlaps=True, in_float32=in_float32, bucket_bytes=4000
     )
     total = [each.astype(mindspore.float32) if in_float32 else each * 1 for each in gradients]
-    _, reduced = reducer.last(total, backward)
+    _, reduced = reducer.add_last(total, backward)
     way = "in float32" if in_float32 else "in their dtype"
     found = {f"on a device {way} {number}": each.asnumpy() for number, each in enumerate(reduced.gradients)}
     return found
@@ -133,7 +133,7 @@ def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.n
     shard = OptimizerShard(communicator.rank, communicator.size, 1000, gather)
     for way in (None, shard):
         parameters = {name: Parameter(Tensor(array), name=name) for name, array in arrays.items()}
-        shards = {name: way for name, array in arrays.items() if way and way.divides(array.size)}
+        shards = {name: way for name, array in arrays.items() if way and way.is_sharded(array.size)}
         optimizer = build_optimizer(parameters, groups, settings, shards=shards)
         for step in range(3):
             random = np.random.default_rng(step)
@@ -150,8 +150,8 @@ def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.n
     for key, array in optimizer.state_arrays().items():
         name = parameter_of(key)
         shapes[key] = arrays[name].shape
-        if communicator.writes(name, name in ranges):
-            pieces[key] = [ShardedArray(full_shard_spec(shapes[key])._replace(flat=ranges.get(name)), array)]
+        if communicator.should_save(name, name in ranges):
+            pieces[key] = [ShardedArray(full_shard_spec(shapes[key])._replace(flat_range=ranges.get(name)), array)]
     share = {"optimizer": FileShards(float32_infos(shapes), pieces)}
     write_checkpoint(folder / "checkpoints", 3, share, {}, 1, communicator=communicator)
     try:
@@ -165,7 +165,7 @@ def pairs(group: Group) -> dict[str, np.ndarray]:
     """Outputs and gradients of all pairs, by name."""
     rank, ranks = group.rank, group.size
     x, found = Tensor(pair_input(rank, ranks)), {}
-    parity = group.part(range(rank % 2, ranks, 2), "odd" if rank % 2 else "even")
+    parity = group.new_subgroup(range(rank % 2, ranks, 2), "odd" if rank % 2 else "even")
     for name in PAIRS:
         found |= output_and_gradient(name, getattr(collectives, name)(group), x, rank)
     for name in ("AllReduce", "AllGather"):

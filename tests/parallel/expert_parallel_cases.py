@@ -52,7 +52,7 @@ def settings_of(name: str) -> ModelConfig:
 def on_rank(world: CpuGroup, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
     """Of each case, with groups of 2 and of 4 ranks: what a rank computes; where a device has the dispatcher, then what
     its cells compute."""
-    pairs = world.part([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
+    pairs = world.new_subgroup([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
     found = {}
     for name in names:
         found[name] = [computed(name, world.rank, group) for group in (pairs, world)]

@@ -122,10 +122,10 @@ def trained(group: Group | None, model: str, layout: Layout) -> Trained:
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
     """The whole weights, each number from a rank that writes it to a checkpoint."""
     found: dict[str, np.ndarray] = {}
-    own = {name: (each.part, each.array.copy()) for name, each in step.state_dict_shard().weights.items()}
+    own = {name: (each.spec, each.array.copy()) for name, each in step.state_dict_shard().weights.items()}
     for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(own))):
         for name, (part, array) in of_rank.items():
-            whole = found.setdefault(name, np.full(part.whole, np.nan, np.float32)).reshape(-1)
+            whole = found.setdefault(name, np.full(part.global_shape, np.nan, np.float32)).reshape(-1)
             for there, here, count in part.runs():
                 whole[there : there + count] = array.reshape(-1)[here : here + count]
     return found

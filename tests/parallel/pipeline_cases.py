@@ -153,7 +153,7 @@ def _forgets_sum(step: TrainStep, kind: str) -> None:
 
 def _counts_norm_twice(step: TrainStep) -> None:
     """Of what two stages or two ranks of a stage have."""
-    step.norm_share = step.norm_share._replace(factors=np.ones_like(step.norm_share.factors))
+    step.norm_contribution = step.norm_contribution._replace(factors=np.ones_like(step.norm_contribution.factors))
 
 
 def _forgets_routers(step: TrainStep) -> None:

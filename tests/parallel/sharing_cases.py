@@ -86,7 +86,7 @@ def open_step(config: Config, group: Group, weights: Mapping[str, np.ndarray] | 
     world = SINGLE_PROCESS if group.size == 1 else World(group.rank, group.size, group.rank, group.size)
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
     prefetch = mock.patch.object(session, "can_prefetch", lambda _: True)  # although a rank has one core here
-    with mock.patch.object(session, "start", lambda _: group), ready, prefetch:
+    with mock.patch.object(session, "init_process_group", lambda _: group), ready, prefetch:
         return session.open_training(config, lambda update: 0.004, weights, world, "CPU")
 
 
@@ -142,7 +142,7 @@ def saved(step: TrainStep, group: Group) -> list[dict[str, np.ndarray]]:
     for rank_parts in group.gather_bytes(pickle.dumps((dict(own.weights), dict(own.optimizer)))):
         for whole, parts in zip(found, pickle.loads(rank_parts), strict=True):
             for key, (part, array) in parts.items():
-                target = whole.setdefault(key, np.full(part.whole, np.nan, np.float32)).reshape(-1)
+                target = whole.setdefault(key, np.full(part.global_shape, np.nan, np.float32)).reshape(-1)
                 for there, here, count in part.runs():
                     assert np.isnan(target[there : there + count]).all(), key
                     target[there : there + count] = array.reshape(-1)[here : here + count]
@@ -172,7 +172,8 @@ def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
             unshard(weights, names)
 
     def counted_by_all(step: TrainStep, *arguments: Any) -> Any:
-        step.norm_share = step.norm_share._replace(factors=np.full_like(step.norm_share.factors, 2))
+        contribution = step.norm_contribution
+        step.norm_contribution = contribution._replace(factors=np.full_like(contribution.factors, 2))
         return call(step, *arguments)
 
     call = TrainStep.__call__

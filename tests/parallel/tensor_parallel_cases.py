@@ -176,7 +176,7 @@ def mistaken(mistake: str) -> contextlib.AbstractContextManager:
     """Forgets the sum of the gradients of a parameter, or counts what all ranks hold on each of them, or leaves out the
     tokens of other ranks from the load of experts."""
     if mistake == COUNTED_TWICE:
-        return mock.patch.object(Communicator, "counted", lambda self, names, scattered=(): np.ones(len(names)))
+        return mock.patch.object(Communicator, "norm_weights", lambda self, names, scattered=(): np.ones(len(names)))
     if mistake == NOT_COUNTED:
         return mock.patch.object(SharedTokens, "sum", lambda self, own: own)
     groups_of = Communicator.groups_of
@@ -235,10 +235,10 @@ def told(step: TrainStep, results: Sequence[Any], one: Config, group: Group | No
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
     """What all ranks write to a checkpoint, put together."""
     own, whole_arrays = step.state_dict_shard(), {}
-    pieces = {key: (each.part, each.array.copy()) for key, each in (own.weights | own.optimizer).items()}
+    pieces = {key: (each.spec, each.array.copy()) for key, each in (own.weights | own.optimizer).items()}
     for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(pieces))):
         for key, (part, array) in of_rank.items():
-            whole_arrays.setdefault(key, np.full(part.whole, np.nan, np.float32))[part.shard.slices] = array
+            whole_arrays.setdefault(key, np.full(part.global_shape, np.nan, np.float32))[part.shard.slices] = array
     return whole_arrays
 
 
@@ -248,7 +248,7 @@ def spread(model: Any, settings: Any, shard: RankModelShard | None) -> None:
     for name, shape in all_shapes(settings).items():
         value = draw.normal(0, 0.2, shape).astype(np.float32) + np.float32(name.endswith("norm.weight"))
         if (len(shape) == 1 or "lora_B" in name) and name in model.parameters_by_name:
-            own = value if shard is None else shard.part(name).shard.of(value)
+            own = value if shard is None else shard.shard_spec(name).shard.of(value)
             model.parameters_by_name[name].set_data(Tensor(np.ascontiguousarray(own)))
     model.compute_weights.refresh()
 

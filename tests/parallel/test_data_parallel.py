@@ -17,7 +17,7 @@ from tolerances import decoder_limits
 
 from trainer.device.threads import set_up_cpu_threads
 from trainer.parallel.communicator import Communicator
-from trainer.step.accumulate import valid_tokens
+from trainer.step.accumulate import count_loss_tokens
 from trainer.step.evaluate import evaluate
 
 set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
@@ -97,8 +97,8 @@ def test_the_loss_after_many_steps(ranks: list[dict[str, np.ndarray]], alone: di
 
 def test_a_rank_with_nothing_but_padding_takes_part(ranks: list[dict[str, np.ndarray]]) -> None:
     """Gives one rank no loss token: it still joins every collective, or the other ranks would wait forever."""
-    assert all(valid_tokens(batch) == 0 for batch in uneven(RANKS - 1, RANKS))
-    assert ranks[0]["dense tokens"][-1] == sum(valid_tokens(batch) for batch in uneven(0, 1)) > 0
+    assert all(count_loss_tokens(batch) == 0 for batch in uneven(RANKS - 1, RANKS))
+    assert ranks[0]["dense tokens"][-1] == sum(count_loss_tokens(batch) for batch in uneven(0, 1)) > 0
 
 
 def test_an_overflow_on_one_rank_is_one_on_all(ranks: list[dict[str, np.ndarray]]) -> None:

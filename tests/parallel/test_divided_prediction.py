@@ -7,7 +7,7 @@ from rank_job import on_rank_processes
 from tensor_parallel_cases import Layout, config
 
 from trainer.config.checks.parallel import parallel_degrees
-from trainer.parallel.mesh import Mesh, model_copy
+from trainer.parallel.mesh import Mesh, model_replica
 from trainer.parallel.world import World
 
 
@@ -17,7 +17,7 @@ def test_every_rank_has_the_tokens_of_one_rank() -> None:
         for layout in layouts:
             mesh = Mesh(parallel_degrees(config(case, Layout(**LAYOUTS[layout]), 4), World(0, 4, 0, 4)))
             for rank, found in enumerate(every):
-                copy = model_copy(mesh, rank)
+                copy = model_replica(mesh, rank)
                 likeliest, sampled = (half[copy.number :: copy.copies] for half in halves(right[case, ""]))
                 assert found[case, layout] == likeliest + sampled, (case, layout, rank)
     assert len({tuple(map(tuple, texts)) for texts in right.values()}) == len(CASES)

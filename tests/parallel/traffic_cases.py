@@ -97,11 +97,11 @@ class CountedConnections:
 class CountedGroup(CpuGroup):
     """A group that counts, and so do the groups made of it."""
 
-    def part(self, ranks: Sequence[int], name: str = "") -> CountedGroup:
+    def new_subgroup(self, ranks: Sequence[int], name: str = "") -> CountedGroup:
         return CountedGroup(self.connections, ranks)
 
-    def beside(self, on_one_host: bool) -> CountedGroup:
-        found = super().beside(on_one_host)
+    def clone_connections(self, on_one_host: bool) -> CountedGroup:
+        found = super().clone_connections(on_one_host)
         return CountedGroup(CountedConnections(found.connections, self.connections.sent), self.ranks)
 
 

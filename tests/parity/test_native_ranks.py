@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 RANKS, U_FLOAT16 = 2, 2.0**-11
 KINDS = ("stream", "tokens", "queries", "keys")  # of rows of what is kept
 LAYER = "model.layers.0."
-ROWS = pytest.mark.parametrize("shares_rows", [False, True], ids=["whole stream", "own rows"])
+ROWS = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "own rows"])
 
 
 class RankResult(NamedTuple):
@@ -58,23 +58,23 @@ def where(rank: int) -> MeshCoordinate:
 def joined(layout: ModelLayout, name: str, parts: list[np.ndarray]) -> np.ndarray:
     """The gradient of a whole weight from those of the ranks."""
     one: ParameterLayout = layout.parameters[LAYER + name]
-    copies = RANKS // one.parts
+    copies = RANKS // one.shards
     if "tp" in one.sums or "kv" in one.sums:  # each rank has a part of each number
         parts = [sum(parts[first : first + copies]) for first in range(0, RANKS, copies)]
     else:
         for first in range(0, RANKS, copies):
             np.testing.assert_array_equal(parts[first], parts[first + copies - 1], err_msg=name)
         parts = parts[::copies]
-    return np.concatenate(parts, one.dimension) if one.parts > 1 else parts[0]
+    return np.concatenate(parts, one.dimension) if one.shards > 1 else parts[0]
 
 
-def run_ranks(case: Case, shares_rows: bool, run: Callable, dtype: type = np.float32) -> list[RankResult]:
+def run_ranks(case: Case, sequence_parallel: bool, run: Callable, dtype: type = np.float32) -> list[RankResult]:
     """Forward and backward pass of a sublayer on each rank; `run` has the tests' (layer, tensor, call of a pass with
     options, x_ND, gradient) -> result, gradient of x, gradients of the weights."""
-    layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=shares_rows)
+    layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=sequence_parallel)
 
     def work(group: CpuGroup) -> RankResult:
-        tensor = TensorParallel(group, shares_rows)
+        tensor = TensorParallel(group, sequence_parallel)
         [layer] = model_spec(case.settings).local(RANKS, group.rank).layers
         shard = RankModelShard(layout, where(group.rank), tensor)
         shards = {name: np.ascontiguousarray(layout.shard(LAYER + name, shard.where).of(array))
@@ -89,7 +89,7 @@ def run_ranks(case: Case, shares_rows: bool, run: Callable, dtype: type = np.flo
         def call(**options: Any) -> SublayerCall:
             return SublayerCall(weights, dropout=dropout, trained=weights, **options)
 
-        rows = tensor.rows(len(case.x_ND))
+        rows = tensor.residual_shard(len(case.x_ND))
         result, grad, found = run(layer, tensor, call, case.x_ND[rows], case.upstream_ND[rows])
         return RankResult(
             result.asnumpy().copy(), grad.asnumpy().copy(), {name: one.asnumpy().copy() for name, one in found.items()}
@@ -98,43 +98,43 @@ def run_ranks(case: Case, shares_rows: bool, run: Callable, dtype: type = np.flo
     return on_groups(RANKS, work)
 
 
-def together(case: Case, shares_rows: bool, found: list[RankResult]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def together(case: Case, sequence_parallel: bool, found: list[RankResult]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """The result and the gradients of one rank with everything."""
-    layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=shares_rows)
+    layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=sequence_parallel)
     results, grads = [one.result_ND for one in found], [one.grad_ND for one in found]
-    if not shares_rows:
+    if not sequence_parallel:
         for arrays in (results, grads):
             np.testing.assert_array_equal(arrays[0], arrays[1])
-    pieces = slice(None) if shares_rows else slice(1)
+    pieces = slice(None) if sequence_parallel else slice(1)
     gradients = {
         name: joined(layout, name, [one.gradients[name] for one in found]) for name in found[0].gradients
     }
     return np.concatenate(results[pieces]), {"x": np.concatenate(grads[pieces])} | gradients
 
 
-def attention_on_ranks(case: Case, shares_rows: bool, dtype: type = np.float32) -> list[RankResult]:
+def attention_on_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) -> list[RankResult]:
     def run(layer, tensor, call, x_ND, grad_ND):  # noqa: ANN001, ANN202
         sublayer, place = CpuAttention(layer.attention, Scratch(), tensor), case.sequences.positions
         forward = call()
         result = sublayer.forward(forward, x_ND, place)
         rows = {**dict.fromkeys(KINDS, len(case.x_ND)), "stream": len(x_ND)}
-        check_saved(forward.saved, attention_saved(layer.attention, sequence_parallel=shares_rows), rows, dtype)
+        check_saved(forward.saved, attention_saved(layer.attention, sequence_parallel=sequence_parallel), rows, dtype)
         np.testing.assert_array_equal(sublayer.forward(call(save=False), x_ND, place).asnumpy(), result.asnumpy())
         return result, *sublayer.backward(call(saved=forward.saved), x_ND, place, grad_ND)
 
-    return run_ranks(case, shares_rows, run, dtype)
+    return run_ranks(case, sequence_parallel, run, dtype)
 
 
-def mlp_on_ranks(case: Case, shares_rows: bool, dtype: type = np.float32) -> list[RankResult]:
+def mlp_on_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) -> list[RankResult]:
     def run(layer, tensor, call, x_ND, grad_ND):  # noqa: ANN001, ANN202
         mlp, forward = CpuMlp(layer.mlp, Scratch(), tensor), call()
         result = mlp.forward(forward, x_ND)
         rows = {"stream": len(x_ND), "tokens": len(case.x_ND)}
-        check_saved(forward.saved, mlp_saved(layer.mlp, sequence_parallel=shares_rows), rows, dtype)
+        check_saved(forward.saved, mlp_saved(layer.mlp, sequence_parallel=sequence_parallel), rows, dtype)
         np.testing.assert_array_equal(mlp.forward(call(save=False), x_ND).asnumpy(), result.asnumpy())
         return result, *mlp.backward(call(saved=forward.saved), x_ND, grad_ND)
 
-    return run_ranks(case, shares_rows, run, dtype)
+    return run_ranks(case, sequence_parallel, run, dtype)
 
 
 SHARED = [
@@ -145,18 +145,18 @@ SHARED = [
 
 @ROWS
 @pytest.mark.parametrize("name", SHARED)
-def test_heads_of_two_ranks(name: str, shares_rows: bool) -> None:
+def test_heads_of_two_ranks(name: str, sequence_parallel: bool) -> None:
     case = attention_of(name)
-    result, gradients = together(case, shares_rows, attention_on_ranks(case, shares_rows))
+    result, gradients = together(case, sequence_parallel, attention_on_ranks(case, sequence_parallel))
     case.check_result(result)
     case.check_gradients(gradients)
 
 
 @ROWS
 @pytest.mark.parametrize("name", ["plain", "norm after it", "everything"])
-def test_columns_of_two_ranks(name: str, shares_rows: bool) -> None:
+def test_columns_of_two_ranks(name: str, sequence_parallel: bool) -> None:
     case = even_columns(name)
-    result, gradients = together(case, shares_rows, mlp_on_ranks(case, shares_rows))
+    result, gradients = together(case, sequence_parallel, mlp_on_ranks(case, sequence_parallel))
     case.check_result(result)
     case.check_gradients(gradients)
 
@@ -169,12 +169,12 @@ def even_columns(name: str) -> Case:
 @ROWS
 @pytest.mark.parametrize("name", ["head norms, window", "norm after it", "dropout of probabilities", "latent", "mlp"])
 @pytest.mark.parametrize("dtype", [BFLOAT16, np.float16], ids=["bfloat16", "float16"])
-def test_half_precision_on_two_ranks_rounds_as_on_one(name: str, dtype: type, shares_rows: bool) -> None:
+def test_half_precision_on_two_ranks_rounds_as_on_one(name: str, dtype: type, sequence_parallel: bool) -> None:
     """A rank's heads or columns take the same rounded numbers; only sums of them are added up in another order.
     Adapters are not among the cases: where ranks share the inputs of A, each rounds its part of what B takes."""
     case = even_columns("plain") if name == "mlp" else attention_of(name)
     run, alone = (mlp_on_ranks, mlp_alone) if name == "mlp" else (attention_on_ranks, attention_alone)
-    result, gradients = together(case, shares_rows, run(case, shares_rows, dtype))
+    result, gradients = together(case, sequence_parallel, run(case, sequence_parallel, dtype))
     right, right_gradients = alone(case, dtype)
     same = SAME_ROUNDINGS * (1 if dtype == BFLOAT16 else U_FLOAT16 / U_BFLOAT16)
     assert rms(result, right) < same
@@ -249,8 +249,8 @@ def arrays_of(found: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("large", [1.0, 1e4])
-@pytest.mark.parametrize(("ranks", "shares_rows"), [(2, False), (2, True), (3, False)])
-def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, large: float) -> None:
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(2, False), (2, True), (3, False)])
+def test_a_head_over_shards_of_the_vocabulary(ranks: int, sequence_parallel: bool, large: float) -> None:
     """The loss of all ranks is that of one with all logits, also where these are large."""
     given = vocabulary()
     case = given.head
@@ -259,9 +259,9 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, lar
         case = Case(case.x_ND, case.upstream_ND, weights, case.formula, case.terms)
 
     def work(group: CpuGroup) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-        tensor = TensorParallel(group, shares_rows)
+        tensor = TensorParallel(group, sequence_parallel)
         run = FusedLinearCrossEntropy(HIDDEN, 1e-3, Scratch(), tensor, VOCABULARY)
-        own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.rows(len(case.x_ND))]
+        own, x_nD = shard_of(case.weights, "weight", group), case.x_ND[tensor.residual_shard(len(case.x_ND))]
         alone = run.forward(SublayerCall(own, save=False), x_nD, given.labels_N, given.valid_N1)
         call = SublayerCall(own, trained=own)
         loss = run.forward(call, x_nD, given.labels_N, given.valid_N1).asnumpy().copy()
@@ -277,7 +277,7 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, lar
         return
     norms = [one["norm"] for one in gradients]
     whole = {"weight": np.concatenate([one["weight"] for one in gradients])}
-    if shares_rows:
+    if sequence_parallel:
         case.check_gradients({"x": np.concatenate(grads), "norm": sum(norms)} | whole)
     else:
         for rank in range(1, ranks):
@@ -287,20 +287,20 @@ def test_a_head_over_shards_of_the_vocabulary(ranks: int, shares_rows: bool, lar
 
 
 @ROWS
-def test_an_embedding_over_shards_of_the_vocabulary(shares_rows: bool) -> None:
+def test_an_embedding_over_shards_of_the_vocabulary(sequence_parallel: bool) -> None:
     given = vocabulary()
     case = given.embedding
 
     def work(group: CpuGroup) -> tuple[np.ndarray, np.ndarray]:
-        tensor = TensorParallel(group, shares_rows)
+        tensor = TensorParallel(group, sequence_parallel)
         run, own = CpuEmbedding(tensor, VOCABULARY), shard_of(case.weights, EMBEDDING, group)
         call = SublayerCall(own)
         result = run.forward(call, given.ids_N).asnumpy().copy()
-        grad_ND = case.upstream_ND[tensor.rows(len(given.ids_N))]
+        grad_ND = case.upstream_ND[tensor.residual_shard(len(given.ids_N))]
         return result, run.backward(call, given.ids_N, grad_ND)[0][EMBEDDING].asnumpy().copy()
 
     results, gradients = zip(*on_groups(RANKS, work), strict=True)
-    if not shares_rows:
+    if not sequence_parallel:
         np.testing.assert_array_equal(*results)
     np.testing.assert_array_equal(np.concatenate(results)[: len(given.ids_N)], case.weights[EMBEDDING][given.ids_N])
     case.check_gradients({EMBEDDING: np.concatenate(gradients)})

@@ -35,7 +35,7 @@ def build(kind: str, weights: Mapping[str, np.ndarray], shard: OptimizerShard | 
     settings = parse_config(kind, json.dumps({"optimizer": section})).optimizer
     parameters = {name: Parameter(Tensor(array.copy()), name=name) for name, array in weights.items()}
     groups = parameter_groups(SHAPES, 0.1)
-    shards = {} if shard is None else {name: shard for name in SHAPES if shard.divides(parameters[name].size)}
+    shards = {} if shard is None else {name: shard for name in SHAPES if shard.is_sharded(parameters[name].size)}
     if kind == "AdamW by operators":
         optimizer = AdamW(parameters, groups, settings, device="Ascend", shards=shards)
         optimizer.apply.update = adamw_as_documented

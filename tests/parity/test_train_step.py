@@ -102,7 +102,7 @@ def test_a_mutation_of_one_gradient_or_of_the_loss_by_1e_5_is_found(tiny: TinyTr
 class KeepsTensors(Communicator):
     """Keeps sums as tensors, as a device with several ranks does."""
 
-    def sums(self, values: Sequence[object]) -> list[Tensor]:
+    def all_reduce(self, values: Sequence[object]) -> list[Tensor]:
         return [each if isinstance(each, Tensor) else Tensor(np.asarray(each, np.float32)) for each in values]
 
 

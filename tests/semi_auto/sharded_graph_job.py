@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
     graphs = {} if scheduler else {name: sharded_graph(config, world) for name, config in configs.items()}
     mindspore.set_device("CPU")
     set_up_cpu_threads()
-    communicator = Communicator(collectives.start(world))
+    communicator = Communicator(collectives.init_process_group(world))
     known: set[str] = set()
     for name, config in configs.items():
         graph = graphs[name]
@@ -56,7 +56,7 @@ def main(folder: Path) -> None:
         names = [weight.name for weight in graph.built.step.weights]
         parts = dict(zip(names, gradients, strict=True))
         own = np.array([(part**2).sum(dtype=np.float64) for part in parts.values()])
-        [squares] = communicator.sums([parameters.squares(list(parts), own)])
+        [squares] = communicator.all_reduce([parameters.squares(list(parts), own)])
         whole = parameters.whole(parts, parts)
         arrays = {f"gradient {each}": array for each, array in whole.items()}
         arrays |= {f"square {each}": np.array(value) for each, value in zip(parameters.trained, squares, strict=True)}

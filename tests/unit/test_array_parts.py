@@ -50,7 +50,7 @@ def parts_of(shape: tuple[int, ...], seed: int = 0, count: int = 12) -> Iterator
         shard = Shard(tuple(low for low, _ in ends), tuple(high - low for low, high in ends))
         part = ShardSpec(shape, shard)
         low, high = sorted(map(int, draw.integers(0, part.size + 1, 2)))
-        yield part if number % 2 else part._replace(flat=slice(low, high))
+        yield part if number % 2 else part._replace(flat_range=slice(low, high))
 
 
 def numbers(shape: tuple[int, ...]) -> np.ndarray:
@@ -59,7 +59,7 @@ def numbers(shape: tuple[int, ...]) -> np.ndarray:
 
 def right(array: np.ndarray, part: ShardSpec) -> np.ndarray:
     own = array[part.shard.slices]
-    return own if part.flat is None else own.reshape(-1)[part.flat]
+    return own if part.flat_range is None else own.reshape(-1)[part.flat_range]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

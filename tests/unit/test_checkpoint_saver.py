@@ -189,9 +189,9 @@ def train_and_save(communicator: ThreadRank, folder: Path, told: list) -> int:
     """Steps of a run on this rank, as `trainer.run.loop` makes them, until a save is complete; how many there were."""
     rank, size = communicator.rank, communicator.size
     saver = Saver(folder, communicator, True, lambda path, step: told[rank].append(step))
-    own = full_shard_spec((4 * size,))._replace(flat=slice(4 * rank, 4 * rank + 4))
+    own = full_shard_spec((4 * size,))._replace(flat_range=slice(4 * rank, 4 * rank + 4))
     piece = ShardedArray(own, np.full(4, rank, np.float32))
-    tensors = {"optimizer": FileShards(float32_infos({"m": own.whole}), {"m": [piece]})}
+    tensors = {"optimizer": FileShards(float32_infos({"m": own.global_shape}), {"m": [piece]})}
     tensors |= {} if rank else {"model": {"w": np.float32([1])}}
     gate = Gate("wrote state")
     if rank != 1:

@@ -46,7 +46,7 @@ def parts_of(rank: int, ranks: int) -> dict[str, FileShards]:
     pieces = {
         "model": {"w": [ShardedArray(ShardSpec(w.shape, shard), shard.of(w))], "b": [whole_piece(WEIGHTS["b"])]},
         "optimizer": {
-            "m.w": [ShardedArray(full_shard_spec(w.shape)._replace(flat=own), STATE["m.w"][own])],
+            "m.w": [ShardedArray(full_shard_spec(w.shape)._replace(flat_range=own), STATE["m.w"][own])],
             "m.b": [whole_piece(STATE["m.b"])],
         },
     }
@@ -149,8 +149,8 @@ def test_the_shards_of_earlier_versions_are_read(tmp_path: Path, ranks: int) -> 
     for rank in range(3):  # any rank's part of them, whatever the number of ranks
         for part, (_, pieces) in parts_of(rank, 3).items():
             for name, (piece,) in pieces.items():
-                read = found[part].array(name).read(piece.part)
-                assert read.shape == piece.part.shape
+                read = found[part].array(name).read(piece.spec)
+                assert read.shape == piece.spec.shape
                 np.testing.assert_array_equal(read, piece.array)
 
 

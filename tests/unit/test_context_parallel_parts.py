@@ -122,9 +122,9 @@ def test_what_ranks_exchange(ranks: int, ulysses: int, kv_heads: int) -> None:
         part, place = ContextShard(world.rank, ranks, ulysses), world.rank % ulysses
         ring, sharing = None, None
         if ulysses < ranks:
-            ring = world.part(range(place, ranks, ulysses))
+            ring = world.new_subgroup(range(place, ranks, ulysses))
         if ulysses > 1:
-            sharing = world.part(range(world.rank - place, world.rank - place + ulysses))
+            sharing = world.new_subgroup(range(world.rank - place, world.rank - place + ulysses))
         context = ContextParallel(part, ring, sharing)
         local_kv = max(1, kv_heads // ulysses)
         assert context.local_heads(4, kv_heads) == (4 // ulysses, local_kv)

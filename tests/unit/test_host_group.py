@@ -84,11 +84,11 @@ def test_an_all_to_all_with_unequal_parts_and_none() -> None:
 
 def test_a_group_of_some_ranks_leaves_the_others_alone() -> None:
     def work(group: CpuGroup) -> float:
-        pair = group.part([0, 2] if group.rank % 2 == 0 else [1, 3])
+        pair = group.new_subgroup([0, 2] if group.rank % 2 == 0 else [1, 3])
         total = pair.all_reduce(np.array([float(group.rank)]))
         if group.rank in (0, 3):  # a message of 4 MB, more than a socket holds
             sent = np.full(1 << 20, 7.0 - group.rank, np.float32)
-            assert (group.part([0, 3]).broadcast(sent, 0) == 7).all()
+            assert (group.new_subgroup([0, 3]).broadcast(sent, 0) == 7).all()
         return float(total[0])
 
     assert on_groups(4, work) == [2.0, 4.0, 2.0, 4.0]

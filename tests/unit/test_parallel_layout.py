@@ -57,14 +57,14 @@ def test_every_number_is_held_and_counted_once(kind: str, tensor: int) -> None:
     for name, shape in all_shapes(settings).items():
         counted = np.zeros(shape, int)
         for where in coordinates(degrees):
-            if layout.counts(name, where):
+            if layout.is_first_holder(name, where):
                 assert layout.holds(name, where)
                 counted[layout.shard(name, where).slices] += 1
         assert (counted == 1).all(), name
         # Where data-parallel ranks each count a range, as many count a part as there are such ranks.
         shared = np.zeros(shape, int)
         for where in coordinates(degrees):
-            if layout.counts(name, where, sharded=True):
+            if layout.is_first_holder(name, where, sharded=True):
                 shared[layout.shard(name, where).slices] += 1
         ranks = 2 * tensor // degrees.expert_parallel if layout.parameters[name].by == "ep" else 2
         assert (shared == ranks).all(), name
@@ -95,7 +95,7 @@ def test_gradients_are_summed_over_just_those_that_have_a_part_of_them(kind: str
         for rank, (where, _) in enumerate(every):
             if layout.holds(name, where):
                 shard = layout.shard(name, where)
-                counted[shard.slices] += layout.counts(name, where)
+                counted[shard.slices] += layout.is_first_holder(name, where)
                 holders.setdefault(shard.start, []).append(rank)
         assert (counted == 1).all(), name
         sums = {rank: Counter([rank]) for rank in range(mesh.size)}
@@ -108,7 +108,7 @@ def test_gradients_are_summed_over_just_those_that_have_a_part_of_them(kind: str
                 assert rank in found and set(found) <= set(ranks) and set(found.values()) == {1}, name
                 if set(found) != set(ranks):  # a whole gradient on every rank of a tensor group
                     same = [other for other in ranks if every[other][0].tensor == every[rank][0].tensor]
-                    assert set(found) == set(same) and one.parts == 1 and not is_partial(name, settings), name
+                    assert set(found) == set(same) and one.shards == 1 and not is_partial(name, settings), name
 
 
 def is_partial(name: str, settings: ModelConfig) -> bool:
@@ -156,7 +156,7 @@ def test_parts_of_latent_attention_are_whole_heads() -> None:
     prefix, heads = "model.layers.0.self_attn.", [[0, 1], [2, 3], [4, 5], [6, 7]]
     for name, size in (("q_b_proj", 10), ("kv_b_proj", 14), ("o_proj", 8)):
         assert project_qkv(layout, f"{prefix}{name}.weight", size) == heads
-    whole = {name for name, one in layout.parameters.items() if name.startswith(prefix) and one.parts == 1}
+    whole = {name for name, one in layout.parameters.items() if name.startswith(prefix) and one.shards == 1}
     assert {name.removeprefix(prefix) for name in whole} == {
         "q_a_proj.weight", "q_a_layernorm.weight", "kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight"
     }

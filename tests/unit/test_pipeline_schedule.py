@@ -21,7 +21,7 @@ from trainer.parallel.schedule import (
     Schedule,
     directions,
     forward_only,
-    most_in_flight,
+    max_in_flight,
     one_forward_one_backward,
     simulate,
 )
@@ -43,8 +43,8 @@ def check_passes(schedule: Schedule, micro_batches: int, kinds: tuple[str, ...])
         places = {action: place for place, action in enumerate(actions)}
         assert all(places[a._replace(kind="forward")] <= place for a, place in places.items())
         for sender in range(schedule.stages):
-            sent = [a for a in schedule.actions[sender] if schedule.taker(sender, a) == stage]
-            needed = [one for a in actions if (one := schedule.needed(stage, a)) is not None]
+            sent = [a for a in schedule.actions[sender] if schedule.receiver(sender, a) == stage]
+            needed = [one for a in actions if (one := schedule.input_message(stage, a)) is not None]
             assert sent == [one.action for one in needed if one.sender == sender] or sender == stage
 
 
@@ -60,14 +60,14 @@ def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int
     for stage in range(p):
         warm_up = p - stage - 1 if v == 1 else 2 * (p - stage - 1) + (v - 1) * p
         bound = min(warm_up + 1, m * v)
-        assert most_in_flight(schedule, stage) == bound or (v > 1 and m % p)
-        assert most_in_flight(schedule, stage) <= max(bound, m % p * v)
+        assert max_in_flight(schedule, stage) == bound or (v > 1 and m % p)
+        assert max_in_flight(schedule, stage) <= max(bound, m % p * v)
     evaluated = forward_only(p, m, v)
     check_passes(evaluated, m, ("forward",))
     assert simulate(evaluated).end > 0
     if p > 1:
         used = {(one.sender, stage) for stage, own in enumerate(schedule.actions) for action in own
-                if (one := schedule.needed(stage, action))}  # fmt: skip
+                if (one := schedule.input_message(stage, action))}  # fmt: skip
         assert used <= set(directions(p, v))
         assert ends_where_transfers_meet(schedule, lambda pair: pair)
         assert ends_where_transfers_meet(evaluated, lambda pair: pair)
@@ -86,7 +86,7 @@ def ends_where_transfers_meet(schedule: Schedule, stream_of: Callable[[tuple[int
     for stage, actions in enumerate(schedule.actions):
         steps = []
         for action in actions:
-            needed, taker = schedule.needed(stage, action), schedule.taker(stage, action)
+            needed, taker = schedule.input_message(stage, action), schedule.receiver(stage, action)
             steps += [("receive", (needed.sender, stage))] if needed else []
             steps += [] if taker is None else [("send", (stage, taker))]
         left.append(steps[::-1])

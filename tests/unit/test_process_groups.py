@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.parallel.mesh import Degrees, build_mesh, group_ranks, model_copy
+from trainer.parallel.mesh import Degrees, build_mesh, group_ranks, model_replica
 from trainer.parallel.process_groups import process_groups
 
 MESHES = [
@@ -57,7 +57,7 @@ class Counted:
     def __init__(self, ranks: range, rank: int) -> None:
         self.ranks, self.rank, self.size, self.made = ranks, rank, len(ranks), []
 
-    def part(self, ranks: range, name: str) -> tuple[int, ...]:
+    def new_subgroup(self, ranks: range, name: str) -> tuple[int, ...]:
         self.made.append(name)
         return tuple(ranks)
 
@@ -73,7 +73,7 @@ def test_kinds_with_the_same_ranks_share_a_group_and_none_is_of_one_rank() -> No
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_the_ranks_of_a_copy_need_no_others(degrees: Degrees) -> None:
     mesh = build_mesh(degrees, degrees.ranks)
-    copies = [model_copy(mesh, rank) for rank in range(mesh.size)]
+    copies = [model_replica(mesh, rank) for rank in range(mesh.size)]
     assert {copy.number for copy in copies} == set(range(copies[0].copies))
     for rank, copy in enumerate(copies):
         assert rank in copy.ranks and all(copies[other] == copy for other in copy.ranks)

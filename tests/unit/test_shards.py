@@ -19,9 +19,9 @@ def test_ranges_of_all_ranks_cover_the_whole_and_have_equal_length(numbers: int,
 
 def test_small_parameters_stay_whole() -> None:
     shard = OptimizerShard(1, 4, threshold_bytes=64 << 10)
-    assert shard.divides(16 << 10) and not shard.divides((16 << 10) - 1)
+    assert shard.is_sharded(16 << 10) and not shard.is_sharded((16 << 10) - 1)
     assert shard.local_range(16 << 10) == slice(4096, 8192)
-    assert not OptimizerShard(0, 4).divides(3) and OptimizerShard(0, 4).divides(4)  # every rank gets at least one
+    assert not OptimizerShard(0, 4).is_sharded(3) and OptimizerShard(0, 4).is_sharded(4)  # every rank gets at least one
 
 
 def test_buckets_hold_what_fits_in_order() -> None:

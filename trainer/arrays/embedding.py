@@ -80,13 +80,13 @@ class CpuEmbedding:
         place_N, inside_N = self._local(ids_N, len(weight_VE))
         embedding_rows(weight_VE, place_N, out_NE)
         out_NE *= inside_N[:, None]
-        return self.tensor.collect(out_NE)
+        return self.tensor.reduce_partial(out_NE)
 
     def backward(self, call: SublayerCall, ids_N: np.ndarray, grad_NE: np.ndarray) -> tuple[Gradients]:
         """Returns the gradient of the matrix, alone: tokens have none."""
         shape = call.weights[EMBEDDING].shape
         if self.tensor is not None:
-            grad_NE = self.tensor.gather(grad_NE)
+            grad_NE = self.tensor.gather_tokens(grad_NE)
             place_N, inside_N = self._local(ids_N, shape[0])
             ids_N = place_N[inside_N]
             grad_NE = grad_NE[inside_N]

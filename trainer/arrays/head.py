@@ -97,7 +97,7 @@ class FusedLinearCrossEntropy:
         weight_VE = call.weights["weight"]
         y_NE = self.normed(call, x_nD, empty(len(x_nD), self.width)[1])
         if self.tensor is not None:
-            y_NE = self.tensor.gather(y_NE)
+            y_NE = self.tensor.gather_tokens(y_NE)
         if not call.save:
             return Tensor(self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None))
         gradients = call.gradients
@@ -107,7 +107,7 @@ class FusedLinearCrossEntropy:
             gradients.tensors["weight"], of_weight_VE = empty(*weight_VE.shape)
         loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, of_weight_VE)
         if self.tensor is not None:
-            grad_NE = self.tensor.collect(grad_NE)
+            grad_NE = self.tensor.reduce_partial(grad_NE)
         call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
         call.saved["weights"] = gradients.compute()
         return Tensor(loss)

@@ -185,18 +185,17 @@ def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type)
 class SequenceParallelComm(Protocol):
     """Between the residual stream and what tensor-parallel ranks compute together, see `trainer.parallel.tensor`."""
 
-    shares_rows: bool
+    sequence_parallel: bool
     """Whether each rank has rows of the residual stream of its own (sequence parallelism)."""
 
     def gathered_rows(self, rows: int) -> int:
-        """Returns how many rows `gather` makes of so many."""
+        """Returns how many rows `gather_tokens` makes of so many."""
 
-    def gather(self, own_nD: np.ndarray) -> np.ndarray:
+    def gather_tokens(self, local_nD: np.ndarray) -> np.ndarray:
         """Returns the rows of all ranks, [N, D], from those that this rank has of the residual stream."""
 
-    def collect(self, part_ND: np.ndarray) -> np.ndarray:
-        """Returns the sum over the ranks: the rows [n, D] that this rank has of the residual stream. `part_ND` is used
-        up."""
+    def reduce_partial(self, partial_ND: np.ndarray) -> np.ndarray:
+        """Returns this rank's rows [n, D] of the sum over the ranks, which may overwrite `partial_ND`."""
 
 
 class NormedInput:
@@ -212,7 +211,7 @@ class NormedInput:
         self.norm_name = norm_name
         self.scratch = scratch
         self.tensor = tensor
-        self.gathers = tensor is not None and tensor.shares_rows
+        self.gathers = tensor is not None and tensor.sequence_parallel
 
     def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
         """Gathers the normed rows of all ranks. Returns how many rows the sublayer computes."""
@@ -224,7 +223,7 @@ class NormedInput:
             y_nD[tile.rows] = self._normed(call, x_ND, tile, dtype)
 
         self.scratch.run(len(x_ND), compute)
-        call.working["normed"] = self.tensor.gather(y_nD)
+        call.working["normed"] = self.tensor.gather_tokens(y_nD)
         if call.save:
             call.saved["normed"] = call.working["normed"]
         return len(call.working["normed"])
@@ -305,7 +304,7 @@ class NormedInput:
         """Does the same for all rows where tensor-parallel ranks have to sum their gradients `into_ND` first."""
         if self.tensor is None:
             return
-        sums_nD = self.tensor.collect(into_ND)
+        sums_nD = self.tensor.reduce_partial(into_ND)
 
         def compute(tile: Tile) -> None:
             out_ND[tile.rows] = sums_nD[tile.rows]
@@ -377,7 +376,7 @@ class SublayerOutput:
         """Adds up the results of tensor-parallel ranks."""
         if self.tensor is None or not self._computes(call):
             return
-        sum_nD = self.tensor.collect(call.working.pop("partial"))
+        sum_nD = self.tensor.reduce_partial(call.working.pop("partial"))
         bias_D = call.weights.get(self.linear.bias)
         if bias_D is not None:
             sum_nD += bias_D
@@ -417,7 +416,7 @@ class SublayerOutput:
         if self.tensor is None:
             every_ND = local_ND
         else:
-            every_ND = self.tensor.gather(local_ND)
+            every_ND = self.tensor.gather_tokens(local_ND)
         if dtype == np.float32:
             factor_ND = every_ND
         else:

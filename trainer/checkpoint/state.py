@@ -48,7 +48,7 @@ from trainer.storage.tensor_file import LazyArray, float32_infos
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.models.decoder import Decoder
-    from trainer.step.train_step import Saved
+    from trainer.step.train_step import CheckpointShard
 
 OPTIMIZER = "optimizer"
 """The part with the optimizer's state."""
@@ -100,7 +100,7 @@ class Resumed:
 def save_stages(
     folder: Path,
     position: Position,
-    saved: Saved,
+    saved: CheckpointShard,
     *,
     step_state: Mapping[str, Any],
     config: Config,
@@ -185,11 +185,11 @@ def _file_parts(
         shapes: Of all of these arrays.
         on_disk: Parts of arrays -> parts of the tensors that are made of them.
     """
-    found = on_disk({name: own[name].part for name in shapes if name in own})
+    found = on_disk({name: own[name].spec for name in shapes if name in own})
     pieces = {name: [ShardedArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
               for name, parts in found.items()}  # fmt: skip
     wholes = on_disk({name: full_shard_spec(shape) for name, shape in shapes.items()})
-    return FileShards(float32_infos({name: parts[0].part.whole for name, parts in wholes.items()}), pieces)
+    return FileShards(float32_infos({name: parts[0].part.global_shape for name, parts in wholes.items()}), pieces)
 
 
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:

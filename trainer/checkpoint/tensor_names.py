@@ -187,8 +187,8 @@ class DiskSlice(NamedTuple):
     """
 
     name: str
-    own: slice
-    part: ShardSpec
+    local_range: slice
+    spec: ShardSpec
 
 
 def disk_parts(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[DiskSlice]]:
@@ -201,7 +201,7 @@ def disk_parts(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[Disk
         form = FAMILIES[kind].expert_names
     found: dict[str, list[DiskSlice]] = {}
     for name, part in parts.items():
-        tensors = _tensors(name, part.whole, form)
+        tensors = _tensors(name, part.global_shape, form)
         if _EXPERTS in name:
             pieces = [(tensors[expert], DiskSlice(name, own, one)) for expert, one, own in part.items()]
         else:
@@ -222,23 +222,23 @@ def _in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]
     for joined, matrices in FAMILIES[kind].joined_tensors.items():
         for place, matrix in enumerate(matrices):
             if module.endswith(f".{matrix}"):
-                part = _below(piece.part, place, len(matrices))
-                return f"{module.removesuffix(matrix)}{joined}.{suffix}", piece._replace(part=part)
+                part = _below(piece.spec, place, len(matrices))
+                return f"{module.removesuffix(matrix)}{joined}.{suffix}", piece._replace(spec=part)
     return tensor, piece
 
 
 def _below(part: ShardSpec, place: int, count: int) -> ShardSpec:
     """Returns the same part of one of `count` matrices of a shape, each above the next."""
-    rows, *others = part.whole
+    rows, *others = part.global_shape
     shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
-    return ShardSpec((count * rows, *others), shard, part.flat)
+    return ShardSpec((count * rows, *others), shard, part.flat_range)
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """Returns tensors to save as in `disk_parts`, as views where they are not made of several parameters."""
     found = {}
     for name, parts in disk_parts({name: full_shard_spec(array.shape) for name, array in arrays.items()}, kind).items():
-        ordered = sorted(parts, key=lambda one: one.part.shard.start)
-        flat = [arrays[one.name].reshape(-1)[one.own] for one in ordered]
-        found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].part.whole)
+        ordered = sorted(parts, key=lambda one: one.spec.shard.start)
+        flat = [arrays[one.name].reshape(-1)[one.local_range] for one in ordered]
+        found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].spec.global_shape)
     return found

@@ -190,7 +190,7 @@ def audit(run: Run) -> dict[str, Any]:
 
 def every_collective(run: Run) -> dict[str, Any]:
     """Each cell and function of `trainer.parallel.collectives`, forwards and backwards."""
-    group = collectives.start(run.world)
+    group = collectives.init_process_group(run.world)
     x_RD = Tensor(np.ones((2 * run.world.size, 8), np.float32))
     shapes = {}
 

@@ -102,7 +102,7 @@ class ArrayParts:
         self.is_sharded = shard is not None
         self.context = None
         if tensor is not None and self.predicts:
-            tensor = tensor._replace(shares_rows=False)
+            tensor = tensor._replace(sequence_parallel=False)
         elif shard is not None and shard.tokens.ranks > 1:
             self.context = ContextParallel(shard.tokens, shard.ring, shard.ulysses)
         self.tensor = tensor
@@ -386,11 +386,11 @@ class _Experts:
             tensor = shard.tensor
             experts = shard.experts
             if tensor is not None and predicts:
-                tensor = tensor._replace(shares_rows=False)
+                tensor = tensor._replace(sequence_parallel=False)
             if shard.sharing is not None:
                 self.token_ranks = TokenSharingGroup(shard.sharing, shard.tokens)
                 self.sharing = shard.sharing.size
-            if tensor is not None and not tensor.shares_rows:
+            if tensor is not None and not tensor.sequence_parallel:
                 self.sharing //= tensor.group.size
         rule = RoutingRule.of(settings.experts)
         self.moe = CpuMoe(spec, settings.experts, rule, scratch, tensor, experts, predicts)

@@ -60,7 +60,7 @@ class AttentionLayer(nn.Cell):
         self.head_size = spec.head_size
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
-        self.enter = None if tensor is None else tensor.enter()
+        self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.query, self.key, self.value = (Projection(f"self_attn.{one}_proj", settings, kernels) for one in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         if self.qk_norm:
@@ -94,7 +94,7 @@ class AttentionLayer(nn.Cell):
     def attention_input(self, x_ND, weights):
         """What the heads are made from: the normed residual stream."""
         y_ND = self.norm(x_ND, weights[self.norm_weight])
-        return y_ND if self.enter is None else self.enter(y_ND)
+        return y_ND if self.column_parallel_input is None else self.column_parallel_input(y_ND)
 
     def project_qkv(self, y_ND, query_tables, key_tables, weights):
         q_NC = self.query(y_ND, weights)
@@ -139,7 +139,7 @@ class MlpLayer(nn.Cell):
         spec = mlp_spec(settings)
         self.norm_weight = names.index("post_attention_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
-        self.enter = None if tensor is None else tensor.enter()
+        self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
         self.down = Projection("mlp.down_proj", settings, kernels, tensor)
         self.swiglu = kernels.swiglu()
@@ -149,7 +149,7 @@ class MlpLayer(nn.Cell):
 
     def construct(self, x_ND, weights):
         y_ND = self.norm(x_ND, weights[self.norm_weight])
-        y_ND = y_ND if self.enter is None else self.enter(y_ND)
+        y_ND = y_ND if self.column_parallel_input is None else self.column_parallel_input(y_ND)
         out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
         return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
 
@@ -239,11 +239,11 @@ class EmbeddingRows(nn.Cell):
     ) -> None:
         super().__init__()
         self.gather_rows = kernels.gather_rows if part is None else kernels.vocabulary_rows(part)
-        self.leave = None if tensor is None else tensor.leave()
+        self.row_parallel_output = None if tensor is None else tensor.row_parallel_output()
 
     def construct(self, weight_VE, ids_N):
         x_NE = self.gather_rows(weight_VE, ids_N)
-        return x_NE if self.leave is None else self.leave(x_NE)
+        return x_NE if self.row_parallel_output is None else self.row_parallel_output(x_NE)
 
 
 class EmbeddingMapping(nn.Cell):
@@ -266,14 +266,14 @@ class HeadInput(nn.Cell):
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
-        self.enter = None if tensor is None else tensor.enter()
+        self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
 
     def construct(self, x_ND, norm_E, mapping_ED=None):
         y_NE = self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
-        return y_NE if self.enter is None else self.enter(y_NE)
+        return y_NE if self.column_parallel_input is None else self.column_parallel_input(y_NE)
 
 
 class Head(nn.Cell):

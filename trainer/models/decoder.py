@@ -144,7 +144,7 @@ class Decoder(DecoderForward):
         specs = spec.parameters()
         self.parameters_by_name = {
             name: Parameter(
-                Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.part(name))),
+                Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.shard_spec(name))),
                 name,
                 requires_grad=name not in frozen and parameter.role != "buffer",
             )

@@ -64,9 +64,9 @@ class DropoutShards:
 
     def rows(self, inputs: ModelInputs) -> MaskShard | None:
         """The part of a mask of the residual stream."""
-        if self.tensor is None or not self.tensor.shares_rows:
+        if self.tensor is None or not self.tensor.sequence_parallel:
             return self.replicated_rows(inputs)
-        own = self.tensor.rows(inputs.ids_N.shape[0])
+        own = self.tensor.residual_shard(inputs.ids_N.shape[0])
         if inputs.rows is None:
             rows = own
         else:
@@ -75,7 +75,7 @@ class DropoutShards:
 
     def columns(self, inputs: ModelInputs, width: int) -> MaskShard | None:
         """The part of a mask of what is cut by columns; `width` is that of the whole."""
-        return self._part(inputs, slice(None) if self.tensor is None else self.tensor.columns(width), self.rank)
+        return self._part(inputs, slice(None) if self.tensor is None else self.tensor.column_shard(width), self.rank)
 
     def replicated_rows(self, inputs: ModelInputs) -> MaskShard | None:
         """The part of a mask of what each tensor-parallel rank has whole."""

@@ -201,7 +201,7 @@ class InputBuilder:
         rows, length = batch.input_ids.shape
         own = slice(None)
         if self.tensor is not None:
-            own = self.tensor.own_rows(valid_N1.shape[0])
+            own = self.tensor.token_shard(valid_N1.shape[0])
             valid_N1 = Tensor(counts_N1[own])
         if self._means is None or self._means[0] != (rows, length):
             each = np.eye(rows, dtype=np.float32) / np.float32(length)

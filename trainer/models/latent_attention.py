@@ -68,7 +68,7 @@ class LatentAttentionLayer(nn.Cell):
         self.key_value_norm_weight = names.index("self_attn.kv_a_layernorm.weight")
         self.key_value = Projection("self_attn.kv_b_proj", settings, kernels)
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
-        self.enter = None if tensor is None else tensor.enter()
+        self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         if tensor is not None:
             self.concat = P.Concat(1)
             self.cut_query_input = kernels.split_heads(1, latent.query_rank or spec.hidden)
@@ -107,9 +107,10 @@ class LatentAttentionLayer(nn.Cell):
             made_from = self.query_norm(self.query_down(y_ND, weights), weights[self.query_norm_weight])
         latent_NL, key_NR = self.cut_down(self.key_value_down(y_ND, weights))
         latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
-        if self.enter is not None:
+        if self.column_parallel_input is not None:
             # Together: two collectives that do not depend on each other would have no order.
-            made_from, rest = self.cut_query_input(self.enter(self.concat((made_from, latent_NL, key_NR))))
+            joined = self.concat((made_from, latent_NL, key_NR))
+            made_from, rest = self.cut_query_input(self.column_parallel_input(joined))
             latent_NL, key_NR = self.cut_latent(rest)
         q_NC = self.query(made_from, weights)
         plain, turned = self.cut_query(q_NC)

@@ -148,7 +148,8 @@ class SharedExperts(nn.Cell):
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, rows: TensorParallel | None = None) -> None:
         super().__init__()
-        self.enter, self.leave = (None, None) if rows is None else (rows.enter(), rows.leave())
+        self.column_parallel_input = None if rows is None else rows.column_parallel_input()
+        self.row_parallel_output = None if rows is None else rows.row_parallel_output()
         self.gate = kernels.linear()
         self.up = kernels.linear()
         self.down = kernels.linear()
@@ -162,9 +163,9 @@ class SharedExperts(nn.Cell):
         self.multiply = P.Mul()
 
     def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
-        whole_ND = y_ND if self.enter is None else self.enter(y_ND)
+        whole_ND = y_ND if self.column_parallel_input is None else self.column_parallel_input(y_ND)
         out_ND = self.down(self.swiglu(self.gate(whole_ND, gate_SD), self.up(whole_ND, up_SD)), down_DS)
-        out_ND = out_ND if self.leave is None else self.leave(out_ND)
+        out_ND = out_ND if self.row_parallel_output is None else self.row_parallel_output(out_ND)
         if not self.has_gate:
             return out_ND
         share_N1 = self.sigmoid(self.score(self.cast(y_ND, mstype.float32), weight_1D))
@@ -218,10 +219,10 @@ class MoeLayer(nn.Cell):
         moe = settings.experts
         names = list(moe_shapes(settings))
         tensor, sharing, expert_group = (None,) * 3 if shard is None else (shard.tensor, shard.sharing, shard.experts)
-        rows = None if tensor is None else tensor._replace(shares_rows=True)
+        rows = None if tensor is None else tensor._replace(sequence_parallel=True)
         self.divide = self.join = None
         self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
-        if tensor is not None and not tensor.shares_rows:
+        if tensor is not None and not tensor.sequence_parallel:
             self.divide = ScatterToSequenceParallel(tensor.group)
             self.join = GatherFromSequenceParallel(tensor.group)
             self.sharing //= tensor.group.size

@@ -44,7 +44,7 @@ class Projection(nn.Cell):
         self.leaves = tensor is not None
         self.linear = kernels.linear()
         if self.leaves:
-            self.leave = RowParallelOutputAfter(tensor)
+            self.row_parallel_output = RowParallelOutputAfter(tensor)
             self.add_bias = P.Add()
             self.cast = P.Cast()
         self.has_adapter = name in adapted_projections(settings)
@@ -73,7 +73,7 @@ class Projection(nn.Cell):
             y_NO = self.linear(x_NI, weights[self.weight], bias_O)
         y_NO = self.add_adapter(x_NI, y_NO, weights)
         if self.leaves:
-            y_NO = self.leave(y_NO, ops.stop_gradient(x_NI))
+            y_NO = self.row_parallel_output(y_NO, ops.stop_gradient(x_NI))
             if bias_O is not None:
                 y_NO = self.add_bias(y_NO, self.cast(bias_O, y_NO.dtype))
         return y_NO

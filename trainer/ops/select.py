@@ -136,7 +136,7 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
     if config.context.mode == 0 or config.run_mode in ("predict", "chat"):
         return True
     shares_weights = shards_optimizer(config, world) and zero_level(config) == "level3"
-    return parallel_degrees(config, world).divide_layers or shares_weights
+    return parallel_degrees(config, world).shards_layers or shares_weights
 
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:

@@ -96,14 +96,14 @@ class Muon(Optimizer):
         if shard is not None:
             direction = shard.gather(direction, matrix.size).reshape(matrix.shape)
         if self.parts is not None:
-            direction = self.parts.whole(name, direction)
+            direction = self.parts.unshard(name, direction)
         step = scalar(lr * self.step_length(*direction.shape[-2:]))
         if len(matrix.shape) == 3:  # each expert's matrix by itself
             direction = ops.concat([self.orthogonal(one).expand_dims(0) for one in ops.unbind(direction)])
         else:
             direction = self.orthogonal(direction)
         if self.parts is not None:
-            direction = self.parts.own(name, direction)
+            direction = self.parts.local_shard(name, direction)
         weights = matrix
         if shard is not None and shard.shards_weights:
             weights = self.local_slice(matrix, name)

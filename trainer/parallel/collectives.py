@@ -45,7 +45,7 @@ class Group(Protocol):
     rank: int  # this process's place in `ranks`
     size: int
 
-    def part(self, ranks: Sequence[int], name: str) -> Group:
+    def new_subgroup(self, ranks: Sequence[int], name: str) -> Group:
         """A group of some ranks of the job. All of them must call this; ranks with several groups in common must make
         them in the same order."""
 
@@ -67,7 +67,7 @@ class DeviceGroup:
         self.rank = self.ranks.index(rank)
         self.size = len(self.ranks)
 
-    def part(self, ranks: Sequence[int], name: str) -> DeviceGroup:
+    def new_subgroup(self, ranks: Sequence[int], name: str) -> DeviceGroup:
         make_group(name, ranks)
         return DeviceGroup(ranks, self.ranks[self.rank], name)
 
@@ -91,7 +91,7 @@ class DeviceGroup:
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def start(world: World) -> Group:
+def init_process_group(world: World) -> Group:
     """Joins the ranks of a job and returns the group of all of them. The device must be set before.
 
     Raises:
@@ -144,7 +144,7 @@ def _serialized_init() -> Iterator[None]:
 
 
 def make_group(name: str, ranks: Sequence[int]) -> None:
-    """Makes a group of some ranks that MindSpore's operators know by its name, as `Group.part` says."""
+    """Makes a group of some ranks that MindSpore's operators know by its name, as `Group.new_subgroup` says."""
     communication.create_group(name, list(ranks))
 
 
@@ -182,7 +182,7 @@ def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
     return [start_all_reduce(each.reshape(-1), group).wait().reshape(each.shape) for each in tensors]
 
 
-class Started(NamedTuple):
+class PendingResult(NamedTuple):
     """A collective under way: its result, which must not be used before `wait`."""
 
     result: Tensor
@@ -195,39 +195,39 @@ class Started(NamedTuple):
         return self.result
 
 
-def start_all_reduce(flat: Tensor, group: Group) -> Started:
+def start_all_reduce(flat: Tensor, group: Group) -> PendingResult:
     """Begins to sum a float32 tensor over all ranks; on a device in place, while other operators run."""
     if group.on_host:
-        return Started(_on_host(group.all_reduce)(flat))
-    return Started(flat, ops.communication.all_reduce(flat, group=group.name, async_op=True))
+        return PendingResult(_on_host(group.all_reduce)(flat))
+    return PendingResult(flat, ops.communication.all_reduce(flat, group=group.name, async_op=True))
 
 
-def start_reduce_scatter(rows: Tensor, group: Group) -> Started:
+def start_reduce_scatter(rows: Tensor, group: Group) -> PendingResult:
     """Begins to sum [ranks, n] over all ranks, of which each rank gets its own row: [n]."""
     if group.on_host:
-        return Started(_on_host(group.reduce_scatter)(rows).reshape(-1))
+        return PendingResult(_on_host(group.reduce_scatter)(rows).reshape(-1))
     own = mint.empty(rows.shape[1], dtype=rows.dtype)
     handle = ops.communication.reduce_scatter_tensor(own, rows.reshape(-1), group=group.name, async_op=True)
-    return Started(own, handle)
+    return PendingResult(own, handle)
 
 
-def start_all_gather(own: Tensor, group: Group) -> Started:
+def start_all_gather(own: Tensor, group: Group) -> PendingResult:
     """Begins to gather [n] of every rank: [ranks n]."""
     if group.on_host:
-        return Started(_on_host(group.all_gather)(own).reshape(-1))
+        return PendingResult(_on_host(group.all_gather)(own).reshape(-1))
     whole = mint.empty(own.size * group.size, dtype=own.dtype)
-    return Started(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
+    return PendingResult(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
 
 
-def start_send(x: Tensor, group: Group, to: int) -> Started:
+def start_send(x: Tensor, group: Group, to: int) -> PendingResult:
     """Begins to send a tensor to the device of the group's rank `to`."""
-    return Started(x, ops.communication.isend(x, group.ranks[to], group=group.name))
+    return PendingResult(x, ops.communication.isend(x, group.ranks[to], group=group.name))
 
 
-def start_receive(shape: tuple[int, ...], group: Group, source: int) -> Started:
+def start_receive(shape: tuple[int, ...], group: Group, source: int) -> PendingResult:
     """Begins to receive a float32 tensor from the device of the group's rank `source`."""
     came = mint.empty(shape, dtype=mstype.float32)
-    return Started(came, ops.communication.irecv(came, group.ranks[source], group=group.name))
+    return PendingResult(came, ops.communication.irecv(came, group.ranks[source], group=group.name))
 
 
 def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -> list[Tensor]:
@@ -250,11 +250,11 @@ def all_gather_ranges(
     if not group.on_host:
         gather_ranges_on_device(group, tensors, own)
         return
-    write_own_ranges(group, tensors, own)
+    write_local_ranges(group, tensors, own)
     group.complete_ranges([tensor.asnumpy().reshape(-1) for tensor in tensors])
 
 
-def write_own_ranges(group: CpuGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+def write_local_ranges(group: CpuGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
     """The part of `all_gather_ranges` that concerns this rank's ranges: where no rank needs the others now."""
     for tensor, part in zip(tensors, own, strict=True) if own is not None else ():
         # This is a view of MindSpore's memory, and writing to it writes to the tensor.
@@ -267,7 +267,7 @@ def array_gatherer(
 ) -> Callable[[Sequence[np.ndarray], Sequence[np.ndarray] | None], None]:
     """`all_gather_ranges` for flat arrays, which contain this rank's ranges, on connections of its own: for any thread.
     """
-    beside = group.beside(on_one_host)
+    beside = group.clone_connections(on_one_host)
     return lambda arrays, own: beside.complete_ranges(arrays)
 
 
@@ -282,7 +282,7 @@ def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
     return Tensor.from_numpy(flat)
 
 
-def gather_parts(group: Group, own: Tensor) -> list[Tensor]:
+def gather_shards(group: Group, own: Tensor) -> list[Tensor]:
     """What each rank has, tensors of one shape."""
     if group.on_host:
         return [Tensor.from_numpy(row) for row in group.all_gather(own.asnumpy())]
@@ -307,7 +307,7 @@ def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Seq
         _assign_gathered(*under_way, ranks)
 
 
-def _assign_gathered(tensors: Sequence[Parameter], gathered: Started, ranks: int) -> None:
+def _assign_gathered(tensors: Sequence[Parameter], gathered: PendingResult, ranks: int) -> None:
     lengths = [-(-tensor.size // ranks) for tensor in tensors]
     columns = ops.split(gathered.wait().reshape(ranks, -1), lengths, axis=1)
     for tensor, rows in zip(tensors, columns, strict=True):

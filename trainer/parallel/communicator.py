@@ -45,11 +45,11 @@ class Communicator:
 
     Attributes:
         data_rank: Which batches and dropout masks this rank has; ranks that compute parts of one model have the same.
-        divides_model: Whether the ranks communicate during each pass of a model that they divide: none may stop alone.
+        shards_model: Whether the ranks communicate during each pass of a model that they divide: none may stop alone.
         skips_empty: Whether it may leave out a batch without a valid token: not where ranks with other batches have its
             experts.
         reports_losses: Whether this rank's losses count: of the ranks that compute the same ones, the first one's do.
-        counts_tokens: Whether the tokens of its batches count: of the ranks that have the same batches, the first
+        reports_tokens: Whether the tokens of its batches count: of the ranks that have the same batches, the first
             one's do.
     """
 
@@ -69,31 +69,31 @@ class Communicator:
         self.where = where
         self.rank = self.group.rank
         self.size = self.group.size
-        self.divides_model = groups is not None
+        self.shards_model = groups is not None
         if groups is None:
             self.data_rank = self.rank
             self.skips_empty = True
             self.reports_losses = True
-            self.counts_tokens = True
+            self.reports_tokens = True
         else:
             self.data_rank = where.data
             self.skips_empty = groups.ep is None
             self.reports_losses = where.tensor == 0 and where.pipeline == layout.degrees.pipeline_stage - 1
-            self.counts_tokens = self.reports_losses and where.context == 0
+            self.reports_tokens = self.reports_losses and where.context == 0
 
     def all_reduce_exact(self, values: Sequence[float]) -> list[float]:
         """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
         return _exact_sums(values, self.group)
 
-    def sums(self, values: Sequence[Any]) -> list[Any]:
+    def all_reduce(self, values: Sequence[Any]) -> list[Any]:
         """Each number, array or tensor summed over all ranks. A device sums in float32 and keeps the results, tensors;
         a CPU has arrays, as `all_reduce_exact` rounds them. A single process gets its own values."""
         return _sums(values, self.group)
 
-    def stage_sums(self, values: Sequence[Any]) -> list[Any]:
+    def all_reduce_stage(self, values: Sequence[Any]) -> list[Any]:
         """The same over the ranks that compute the same layers."""
         if self.groups is None:
-            return self.sums(values)
+            return self.all_reduce(values)
         if self.groups.stage is None:
             return list(values)
         return _sums(values, self.groups.stage)
@@ -111,7 +111,7 @@ class Communicator:
         parameters: Mapping[str, Parameter],
         is_sharded: Sequence[bool],
         in_float32: bool = True,
-        scatters: bool = False,
+        shards_gradients: bool = False,
     ) -> GradientReducer:
         """Sums the gradients of these parameters over the ranks, step by step; the arguments are those of
         `GradientReducer`."""
@@ -121,7 +121,7 @@ class Communicator:
             groups = [self.groups_of(name) for name in parameters]
         return GradientReducer(
             list(parameters.values()), is_sharded, groups,
-            scatters=scatters, overlaps=not self.group.on_host, in_float32=in_float32,
+            shards_gradients=shards_gradients, overlaps=not self.group.on_host, in_float32=in_float32,
         )  # fmt: skip
 
     def groups_of(self, name: str) -> dict[SumGroup, Group]:
@@ -140,17 +140,17 @@ class Communicator:
             return self.groups.expert_dp
         return self.groups.dp_cp
 
-    def counted(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
+    def norm_weights(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
         """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do. Of
         the `scattered` ones it has ranges."""
-        return np.array([float(self.writes(name, name in scattered)) for name in names])
+        return np.array([float(self.should_save(name, name in scattered)) for name in names])
 
-    def writes(self, name: str, is_sharded: bool = False) -> bool:
+    def should_save(self, name: str, is_sharded: bool = False) -> bool:
         """Whether this rank writes what it has of a parameter to a checkpoint: of the ranks that have the same, the
         first one does. Ranks that share the state of the optimizer each have some of it, which `is_sharded` says."""
         if self.layout is None:
             return is_sharded or self.rank == 0
-        return self.layout.counts(name, self.where, is_sharded)
+        return self.layout.is_first_holder(name, self.where, is_sharded)
 
 
 def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> Communicator:

@@ -223,14 +223,14 @@ class Connections:
         try:
             return self.links[rank].advance(sends, receives)
         except OSError as error:
-            raise lost(f"rank {self.rank} has lost rank {rank}") from error
+            raise connection_lost(f"rank {self.rank} has lost rank {rank}") from error
 
     def close(self) -> None:
         for each in self.sockets.values():
             each.close()
 
 
-def lost(what: str) -> RunError:
+def connection_lost(what: str) -> RunError:
     """The error of a rank that another one has left, after a while: the launcher then sees the end of the other one
     first, which is the cause, and not what follows from it."""
     time.sleep(_NOTE_SECONDS)

@@ -26,7 +26,7 @@ from trainer.parallel.sharding import FLOAT32_BYTES
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
-    from trainer.parallel.collectives import Group, Started
+    from trainer.parallel.collectives import Group, PendingResult
 
 
 _SCATTERING: tuple[SumGroup, ...] = ("dp_cp", "expert_dp")  # those whose ranks share the optimizer state
@@ -40,7 +40,7 @@ class HasGradients(Protocol):
 MicroBatch = TypeVar("MicroBatch", bound=HasGradients)
 
 
-class Reduced(NamedTuple):
+class ReducedGradients(NamedTuple):
     """The gradients of a step, summed over micro-batches and ranks.
 
     Attributes:
@@ -66,10 +66,10 @@ class GradientReducer:
         is_sharded: Whether the optimizer state of each is sharded among ranks.
         groups: The groups over which the gradient of each is summed, in the order of `SUM_GROUPS`; empty for a single
             process.
-        scatters: Reduce the gradients of each micro-batch while they come, and keep this rank's ranges of the sharded
-            ones.
-        overlaps: Reduce in buckets while the backward pass goes on, that of the last micro-batch unless `scatters`;
-            for devices. False: reduce at the end what is not scattered.
+        shards_gradients: ZeRO stage 2: reduce the gradients of each micro-batch during its backward pass, and keep
+            only this rank's ranges of the gradients whose optimizer state is sharded.
+        overlaps: Reduce in buckets during the backward pass (of the last micro-batch, unless `shards_gradients`); for
+            devices. False: all-reduce the gradients that are not sharded after the last backward pass.
         in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
         bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
     """
@@ -80,7 +80,7 @@ class GradientReducer:
         is_sharded: Sequence[bool] = (),
         groups: Sequence[Mapping[SumGroup, Group]] = (),
         *,
-        scatters: bool = False,
+        shards_gradients: bool = False,
         overlaps: bool = False,
         in_float32: bool = True,
         bucket_bytes: int | None = None,
@@ -88,11 +88,11 @@ class GradientReducer:
         self.parameters = parameters
         self.is_sharded = is_sharded
         self.groups = groups
-        self.scatters = scatters and bool(groups)
+        self.shards_gradients = shards_gradients and bool(groups)
         self.overlaps = overlaps and bool(groups)
         self.in_float32 = in_float32
         self.seconds = 0.0  # of this step, in collectives that the host waits for
-        self.gives_ranges = (self.scatters or self.overlaps) and any(is_sharded)  # of the sharded ones
+        self.returns_ranges = (self.shards_gradients or self.overlaps) and any(is_sharded)  # of the sharded ones
         if self.overlaps:
             from trainer.parallel.collectives import BUCKET_BYTES
 
@@ -108,33 +108,33 @@ class GradientReducer:
         """Runs the backward pass of a micro-batch that is not the last one; returns what `backward` did, without its
         gradients, and the sum of these and `total`."""
         part, gradients = self._add(total, backward)
-        return part, _compact(gradients) if total is None and not self.scatters else gradients
+        return part, _compact(gradients) if total is None and not self.shards_gradients else gradients
 
-    def last(
+    def add_last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
-    ) -> tuple[MicroBatch, Reduced]:
+    ) -> tuple[MicroBatch, ReducedGradients]:
         """Runs the backward pass of the last micro-batch and adds its gradients to those of the others, `total`.
 
         The returned result of `backward`, a dataclass, keeps none of its gradients: while ranks add up theirs, there
         are two sets of them and no third.
         """
-        if self.overlaps and not self.scatters:
+        if self.overlaps and not self.shards_gradients:
             part, gradients = self._reduce_as_they_come(total, backward)
         else:
             part, gradients = self._add(total, backward)
         return part, self._reduced(gradients if self.overlaps else self._sum_rest(gradients))
 
-    def kept(self, place: int, gradient: Tensor) -> Tensor:
+    def local_gradient(self, place: int, gradient: Tensor) -> Tensor:
         """For what computes the micro-batches in an order of its own, as a pipeline does: what is added up of the
         gradient of a micro-batch."""
-        if self.overlaps or not (self.scatters and self.is_sharded[place]):
+        if self.overlaps or not (self.shards_gradients and self.is_sharded[place]):
             return gradient
         own = self._scatter(place, gradient)
         if self.in_float32:
             return own
         return own.astype(gradient.dtype)
 
-    def summed(self, total: list[Tensor]) -> Reduced:
+    def reduce_total(self, total: list[Tensor]) -> ReducedGradients:
         """For the same: the sum over the ranks of what was added up."""
         if self.overlaps:
             return self._reduced(self._reduce_as_they_come(None, lambda: _Gradients(total))[1])
@@ -143,18 +143,18 @@ class GradientReducer:
     def _add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
-        if self.scatters:
+        if self.shards_gradients:
             part, gradients = self._reduce_as_they_come(None, backward)
             return part, add_gradients(total, gradients)
         part = backward()
         return replace(part, gradients=()), add_gradients(total, part.gradients)
 
-    def _reduced(self, gradients: list[Tensor]) -> Reduced:
+    def _reduced(self, gradients: list[Tensor]) -> ReducedGradients:
         seconds = None
         if self.groups and not self.overlaps:
             seconds = self.seconds
         self.seconds = 0.0
-        return Reduced(gradients, seconds)
+        return ReducedGradients(gradients, seconds)
 
     def _sum_rest(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients summed over their groups, one kind after the other; those that are scattered already over what
@@ -170,7 +170,7 @@ class GradientReducer:
         for kind in SUM_GROUPS:
             places = [
                 place for place, groups in enumerate(self.groups)
-                if kind in groups and (kind == "embedding" or not (self.scatters and self.is_sharded[place]))
+                if kind in groups and (kind == "embedding" or not (self.shards_gradients and self.is_sharded[place]))
             ]  # fmt: skip
             if places:
                 group = self.groups[places[0]][kind]
@@ -190,7 +190,7 @@ class GradientReducer:
         reduced: list[Any] = [None] * len(self.parameters)
         ready: dict[int, Tensor] = {}
         dtypes: dict[int, Any] = {}
-        under_way: list[Started] = []
+        under_way: list[PendingResult] = []
 
         def arrived(place: int, gradient: Tensor) -> None:
             if place not in places:
@@ -221,7 +221,7 @@ class GradientReducer:
                     reduced[place] = gradient.astype(dtypes[place])
         return part, reduced
 
-    def _start(self, bucket: list[int], gradients: list[Tensor]) -> Started:
+    def _start(self, bucket: list[int], gradients: list[Tensor]) -> PendingResult:
         """Begins to reduce the gradients of a bucket, in float32, over its groups."""
         from mindspore import dtype as mstype
         from mindspore import ops
@@ -229,7 +229,7 @@ class GradientReducer:
         from trainer.parallel import collectives
 
         if not self.overlaps:
-            return collectives.Started(self._scatter(bucket[0], gradients[0]))
+            return collectives.PendingResult(self._scatter(bucket[0], gradients[0]))
         gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
         groups = self.groups[bucket[0]]
         if self.is_sharded[bucket[0]]:
@@ -237,10 +237,10 @@ class GradientReducer:
             rows = [collectives.shard_rows(gradient, ranks) for gradient in gradients]
         else:
             rows = [gradient.reshape(-1) for gradient in gradients]
-        started = collectives.Started(rows[0] if len(rows) == 1 else ops.concat(rows, -1))
+        started = collectives.PendingResult(rows[0] if len(rows) == 1 else ops.concat(rows, -1))
         for kind, group in groups.items():
-            scatters = self.is_sharded[bucket[0]] and kind in _SCATTERING
-            if scatters:
+            shards_gradients = self.is_sharded[bucket[0]] and kind in _SCATTERING
+            if shards_gradients:
                 start = collectives.start_reduce_scatter
             else:
                 start = collectives.start_all_reduce

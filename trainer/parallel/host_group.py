@@ -33,11 +33,11 @@ class CpuGroup:
         self.size = len(self.ranks)
         self._memory = np.empty(0, np.uint8)  # for what other ranks send to be summed
 
-    def part(self, ranks: Sequence[int], name: str = "") -> CpuGroup:
+    def new_subgroup(self, ranks: Sequence[int], name: str = "") -> CpuGroup:
         """A group of some ranks of the job; without a call of the others. `name` is for groups of devices."""
         return CpuGroup(self.connections, ranks)
 
-    def beside(self, on_one_host: bool, limit_seconds: float = 60) -> CpuGroup:
+    def clone_connections(self, on_one_host: bool, limit_seconds: float = 60) -> CpuGroup:
         """The same ranks with connections of their own, for a thread that communicates while others do. All ranks of
         the group call this."""
         found = connect(self.rank, self.size, self.gather_bytes, on_one_host, limit_seconds)

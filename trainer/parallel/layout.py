@@ -40,7 +40,7 @@ class ParameterLayout(NamedTuple):
 
     Attributes:
         shape: Of the whole.
-        parts: Parts that it is cut into, which differ by one row at most; 1: every rank of its stages holds the whole.
+        shards: Parts that it is cut into, which differ by one row at most; 1: every rank of its stages holds the whole.
         dimension: The one that is cut.
         by: The axis whose ranks hold the parts: part p is held by as many neighbours as the axis has ranks per part.
         sums: The groups over which its gradient is summed, one after the other. Empty for a buffer.
@@ -48,7 +48,7 @@ class ParameterLayout(NamedTuple):
     """
 
     shape: tuple[int, ...]
-    parts: int = 1
+    shards: int = 1
     dimension: int = 0
     by: Literal["tp", "ep"] = "tp"
     sums: tuple[SumGroup, ...] = ("dp_cp",)
@@ -75,13 +75,13 @@ class ModelLayout:
         one = self.parameters[name]
         shape = list(one.shape)
         start = [0] * len(one.shape)
-        if one.parts > 1:
-            own = shard_range(one.shape[one.dimension], self._part(one, where), one.parts)
+        if one.shards > 1:
+            own = shard_range(one.shape[one.dimension], self._part(one, where), one.shards)
             start[one.dimension] = own.start
             shape[one.dimension] = own.stop - own.start
         return Shard(tuple(start), tuple(shape))
 
-    def part(self, name: str, where: MeshCoordinate) -> ShardSpec:
+    def shard_spec(self, name: str, where: MeshCoordinate) -> ShardSpec:
         """`shard`, as a part of the whole."""
         return ShardSpec(self.parameters[name].shape, self.shard(name, where))
 
@@ -90,7 +90,7 @@ class ModelLayout:
         held = (name for name, one in self.parameters.items() if where.pipeline in one.stages)
         return {name: self.shard(name, where).shape for name in held}
 
-    def counts(self, name: str, where: MeshCoordinate, sharded: bool = False) -> bool:
+    def is_first_holder(self, name: str, where: MeshCoordinate, sharded: bool = False) -> bool:
         """Whether this rank is the first of those that hold this part: norms count its gradient, and it is the one that
         writes the part to a checkpoint.
 
@@ -112,7 +112,7 @@ class ModelLayout:
 
     def _copies(self, one: ParameterLayout) -> int:
         """Ranks of a tensor group that hold the same part."""
-        return self.degrees.model_parallel // one.parts
+        return self.degrees.model_parallel // one.shards
 
     def _expert_rank(self, where: MeshCoordinate) -> int:
         """Number of a rank in its stage: layers with experts see data, context and tensor axis as one."""

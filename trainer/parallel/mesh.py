@@ -45,12 +45,12 @@ class Degrees(NamedTuple):
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
     @property
-    def divide_model(self) -> bool:
+    def shards_model(self) -> bool:
         """Whether ranks compute a model together; otherwise each has the whole model and batches of its own."""
         return self.ranks > self.data_parallel or self.expert_parallel > 1
 
     @property
-    def divide_layers(self) -> bool:
+    def shards_layers(self) -> bool:
         """Whether ranks compute a layer together: they share its matrices, its experts or the tokens of sequences."""
         return max(self.model_parallel, self.context_parallel, self.expert_parallel) > 1
 
@@ -170,7 +170,7 @@ class ModelReplicaRanks(NamedTuple):
     ranks: Sequence[int]
 
 
-def model_copy(mesh: Mesh, rank: int) -> ModelReplicaRanks:
+def model_replica(mesh: Mesh, rank: int) -> ModelReplicaRanks:
     """The copy of the model that a rank belongs to; ranks of a context group each have one."""
     degrees = mesh.degrees
     per_stage = mesh.size // degrees.pipeline_stage

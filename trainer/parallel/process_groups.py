@@ -59,6 +59,6 @@ def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None, ulysse
                 groups[kind] = None
         elif len(ranks) > 1:
             key = tuple(ranks)
-            made[key] = made.get(key) or world.part(ranks, "-".join(["ranks", *map(str, ranks)]))
+            made[key] = made.get(key) or world.new_subgroup(ranks, "-".join(["ranks", *map(str, ranks)]))
             groups[kind] = made[key]
     return ProcessGroups(world, **groups)

@@ -56,7 +56,7 @@ class Schedule:
     chunks: int
     actions: tuple[tuple[Action, ...], ...]
 
-    def needed(self, stage: int, action: Action) -> Message | None:
+    def input_message(self, stage: int, action: Action) -> Message | None:
         """What an action of a stage takes from another stage; None where it takes nothing: the first part of the model
         reads token ids, and the backward pass of the last one starts at the loss."""
         last = self.stages * self.chunks - 1
@@ -66,7 +66,7 @@ class Schedule:
         chunk, sender = divmod(part - 1 if action.kind == "forward" else part + 1, self.stages)
         return Message(sender, action._replace(chunk=chunk))
 
-    def taker(self, stage: int, action: Action) -> int | None:
+    def receiver(self, stage: int, action: Action) -> int | None:
         """The stage that takes the result of an action; None where none does."""
         last = self.stages * self.chunks - 1
         part = action.chunk * self.stages + stage
@@ -184,7 +184,7 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
         went_on = False
         for stage, actions in enumerate(schedule.actions):
             for action in islice(actions, len(slots[stage]), None):
-                needed = schedule.needed(stage, action)
+                needed = schedule.input_message(stage, action)
                 own = Message(stage, action._replace(kind="forward"))
                 awaited = [one for one in (needed, own if action.kind == "backward" else None) if one is not None]
                 if not all(one in ended for one in awaited):
@@ -203,7 +203,7 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
     return Timeline(tuple(map(tuple, slots)))
 
 
-def most_in_flight(schedule: Schedule, stage: int, chunk: int | None = None) -> int:
+def max_in_flight(schedule: Schedule, stage: int, chunk: int | None = None) -> int:
     """The most forward passes of a stage, or of one of its chunks, whose activations wait for their backward pass."""
     most = now = 0
     for action in schedule.actions[stage]:

@@ -19,11 +19,11 @@ BUCKET_BYTES = 25 << 20
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
 
 
-class Sized(Protocol):
+class HasSize(Protocol):
     size: int
 
 
-Array = TypeVar("Array", bound=Sized)
+Array = TypeVar("Array", bound=HasSize)
 
 
 class Shard(NamedTuple):
@@ -47,19 +47,19 @@ class ShardSpec(NamedTuple):
     Megatron-Core's ShardedTensor describes them the same way: global shape, global offset, flattened range.
 
     Attributes:
-        whole: Shape of the whole array.
-        flat: Range of the flattened shard; None: all of it.
+        global_shape: Shape of the whole array.
+        flat_range: Range of the flattened shard; None: all of it.
     """
 
-    whole: tuple[int, ...]
+    global_shape: tuple[int, ...]
     shard: Shard
-    flat: slice | None = None
+    flat_range: slice | None = None
 
     @property
     def range(self) -> slice:
-        if self.flat is None:
+        if self.flat_range is None:
             return slice(0, math.prod(self.shard.shape))
-        return self.flat
+        return self.flat_range
 
     @property
     def size(self) -> int:
@@ -68,30 +68,30 @@ class ShardSpec(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of an array of these numbers: that of the shard, or flat."""
-        if self.flat is None:
+        if self.flat_range is None:
             return self.shard.shape
         return (self.size,)
 
     def runs(self) -> Iterator[tuple[int, int, int]]:
         """Consecutive numbers: where they begin in the flattened whole and in the flattened part, and how many."""
         start, shape = self.shard
-        cut = [axis for axis, size in enumerate(shape) if size != self.whole[axis]]
+        cut = [axis for axis, size in enumerate(shape) if size != self.global_shape[axis]]
         # all axes after it are whole
         last = 0
         if cut:
             last = cut[-1]
-        inner = math.prod(self.whole[last + 1 :])
+        inner = math.prod(self.global_shape[last + 1 :])
         length = math.prod(shape[last:])
         at = self.range.start
         end = self.range.stop
         while at < end:
             row, within = divmod(at, length)
             position = 0
-            stride = math.prod(self.whole[last:])
+            stride = math.prod(self.global_shape[last:])
             for axis in reversed(range(last)):
                 row, index = divmod(row, shape[axis])
                 position += (start[axis] + index) * stride
-                stride *= self.whole[axis]
+                stride *= self.global_shape[axis]
             count = min(end - at, length - within)
             yield position + (start[last] * inner if start else 0) + within, at - self.range.start, count
             at += count
@@ -117,14 +117,14 @@ class ShardSpec(NamedTuple):
                     flat = None
                 else:
                     flat = slice(mine.start - at, mine.stop - at)
-                part = ShardSpec((end - begin, *self.whole[1:]), shard, flat)
+                part = ShardSpec((end - begin, *self.global_shape[1:]), shard, flat)
                 yield number, part, slice(mine.start - self.range.start, mine.stop - self.range.start)
 
     def items(self) -> Iterator[tuple[int, ShardSpec, slice]]:
         """`rows` for each item of the first axis, as an array with an axis less."""
-        for number, part, own in self.rows(range(self.whole[0] + 1)):
+        for number, part, own in self.rows(range(self.global_shape[0] + 1)):
             shard = Shard(part.shard.start[1:], part.shard.shape[1:])
-            yield number, ShardSpec(part.whole[1:], shard, part.flat), own
+            yield number, ShardSpec(part.global_shape[1:], shard, part.flat_range), own
 
 
 def full_shard_spec(shape: Sequence[int]) -> ShardSpec:
@@ -135,7 +135,7 @@ def full_shard_spec(shape: Sequence[int]) -> ShardSpec:
 class ShardedArray(NamedTuple):
     """Numbers of a larger array: those of the part, in its order, as an array of any shape."""
 
-    part: ShardSpec
+    spec: ShardSpec
     array: np.ndarray
 
 
@@ -158,7 +158,7 @@ class OptimizerShard(NamedTuple):
     """(this rank's range of a tensor of so many numbers, flat; these) -> all of it, see `gather_range` there."""
     shards_weights: bool = False  # a rank has no more than its range of the weights
 
-    def divides(self, numbers: int) -> bool:
+    def is_sharded(self, numbers: int) -> bool:
         """Whether a parameter of so many numbers is divided among the ranks."""
         return numbers >= self.ranks and numbers * FLOAT32_BYTES >= self.threshold_bytes
 

@@ -22,7 +22,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.parallel.collectives import DeviceGroup, start_receive, start_send
-from trainer.parallel.connections import connect, lost
+from trainer.parallel.connections import connect, connection_lost
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.schedule import directions
 
@@ -81,7 +81,7 @@ class StageLink:
             except OSError:
                 count = 0
             if not count:
-                raise lost(f"stage {self.stage} of the pipeline has lost stage {stage}")
+                raise connection_lost(f"stage {self.stage} of the pipeline has lost stage {stage}")
             left = left[count:]
         return buffer
 
@@ -107,7 +107,7 @@ class _Sender:
 
     def put(self, array: np.ndarray, owner: Tensor | None) -> None:
         if self.lost:
-            raise lost(f"stage {self.stage} of the pipeline has lost stage {self.to}")
+            raise connection_lost(f"stage {self.stage} of the pipeline has lost stage {self.to}")
         self.queue.put((owner, np.ascontiguousarray(array)))
 
     def end(self) -> None:
@@ -133,7 +133,7 @@ class DeviceLink:
     Args:
         group: One rank of each stage, in the order of stages; all of them make their links at the same time.
         width: Numbers of a row.
-        shares: Ranks of a stage that share the rows of a token group; see `TensorParallel.shares_rows`.
+        shares: Ranks of a stage that share the rows of a token group; see `TensorParallel.sequence_parallel`.
     """
 
     def __init__(self, group: DeviceGroup, chunks: int, width: int, shares: int = 1) -> None:
@@ -145,7 +145,7 @@ class DeviceLink:
         for sender, taker in directions(group.size, chunks):
             if self.stage in (sender, taker):
                 pair = group.ranks[sender], group.ranks[taker]
-                self.groups[sender, taker] = group.part(sorted(pair), "rank-{}-to-{}".format(*pair))
+                self.groups[sender, taker] = group.new_subgroup(sorted(pair), "rank-{}-to-{}".format(*pair))
 
     def send(self, stage: int, tensor: Tensor) -> None:
         """Dispatches the transfer; neither the host nor what is computed next waits for it."""

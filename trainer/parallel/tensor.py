@@ -23,7 +23,7 @@ from trainer.parallel.collectives import (
     Group,
     ReduceFromTensorParallel,
     ReduceScatter,
-    gather_parts,
+    gather_shards,
 )
 from trainer.parallel.sharding import ShardSpec, shard_range
 
@@ -39,47 +39,49 @@ class TensorParallel(NamedTuple):
     """The tensor-parallel ranks that compute a model together.
 
     Attributes:
-        shares_rows: The residual stream is divided among the ranks by token rows (use_seq_parallel).
+        sequence_parallel: The residual stream is divided among the ranks by token rows (use_seq_parallel).
     """
 
     group: Group
-    shares_rows: bool = False
+    sequence_parallel: bool = False
 
-    def enter(self) -> nn.Cell:
+    def column_parallel_input(self) -> nn.Cell:
         """The residual stream [n, D] -> [N, D] on every rank."""
-        return AllGather(self.group) if self.shares_rows else CopyToTensorParallel(self.group)
+        return AllGather(self.group) if self.sequence_parallel else CopyToTensorParallel(self.group)
 
-    def leave(self) -> nn.Cell:
+    def row_parallel_output(self) -> nn.Cell:
         """A part of each number of [N, D] on every rank -> the residual stream [n, D]."""
-        return ReduceScatter(self.group) if self.shares_rows else ReduceFromTensorParallel(self.group)
+        return ReduceScatter(self.group) if self.sequence_parallel else ReduceFromTensorParallel(self.group)
 
     def gathered_rows(self, rows: int) -> int:
         """How many rows `gather` makes of so many."""
-        return rows * self.group.size if self.shares_rows else rows
+        return rows * self.group.size if self.sequence_parallel else rows
 
-    def gather(self, own_nD: np.ndarray) -> np.ndarray:
+    def gather_tokens(self, local_nD: np.ndarray) -> np.ndarray:
         """`enter` of arrays, and the backward pass of `leave`: [n, D] -> [N, D]; of ranks on CPUs."""
-        return self.group.all_gather_rows(own_nD) if self.shares_rows else own_nD
+        return self.group.all_gather_rows(local_nD) if self.sequence_parallel else local_nD
 
-    def collect(self, part_ND: np.ndarray) -> np.ndarray:
+    def reduce_partial(self, partial_ND: np.ndarray) -> np.ndarray:
         """`leave` of arrays, and the backward pass of `enter`: [N, D] -> [n, D]; of ranks on CPUs. It is used up."""
-        return self.group.reduce_scatter(part_ND) if self.shares_rows else self.group.all_reduce_into(part_ND, part_ND)
+        if self.sequence_parallel:
+            return self.group.reduce_scatter(partial_ND)
+        return self.group.all_reduce_into(partial_ND, partial_ND)
 
-    def rows(self, tokens: int) -> slice:
+    def residual_shard(self, tokens: int) -> slice:
         """The token rows of the residual stream that this rank has."""
-        return self.own_rows(tokens) if self.shares_rows else slice(0, tokens)
+        return self.token_shard(tokens) if self.sequence_parallel else slice(0, tokens)
 
-    def own_rows(self, tokens: int) -> slice:
+    def token_shard(self, tokens: int) -> slice:
         """The token rows that this rank sends to experts."""
         return shard_range(tokens, self.group.rank, self.group.size)
 
-    def columns(self, width: int) -> slice:
+    def column_shard(self, width: int) -> slice:
         """The columns that this rank has of what is cut by columns."""
         return shard_range(width, self.group.rank, self.group.size)
 
 
 class RowParallelOutputAfter(nn.Cell):
-    """(x, made_from) -> `TensorParallel.leave` of x, for code that a backward pass may run again.
+    """(x, made_from) -> `TensorParallel.row_parallel_output` of x, for code that a backward pass may run again.
 
     Its backward pass gathers nothing before there is `made_from`, which all earlier collectives of the sublayer lead
     to: those of `enter` and of attention. Otherwise the collectives of a block that is recomputed would not depend on
@@ -88,16 +90,16 @@ class RowParallelOutputAfter(nn.Cell):
 
     def __init__(self, tensor: TensorParallel) -> None:
         super().__init__()
-        self.leave = tensor.leave()
-        self.shares_rows = tensor.shares_rows
+        self.row_parallel_output = tensor.row_parallel_output()
+        self.sequence_parallel = tensor.sequence_parallel
         self.depend = P.Depend()
-        self.gather = AllGather(tensor.group) if tensor.shares_rows else None
+        self.gather = AllGather(tensor.group) if tensor.sequence_parallel else None
 
     def construct(self, x, made_from):
-        return self.leave(x)
+        return self.row_parallel_output(x)
 
     def bprop(self, x, made_from, out, grad):
-        if self.shares_rows:
+        if self.sequence_parallel:
             grad = self.gather(self.depend(grad, made_from))
         return grad, ops.zeros(made_from.shape, made_from.dtype)
 
@@ -126,9 +128,9 @@ class RankModelShard(NamedTuple):
         """Whether the rank has this parameter, whole or a part of it."""
         return self.layout.holds(name, self.where)
 
-    def part(self, name: str) -> ShardSpec:
+    def shard_spec(self, name: str) -> ShardSpec:
         """What the rank has of a parameter."""
-        return self.layout.part(name, self.where)
+        return self.layout.shard_spec(name, self.where)
 
 
 class TensorShardedMatrices(NamedTuple):
@@ -140,19 +142,21 @@ class TensorShardedMatrices(NamedTuple):
 
     shard: RankModelShard
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
+    def unshard(self, name: str, part: Tensor) -> Tensor:
         """The matrix, or a tensor like it, of which each rank has such a part; all ranks call it."""
         one = self.shard.layout.parameters[name]
         group = self.shard.tensor.group
         if not self._is_cut(name):
             return part
-        parts = gather_parts(group, part)
-        return ops.concat(parts[:: group.size // one.parts], one.dimension)
+        parts = gather_shards(group, part)
+        return ops.concat(parts[:: group.size // one.shards], one.dimension)
 
-    def own(self, name: str, whole: Tensor) -> Tensor:
+    def local_shard(self, name: str, unsharded: Tensor) -> Tensor:
         """This rank's part of it."""
-        return whole[self.shard.part(name).shard.slices] if self._is_cut(name) else whole
+        if not self._is_cut(name):
+            return unsharded
+        return unsharded[self.shard.shard_spec(name).shard.slices]
 
     def _is_cut(self, name: str) -> bool:
         one = self.shard.layout.parameters[name]
-        return one.by == "tp" and one.parts > 1
+        return one.by == "tp" and one.shards > 1

@@ -21,7 +21,7 @@ from trainer.models.spec.shapes import all_shapes
 from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
-from trainer.parallel.schedule import most_in_flight, one_forward_one_backward
+from trainer.parallel.schedule import max_in_flight, one_forward_one_backward
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Division:
 def division(config: Config, world: World) -> Division | None:
     """None where each rank has the whole model and batches of its own."""
     degrees = parallel_degrees(config, world)
-    if not degrees.divide_model or config.classifier is not None:
+    if not degrees.shards_model or config.classifier is not None:
         return None
     mesh = Mesh(degrees)
     layout = layout_of(config, world)
@@ -160,7 +160,7 @@ def held_parts(config: Config, world: World) -> list[RankParams]:
     schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
     for stage, chunks in enumerate(rows):
         is_last = stage == stages - 1
-        counts = [1 if stages == 1 else most_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
+        counts = [1 if stages == 1 else max_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
         passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
         passes |= dict.fromkeys(spec.module_layers, counts[-1]) if is_last else {}
         shapes = layout.local_shapes(fullest_rank(degrees, stage))

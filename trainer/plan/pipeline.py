@@ -17,7 +17,7 @@ from trainer.parallel.schedule import (
     Cost,
     Schedule,
     Timeline,
-    most_in_flight,
+    max_in_flight,
     one_forward_one_backward,
     simulate,
 )
@@ -72,7 +72,7 @@ def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
     busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
     schedule = one_forward_one_backward(stages, min(micro_batches, _MOST_SIMULATED * stages), chunks)
     found = (
-        StagePlan(most_in_flight(schedule, s), share)
+        StagePlan(max_in_flight(schedule, s), share)
         for s, share in enumerate(one / sum(busy) for one in busy)
     )
     end = _end(stages, micro_batches, chunks, costs)

@@ -264,7 +264,7 @@ class _Passes(NamedTuple):
 
 
 def _enter(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
-    """See `TensorParallel.enter`; of so many columns, so many times."""
+    """See `TensorParallel.column_parallel_input`; of so many columns, so many times."""
     numbers = sizes.tokens * columns
     if sizes.shares_rows:
         yield _Call("tp", what, "all_gather", numbers // sizes.tensor * sizes.width, forward, sizes.width)
@@ -272,7 +272,7 @@ def _enter(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) 
 
 
 def _leave(sizes: _Sizes, what: str, columns: int, forward: int, backward: int) -> Iterator[_Call]:
-    """See `TensorParallel.leave`."""
+    """See `TensorParallel.row_parallel_output`."""
     numbers = sizes.tokens * columns
     width = sizes.gradient_width
     yield _sum_over_tensor(sizes, what, numbers, forward)
@@ -486,7 +486,7 @@ def _calls_of_update(
         one = layout.parameters[name]
         if name in by_muon and name in shared.ranges:
             yield _Call(shared.kind(name), "Muon", "all_gather", shared.ranges[name] * FLOAT32_BYTES, 1)
-        if name in by_muon and one.by == "tp" and one.parts > 1:
+        if name in by_muon and one.by == "tp" and one.shards > 1:
             yield _Call("tp", "Muon", "all_gather", sizes[name] * FLOAT32_BYTES, 1)
     for kind in ("dp_cp", "expert_dp") if shared.level in ("level1", "level2") else ():
         own = sum(shared.ranges.get(name, 0) for name in sizes if shared.kind(name) == kind and name not in by_muon)

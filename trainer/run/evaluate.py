@@ -46,7 +46,7 @@ def evaluate_now(
         # every batch.
         if pipeline is not None and next(asked) % _BATCHES_ON_THE_WAY:
             return False
-        together = session.computes_together or session.communicator.divides_model
+        together = session.computes_together or session.communicator.shards_model
         if together:
             return session.communicator.any(bool(stop))
         return bool(stop)

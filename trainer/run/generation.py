@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
-from trainer.parallel.mesh import Mesh, model_copy
+from trainer.parallel.mesh import Mesh, model_replica
 from trainer.plan.memory import MOST_SAMPLED_TOKENS
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ class ModelReplica(NamedTuple):
 
 def local_replica(communicator: Communicator) -> ModelReplica:
     """The copy of the model that a rank of these computes."""
-    if not communicator.divides_model:
+    if not communicator.shards_model:
         return ModelReplica(communicator.rank, communicator.size)
-    number, copies, ranks = model_copy(Mesh(communicator.layout.degrees), communicator.rank)
-    return ModelReplica(number, copies, communicator.group.part(ranks) if len(ranks) > 1 else None)
+    number, copies, ranks = model_replica(Mesh(communicator.layout.degrees), communicator.rank)
+    return ModelReplica(number, copies, communicator.group.new_subgroup(ranks) if len(ranks) > 1 else None)
 
 
 def open_generator(

@@ -152,11 +152,11 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
 def local_shard_specs(config: Config, world: World) -> Parts | None:
     """The part of each parameter that this rank has; None: all of all, or MindSpore decides."""
     degrees = parallel_degrees(config, world)
-    if not degrees.divide_model or runs_semi_auto(config, world):
+    if not degrees.shards_model or runs_semi_auto(config, world):
         return None
     layout = layout_of(config, world)
     where = Mesh(degrees).coordinate_of(world.rank)
-    return {name: layout.part(name, where) for name in layout.parameters if layout.holds(name, where)}
+    return {name: layout.shard_spec(name, where) for name in layout.parameters if layout.holds(name, where)}
 
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:

@@ -33,7 +33,13 @@ from trainer.ops.select import on_arrays, precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import all_gather_ranges, array_gatherer, gather_range, start, write_own_ranges
+from trainer.parallel.collectives import (
+    all_gather_ranges,
+    array_gatherer,
+    gather_range,
+    init_process_group,
+    write_local_ranges,
+)
 from trainer.parallel.communicator import Communicator, check_same_values, model_parallel
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import RankModelShard, TensorParallel, TensorShardedMatrices
@@ -95,7 +101,7 @@ def open_session(
     if world.size == 1:
         communicator = Communicator()
     else:
-        communicator = _communicator(config, world, group or start(world))
+        communicator = _communicator(config, world, group or init_process_group(world))
     config = apply_device_defaults(config, device)
     precision = precision_of(config, device, world)
     shard = _shard(config, communicator)
@@ -109,7 +115,7 @@ def open_session(
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
-    if communicator.divides_model and communicator.groups.pp is not None:
+    if communicator.shards_model and communicator.groups.pp is not None:
         pipeline = build_pipeline(config, model, communicator.groups.pp, on_one_host=world.local_size == world.size)
     return Session(model, build_inputs, communicator, pipeline=pipeline, device=device)
 
@@ -121,14 +127,14 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
 
 def _communicator(config: Config, world: World, group: Group) -> Communicator:
     """The ranks of a job, by what they share."""
-    if not parallel_degrees(config, world).divide_model:
+    if not parallel_degrees(config, world).shards_model:
         return Communicator(group)
     return model_parallel(group, config.decoder, layout_of(config, world), ulysses_degree(config))
 
 
 def _shard(config: Config, communicator: Communicator) -> RankModelShard | None:
     """What this rank has of the model; None: all of it."""
-    if not communicator.divides_model:
+    if not communicator.shards_model:
         return None
     groups = communicator.groups
     section = config.parallel_config
@@ -212,7 +218,7 @@ def open_training(
             gatherer = partial(array_gatherer, on_one_host=world.local_size == world.size)
             prefetch = can_prefetch(session.communicator)
             session.model.compute_weights.shard(make_shards(parameters, gatherer), prefetch)
-            shards = make_shards(trained, lambda group: partial(write_own_ranges, group), shards_weights=True)
+            shards = make_shards(trained, lambda group: partial(write_local_ranges, group), shards_weights=True)
         else:
             shards = make_shards(trained)
     own = session.model.shard
@@ -230,7 +236,7 @@ def open_training(
         communicator=session.communicator,
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         pipeline=session.pipeline,
-        scatters=bool(shards) and zero_level(config) != "level1",
+        shards_gradients=bool(shards) and zero_level(config) != "level1",
     )
 
 
@@ -268,7 +274,7 @@ def optimizer_shards(
             made[id(group)] = OptimizerShard(
                 group.rank, group.size, threshold_bytes, gather, partial(gather_range, group), shards_weights
             )  # fmt: skip
-        if made[id(group)].divides(parameter.size):
+        if made[id(group)].is_sharded(parameter.size):
             found[name] = made[id(group)]
     return found
 

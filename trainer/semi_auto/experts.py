@@ -501,7 +501,7 @@ class GraphRouters:
         of_layers = [ops.concat(tuple(self.own[layer])) if layer in self.own else zeros for layer in self.layers]
         counted_LSE = ops.stack(of_layers)
         if self.speaks is not None:
-            counted_LSE = self.communicator.sums([counted_LSE * float(self.speaks)])[0]
+            counted_LSE = self.communicator.all_reduce([counted_LSE * float(self.speaks)])[0]
         if not has_all_operators():
             counted_LSE = counted_LSE.asnumpy()
         requested_LE, kept_LE, entropy_LE = (counted_LSE[:, number] for number in range(len(STATISTICS)))

@@ -23,10 +23,10 @@ from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates
-from trainer.step.accumulate import RankFlags, StepGradients, valid_tokens
+from trainer.step.accumulate import RankFlags, StepGradients, count_loss_tokens
 from trainer.step.clip import norm_groups
-from trainer.step.guards import Guards
-from trainer.step.train_step import Saved, StepResult, apply_gradients
+from trainer.step.guards import UpdateGuard
+from trainer.step.train_step import CheckpointShard, StepResult, apply_gradients
 
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig, RunnerWrapper
@@ -159,7 +159,7 @@ class GraphStep:
         self.reports_loss = reports_loss
         self.routers = routers
         self.model = model
-        self.guards = Guards(wrapper, stop_at_bad_loss)
+        self.guards = UpdateGuard(wrapper, stop_at_bad_loss)
         sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
         self.sums = {name: sums[name] for name in sums if name in parameters.own}  # others are of other stages
 
@@ -185,7 +185,7 @@ class GraphStep:
         self, micro_batches: Sequence[Batch], scale: float, rank_flags: RankFlags | None
     ) -> StepGradients:
         """Loss of the window, and the gradients of this rank's shards times the loss scale."""
-        tokens = sum(valid_tokens(batch) for batch in micro_batches)
+        tokens = sum(count_loss_tokens(batch) for batch in micro_batches)
         if tokens == 0:
             return StepGradients(0.0, 0, 0, None)
         with graph_mode():
@@ -205,7 +205,7 @@ class GraphStep:
             own_votes = []
         else:
             own_votes = [np.array(rank_flags(), np.float64)]
-        total, count, squares, *all_votes = self.communicator.sums([*own_loss, squares, *own_votes])
+        total, count, squares, *all_votes = self.communicator.all_reduce([*own_loss, squares, *own_votes])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
         sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
         if self.routers is None:
@@ -244,7 +244,7 @@ class GraphStep:
         part = self.parameters.part
         self.optimizer.load_state({key: part(name, arrays[key]) for key, name in named if name in own}, updates)
 
-    def state_dict_shard(self) -> Saved:
+    def state_dict_shard(self) -> CheckpointShard:
         """As `TrainStep.state_dict_shard`; rank 0 gathers the arrays, one after the other."""
         own = {name: each.asnumpy() for name, each in self.parameters.own.items()}
         weights = self.parameters.whole(self.parameters.shapes, own)
@@ -254,7 +254,7 @@ class GraphStep:
             parts = {name: state[f"{kind}.{name}"] for name in self.optimizer.parameters}
             whole = self.parameters.whole(self.optimizer.group_of, parts)
             found |= {f"{kind}.{name}": array for name, array in whole.items()}
-        return Saved(weights, found, self.optimizer.updates)
+        return CheckpointShard(weights, found, self.optimizer.updates)
 
     def state(self) -> dict:
         """As `TrainStep.state`."""

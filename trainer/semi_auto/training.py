@@ -13,7 +13,7 @@ from trainer.config.device_defaults import apply_device_defaults
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
-from trainer.parallel.collectives import make_group, start
+from trainer.parallel.collectives import init_process_group, make_group
 from trainer.parallel.communicator import Communicator
 from trainer.run.session import set_up_device
 from trainer.semi_auto.evaluation import GraphEvaluator
@@ -48,7 +48,7 @@ def open_semi_auto_training(
     """
     set_up_device(config, device, world)
     config = apply_device_defaults(config, device)
-    communicator = Communicator(start(world) if world.size > 1 else None)
+    communicator = Communicator(init_process_group(world) if world.size > 1 else None)
     degrees = parallel_degrees(config, world)
     if degrees.expert_parallel > 1:
         make_group(*expert_group(degrees, world.rank))

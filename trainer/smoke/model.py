@@ -156,7 +156,7 @@ def _callbacks(config: Config, changes: Sequence[Change]) -> Iterator[Change]:
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
     # The small copy runs in explicit mode.
-    precision = precision_on_cpu(config, config.context.mode == 0 or setup.layout.degrees.divide_layers)
+    precision = precision_on_cpu(config, config.context.mode == 0 or setup.layout.degrees.shards_layers)
     parts = precision.compute, precision.norm, precision.softmax, precision.rotary
     for key, part in zip(PART_KEYS, parts, strict=True):
         if requested_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":

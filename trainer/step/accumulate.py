@@ -18,7 +18,7 @@ from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.ops.measures import device_measures, read_together
 from trainer.ops.routing import RouterRates, RoutingCounts
 from trainer.parallel.communicator import Communicator
-from trainer.parallel.gradients import GradientReducer, Reduced
+from trainer.parallel.gradients import GradientReducer, ReducedGradients
 from trainer.step.clip import GradientNorms, NormGroups
 
 RankFlags: TypeAlias = Callable[[], Sequence[float]]
@@ -50,7 +50,7 @@ class MicroBatch:
     gradients: Sequence[Tensor]
 
 
-class NormShare(NamedTuple):
+class NormContribution(NamedTuple):
     """What a rank that has shards of the gradients contributes to the squares of their norms."""
 
     factors: np.ndarray
@@ -59,7 +59,7 @@ class NormShare(NamedTuple):
     """For each trained parameter of the whole model the index of its gradient here; P for one of other ranks."""
 
 
-Pipelined: TypeAlias = "Callable[[Sequence[int], Tensor, MicroBatchTotals], tuple[list[Tensor], float]]"
+PipelineRun: TypeAlias = "Callable[[Sequence[int], Tensor, MicroBatchTotals], tuple[list[Tensor], float]]"
 """(numbers of micro-batches, factor, what takes their results) -> the sums of this rank's gradients over the
 micro-batches, and the share of the time in which it waited for other stages."""
 
@@ -97,7 +97,7 @@ class StepGradients:
     bubble_share: float | None = None
 
 
-def valid_tokens(batch: Batch) -> int:
+def count_loss_tokens(batch: Batch) -> int:
     """Number of labels that carry a loss."""
     return int(np.count_nonzero(batch.labels != IGNORE_INDEX))
 
@@ -111,8 +111,8 @@ def accumulate(
     reducer: GradientReducer | None = None,
     norm_groups: NormGroups | None = None,
     rank_flags: RankFlags | None = None,
-    norm_share: NormShare | None = None,
-    pipelined: Pipelined | None = None,
+    norm_contribution: NormContribution | None = None,
+    run_pipeline: PipelineRun | None = None,
 ) -> StepGradients:
     """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
 
@@ -129,30 +129,30 @@ def accumulate(
         reducer: Sums the gradients over the ranks; None: those of a single process.
         norm_groups: Asks for norms of the gradients.
         rank_flags: Asked after the last backward pass; its numbers travel with the sums.
-        norm_share: None where each rank has the summed gradients of the whole model.
-        pipelined: Computes the whole window in place of `backward`.
+        norm_contribution: None where each rank has the summed gradients of the whole model.
+        run_pipeline: Computes the whole window in place of `backward`.
     """
     if communicator is None:
         communicator = Communicator()
     if reducer is None:
         reducer = GradientReducer()
-    counts = [valid_tokens(batch) for batch in micro_batches]
-    if communicator.counts_tokens:
+    counts = [count_loss_tokens(batch) for batch in micro_batches]
+    if communicator.reports_tokens:
         given = (sum(counts), counts.count(0))
     else:
         given = (0, 0)
-    [totals] = communicator.sums([np.array([divmod(count, _LOW) for count in given])])
+    [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in given])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return StepGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
     factor = _factor(loss_scale, totals)
     taken = [number for number, count in enumerate(counts) if count or not skips_empty] or [0]
     results = MicroBatchTotals()
-    if pipelined is not None:
-        total, results.waits = pipelined(taken, factor, results)
-        reduced = reducer.summed(total)
+    if run_pipeline is not None:
+        total, results.waits = run_pipeline(taken, factor, results)
+        reduced = reducer.reduce_total(total)
     else:
         reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
-    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, rank_flags, norm_share)
+    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, rank_flags, norm_contribution)
 
 
 def _in_turn(
@@ -162,13 +162,13 @@ def _in_turn(
     factor: Tensor,
     reducer: GradientReducer,
     results: MicroBatchTotals,
-) -> Reduced:
+) -> ReducedGradients:
     """One micro-batch after the other."""
     total = None
     for number in taken:
         run = partial(backward, micro_batches[number], number, factor)
         if number == taken[-1]:
-            part, reduced = reducer.last(total, run)
+            part, reduced = reducer.add_last(total, run)
         else:
             part, total = reducer.add(total, run)
         results.add(part)
@@ -202,11 +202,11 @@ def _window(
     totals: np.ndarray | Tensor,
     local_token_ids: int,
     results: MicroBatchTotals,
-    reduced: Reduced,
+    reduced: ReducedGradients,
     communicator: Communicator,
     wanted: NormGroups | None,
     rank_flags: RankFlags | None,
-    norm_share: NormShare | None,
+    norm_contribution: NormContribution | None,
 ) -> StepGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
     measures = device_measures()
@@ -229,9 +229,9 @@ def _window(
         squares = None
     else:
         squares = measures.squares(reduced.gradients)
-    if squares is not None and norm_share is not None:
-        sums[_SQUARES] = measures.scatter_squares(squares, norm_share.factors, norm_share.places)
-    sums = dict(zip(sums, communicator.sums(list(sums.values())), strict=True))
+    if squares is not None and norm_contribution is not None:
+        sums[_SQUARES] = measures.scatter_squares(squares, norm_contribution.factors, norm_contribution.places)
+    sums = dict(zip(sums, communicator.all_reduce(list(sums.values())), strict=True))
     squares = sums.pop(_SQUARES, squares)
     to_read = {_TOTALS: totals}
     if routing is not None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class GradientNorms(NamedTuple):
     """Norms of the gradients of a step, times the loss scale that these contain."""
 
-    whole: float
+    total: float
     """Of all gradients together."""
     groups: Mapping[str, float] = {}
     """Of each parameter group, where these are clipped by themselves."""
@@ -91,7 +91,7 @@ def clip(
     if wrapper.clip_type == "value":
         limit = wrapper.clip_value * scale
         return [clip_by_value(gradient, limit) for gradient in gradients], [1.0 / scale] * len(names)
-    own = [norms.groups[group_of[name]] if wrapper.clip_by_group else norms.whole for name in names]
+    own = [norms.groups[group_of[name]] if wrapper.clip_by_group else norms.total for name in names]
     factor_of = {norm: clip_coefficient(norm / scale, wrapper.max_grad_norm) / scale for norm in set(own)}
     return gradients, [factor_of[norm] for norm in own]
 

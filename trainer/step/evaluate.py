@@ -11,7 +11,7 @@ from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
 from trainer.ops.measures import device_measures, read_together
 from trainer.parallel.communicator import Communicator
-from trainer.step.accumulate import valid_tokens
+from trainer.step.accumulate import count_loss_tokens
 
 if TYPE_CHECKING:
     from trainer.models.inputs import InputBuilder, LossSums, ModelInputs
@@ -54,7 +54,7 @@ def evaluate(
         if stop():
             stopped = True
             break
-        count = valid_tokens(batch)
+        count = count_loss_tokens(batch)
         if count or not communicator.skips_empty:
             sums = model(build_inputs(batch))
             if not communicator.reports_losses:
@@ -62,7 +62,7 @@ def evaluate(
             losses.append(measures.keep_scalar(sums.tokens))
             if sums.correct is not None:
                 hits.append(measures.keep_scalar(sums.correct))
-            tokens += count if communicator.counts_tokens else 0
+            tokens += count if communicator.reports_tokens else 0
     loss_sum, own_hits = read_together([measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)])
     counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
     ranks = 1

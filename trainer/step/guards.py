@@ -16,7 +16,7 @@ MOST_OVERFLOWS_IN_A_ROW = 10
 """So many consecutive steps with overflow end a run: no loss scale will help."""
 
 
-class Guards:
+class UpdateGuard:
     """The loss scale, and the run's counts of steps without an update.
 
     Args:
@@ -36,7 +36,7 @@ class Guards:
         """Factor on the loss in the next step."""
         return self.loss_scale.value
 
-    def skipped(self, loss: float, norm: float, *, step: int, first_nonfinite: str = "") -> str:
+    def check_step(self, loss: float, norm: float, *, step: int, first_nonfinite: str = "") -> str:
         """Counts the step and says why it skips the update, with details after a colon; empty when it updates.
 
         Args:

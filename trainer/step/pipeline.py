@@ -67,7 +67,7 @@ class ModelChunk(NamedTuple):
         return not (self.layers or self.is_first or self.is_last)
 
 
-def model_parts(
+def model_chunks(
     settings: ModelConfig, chunk_layers: Sequence[Sequence[Sequence[int]]], trained: Collection[str]
 ) -> list[list[ModelChunk]]:
     """The chunks of each stage, [stages][chunks].
@@ -172,7 +172,7 @@ class Stage:
             number = action.micro_batch
             chunk = action.chunk
             part = self.parts[chunk]
-            needed = schedule.needed(self.stage, action)
+            needed = schedule.input_message(self.stage, action)
             if action.kind == "backward":
                 if part.trains:
                     x, has_own = under_way.pop((number, chunk))
@@ -180,7 +180,7 @@ class Stage:
                     sens = (sens, factor) if has_own else sens
                     grad_ND = self._add_gradients(chunk, x, sens, totals, kept)
                     if part.reached:
-                        send(schedule.taker(self.stage, action), grad_ND)
+                        send(schedule.receiver(self.stage, action), grad_ND)
                 continue
             if chunk == 0:
                 calls[number] = call_of(number)
@@ -193,15 +193,15 @@ class Stage:
                 under_way[number, chunk] = x, has_own
             done(number, sums, call, chunk == last)
             if not part.is_last:
-                send(schedule.taker(self.stage, action), result[0] if has_own else result)
+                send(schedule.receiver(self.stage, action), result[0] if has_own else result)
 
     def evaluate(self, inputs: ModelInputs, send: Callable[[int, Tensor], None]) -> Passes[LossSums]:
         """The forward passes of one micro-batch; the sums of its losses on the last stage, without them elsewhere."""
         schedule = forward_only(self.schedule(1).stages, 1, len(self.parts))
         sums = LossSums(None, None)
         for action in schedule.actions[self.stage]:
-            needed = schedule.needed(self.stage, action)
-            taker = schedule.taker(self.stage, action)
+            needed = schedule.input_message(self.stage, action)
+            taker = schedule.receiver(self.stage, action)
             x = inputs.ids_N if needed is None else (yield needed.sender, inputs.ids_N.shape[0])
             result, sums = self.evaluated[action.chunk].pass_of(x, DecoderCall(inputs))
             if taker is not None:
@@ -278,8 +278,8 @@ class Pipeline:
         found = []
         for chunk, part in enumerate(self.stage.parts):
             action = Action("forward", 0, chunk)
-            needed = schedule.needed(self.stage.stage, action)
-            taker = schedule.taker(self.stage.stage, action)
+            needed = schedule.input_message(self.stage.stage, action)
+            taker = schedule.receiver(self.stage.stage, action)
             receive = None if needed is None else partial(self.link.receive_array, needed.sender)
             send = None if taker is None else partial(self.link.send_array, taker)
             found.append(StageChunk(part.layers, receive, send))
@@ -300,13 +300,13 @@ class Pipeline:
         return sums
 
     def _run(self, passes: Passes[T]) -> tuple[T, float]:
-        found = run_with(self.link, passes)
+        found = run_passes(self.link, passes)
         if not self.group.on_host:
             self.link.end_sends()
         return found
 
 
-def run_with(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, float]:
+def run_passes(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, float]:
     """Runs the passes of this stage; returns their result and the seconds in which it waited for other stages."""
     waited = 0.0
     try:
@@ -328,11 +328,11 @@ def build_pipeline(config: Config, model: Decoder, group: Group, on_one_host: bo
         group: One rank of each stage.
     """
     trained = trained_shapes(config) if config.trains else {}
-    parts = model_parts(config.decoder, chunk_layers(config), trained)[group.rank]
+    parts = model_chunks(config.decoder, chunk_layers(config), trained)[group.rank]
     schedule = partial(one_forward_one_backward, group.size, chunks=config.decoder.pp_interleave_num)
     if group.on_host:
         link = StageLink(group, on_one_host)
     else:
-        shares = model.tensor.group.size if model.tensor is not None and model.tensor.shares_rows else 1
+        shares = model.tensor.group.size if model.tensor is not None and model.tensor.sequence_parallel else 1
         link = DeviceLink(group, config.decoder.pp_interleave_num, config.decoder.hidden_size, shares)
     return Pipeline(Stage(model, parts, schedule, group.rank), link, group)

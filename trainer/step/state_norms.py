@@ -13,12 +13,12 @@ from trainer.parallel.sharding import ShardedArray
 
 if TYPE_CHECKING:
     from trainer.parallel.communicator import Communicator
-    from trainer.step.train_step import Saved
+    from trainer.step.train_step import CheckpointShard
 
 _BLOCK = 1 << 16  # numbers that are summed in float32, before the sums are added in float64
 
 
-def norm_of_weights(saved: Saved, names: Sequence[str], communicator: Communicator) -> float:
+def norm_of_weights(saved: CheckpointShard, names: Sequence[str], communicator: Communicator) -> float:
     """L2 norm of all parameters with these names together; all ranks call it.
 
     Args:
@@ -30,7 +30,7 @@ def norm_of_weights(saved: Saved, names: Sequence[str], communicator: Communicat
 
 
 def norms_of_state(
-    saved: Saved, kinds: Sequence[str], names: Sequence[str], communicator: Communicator
+    saved: CheckpointShard, kinds: Sequence[str], names: Sequence[str], communicator: Communicator
 ) -> dict[str, dict[str, float]]:
     """L2 norm of each array of the optimizer, by kind and parameter; all ranks call it."""
     own: dict[tuple[str, str], float] = {}

@@ -33,14 +33,14 @@ from trainer.parallel.sharding import ShardedArray, ShardSpec, full_shard_spec
 from trainer.step.accumulate import (
     MicroBatch,
     MicroBatchTotals,
-    NormShare,
+    NormContribution,
     RankFlags,
     StepGradients,
     accumulate,
-    valid_tokens,
+    count_loss_tokens,
 )
 from trainer.step.clip import clip, norm_groups
-from trainer.step.guards import Guards
+from trainer.step.guards import UpdateGuard
 from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class StepResult:
     bubble_share: float | None = None  # see StepGradients
 
 
-class Saved(NamedTuple):
+class CheckpointShard(NamedTuple):
     """What one rank writes of a checkpoint: whole arrays, or its parts of them."""
 
     weights: Mapping[str, np.ndarray | ShardedArray]  # by the names of the parameters
@@ -105,7 +105,7 @@ class TrainStep:
         communicator: Reaches the other ranks; data-parallel ones draw other dropout masks. None: a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
         pipeline: Where the model is a stage of one.
-        scatters: The ranks that share the optimizer's state share the summed gradients, too.
+        shards_gradients: The ranks that share the optimizer's state share the summed gradients, too.
     """
 
     computes_together = False  # each rank evaluates batches of its own
@@ -122,7 +122,7 @@ class TrainStep:
         communicator: Communicator | None = None,
         stop_at_bad_loss: bool = False,
         pipeline: Pipeline | None = None,
-        scatters: bool = False,
+        shards_gradients: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -130,7 +130,7 @@ class TrainStep:
         self.build_inputs = build_inputs
         self.wrapper = wrapper
         self.seed = seed
-        self.guards = Guards(wrapper, stop_at_bad_loss)
+        self.guards = UpdateGuard(wrapper, stop_at_bad_loss)
         self.communicator = communicator or Communicator()
         self.pipeline = pipeline
         names = list(optimizer.parameters)
@@ -140,24 +140,24 @@ class TrainStep:
             dict(zip(names, leaves, strict=True)),
             [name in optimizer.local_ranges for name in names],
             wrapper.accumulate_allreduce_grads_in_fp32,
-            scatters,
+            shards_gradients,
         )
         names_of_all_ranks = names
-        if self.communicator.divides_model:
+        if self.communicator.shards_model:
             names_of_all_ranks = [name for name in self.communicator.layout.parameters if name in optimizer.group_of]
         self.norm_groups = norm_groups(names_of_all_ranks, wrapper, optimizer.group_of)
-        self.norm_share: NormShare | None = None
-        if self.communicator.divides_model or self.reducer.gives_ranges:
+        self.norm_contribution: NormContribution | None = None
+        if self.communicator.shards_model or self.reducer.returns_ranges:
             places = {name: place for place, name in enumerate(names)}
-            factors = self.communicator.counted(names, optimizer.local_ranges if self.reducer.gives_ranges else ())
-            self.norm_share = NormShare(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
+            factors = self.communicator.norm_weights(names, optimizer.local_ranges if self.reducer.returns_ranges else ())
+            self.norm_contribution = NormContribution(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
         experts = model.settings.experts
         if experts and experts.balances_step:
-            self.load = StepExpertLoad(self.communicator.stage_sums)
+            self.load = StepExpertLoad(self.communicator.all_reduce_stage)
         else:
             self.load = None
         # Otherwise the ranks communicate in each micro-batch: none may leave one out.
-        self.skips_empty = self.load is None and self.communicator.skips_empty and not scatters
+        self.skips_empty = self.load is None and self.communicator.skips_empty and not shards_gradients
 
         self.call: DecoderCall | None = None  # of the micro-batch at hand
         self.sums: LossSums | None = None
@@ -178,19 +178,19 @@ class TrainStep:
             rank_flags: See `accumulate`.
 
         Raises:
-            RunError: See `Guards.skipped`. Nothing has been updated.
+            RunError: See `UpdateGuard.check_step`. Nothing has been updated.
         """
         lr = self.schedule(self.optimizer.updates)
         if self.load is not None:
             self.load.start()
         if self.pipeline is None:
-            pipelined = None
+            run_pipeline = None
         else:
-            pipelined = partial(self.pipelined, micro_batches)
+            run_pipeline = partial(self.run_pipeline, micro_batches)
         window = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.skips_empty,
-            reducer=self.reducer, norm_groups=self.norm_groups, norm_share=self.norm_share, rank_flags=rank_flags,
-            pipelined=pipelined,
+            reducer=self.reducer, norm_groups=self.norm_groups, norm_contribution=self.norm_contribution,
+            rank_flags=rank_flags, run_pipeline=run_pipeline,
         )  # fmt: skip
         self.model.compute_weights.end_step()
         result = apply_gradients(window, lr, self.optimizer, self.wrapper, self.guards)
@@ -201,7 +201,7 @@ class TrainStep:
 
     def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
         """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
-        call = self.call_of(batch, number)
+        call = self.decoder_call(batch, number)
         self.call = call
         gradients = self.gradients_of(factor if isinstance(factor, Tensor) else Tensor(np.float32(factor)))
         sums = self.sums
@@ -213,20 +213,20 @@ class TrainStep:
         others = self.other_sums(batch, sums, gives)
         return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
 
-    def call_of(self, batch: Batch, number: int) -> DecoderCall:
+    def decoder_call(self, batch: Batch, number: int) -> DecoderCall:
         """What the model takes for micro-batch `number` of a window."""
         dropout = DropoutKey(self.seed, self.communicator.data_rank, self.optimizer.updates, number)
         return DecoderCall(self.build_inputs(batch), dropout, RouterStatistics(load=self.load))
 
-    def pipelined(
+    def run_pipeline(
         self, micro_batches: Sequence[Batch], taken: Sequence[int], factor: Tensor, results: MicroBatchTotals
     ) -> tuple[list[Tensor], float]:
-        """This stage's part of a window: see `trainer.step.accumulate.Pipelined`."""
+        """This stage's part of a window: see `trainer.step.accumulate.PipelineRun`."""
         batches = [micro_batches[number] for number in taken]
         settings = self.model.settings
 
-        def call_of(place: int) -> DecoderCall:
-            return self.call_of(batches[place], taken[place])
+        def decoder_call(place: int) -> DecoderCall:
+            return self.decoder_call(batches[place], taken[place])
 
         def done(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
             gives = self.communicator.reports_losses and sums.tokens is not None
@@ -239,7 +239,9 @@ class TrainStep:
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
 
         names = list(self.optimizer.parameters)
-        gradients, waited = self.pipeline.train(len(taken), call_of, factor, done, names, self.reducer.kept)
+        gradients, waited = self.pipeline.train(
+            len(taken), decoder_call, factor, done, names, self.reducer.local_gradient
+        )
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = cast_to_float32(gradients)
         return gradients, waited
@@ -248,10 +250,10 @@ class TrainStep:
         """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
         settings = self.model.settings
         modules = self.model.mtp_modules
-        counts = gives and self.communicator.counts_tokens
+        counts = gives and self.communicator.reports_tokens
         tokens = 0
         if counts:
-            tokens = valid_tokens(batch)
+            tokens = count_loss_tokens(batch)
         others = {}
         if modules:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
@@ -264,35 +266,35 @@ class TrainStep:
 
     def load_optimizer(self, arrays: Mapping[str, ArrayOrLazyArray], updates: int) -> None:
         """Restores the optimizer's state: whole arrays by `kind.parameter`, of which this rank takes its parts."""
-        self.optimizer.load_state(arrays, updates, self.state_part)
+        self.optimizer.load_state(arrays, updates, self.state_shard_spec)
 
-    def state_dict_shard(self) -> Saved:
+    def state_dict_shard(self) -> CheckpointShard:
         """What this rank writes of a checkpoint."""
         ranges = self.model.compute_weights.local_ranges
         weights = {}
         for name, parameter in self.model.parameters_by_name.items():
-            if self.communicator.writes(name, name in ranges):
+            if self.communicator.should_save(name, name in ranges):
                 array = parameter.asnumpy()
                 if name in ranges:
                     array = array.reshape(-1)[ranges[name]]
-                weights[name] = ShardedArray(self.part_of(name)._replace(flat=ranges.get(name)), array)
+                weights[name] = ShardedArray(self.shard_spec(name)._replace(flat_range=ranges.get(name)), array)
         state = {}
         for key, array in self.optimizer.state_views().items():
             name = parameter_of(key)
-            if self.communicator.writes(name, name in self.optimizer.local_ranges):
-                state[key] = ShardedArray(self.state_part(name), array)
-        return Saved(weights, state, self.optimizer.updates, shares_memory=True)
+            if self.communicator.should_save(name, name in self.optimizer.local_ranges):
+                state[key] = ShardedArray(self.state_shard_spec(name), array)
+        return CheckpointShard(weights, state, self.optimizer.updates, shares_memory=True)
 
-    def part_of(self, name: str) -> ShardSpec:
+    def shard_spec(self, name: str) -> ShardSpec:
         """The part of a parameter that this rank has."""
         shard = self.model.shard
         if shard is None:
             return full_shard_spec(self.model.parameters_by_name[name].shape)
-        return shard.part(name)
+        return shard.shard_spec(name)
 
-    def state_part(self, name: str) -> ShardSpec:
+    def state_shard_spec(self, name: str) -> ShardSpec:
         """The part of a parameter of which this rank has the optimizer's state."""
-        return self.part_of(name)._replace(flat=self.optimizer.local_ranges.get(name))
+        return self.shard_spec(name)._replace(flat_range=self.optimizer.local_ranges.get(name))
 
     def state(self) -> dict:
         """What a checkpoint stores of the step, apart from the optimizer."""
@@ -304,7 +306,7 @@ class TrainStep:
 
 
 def apply_gradients(
-    window: StepGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: Guards
+    window: StepGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: UpdateGuard
 ) -> StepResult:
     """Applies guards, norm, clipping and update to the gradients of a window.
 
@@ -313,7 +315,7 @@ def apply_gradients(
             are those of the whole gradient, even where a rank holds a part of it.
 
     Raises:
-        RunError: See `Guards.skipped`. Nothing has been updated.
+        RunError: See `UpdateGuard.check_step`. Nothing has been updated.
     """
     scale = guards.scale
 
@@ -329,11 +331,11 @@ def apply_gradients(
         return result(0.0, "no token with a loss")
     # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
     norms = window.norms
-    norm = norms.whole / scale
+    norm = norms.total / scale
     first_nonfinite = ""
     if norms.first_nonfinite:
         first_nonfinite = f"; not finite first in the gradient of {norms.first_nonfinite}"
-    skipped = guards.skipped(window.loss, norm, step=optimizer.updates + 1, first_nonfinite=first_nonfinite)
+    skipped = guards.check_step(window.loss, norm, step=optimizer.updates + 1, first_nonfinite=first_nonfinite)
     if skipped:
         overflow = skipped == "overflow"
         return result(math.nan if overflow else norm, skipped, overflow=overflow)

@@ -103,7 +103,7 @@ def order_shards(entries: TensorInfos, pieces: ShardedTensors) -> Iterator[np.nd
     """The numbers of pieces that make up whole tensors, as `write_tensors` takes them."""
     for name in entries:
         flat = [piece.array.reshape(-1) for piece in pieces[name]]
-        runs = ((*run, array) for piece, array in zip(pieces[name], flat, strict=True) for run in piece.part.runs())
+        runs = ((*run, array) for piece, array in zip(pieces[name], flat, strict=True) for run in piece.spec.runs())
         for _, at, count, array in sorted(runs, key=lambda run: run[0]):
             yield array[at : at + count]
 
@@ -189,7 +189,7 @@ class LazyArray:
 
         def read(part: ShardSpec) -> np.ndarray:
             start = tuple(begin + at for begin, at in zip(begins, part.shard.start, strict=True))
-            return self._read(ShardSpec(self.shape, Shard(start, part.shard.shape), part.flat))
+            return self._read(ShardSpec(self.shape, Shard(start, part.shard.shape), part.flat_range))
 
         return LazyArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
 
@@ -204,10 +204,10 @@ def read_shard(array: ArrayOrLazyArray, part: ShardSpec | None = None) -> np.nda
         return array.read(part)
     if part is None:
         return array
-    own = part.shard.of(array.reshape(part.whole))
-    if part.flat is None:
+    own = part.shard.of(array.reshape(part.global_shape))
+    if part.flat_range is None:
         return own
-    return own.reshape(-1)[part.flat]
+    return own.reshape(-1)[part.flat_range]
 
 
 def row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:

@@ -41,7 +41,7 @@ class LatentProjections:
         self.rotary = rotary
         self.scratch = scratch
         self.tensor = tensor
-        self.gathers = tensor is not None and tensor.shares_rows
+        self.gathers = tensor is not None and tensor.sequence_parallel
         self.heads = spec.heads
         self.value_size = spec.value_size
         self.nope_size = latent.nope_size
@@ -129,7 +129,7 @@ class LatentProjections:
                 part_nX[...] = made_nX
 
         self.scratch.run(len(x_ND), compute)
-        gathered_NG = self.tensor.gather(local_nG)
+        gathered_NG = self.tensor.gather_tokens(local_nG)
         if call.save:
             call.saved["normed"] = gathered_NG
         return gathered_NG
@@ -235,7 +235,7 @@ class LatentProjections:
                 pass_.backward_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
 
             self.scratch.run(len(grad_NG), of_heads)
-            sums_nG = self.tensor.collect(grad_NG)
+            sums_nG = self.tensor.reduce_partial(grad_NG)
             self.scratch.run(len(x_ND), of_latents)
         pass_.add_gradients(grads[0])
 

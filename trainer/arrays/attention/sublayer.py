@@ -182,7 +182,7 @@ class CpuAttention:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.scratch = scratch
-        self.gathers = tensor is not None and tensor.shares_rows
+        self.gathers = tensor is not None and tensor.sequence_parallel
         self.context = context
         self.rotary = Rotary(spec, pairs)
         projections = LatentProjections

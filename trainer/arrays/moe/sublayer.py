@@ -76,7 +76,7 @@ class CpuMoe:
         self.scratch = scratch
         self.group = experts
         # The rank takes its rows of a residual stream that is the same on all ranks of its tensor-parallel group.
-        if tensor is not None and not tensor.shares_rows:
+        if tensor is not None and not tensor.sequence_parallel:
             self.divides = tensor
         else:
             self.divides = None
@@ -88,7 +88,7 @@ class CpuMoe:
         if spec.shared_width:
             rows = tensor
             if tensor is not None and not predicts:
-                rows = tensor._replace(shares_rows=True)
+                rows = tensor._replace(sequence_parallel=True)
             shared = MlpSpec(spec.hidden, spec.shared_width, spec.eps)
             self.shared = CpuMlp(shared, scratch, rows, prefix=_SHARED, is_sublayer=False)
 
@@ -99,7 +99,7 @@ class CpuMoe:
         if self.divides is None:
             rows_ND = x_ND
         else:
-            rows_ND = x_ND[self.divides.own_rows(len(x_ND))]
+            rows_ND = x_ND[self.divides.token_shard(len(x_ND))]
         passed = MoePass(inputs, rows_ND, *self._normed(call, rows_ND))
         self._route(call, passed)
         added_ND, passed.dispatched = self.dispatcher.forward(
@@ -200,7 +200,7 @@ class CpuMoe:
 
             self.scratch.run(len(grad_ND), drop)
         if self.divides is not None:
-            added_ND = added_ND[self.divides.own_rows(len(grad_ND))]
+            added_ND = added_ND[self.divides.token_shard(len(grad_ND))]
         of_experts = [field for field, name in _EXPERTS.items() if name in gradients.trained]
         weights = _expert_weights(call.weights)
         found = self.dispatcher.backward(

@@ -197,7 +197,7 @@ def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:
     """What context.mode 1 means on a CPU."""
     if config.context.mode == 0 or config.run_mode in ("predict", "chat") or device != "CPU" or is_semi_auto(config):
         return
-    if parallel_degrees(config, world).divide_layers:
+    if parallel_degrees(config, world).shards_layers:
         yield Note("context.mode 1: no effect on a CPU where ranks share matrices, experts or tokens of sequences:"
                    " native layers compute the model", "ignored")
     else:
