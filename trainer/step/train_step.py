@@ -149,8 +149,10 @@ class TrainStep:
         self.norm_contribution: NormContribution | None = None
         if self.communicator.shards_model or self.reducer.returns_ranges:
             places = {name: place for place, name in enumerate(names)}
-            factors = self.communicator.norm_weights(names, optimizer.local_ranges if self.reducer.returns_ranges else ())
-            self.norm_contribution = NormContribution(factors, [places.get(name, len(names)) for name in names_of_all_ranks])
+            scattered = optimizer.local_ranges if self.reducer.returns_ranges else ()
+            factors = self.communicator.norm_weights(names, scattered)
+            indices = [places.get(name, len(names)) for name in names_of_all_ranks]
+            self.norm_contribution = NormContribution(factors, indices)
         experts = model.settings.experts
         if experts and experts.balances_step:
             self.load = StepExpertLoad(self.communicator.all_reduce_stage)
