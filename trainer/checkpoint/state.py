@@ -189,7 +189,7 @@ def _file_parts(
     pieces = {name: [ShardedArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
               for name, parts in found.items()}  # fmt: skip
     wholes = on_disk({name: full_shard_spec(shape) for name, shape in shapes.items()})
-    return FileShards(float32_infos({name: parts[0].part.global_shape for name, parts in wholes.items()}), pieces)
+    return FileShards(float32_infos({name: parts[0].spec.global_shape for name, parts in wholes.items()}), pieces)
 
 
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
