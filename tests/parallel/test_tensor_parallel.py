@@ -12,7 +12,7 @@ from rank_job import on_rank_processes
 from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config, every_parted, whole
 
 from trainer.parallel.world import World
-from trainer.plan.division import layout_of
+from trainer.plan.division import model_layout_for
 
 LONG, SHORT = 20, 2
 BFLOAT16_ROUNDING = 2.0**-9
@@ -140,7 +140,7 @@ def compare_narrow(name: str, one: Trained, parts: list[Trained]) -> None:
 
 def compare_ends(name: str, one: Trained, parts: list[Trained], suite: Suite) -> None:
     how = config(name, Layout(**suite.layout), suite.ranks)
-    layout = layout_of(how, World(0, suite.ranks, 0, suite.ranks))
+    layout = model_layout_for(how, World(0, suite.ranks, 0, suite.ranks))
     close([part.evaluated for part in parts], one.evaluated, 1e-5, name)
     found, saved = assembled(layout, parts), parts[0].saved
     assert saved.keys() == one.saved.keys()

@@ -12,7 +12,7 @@ from trainer.config import Config
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import world_of
-from trainer.plan.division import groups_of
+from trainer.plan.division import rank_groups
 from trainer.plan.traffic import EVEN_ROWS, rank_traffic
 
 _KINDS = {"all_gather_rows": "all_gather", "all_to_all_into": "all_to_all", "stage": "send",
@@ -54,7 +54,7 @@ def planned(config: Config, rank: int, ranks: int) -> tuple[Counter[tuple], int]
     """By ranks of the group and collective what a rank sends; and what for experts."""
     world = world_of(ranks)
     mesh, found, of_experts = Mesh(parallel_degrees(config, world)), Counter[tuple](), 0
-    groups = groups_of(config, world, rank)
+    groups = rank_groups(config, world, rank)
     for one in rank_traffic(config, world, "CPU", mesh.coordinate_of(rank)):
         if one.what == EVEN_ROWS:
             of_experts += one.bytes

@@ -100,13 +100,13 @@ def test_a_file_for_ascend_is_planned_for_its_own_job():
     assert plan.data.rows == 0
     notes = [row[0] for row in plan_sections(plan, verbose=False)[0][1]][1:]
     assert len(notes) <= 12 and notes[0].startswith("- load_checkpoint is empty")  # what changes results comes first
-    assert all("no effect" in note or "set with" in note or "computed again" in note or "change nothing" in note
+    assert all("no effect" in note or "set with" in note or "computed again" in note or "keys ignored" in note
                or "not read" in note for note in notes[3:]), notes  # fmt: skip
     told = "\n".join(plan.notes)
     assert "not on this machine, and so not looked at: train_dataset.data_loader /data/on/another/machine" in told
     assert "planned for another machine" in told and "starts from new weights" in told
     text = sections_text(plan_sections(plan, verbose=False))
-    assert "keys that change nothing here (--verbose says why): " in text and "not known, it is not on this" in text
+    assert "keys ignored (--verbose says why): " in text and "not known, it is not on this" in text
 
 
 def test_degrees_that_do_not_fit_the_ranks_stay_an_error():

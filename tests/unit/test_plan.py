@@ -184,7 +184,7 @@ def test_notes_come_by_importance_and_name_their_file_once() -> None:
         "- ignored: a.b (line 3), a.c (line 4): nothing reads them",
     ]
     (_, rows), *_ = plan_sections(plan, verbose=False)
-    assert rows[-1] == ("- 2 keys that change nothing here (--verbose says why): a.b (line 3), a.c (line 4)",)
+    assert rows[-1] == ("- 2 keys ignored (--verbose says why): a.b (line 3), a.c (line 4)",)
 
 
 def test_a_note_has_the_kind_of_what_differs() -> None:

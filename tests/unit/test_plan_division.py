@@ -13,9 +13,9 @@ from trainer.config import Config, Override, load_config
 from trainer.models.spec.names import EMBEDDING, HEAD, layer_prefix
 from trainer.parallel.mesh import Degrees, Mesh, group_ranks
 from trainer.parallel.world import world_of
-from trainer.plan.division import Division, division, layout_of, ranks_text
+from trainer.plan.division import ShardingPlan, model_layout_for, ranks_text, sharding_plan
 from trainer.plan.pipeline import pipeline_plan
-from trainer.plan.render import division_sections, sections_text
+from trainer.plan.render import sections_text, sharding_sections
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LAYOUTS = {
@@ -33,7 +33,7 @@ def config_of(degrees: Degrees, **keys: object) -> Config:
     return load_config(str(REPOSITORY / "configs" / "moe_mtp.yaml"), overrides, problems=[])
 
 
-def own(found: Division, axis: str, rank: int) -> dict[str, str]:
+def own(found: ShardingPlan, axis: str, rank: int) -> dict[str, str]:
     """The parts of a rank by the table of an axis."""
     for share in getattr(found, axis):
         if rank in ranks_of(share.ranks):
@@ -55,7 +55,7 @@ def ranks_of(text: str) -> list[int]:
 @pytest.mark.parametrize("degrees", LAYOUTS.values(), ids=LAYOUTS)
 def test_each_rank_holds_what_the_layout_says(degrees: Degrees) -> None:
     config, world = config_of(degrees), world_of(degrees.ranks)
-    found, layout, mesh = division(config, world), layout_of(config, world), Mesh(degrees)
+    found, layout, mesh = sharding_plan(config, world), model_layout_for(config, world), Mesh(degrees)
     settings = config.decoder
 
     def text(name: str, rank: int, unit: int = 1) -> str:
@@ -95,7 +95,7 @@ def test_each_rank_holds_what_the_layout_says(degrees: Degrees) -> None:
 def test_heads_that_several_ranks_have_are_said() -> None:
     degrees = Degrees(model_parallel=8)
     config = config_of(degrees, model__model_config__num_heads=8, model__model_config__n_kv_heads=2)
-    parts = [share.parts["kv heads"] for share in division(config, world_of(8)).tensor]
+    parts = [share.parts["kv heads"] for share in sharding_plan(config, world_of(8)).tensor]
     assert parts == ["0 (on 4 ranks)"] * 4 + ["1 (on 4 ranks)"] * 4
 
 
@@ -104,14 +104,14 @@ def test_ring_and_ulysses_ranks_have_other_tokens() -> None:
     sizes = {"model__model_config__seq_length": 64}
     ring = config_of(degrees, **sizes)
     ulysses = config_of(degrees, **sizes, parallel_config__context_parallel_algo="ulysses_cp")
-    tokens = [[share.parts["tokens"] for share in division(one, world_of(2)).context] for one in (ring, ulysses)]
+    tokens = [[share.parts["tokens"] for share in sharding_plan(one, world_of(2)).context] for one in (ring, ulysses)]
     assert tokens == [["0-15, 48-63", "16-31, 32-47"], ["0-31", "32-63"]]
 
 
 def test_neighbours_of_a_hybrid_ring_divide_the_tokens_of_its_member() -> None:
     keys = {"model__model_config__seq_length": 64, "parallel_config__context_parallel_algo": "hybrid_cp"}
     config = config_of(Degrees(context_parallel=4, model_parallel=2), parallel_config__ulysses_degree_in_cp=2, **keys)
-    found = division(config, world_of(8))
+    found = sharding_plan(config, world_of(8))
     assert [share.parts["tokens"] for share in found.context] == ["0-15", "48-63", "16-31", "32-47"]
     groups = [(one.name, one.size, one.number, one.first, one.last) for one in found.groups]
     assert ("ulysses", 2, 4, "0, 2", "5, 7") in groups and ("ring", 2, 4, "0, 4", "3, 7") in groups
@@ -121,13 +121,13 @@ def test_a_job_of_many_ranks_fits_a_page() -> None:
     degrees = Degrees(16, 64, 2, 8, 64)
     keys = {"num_heads": 64, "num_layers": 64, "moe_config__expert_num": 256}
     config = config_of(degrees, **{f"model__model_config__{name}": value for name, value in keys.items()})
-    found = division(config, world_of(16_384))
-    lines = sections_text(division_sections(found, None)).splitlines()
+    found = sharding_plan(config, world_of(16_384))
+    lines = sections_text(sharding_sections(found, None)).splitlines()
     assert len(lines) < 60 and max(map(len, lines)) <= 80
     keys = {"model__model_config__num_layers": 128, "model__model_config__pp_interleave_num": 4}
     chunks = config_of(degrees, **keys, parallel_config__micro_batch_num=32)
-    found = division(chunks, world_of(16_384))
-    lines = sections_text(division_sections(found, pipeline_plan(chunks, 16))).splitlines()
+    found = sharding_plan(chunks, world_of(16_384))
+    lines = sections_text(sharding_sections(found, pipeline_plan(chunks, 16))).splitlines()
     assert [line for line in lines if len(line) > 80] == []
     first = lines.index("STAGES OF THE PIPELINE (weights of a rank, in millions)") + 2
     assert lines[first].split()[:4] == ["0", "0-1023", "0-1;", "32-33"]
@@ -135,8 +135,8 @@ def test_a_job_of_many_ranks_fits_a_page() -> None:
 
 
 def test_ranks_with_whole_models_divide_nothing() -> None:
-    assert division(config_of(Degrees(data_parallel=8)), world_of(8)) is None
-    assert division(config_of(Degrees()), world_of(1)) is None
+    assert sharding_plan(config_of(Degrees(data_parallel=8)), world_of(8)) is None
+    assert sharding_plan(config_of(Degrees()), world_of(1)) is None
 
 
 def test_the_command_gives_it_as_json(capsys: pytest.CaptureFixture) -> None:

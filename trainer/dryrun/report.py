@@ -18,7 +18,7 @@ from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
 from trainer.monitors.formatting import size
-from trainer.plan.division import groups_of, ranks_text
+from trainer.plan.division import rank_groups, ranks_text
 from trainer.plan.memory import memory_estimate
 from trainer.run.plan_file import plan_file
 
@@ -166,7 +166,7 @@ def group_names(config: Config, world: World) -> dict[tuple[int, ...], str]:
     if config.classifier is not None or degrees.ranks != world.size:
         return {}
     found = {tuple(range(world.size)): "all"}
-    for name, ranks in groups_of(config, world, world.rank).items():
+    for name, ranks in rank_groups(config, world, world.rank).items():
         found.setdefault(tuple(ranks), name)
     return found
 

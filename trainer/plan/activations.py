@@ -45,51 +45,58 @@ class SublayerBytes(NamedTuple):
 
 
 class ActivationMemory:
-    """Activations of one micro-batch on a rank.
+    """Activations of one micro-batch on a rank, in bytes.
 
     Args:
+        params: The parameters and layers of the rank.
         narrow: Bytes of a number that a product takes.
     """
 
-    def __init__(self, config: Config, world: World, held: RankParams, narrow: int) -> None:
+    def __init__(self, config: Config, world: World, params: RankParams, narrow: int) -> None:
         degrees = parallel_degrees(config, world)
         self.config = config
-        self.held = held
+        self.params = params
         self.narrow = narrow
+        self.rounded = 0
+        """Bytes of the rounded copy of a float32 number; 0 where products take float32."""
         if narrow < _WIDE:
             self.rounded = narrow
-        else:
-            self.rounded = 0
-        """Bytes of the rounded copy of a number that is not rounded already."""
-        self.spec: ModelSpec = model_spec(config.decoder).local(held.tensor)
-        self.is_tensor_parallel = held.tensor > 1
+        self.spec: ModelSpec = model_spec(config.decoder).local(params.tensor)
+        self.is_tensor_parallel = params.tensor > 1
         self.shares_rows = self.is_tensor_parallel and config.parallel_config.use_seq_parallel
         self.is_context_parallel = degrees.context_parallel > 1
         self.ulysses = ulysses_degree(config)
         self.expert_ranks = degrees.expert_parallel
         moe = config.decoder.experts
         tokens = micro_batch_tokens(config, degrees)
-        routed = tokens // held.tensor
+        routed = tokens // params.tensor
+        stream_rows = tokens
+        if self.shares_rows:
+            stream_rows = routed
+        expert_rows = 0
+        if moe is not None:
+            expert_rows = routed * moe.num_experts_chosen
         self.rows: dict[RowKind, int] = {
-            "stream": routed if self.shares_rows else tokens,
+            "stream": stream_rows,
             "tokens": tokens,
             "queries": tokens * self.ulysses,
             "keys": tokens * degrees.context_parallel,
             "routed": routed,
-            "experts": routed * moe.num_experts_chosen if moe is not None else 0,
+            "experts": expert_rows,
         }
         self.stream = _WIDE * self.spec.hidden * self.rows["stream"]
         """Bytes of the residual stream."""
 
     def training_peak(self, gradients: Mapping[str, int]) -> int:
-        """Returns the most that there is besides all gradients. Where gradients come while activations go, those that
-        are not there yet are subtracted.
+        """Returns the peak of a training step beyond all gradients.
+
+        Where gradients appear while activations are freed, those that do not exist yet are subtracted.
 
         Args:
-            gradients: Bytes of those that come layer by layer, by the names of their weights; of others nothing.
+            gradients: Bytes of the gradients that appear layer by layer, by the names of their weights.
         """
         spec = self.spec
-        passes = self.held.passes
+        passes = self.params.passes
         again = recomputed_parts(self.config)
         again += again[-1:] * spec.mtp_modules  # multi-token prediction modules recompute what the last layer does
         first = spec.first_reached(trained_shapes(self.config))
@@ -97,7 +104,7 @@ class ActivationMemory:
         kept = sum(one.kept * passes[number] for number, one in layers.items())
         coming = sum(gradients.values())
         peak = 0
-        if self.held.has_head:
+        if self.params.has_head:
             modules = spec.mtp_modules
             matrix = _WIDE * spec.vocabulary * spec.embedding
             # Of each head its input and the gradient; of a module the embeddings that it merges, too.
@@ -111,25 +118,29 @@ class ActivationMemory:
         return max(peak, kept + 2 * self.stream)
 
     def evaluation_peak(self) -> int:
-        """Returns the most that there is in a forward pass that keeps nothing."""
-        found = [self.head(trains=False)]
+        """Returns the peak of a forward pass that saves nothing."""
+        peaks = [self.head(trains=False)]
         for layer in set(self.spec.layers):
-            found.append(self._attention_kept(layer.attention))
+            peaks.append(self._attention_kept(layer.attention))
             if layer.is_moe:
-                found.append(self.mlp(layer).kept + _WIDE * self.spec.hidden * self.rows["experts"])
-        return max(found) + self.stream
+                peaks.append(self.mlp(layer).kept + _WIDE * self.spec.hidden * self.rows["experts"])
+        return max(peaks) + self.stream
 
     def layer(self, layer: LayerSpec, recomputed: str) -> SublayerBytes:
-        """Returns the bytes of a layer, of which "block", "attention", "mlp" or nothing ("") is recomputed."""
+        """Returns the bytes of a layer.
+
+        Args:
+            recomputed: What its backward pass recomputes: "block", "attention", "mlp" or nothing ("").
+        """
         sublayers = {"attention": self.attention(layer), "mlp": self.mlp(layer)}
         if recomputed == "block":
             redone = SUBLAYERS
         else:
             redone = (recomputed,)
         if recomputed == "block" and not layer.is_moe:  # its sublayers are one part, of which the input is kept
-            whole = sum(one.kept for one in sublayers.values())
+            kept = sum(one.kept for one in sublayers.values())
             most = max(one.working for one in sublayers.values())
-            return SublayerBytes(self.stream, whole - self.stream + most)
+            return SublayerBytes(self.stream, kept - self.stream + most)
         kept = 0
         working = 0
         for name, one in sublayers.items():
@@ -142,8 +153,7 @@ class ActivationMemory:
         return SublayerBytes(kept, working)
 
     def attention(self, layer: LayerSpec) -> SublayerBytes:
-        """Returns the bytes of an attention sublayer, whose working memory is that of
-        `trainer.arrays.attention.sublayer`."""
+        """Returns the bytes of an attention sublayer, as `trainer.arrays.attention.sublayer` allocates them."""
         spec = layer.attention
         tokens = self.rows["tokens"]
         saved = {one.name: one for one in self._attention_saved(spec)}
@@ -174,7 +184,7 @@ class ActivationMemory:
         return SublayerBytes(kept, working)
 
     def mlp(self, layer: LayerSpec) -> SublayerBytes:
-        """Returns the bytes of a feed-forward sublayer, or of one with experts."""
+        """Returns the bytes of a feed-forward sublayer, dense or with experts."""
         spec = layer.mlp
         if not isinstance(spec, MlpSpec):
             return self._experts(spec)
@@ -182,7 +192,9 @@ class ActivationMemory:
         return SublayerBytes(kept, self._dense_working(spec, layer) + self.narrow * spec.width * self.rows["tokens"])
 
     def _experts(self, spec: MoeSpec) -> SublayerBytes:
-        gathers = self.expert_ranks > 1 and self.config.decoder.experts.moe_token_dispatcher_type == "allgather"
+        moe = self.config.decoder.experts
+        assert moe is not None  # the layer has experts
+        gathers = self.expert_ranks > 1 and moe.moe_token_dispatcher_type == "allgather"
         kept = self._bytes(moe_saved(spec, self.is_tensor_parallel, gathers, self.expert_ranks))
         # Gradients of the input, by each sum, and of the rows of the experts, which ranks exchange; the SwiGLU.
         exchanges = 1
@@ -193,8 +205,10 @@ class ActivationMemory:
         return SublayerBytes(self.stream + kept, working)
 
     def _dense_working(self, spec: AttentionSpec | MlpSpec, layer: LayerSpec) -> int:
-        """Returns the bytes that the backward passes of attention and feed-forward sublayers have in common: gradients
-        of the residual stream after and before them, the normed input, and rounded copies."""
+        """Returns the bytes that the backward passes of attention and dense feed-forward sublayers both need.
+
+        They are the gradients of the residual stream after and before them, the normed input, and rounded copies.
+        """
         row = spec.hidden * self.rows["tokens"]
         working = 2 * self.stream + (self.narrow + self.rounded) * row
         if spec.post_norm or spec.output_dropout:
@@ -206,8 +220,7 @@ class ActivationMemory:
         return working + self.rounded * sum(math.prod(one.shape) for one in layer.parameters if len(one.shape) == 2)
 
     def head(self, trains: bool) -> int:
-        """Returns the bytes of the head: its input, normed rows and in a training their gradient, and the logits of
-        some rows."""
+        """Returns the bytes of the head: its input, the normed rows and their gradient, and the logits of some rows."""
         spec = self.spec
         tokens = self.rows["tokens"]
         rows = logit_rows(tokens, spec.vocabulary)

@@ -1,4 +1,4 @@
-"""What explicit mode cannot do on an Ascend of what divides a model."""
+"""Which kinds of parallelism explicit mode does not support on an Ascend."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from trainer.ops.select import select_kernels
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.config.schema.moe import MoEConfig
     from trainer.parallel.mesh import Degrees
 
 _MODEL = "model.model_config"
 
 
 def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
-    """What keeps a job of these degrees, in explicit mode, from running on an Ascend."""
+    """Yields the configuration errors of a job with these parallel degrees in explicit mode on an Ascend."""
     if config.classifier is not None:
         return
     divided = [name for name, size in degrees._asdict().items() if size > 1 and name != "data_parallel"]
@@ -36,7 +37,7 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     if degrees.pipeline_stage > 1:
         yield from _pipeline_problems(config, degrees)
     if config.decoder.experts is not None:
-        yield from _expert_problems(config, degrees)
+        yield from _expert_problems(config, config.decoder.experts, degrees)
     shares = config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
     if config.trains and shares and zero_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"
@@ -55,8 +56,7 @@ def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError
         yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
 
 
-def _expert_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
-    moe = config.decoder.experts
+def _expert_problems(config: Config, moe: MoEConfig, degrees: Degrees) -> Iterator[ConfigError]:
     if degrees.expert_parallel > 1 and moe.moe_token_dispatcher_type == "allgather":
         key = f"{_MODEL}.moe_config.moe_token_dispatcher_type"
         rule = "not yet supported on an Ascend"
@@ -67,7 +67,8 @@ def _expert_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
 
 
 def _context_problems(config: Config) -> Iterator[ConfigError]:
-    """There ranks that share a sequence gather keys and values and run flash_attention_score."""
+    """Yields what context parallelism does not support on an Ascend, where ranks gather keys and values and run
+    flash_attention_score."""
     key = "parallel_config.context_parallel"
     settings = config.decoder
     if ulysses_degree(config) > 1:

@@ -1,4 +1,4 @@
-"""What the plan and the training loop ask of a way to compute a training, whichever it is."""
+"""The protocol of the ways to compute a training, which the plan and the training loop use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     from trainer.config import Config
     from trainer.config.checks.problem import ConfigError
-    from trainer.data.batches.loader import Ranks
+    from trainer.data.batches.loader import DataParallelRank
     from trainer.parallel.world import World
 
 
@@ -24,24 +24,26 @@ class ExecutionMode(Protocol):
     config: Config
     world: World
     data_config: Config  # with the batch sizes that one of `data_ranks` reads
-    data_ranks: Ranks
+    data_ranks: DataParallelRank
 
     def execution(self, device: str) -> str:
-        """How the model is computed, in words."""
+        """Returns a phrase that says how the model is computed."""
 
     def check_device(self, device: str) -> None:
-        """Raises a UserError where the mode does not run on this device; asked before all else."""
+        """Raises a UserError if the mode does not support this device; called before all else."""
 
     def problems(self) -> list[ConfigError]:
-        """What keeps the configuration from running in this mode, beside what `trainer.config` checks."""
+        """Returns the configuration errors of this mode, in addition to those of `trainer.config`."""
 
     def notes(self) -> Iterator[str]:
-        """Keys that have no effect, or another one, in this mode."""
+        """Yields notes on keys that have no effect, or another effect, in this mode."""
 
     def open(self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str) -> Any:
-        """The training step, ready to be called: a `TrainStep` or a `GraphStep`. Imports MindSpore.
+        """Returns the training step, a `TrainStep` or a `GraphStep`, ready to be called. Imports MindSpore.
 
-        The schedule gives the learning rate of update `n`, from 0; weights None are those of `seed`.
+        Args:
+            schedule: Gives the learning rate of update `n`, from 0.
+            weights: Initial weights by name; None initializes them from `seed`.
 
         Raises:
             UserError: The device is not there.
@@ -49,4 +51,4 @@ class ExecutionMode(Protocol):
         """
 
     def check_layout(self, layout: Mapping[str, Any], communicator: Any) -> None:
-        """Raises a RunError where ranks differ in what must be the same on all of them before the first step."""
+        """Raises a RunError if ranks differ in what must be the same on all of them before the first step."""

@@ -32,13 +32,14 @@ from trainer.models.spec.sublayers import mlp_spec
 from trainer.ops.precision import resolve_precision
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.plan.division import RankParams, held_parts, micro_batch_tokens
+from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_per_stage
 from trainer.plan.graph_memory import graph_memory, is_flash, kept_scores
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
     from trainer.parallel.mesh import Degrees
     from trainer.parallel.world import World
 
@@ -52,64 +53,69 @@ _FLASH_MASK_BYTES = 2048 * 2048
 def device_memory(
     config: Config, world: World, trains: bool, states: dict[str, int], stage: int | None = None
 ) -> dict[str, int]:
-    """Bytes on a rank of a stage, by default of the one that needs most, by part and in total.
+    """Returns the bytes of a rank by part and in total, for the stage that needs most, or for `stage`.
 
     Args:
         states: Arrays of a weight's size that each update rule keeps.
     """
     degrees = parallel_degrees(config, world)
-    if stage is None:
-        stages = range(degrees.pipeline_stage)
-    else:
+    stages: Sequence[int] = range(degrees.pipeline_stage)
+    if stage is not None:
         stages = [stage]
-    if runs_semi_auto(config, world):
-        held = None
-    else:
-        held = held_parts(config, world)
+    trained: dict[str, tuple[int, ...]] = {}
     if trains:
         trained = trained_shapes(config)
-    else:
-        trained = {}
-    every = (_stage(config, world, degrees, trained, states, one, held[one] if held else None) for one in stages)
-    return max(every, key=lambda parts: parts["total"])
+    params: list[RankParams | None] = [None] * degrees.pipeline_stage
+    if not runs_semi_auto(config, world):
+        params = [*rank_params_per_stage(config, world)]
+    estimates = (_stage_memory(config, world, degrees, trained, states, number, params[number]) for number in stages)
+    return max(estimates, key=lambda parts: parts["total"])
 
 
-def fixed_bytes(parts: dict[str, int]) -> int:
-    """The part of the memory that is certain."""
+def fixed_bytes(parts: Mapping[str, int]) -> int:
+    """Returns the bytes of weights, gradients and optimizer state, which are exact."""
     return sum(parts.get(name, 0) for name in ("weights", "gradients", "optimizer state"))
 
 
-def _stage(
+def _stage_memory(
     config: Config,
     world: World,
     degrees: Degrees,
     trained: dict[str, tuple[int, ...]],
     states: dict[str, int],
     stage: int,
-    own: RankParams | None,
+    params: RankParams | None,
 ) -> dict[str, int]:
-    """`own`: what a rank has in explicit mode; None in semi-automatic mode. `trained` is empty where nothing trains."""
+    """Returns the bytes of one rank of a stage, by part and in total.
+
+    Args:
+        trained: The shapes of the trained parameters; empty if nothing is trained.
+        params: The rank's parameters in explicit mode; None in semi-automatic mode.
+    """
     trains = bool(trained)
-    is_graph = own is None
+    is_graph = params is None
     settings = config.decoder
     stages = degrees.pipeline_stage
-    if own is None:
-        held = all_shapes(settings)
-        names = _names_of_stage(config, stage, stages)
+    if params is None:
+        shapes = all_shapes(settings)
+        names = _semi_auto_names(config, stage, stages)
     else:
-        held = own.shapes
-        names = list(held)
+        shapes = params.shapes
+        names = list(shapes)
     least = shard_threshold_bytes(config)
     shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
-        return _local_bytes(name, held[name], degrees, is_graph, least if shared else None)
+        threshold = None
+        if shared:
+            threshold = least
+        return _local_bytes(name, shapes[name], degrees, is_graph, threshold)
 
     parts = {"weights": sum(size(name, shares_weights) for name in names)}
     half = resolve_precision(settings, config.amp_level, "Ascend").compute.dtype != "float32"
-    matrices = {name: size(name, False) for name in names if len(held[name]) > 1}
-    # A copy of each matrix in the dtype of the products; whole, also where ranks share the weights.
+    matrices = {name: size(name, False) for name in names if len(shapes[name]) > 1}
+    # A copy of each matrix in the dtype of the products; unsharded, even if ranks shard the weights.
     copies = sum(bytes_ for name, bytes_ in matrices.items() if half and name != EMBEDDING) // 2
     if not trains:
         parts["weights in half precision"] = copies
@@ -131,14 +137,15 @@ def _stage(
         states[group.optimizer] * size(name, shares_state) for group in groups for name in group.parameters
     )
     waiting = 0
-    if is_graph:
+    if params is None:
         shares = shares_weights and degrees.data_parallel * degrees.context_parallel > 1
         graph = graph_memory(config, degrees, stage, half, matrices, shares, adds_up)
         copies = graph.copies
         kept = graph.activations
         parts["masks and tables"] = graph.constants
         if shares_weights:
-            unsharded = {name: matrices[name] for name in matrices if _has_copies_in_tensor_group(held[name], degrees)}
+            copied = [name for name in matrices if _has_copies_in_tensor_group(shapes[name], degrees)]
+            unsharded = {name: matrices[name] for name in copied}
             waiting = _largest_layer(unsharded)
             if level != "level3" or not adds_up:
                 # The gradients of all these wait for the end of the backward pass, when the copies have been freed.
@@ -147,7 +154,7 @@ def _stage(
                     waiting -= sum(size(name, shares_sums) for name in unsharded)
                 copies = max(copies - sum(unsharded.values()) // 2, 0)
     else:
-        kept = _activations(config, degrees, own, half, _gradients_of_layer(of_trained, matrices, half))
+        kept = _activations(config, degrees, params, half, _layer_gradient_bytes(of_trained, matrices, half))
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
     if adds_up:
@@ -179,35 +186,42 @@ def _local_bytes(name: str, shape: tuple[int, ...], degrees: Degrees, is_graph: 
     return -(-local_bytes // replicas)
 
 
-def _gradients_of_layer(trained: Sequence[str], matrices: Mapping[str, int], half: bool) -> int:
-    """Bytes of the gradients of the largest layer, in half precision and in float32."""
+def _layer_gradient_bytes(trained: Sequence[str], matrices: Mapping[str, int], half: bool) -> int:
+    """Returns the bytes of the gradients of the largest layer, in half precision and in float32."""
     of_layers = {name: matrices.get(name, 0) for name in trained if _layer_of(name) is not None}
     return _largest_layer(of_layers) * (3 if half else 2) // 2
 
 
-def _names_of_stage(config: Config, stage: int, stages: int) -> list[str]:
-    """The parameters of a stage in semi-automatic mode, in which the first one alone has a tied embedding."""
+def _semi_auto_names(config: Config, stage: int, stages: int) -> list[str]:
+    """Returns the parameters of a stage in semi-automatic mode, in which only the first stage has a tied embedding."""
     spec = model_spec(config.decoder)
-    last = stage == stages - 1
-    layers = set(stage_layers(config)[stage] if stages > 1 else range(spec.num_layers))
-    layers |= set(spec.module_layers if last else ())
-    found = []
-    for name in spec.parameters():
+    is_last = stage == stages - 1
+    layers = set(range(spec.num_layers))
+    if stages > 1:
+        layers = set(stage_layers(config)[stage])
+    if is_last:
+        layers |= set(spec.module_layers)
+
+    def belongs(name: str) -> bool:
         layer = _layer_of(name)
-        if layer in layers if layer is not None else stage == 0 if name == EMBEDDING else last:
-            found.append(name)
-    return found
+        if layer is not None:
+            return layer in layers
+        if name == EMBEDDING:
+            return stage == 0
+        return is_last
+
+    return [name for name in spec.parameters() if belongs(name)]
 
 
 def _layer_of(name: str) -> int | None:
-    found = _LAYER.match(name)
-    if found:
-        return int(found[1])
+    match = _LAYER.match(name)
+    if match:
+        return int(match[1])
     return None
 
 
 def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
-    """Into how many parts a parameter is cut by the other degrees than data_parallel."""
+    """Returns into how many shards tensor or expert parallelism cuts a parameter."""
     if len(shape) == 1:
         return 1
     if len(shape) == 3:
@@ -216,7 +230,8 @@ def _parts(shape: tuple[int, ...], degrees: Degrees) -> int:
 
 
 def _has_copies_in_tensor_group(shape: tuple[int, ...], degrees: Degrees) -> bool:
-    """Whether these are experts of semi-automatic mode that several ranks of a tensor group have.
+    """Returns whether a parameter is that of experts which several ranks of a tensor group have, in semi-automatic
+    mode.
 
     MindSpore shares them among all ranks that have them, if these are as many as divide their number.
     """
@@ -234,9 +249,11 @@ def _largest_layer(sizes: Mapping[str, int]) -> int:
     return max(layers.values(), default=0)
 
 
-def _activations(config: Config, degrees: Degrees, own: RankParams, half: bool, gradients_of_layer: int) -> int:
-    """Bytes in explicit mode: at the end of the forward pass, or while the backward pass computes a layer again, whose
-    gradients come then."""
+def _activations(config: Config, degrees: Degrees, params: RankParams, half: bool, layer_gradients: int) -> int:
+    """Returns the bytes of activations at their peak in explicit mode.
+
+    The peak is at the end of the forward pass, or while the backward pass recomputes a layer and its gradients appear.
+    """
     settings = config.decoder
     tokens = micro_batch_tokens(config, degrees)
     rows = 1
@@ -245,53 +262,67 @@ def _activations(config: Config, degrees: Degrees, own: RankParams, half: bool, 
     spec = model_spec(settings).local(degrees.model_parallel)
     again = recomputed_parts(config) + ("",) * spec.mtp_modules
     first = spec.first_reached(trained_shapes(config))
-    kept = largest = again_largest = 0
-    for layer, passes in own.passes.items():
+    kept = 0  # bytes of a token
+    largest = 0  # of a layer that is not recomputed
+    largest_recomputed = 0
+    for layer, passes in params.passes.items():
         if layer < first:
             continue
         sizes = _kept_of_layer(settings, spec.layers[layer], half, rows, degrees.context_parallel)
         sizes["block"] = sum(sizes.values())
         part = again[layer]
-        remains = 0
         if part:
-            remains = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows
-        kept += passes * (sizes["block"] - remains)
-        largest = max(largest, 0 if part else sizes["block"])
-        again_largest = max(again_largest, sizes[part] if part else 0)
-    head = 0
-    if own.has_head:
-        head = _head(spec, tokens, half)
-    held = _constants(settings, spec.layers[0].attention, tokens, half)
-    # The compiled forward and backward pass each hold the constants that they were given last.
-    head += 2 * held
-    # While the last feed-forward layer computes its gradients the head's arrays are gone; the pass before holds, too.
-    gradients = (12 if _widens(settings, half) else 8) * mlp_spec(settings).local(degrees.model_parallel).width
-    backward = 3 * held + (0 if settings.experts else tokens * gradients)
-    # MindSpore holds what a compiled block kept last.
+            freed = sizes[part] - settings.hidden_size * _FLOAT32_BYTES // rows
+            kept += passes * (sizes["block"] - freed)
+            largest_recomputed = max(largest_recomputed, sizes[part])
+        else:
+            kept += passes * sizes["block"]
+            largest = max(largest, sizes["block"])
+    constants = _constants(settings, spec.layers[0].attention, tokens, half)
+    # The compiled forward and backward pass each keep the constants that they received last.
+    head = 2 * constants
+    if params.has_head:
+        head += _head(spec, tokens, half)
+    # While the last feed-forward layer computes its gradients, the head's arrays are freed; the pass before keeps its
+    # constants, too.
+    backward = 3 * constants
+    if not settings.experts:
+        gradient_bytes = 8
+        if _widens(settings, half):
+            gradient_bytes = 12
+        backward += tokens * gradient_bytes * mlp_spec(settings).local(degrees.model_parallel).width
+    # MindSpore keeps what a compiled block saved last.
     forward = tokens * (kept + largest) + max(head, backward)
     # With the head: what its compiled pieces computed last, and its gradient.
-    if again_largest:
-        return max(forward, tokens * (kept + again_largest) + gradients_of_layer + head)
+    if largest_recomputed:
+        return max(forward, tokens * (kept + largest_recomputed) + layer_gradients + head)
     return forward
 
 
 def _head(spec: ModelSpec, tokens: int, half: bool) -> int:
-    """Bytes of the head and its loss in explicit mode, when its gradients are there."""
+    """Returns the bytes of the head and its loss in explicit mode, once their gradients are computed."""
     logits = tokens * spec.vocabulary
-    stream = tokens * spec.hidden * (6 if half else 8)  # before and after the norm
-    # The gradient of the matrix; that of a tied embedding is cast to float32.
-    matrix = spec.vocabulary * spec.embedding * (2 if half else 4)
-    matrices = (3 if spec.tied and half else 1) * matrix
+    width = 4
+    if half:
+        width = 2
+    stream = tokens * spec.hidden * (4 + width)  # before and after the norm
+    matrices = spec.vocabulary * spec.embedding * width  # the gradient of the matrix
+    if spec.tied and half:
+        matrices *= 3  # and its cast to float32
     return stream + min(logits, max(_PIECE, 128 * tokens)) * _PIECE_BYTES + matrices
 
 
 def _widens(settings: ModelConfig, half: bool) -> bool:
-    """Whether SwiGLU keeps float32 copies of its inputs: the reference kernel, with products in half precision."""
+    """Returns whether SwiGLU keeps float32 copies of its inputs, as the reference kernel does in half precision."""
     return half and not settings.use_fused_swiglu
 
 
 def _constants(settings: ModelConfig, attention: AttentionSpec, tokens: int, half: bool) -> int:
-    """Returns the bytes of the position tables and masks that a block is given; `attention` is that of the rank."""
+    """Returns the bytes of the position tables and masks of a block.
+
+    Args:
+        attention: The local attention of the rank.
+    """
     if settings.use_fused_rope:
         heads = 2
     else:
@@ -305,14 +336,14 @@ def _constants(settings: ModelConfig, attention: AttentionSpec, tokens: int, hal
 def _kept_of_layer(
     settings: ModelConfig, layer: LayerSpec, half: bool, rows: int = 1, sequence_ranks: int = 1
 ) -> dict[str, int]:
-    """What each sublayer of a layer keeps for a token in explicit mode; residuals are float32.
+    """Returns the bytes that each sublayer of a layer saves for a token in explicit mode, where residuals are float32.
 
-    The results of both output projections too, and of queries and keys what enters and leaves their norm.
+    It counts the results of both output projections, and queries and keys before and after their norm.
 
     Args:
-        settings: Which kernels there are.
-        rows: Ranks that share the rows of the residual stream.
-        sequence_ranks: Those that share a sequence: each gathers keys and values of all its tokens.
+        settings: Which kernels are used.
+        rows: Number of ranks that share the rows of the residual stream.
+        sequence_ranks: Number of ranks that share a sequence; each gathers keys and values of all its tokens.
     """
     width = 4
     if half:
@@ -343,7 +374,9 @@ def _kept_of_layer(
     mlp = layer.mlp
     if isinstance(mlp, MlpSpec):
         # Gate and up, in the dtype in which they are multiplied, and their product.
-        gates = 2 * (4 if widens else width) + width
+        gates = 3 * width
+        if widens:
+            gates = 2 * 4 + width
         return {"attention": attention, "mlp": streams + projected + gates * mlp.width}
     # Operator by operator: a token's rows before and after each operator that sorts, multiplies and adds up.
     rows = (mlp.chosen * 4 * (hidden + mlp.width) + hidden) * width

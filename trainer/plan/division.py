@@ -1,4 +1,4 @@
-"""Who holds what: the groups of ranks, and what the ranks of a stage, a tensor group and others have of the model.
+"""The sharding of a model over ranks: the groups of ranks, and which layers, heads, tokens and experts a rank has.
 
 Nothing here counts ranks one by one, so that a job of many thousands of them is planned as fast as a small one.
 """
@@ -45,12 +45,12 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class StageShare:
-    """What a stage of the pipeline holds.
+    """The layers and weights of one pipeline stage.
 
     Attributes:
-        layers: Of each of its chunks, as ranges.
-        ends: Embedding, final norm, head and number of multi-token prediction modules, as far as it has them.
-        weights: Of the rank of the stage that has most.
+        layers: The layers of each model chunk, as ranges.
+        ends: Which of embedding, final norm, head and multi-token prediction modules the stage has.
+        weights: Number of weights of the stage's rank with most weights.
     """
 
     stage: int
@@ -61,49 +61,50 @@ class StageShare:
 
 
 @dataclass(frozen=True)
-class RankShare:
-    """What the ranks with one coordinate of a group hold: by the name of what is divided, which part of it."""
+class RankShards:
+    """The shards of the ranks with one position in a group, by the name of what is sharded, such as heads."""
 
-    rank: int  # in the group
-    ranks: str  # of the job, with this coordinate
+    rank: int  # the position in the group
+    ranks: str  # the ranks of the job with this position
     parts: dict[str, str]
 
 
 @dataclass(frozen=True)
-class Division:
-    """Who holds what. Empty tuples: that axis divides nothing.
+class ShardingPlan:
+    """How the ranks of a job shard the model.
 
     Attributes:
-        tensor, context, experts: By the rank in a tp, cp and ep group.
+        order: The formula of a rank's number.
+        tensor, context, experts: Shards by position in a tp, cp and ep group; empty if that axis shards nothing.
     """
 
     order: str
     groups: tuple[GroupPlan, ...]
     stages: tuple[StageShare, ...]
-    tensor: tuple[RankShare, ...] = ()
-    context: tuple[RankShare, ...] = ()
-    experts: tuple[RankShare, ...] = ()
+    tensor: tuple[RankShards, ...] = ()
+    context: tuple[RankShards, ...] = ()
+    experts: tuple[RankShards, ...] = ()
 
 
-def division(config: Config, world: World) -> Division | None:
-    """None where each rank has the whole model and batches of its own."""
+def sharding_plan(config: Config, world: World) -> ShardingPlan | None:
+    """Returns how the ranks shard the model, or None if each rank has all of it."""
     degrees = parallel_degrees(config, world)
     if not degrees.shards_model or config.classifier is not None:
         return None
     mesh = Mesh(degrees)
-    layout = layout_of(config, world)
-    return Division(
+    layout = model_layout_for(config, world)
+    return ShardingPlan(
         "rank = ((pp x DP + dp) x CP + cp) x TP + tp",
         tuple(_groups(config, world, layout)),
         tuple(_stages(config, mesh, layout)),
-        tuple(_of_group("tp", mesh, lambda rank: _tensor_parts(config, degrees, rank))),
-        tuple(_of_group("cp", mesh, lambda rank: _context_parts(config, degrees, rank))),
-        tuple(_of_group("ep", mesh, lambda rank: _expert_parts(config, degrees, rank))),
+        tuple(_group_shards("tp", mesh, lambda rank: _tensor_parts(config, degrees, rank))),
+        tuple(_group_shards("cp", mesh, lambda rank: _context_parts(config, degrees, rank))),
+        tuple(_group_shards("ep", mesh, lambda rank: _expert_parts(config, degrees, rank))),
     )
 
 
-def layout_of(config: Config, world: World) -> ModelLayout:
-    """How the degrees of a job divide the parameters of the decoder."""
+def model_layout_for(config: Config, world: World) -> ModelLayout:
+    """Returns how the parallel degrees of a job shard the parameters of the decoder."""
     degrees = parallel_degrees(config, world)
     stages = None
     if degrees.pipeline_stage > 1:
@@ -112,30 +113,31 @@ def layout_of(config: Config, world: World) -> ModelLayout:
     layout = model_layout(config.decoder, degrees, sequence_parallel=rows, stage_layers=stages)
     if not runs_semi_auto(config, world):
         return layout
-    # There the first stage alone holds the embedding, and hands on what the last one needs of it.
-    one = layout.parameters[EMBEDDING]
-    return replace(layout, parameters={**layout.parameters, EMBEDDING: one._replace(stages=(0,))})
+    # In semi-automatic mode only the first stage has the embedding; it sends the last stage what that needs of it.
+    embedding = layout.parameters[EMBEDDING]
+    return replace(layout, parameters={**layout.parameters, EMBEDDING: embedding._replace(stages=(0,))})
 
 
-def groups_of(config: Config, world: World, rank: int) -> dict[str, Sequence[int]]:
-    """The ranks of each group that a rank is in: see `group_ranks`."""
+def rank_groups(config: Config, world: World, rank: int) -> dict[str, Sequence[int]]:
+    """Returns the ranks of each group that a rank belongs to, as `group_ranks` does."""
     kv_heads = attention_spec(config.decoder).shared_kv_heads
     return group_ranks(Mesh(parallel_degrees(config, world)), rank, kv_heads, ulysses_degree(config))
 
 
 def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
-    """Of a stage the rank that holds most: where a vocabulary does not divide evenly, the last of a tensor group."""
+    """Returns the rank of a stage with most weights: the last of a tensor group, if the vocabulary does not divide
+    evenly."""
     return MeshCoordinate(stage, 0, 0, degrees.model_parallel - 1)
 
 
 class RankParams(NamedTuple):
-    """What a rank has of the model.
+    """The parameters and layers of one rank.
 
     Attributes:
-        shapes: Its parameters.
-        passes: For each layer of it how many forward passes wait for their backward pass at the most.
-        has_head: Whether it computes the logits.
-        tensor: How many ranks share its matrices.
+        shapes: Shapes of its local parameters.
+        passes: For each of its layers, the most forward passes that wait for their backward pass.
+        has_head: Whether the rank computes the logits.
+        tensor: The tensor-parallel degree.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -144,54 +146,61 @@ class RankParams(NamedTuple):
     tensor: int = 1
 
 
-def held_parts(config: Config, world: World) -> list[RankParams]:
-    """Of the fullest rank of each stage of a pipeline; without one that of every rank."""
+def rank_params_per_stage(config: Config, world: World) -> list[RankParams]:
+    """Returns the parameters of the rank with most weights, one entry for each pipeline stage."""
     spec = model_spec(config.decoder)
     degrees = parallel_degrees(config, world)
     if config.classifier is not None or runs_semi_auto(config, world):
         return [RankParams(all_shapes(config.network), dict.fromkeys(range(len(spec.layers)), 1))]
     stages = degrees.pipeline_stage
-    layout = layout_of(config, world)
-    found = []
-    if stages > 1:
-        rows = chunk_layers(config)
-    else:
-        rows = [[list(range(spec.num_layers))]]
-    schedule = one_forward_one_backward(stages, min(config.parallel_config.micro_batch_num, 4 * stages), len(rows[0]))
-    for stage, chunks in enumerate(rows):
+    layout = model_layout_for(config, world)
+    if stages == 1:
+        passes = dict.fromkeys(range(len(spec.layers)), 1)
+        return [RankParams(layout.local_shapes(fullest_rank(degrees, 0)), passes, True, degrees.model_parallel)]
+    stage_chunks = chunk_layers(config)
+    micro_batches = min(config.parallel_config.micro_batch_num, 4 * stages)
+    schedule = one_forward_one_backward(stages, micro_batches, len(stage_chunks[0]))
+    params = []
+    for stage, chunks in enumerate(stage_chunks):
         is_last = stage == stages - 1
-        counts = [1 if stages == 1 else max_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
+        counts = [max_in_flight(schedule, stage, chunk) for chunk in range(len(chunks))]
         passes = {layer: counts[chunk] for chunk, layers in enumerate(chunks) for layer in layers}
-        passes |= dict.fromkeys(spec.module_layers, counts[-1]) if is_last else {}
+        if is_last:
+            passes |= dict.fromkeys(spec.module_layers, counts[-1])
         shapes = layout.local_shapes(fullest_rank(degrees, stage))
-        found.append(RankParams(shapes, passes, is_last, degrees.model_parallel))
-    return found
+        params.append(RankParams(shapes, passes, is_last, degrees.model_parallel))
+    return params
 
 
 def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan]:
-    """Of more than one rank; kinds with the same ranks have one entry."""
+    """Lists the groups of more than one rank; kinds of groups with the same ranks have one entry."""
     degrees = layout.degrees
-    if config.decoder.experts:
-        unused = ()
-    else:
-        unused = ("tp_cp", "ep", "expert_dp")
-    unused += () if 1 < ulysses_degree(config) < degrees.context_parallel else ("ulysses", "ring")
-    unused += ("embedding",) if len(layout.parameters[EMBEDDING].stages) == 1 else ()
-    found: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
-    for_first, for_last = (groups_of(config, world, rank) for rank in (0, degrees.ranks - 1))
-    for name in (name for name in _GROUPS if name not in unused):
-        first = for_first[name]
-        last = for_last[name]
+    unused: set[str] = set()
+    if not config.decoder.experts:
+        unused |= {"tp_cp", "ep", "expert_dp"}
+    if not 1 < ulysses_degree(config) < degrees.context_parallel:
+        unused |= {"ulysses", "ring"}
+    if len(layout.parameters[EMBEDDING].stages) == 1:
+        unused.add("embedding")
+    groups: dict[tuple[Sequence[int], Sequence[int]], GroupPlan] = {}
+    groups_of_first = rank_groups(config, world, 0)
+    groups_of_last = rank_groups(config, world, degrees.ranks - 1)
+    for name in _GROUPS:
+        if name in unused:
+            continue
+        first = groups_of_first[name]
+        last = groups_of_last[name]
         if len(first) == 1:
             continue
         key = tuple(first), tuple(last)
         names = name
-        if key in found:
-            names = f"{found[key].name}, {name}"
-        # The stages between the first and the last one have no embedding.
-        number = degrees.ranks // (degrees.pipeline_stage if name == "embedding" else len(first))
-        found[key] = GroupPlan(names, len(first), number, ranks_text(first), ranks_text(last))
-    return list(found.values())
+        if key in groups:
+            names = f"{groups[key].name}, {name}"
+        number = degrees.ranks // len(first)
+        if name == "embedding":  # the stages between the first and the last one have none
+            number = degrees.ranks // degrees.pipeline_stage
+        groups[key] = GroupPlan(names, len(first), number, ranks_text(first), ranks_text(last))
+    return list(groups.values())
 
 
 def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]:
@@ -203,35 +212,33 @@ def _stages(config: Config, mesh: Mesh, layout: ModelLayout) -> list[StageShare]
         chunks = [[list(range(spec.num_layers))]]
     per_stage = mesh.size // stages
     weights = [0] * stages
-    for name, one in layout.parameters.items():
+    for name, parameter in layout.parameters.items():
         if is_buffer(name):
-            size = 0
-        else:
-            size = math.prod(layout.shard(name, fullest_rank(mesh.degrees, one.stages[0])).shape)
-        for stage in one.stages:
+            continue
+        size = math.prod(layout.shard(name, fullest_rank(mesh.degrees, parameter.stages[0])).shape)
+        for stage in parameter.stages:
             weights[stage] += size
-    last = ["norm", "head"]
-    if spec.mtp_modules:
-        last.append(f"{spec.mtp_modules} MTP")
-    found = []
+    plans = []
     for stage, layers in enumerate(chunks):
+        ends = []
         if stage in layout.parameters[EMBEDDING].stages:
-            ends = ["embedding"]
-        else:
-            ends = []
-        found.append(
-            StageShare(
-                stage,
-                ranks_text(range(stage * per_stage, (stage + 1) * per_stage)),
-                tuple(layer_text(chunk).split(" ", 1)[1] if chunk else "none" for chunk in layers),
-                tuple([*ends, *(last if stage == stages - 1 else ())]),
-                weights[stage],
-            )
-        )
-    return found
+            ends.append("embedding")
+        if stage == stages - 1:
+            ends += ["norm", "head"]
+            if spec.mtp_modules:
+                ends.append(f"{spec.mtp_modules} MTP")
+        ranks = ranks_text(range(stage * per_stage, (stage + 1) * per_stage))
+        plans.append(StageShare(stage, ranks, tuple(map(_chunk_text, layers)), tuple(ends), weights[stage]))
+    return plans
 
 
-def _of_group(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) -> list[RankShare]:
+def _chunk_text(layers: list[int]) -> str:
+    if not layers:
+        return "none"
+    return layer_text(layers).split(" ", 1)[1]
+
+
+def _group_shards(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) -> list[RankShards]:
     degrees = mesh.degrees
     size = mesh.size
     tensor = degrees.model_parallel
@@ -241,7 +248,7 @@ def _of_group(kind: str, mesh: Mesh, parts_of: Callable[[int], dict[str, str]]) 
     if number == 1:
         return []
     blocks = [range(rank * width, size, number * width) for rank in range(number)]
-    return [RankShare(rank, _blocks_text(block, width), parts_of(rank)) for rank, block in enumerate(blocks)]
+    return [RankShards(rank, _blocks_text(block, width), parts_of(rank)) for rank, block in enumerate(blocks)]
 
 
 def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
@@ -256,30 +263,31 @@ def _tensor_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
         else:
             widths["columns"] = layer.mlp.width
 
-    def own(number: int) -> str:
+    def local_range(number: int) -> str:
         return _range_text(shard_range(number, rank, tensor))
 
-    parts["heads"] = own(attention.heads)
+    parts["heads"] = local_range(attention.heads)
     kv_heads = attention.shared_kv_heads
     if kv_heads is not None:
         copies = tensor // min(tensor, kv_heads)
         if copies == 1:
-            parts["kv heads"] = own(kv_heads)
+            parts["kv heads"] = local_range(kv_heads)
         else:
             parts["kv heads"] = f"{rank // copies} (on {copies} ranks)"
-    parts |= {name: own(width) for name, width in widths.items() if width}
-    parts["vocabulary"] = own(spec.vocabulary)
+    parts |= {name: local_range(width) for name, width in widths.items() if width}
+    parts["vocabulary"] = local_range(spec.vocabulary)
     if config.parallel_config.use_seq_parallel:
-        parts["token rows"] = own(micro_batch_tokens(config, degrees))
+        parts["token rows"] = local_range(micro_batch_tokens(config, degrees))
     return parts
 
 
 def _context_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
-    """Which tokens of a sequence."""
+    """Returns which tokens of a sequence a rank has."""
     from trainer.data.batches.context import ContextShard
 
-    own = ContextShard(rank, degrees.context_parallel, ulysses_degree(config)).ranges(config.decoder.seq_length)
-    return {"tokens": ", ".join(_range_text(slice(each.start, each.stop)) for each in own)}
+    shard = ContextShard(rank, degrees.context_parallel, ulysses_degree(config))
+    ranges = shard.ranges(config.decoder.seq_length)
+    return {"tokens": ", ".join(_range_text(slice(each.start, each.stop)) for each in ranges)}
 
 
 def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]:
@@ -290,12 +298,12 @@ def _expert_parts(config: Config, degrees: Degrees, rank: int) -> dict[str, str]
 
 
 def micro_batch_tokens(config: Config, degrees: Degrees) -> int:
-    """Tokens of a micro-batch on one of the ranks that share its sequences."""
+    """Returns the tokens of a micro-batch on one of the ranks that share its sequences."""
     return config.runner_config.batch_size * config.decoder.seq_length // degrees.context_parallel
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ranks at equal distances: ``3``, ``0-7``, ``0, 8``, ``0, 8 ... 56``."""
+    """Formats ranks at equal distances: ``3``, ``0-7``, ``0, 8``, ``0, 8 ... 56``."""
     if len(ranks) > 1 and ranks[1] == ranks[0] + 1:
         return f"{ranks[0]}-{ranks[-1]}"
     if len(ranks) <= 2:
@@ -304,7 +312,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def _blocks_text(starts: range, width: int) -> str:
-    """Blocks of so many neighbouring ranks, at equal distances."""
+    """Formats blocks of `width` neighbouring ranks at equal distances."""
     if width == 1:
         return ranks_text(starts)
     if len(starts) > 1 and starts.step == width:
@@ -316,7 +324,7 @@ def _blocks_text(starts: range, width: int) -> str:
 
 
 def _range_text(part: slice) -> str:
-    """``0-1023``: both ends count."""
+    """Formats a range of numbers with both ends: ``0-1023``."""
     if part.stop <= part.start:
         return "none"
     if part.stop == part.start + 1:

@@ -34,15 +34,16 @@ class _Products(NamedTuple):
 
     @property
     def flops(self) -> float:
+        """Returns the floating-point operations of one token, forward and backward."""
         return 2 * self.weights * (1 + self.gets_gradient + self.is_trained)
 
 
 def flops_per_sequence(config: Config) -> float:
-    """Floating-point operations of one sequence (of a classifier: image) in a training step, without a training in the
-    forward pass alone.
+    """Returns the floating-point operations of one sequence, or image of a classifier.
 
-    Experts count with those that are chosen for a token. Frozen weights have no gradient of their own, and below the
-    lowest layer with a trained weight there is no backward pass; adapters count like other matrices.
+    A training step is counted with its backward pass; other modes with the forward pass only. Experts count with those
+    that are chosen for a token. Frozen weights have no gradient, and below the lowest layer with a trained weight there
+    is no backward pass. Adapters count like other matrices.
     """
     if config.classifier is not None:
         return sum(each.flops for each in _classifier_products(config.classifier, config.trains))
@@ -79,9 +80,11 @@ def _decoder_products(config: Config) -> Iterator[_Products]:
 def _layer_products(
     spec: ModelSpec, layer: int, length: int, frozen: Collection[str], reached: bool
 ) -> Iterator[_Products]:
-    """Yields those of a layer, or of a multi-token prediction module without its head, for sequences of so many tokens.
+    """Yields the products of a layer, or of a multi-token prediction module without its head.
 
-    `reached` by the backward pass.
+    Args:
+        length: Tokens of a sequence.
+        reached: Whether the backward pass reaches the layer.
     """
     for name, parameter in spec.layer_parameters(layer).items():
         if parameter.role not in ("matrix", "router", "adapter"):
@@ -93,10 +96,11 @@ def _layer_products(
 
 
 def keys_seen(length: int, window: int | None) -> float:
-    """Returns how many keys a query sees, mean over a sequence of so many tokens: those before it and its own, within
-    the window where there is one."""
-    if window is None:
-        seen = length
-    else:
+    """Returns the number of keys that a query sees, as the mean over a sequence of `length` tokens.
+
+    A query sees its own key and those before it, within the sliding window if there is one.
+    """
+    seen = length
+    if window is not None:
         seen = min(window, length)
     return seen - seen * (seen - 1) / (2 * length)

@@ -27,7 +27,8 @@ from trainer.models.spec.names import EMBEDDING, HEAD, sublayer_of
 from trainer.models.spec.sublayers import attention_spec, moe_spec
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
     from trainer.parallel.mesh import Degrees
 
 _FLOAT32_BYTES = 4
@@ -36,16 +37,16 @@ _LOSS_BYTES = 8  # of these what a loss keeps for its backward pass
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 
-class Chunk(NamedTuple):
-    """Consecutive layers of a stage, and how many micro-batches they have under way."""
+class _StageChunk(NamedTuple):
+    """Consecutive layers of a stage, and the number of their micro-batches in flight."""
 
     layers: range
     under_way: int
     receives: bool
-    """Whether what enters it comes from another stage."""
+    """Whether its input comes from another stage."""
 
 
-class Sublayer(NamedTuple):
+class _SublayerMemory(NamedTuple):
     """Bytes of a token in one sublayer of a layer: input of the norm, its result, the rest, and the peak of the rest
     during the backward pass."""
 
@@ -55,12 +56,13 @@ class Sublayer(NamedTuple):
     backward: int
 
     @property
-    def kept(self) -> int:
+    def saved(self) -> int:
+        """Bytes that the forward pass saves for the backward pass, without recomputation."""
         return self.stream + self.normed + self.inside
 
 
 class GraphMemory(NamedTuple):
-    """Bytes of a rank.
+    """Bytes of a rank by kind.
 
     Attributes:
         copies: Of matrices in half precision, or gathered, that are kept from the forward to the backward pass.
@@ -76,11 +78,11 @@ class GraphMemory(NamedTuple):
 def graph_memory(
     config: Config, degrees: Degrees, stage: int, half: bool, matrices: Mapping[str, int], shares: bool, adds_up: bool
 ) -> GraphMemory:
-    """Of a stage of a training.
+    """Returns the memory of a rank of a pipeline stage in a training.
 
     Args:
         matrices: Bytes in float32 of each matrix of the stage, as the rank multiplies by it.
-        shares: Whether data-parallel ranks share the weights.
+        shares: Whether data-parallel ranks shard the weights.
         adds_up: Whether the gradients of several micro-batches are summed.
     """
     settings = config.decoder
@@ -92,37 +94,49 @@ def graph_memory(
     modules = model_spec(settings).mtp_modules
     again = recomputed_parts(config)
     again += again[-1:] * modules
-    chunks = chunks_of(config, degrees, stage)
+    chunks = _stage_chunks(config, degrees, stage)
     is_last = stage == degrees.pipeline_stage - 1
-    mask = config.runner_config.batch_size * settings.seq_length**2 * (1 if is_flash(settings, half) else 4)
+    mask = config.runner_config.batch_size * settings.seq_length**2
+    if not is_flash(settings, half):
+        mask *= _FLOAT32_BYTES
+    copy_width = 0
+    if half or shares:
+        copy_width = width
     keeps_gathered = shares and zero_level(config) != "level3"
-    copies = kept = working = 0
+    copies = 0
+    kept = 0
+    working = 0
     for chunk in chunks:
         kept += mask * chunk.under_way
         for layer in chunk.layers:
             part = again[layer]
             first = layer == chunk.layers[0]
-            sublayers = sublayers_of(config, layer, half, share)
-            kept += tokens * chunk.under_way * kept_bytes(config, sublayers, part, share, first and chunk.receives)
+            sublayers = _layer_sublayers(config, layer, half, share)
+            kept += tokens * chunk.under_way * _saved_bytes(config, sublayers, part, share, first and chunk.receives)
             remade = _remade(config, part, share)
-            own = _copies(matrices, layer, width if half or shares else 0)
-            copies += sum(own[name] for name in own if keeps_gathered or name not in remade)
-            inside = sum(sublayers[name].kept for name in remade)
+            layer_copies = _copies(matrices, layer, copy_width)
+            copies += sum(size for name, size in layer_copies.items() if keeps_gathered or name not in remade)
+            inside = sum(sublayers[name].saved for name in remade)
             gradients = sublayers["mlp"].backward - sublayers["mlp"].inside
             stream = sublayers["attention"].stream + width * settings.hidden_size
             if keeps_gathered:
                 transient = 0
             else:
-                transient = max((own[name] for name in remade), default=0)
+                transient = max((layer_copies[name] for name in remade), default=0)
             if part == "block" and shares and not adds_up:
                 # Gradients that wait to be reduced, in half precision and in float32, beside what is gathered.
                 layer_bytes = sum(_copies(matrices, layer, _FLOAT32_BYTES).values())
-                transient += layer_bytes * (5 if half else 4) // 2
+                if half:
+                    transient += layer_bytes * 5 // 2
+                else:
+                    transient += layer_bytes * 2
             working = max(working, tokens * (inside + gradients + stream) + transient)
     if half and is_last:
         copies += matrices.get(HEAD, matrices.get(EMBEDDING, 0)) * width // _FLOAT32_BYTES
     if is_last:
-        vocabulary = settings.vocab_size // (share if settings.vocab_size % share == 0 else 1)
+        vocabulary = settings.vocab_size
+        if vocabulary % share == 0:
+            vocabulary //= share
         logits = vocabulary * (_LOGIT_BYTES + modules * _LOSS_BYTES)
         working = max(working, tokens * (logits + settings.hidden_size * (_FLOAT32_BYTES + width)))
     if shares and stage == 0 and degrees.pipeline_stage > 1:
@@ -134,13 +148,12 @@ def graph_memory(
     return GraphMemory(copies, tables + causal, kept + working)
 
 
-def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
-    """The parts of a stage, and what each has under way at the most."""
+def _stage_chunks(config: Config, degrees: Degrees, stage: int) -> list[_StageChunk]:
+    """Returns the model chunks of a stage, and how many micro-batches of each are in flight at most."""
     stages = degrees.pipeline_stage
     spec = model_spec(config.decoder)
-    extra = spec.mtp_modules  # on the last stage
     if stages == 1:
-        return [Chunk(range(len(spec.layers)), 1, receives=False)]
+        return [_StageChunk(range(len(spec.layers)), 1, receives=False)]
     sizes = chunk_sizes(config)
     micro_batches = config.parallel_config.micro_batch_num
     parts = len(sizes)
@@ -153,18 +166,22 @@ def chunks_of(config: Config, degrees: Degrees, stage: int) -> list[Chunk]:
     counts = [0] * parts
     for number in range(under_way):  # all stages' micro-batches of a part, then those of the next part
         counts[number // stages % parts] += 1
-    found = []
+    chunks = []
     first = 0
     for part, row in enumerate(sizes):
         begin = first + sum(row[:stage])
-        end = begin + row[stage] + (extra if part == parts - 1 and stage == stages - 1 else 0)
-        found.append(Chunk(range(begin, end), counts[part], receives=stage > 0 or part > 0))
+        end = begin + row[stage]
+        if part == parts - 1 and stage == stages - 1:
+            end += spec.mtp_modules
+        chunks.append(_StageChunk(range(begin, end), counts[part], receives=stage > 0 or part > 0))
         first += sum(row)
-    return found
+    return chunks
 
 
-def kept_bytes(config: Config, sublayers: Mapping[str, Sublayer], part: str, share: int, received: bool) -> int:
-    """Bytes that a layer keeps for a token from its forward to its backward pass."""
+def _saved_bytes(
+    config: Config, sublayers: Mapping[str, _SublayerMemory], part: str, share: int, received: bool
+) -> int:
+    """Returns the bytes that a layer saves for a token from its forward to its backward pass."""
     attention = sublayers["attention"]
     mlp = sublayers["mlp"]
     section = config.recompute_config
@@ -172,20 +189,21 @@ def kept_bytes(config: Config, sublayers: Mapping[str, Sublayer], part: str, sha
     keeps_sent = share > 1 and not section.mp_comm_recompute
     if part == "block":
         if keeps_sent:
-            return attention.kept + mlp.stream + mlp.normed
-        return attention.stream // (share if section.recompute_slice_activation and not received else 1)
+            return attention.saved + mlp.stream + mlp.normed
+        if section.recompute_slice_activation and not received:
+            return attention.stream // share
+        return attention.stream
     if part == "mlp":
-        return attention.kept + mlp.stream + (mlp.normed if keeps_sent else 0)
+        return attention.saved + mlp.stream + mlp.normed * keeps_sent
     if part == "attention":
-        return attention.stream + (attention.normed if keeps_sent else 0) + mlp.kept
-    return attention.kept + mlp.kept
+        return attention.stream + attention.normed * keeps_sent + mlp.saved
+    return attention.saved + mlp.saved
 
 
 def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
-    """The sublayers whose backward pass computes them and their copies of weights again."""
+    """Returns the sublayers whose backward pass recomputes them and the copies of their weights."""
     if part == "block":
-        whole = share == 1 or config.recompute_config.mp_comm_recompute
-        if whole:
+        if share == 1 or config.recompute_config.mp_comm_recompute:
             return ("attention", "mlp")
         return ("mlp",)
     if part:
@@ -194,23 +212,28 @@ def _remade(config: Config, part: str, share: int) -> tuple[str, ...]:
 
 
 def _copies(matrices: Mapping[str, int], layer: int, width: int) -> dict[str, int]:
-    """Bytes of the copies of a layer's matrices, by sublayer."""
-    found = {"attention": 0, "mlp": 0}
+    """Returns the bytes of the copies of a layer's matrices, by sublayer."""
+    copies = {"attention": 0, "mlp": 0}
     for name, size in matrices.items():
         match = _LAYER.match(name)
         if match and int(match[1]) == layer:
-            found["attention" if sublayer_of(match[2]) == "attention" else "mlp"] += size * width // _FLOAT32_BYTES
-    return found
+            sublayer = "mlp"
+            if sublayer_of(match[2]) == "attention":
+                sublayer = "attention"
+            copies[sublayer] += size * width // _FLOAT32_BYTES
+    return copies
 
 
 def is_flash(settings: ModelConfig, half: bool) -> bool:
-    """Whether the fused operator computes attention, which saves no probabilities."""
-    return settings.use_flash_attention and half and settings.head_size % 16 == 0
+    """Returns whether the fused operator computes attention, which saves no probabilities."""
+    return bool(settings.use_flash_attention) and half and settings.head_size % 16 == 0
 
 
-def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str, Sublayer]:
-    """What the sublayers of a layer have for a token; the residual stream is float32, and sequence parallelism shares
-    it."""
+def _layer_sublayers(config: Config, layer: int, half: bool, share: int) -> dict[str, _SublayerMemory]:
+    """Returns the bytes of a token in the sublayers of a layer.
+
+    The residual stream is float32, and sequence parallelism shards it.
+    """
     settings = config.decoder
     width = _FLOAT32_BYTES
     if half:
@@ -220,13 +243,14 @@ def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str
     if config.parallel_config.use_seq_parallel:
         shared = share
     stream = _FLOAT32_BYTES * hidden // shared
-    # Every product of a rank needs all tokens; a layer that gathers them again keeps its part.
-    normed = width * hidden // (shared if layer in comm_recompute_layers(config) else 1)
+    normed = width * hidden  # each product of a rank needs all tokens
+    if layer in comm_recompute_layers(config):
+        normed //= shared
     heads = _heads(settings, half) // share
-    attention = Sublayer(stream, normed, heads, heads)
+    attention = _SublayerMemory(stream, normed, heads, heads)
     if settings.is_moe_layer(layer):
         inside = _experts(settings, width, share)
-        return {"attention": attention, "mlp": Sublayer(stream, normed, inside, inside)}
+        return {"attention": attention, "mlp": _SublayerMemory(stream, normed, inside, inside)}
     columns = settings.ffn_size // share
     if settings.use_fused_swiglu and half:  # gate and up side by side, and their product
         inside = 3 * width * columns
@@ -234,11 +258,11 @@ def sublayers_of(config: Config, layer: int, half: bool, share: int) -> dict[str
     else:  # gate, its SiLU and up in float32, and the product; gradients of two of them
         inside = (3 * _FLOAT32_BYTES + width) * columns
         backward = 5 * _FLOAT32_BYTES * columns
-    return {"attention": attention, "mlp": Sublayer(stream, normed, inside, backward)}
+    return {"attention": attention, "mlp": _SublayerMemory(stream, normed, inside, backward)}
 
 
 def _heads(settings: ModelConfig, half: bool) -> int:
-    """Bytes of queries, keys, values and results of all heads for a token."""
+    """Returns the bytes of queries, keys, values and results of all heads for a token."""
     width = _FLOAT32_BYTES
     if half:
         width = 2
@@ -267,8 +291,11 @@ def kept_scores(heads: int, length: int, width: int) -> int:
 
 
 def _experts(settings: ModelConfig, width: int, share: int) -> int:
-    """Bytes of a token in a layer with experts: scores; before and after each operator that sorts, multiplies and adds
-    up its rows, of which each of `share` ranks computes a part; the shared expert."""
+    """Returns the bytes of a token in an MoE layer: scores, the routed rows, and the shared expert.
+
+    The rows count before and after each operator that sorts, multiplies and adds them up; each of `share` ranks
+    computes a part of them.
+    """
     moe = moe_spec(settings)
     rows = moe.chosen * 4 * (moe.hidden + moe.width) * width // share
     shared = 3 * moe.shared_width * width // share + moe.hidden * width * bool(moe.shared_width)

@@ -28,7 +28,7 @@ from trainer.optim.groups import STATE_NAMES, parameter_groups
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.plan.activations import ActivationMemory
 from trainer.plan.device_memory import device_memory, fixed_bytes
-from trainer.plan.division import RankParams, held_parts, micro_batch_tokens
+from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_per_stage
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -45,63 +45,68 @@ _OPTIMIZER_STATES = {rule: len(names) for rule, names in STATE_NAMES.items()}  #
 def memory_estimate(
     config: Config, trains: bool, device: str, world: World = SINGLE_PROCESS, stage: int | None = None
 ) -> dict[str, int]:
-    """Estimated peak of resident memory of a rank in bytes, by part and in total; on an Ascend of device memory.
+    """Returns the estimated peak of a rank's memory in bytes, by part and in total.
+
+    On a CPU it is resident memory, on an Ascend device memory.
 
     Args:
-        stage: Of a pipeline; None: the one that needs most.
+        stage: The pipeline stage of the rank; None takes the stage that needs most.
     """
     if device == "Ascend" and config.classifier is None:
         return device_memory(config, world, trains, _OPTIMIZER_STATES, stage)
-    held = held_parts(config, world)
-    every = (_host_memory(config, trains, device, world, one) for one in (held if stage is None else [held[stage]]))
-    found = max(every, key=lambda parts: parts["total"])
+    stages = rank_params_per_stage(config, world)
+    if stage is not None:
+        stages = [stages[stage]]
+    estimates = (_host_memory(config, trains, device, world, params) for params in stages)
+    largest = max(estimates, key=lambda parts: parts["total"])
     if device == "Ascend":  # of a classifier: MindSpore and its code are in the host's memory
-        kept = {name: found[name] for name in _ON_DEVICE if name in found}
-        return kept | {"total": sum(kept.values())}
-    return found
+        on_device = {name: largest[name] for name in _ON_DEVICE if name in largest}
+        return on_device | {"total": sum(on_device.values())}
+    return largest
 
 
-def _host_memory(config: Config, trains: bool, device: str, world: World, held: RankParams) -> dict[str, int]:
+def _host_memory(config: Config, trains: bool, device: str, world: World, params: RankParams) -> dict[str, int]:
     on_host = on_arrays(config, device, world)
-    own_bytes = _ShardBytes(config, world)
+    shard_bytes = _ShardBytes(config, world)
     if trains:
-        weights = own_bytes.weights(held.shapes)
+        weights = shard_bytes.weights(params.shapes)
     else:
-        weights = _bytes(held.shapes)
+        weights = _bytes(params.shapes)
     parts = {"MindSpore and Python": _IMPORT_BYTES}
     parts["workspaces"] = _WORKSPACE_BYTES
     parts["weights"] = weights
     if trains and config.sample_prompt and device == "CPU":
-        parts["text samples"] = _sampling_bytes(config, held, weights)
+        parts["text samples"] = _sampling_bytes(config, params, weights)
     if config.run_mode in ("predict", "chat"):
         parts["cache of a full context"] = _cache_bytes(config, device)
         copies = 0
         if device == "CPU":
-            copies = _merged_bytes(held)
-        parts |= {"matrices merged with adapters": copies} if copies else {}
+            copies = _merged_bytes(params)
+        if copies:
+            parts["matrices merged with adapters"] = copies
     if config.run_mode == "eval" and on_host:
-        parts["activations"] = ActivationMemory(config, world, held, _product_bytes(config, world)).evaluation_peak()
+        parts["activations"] = ActivationMemory(config, world, params, _product_bytes(config, world)).evaluation_peak()
     if trains:
         degrees = parallel_degrees(config, world)
         copies = 2
         if micro_batches_per_step(config, degrees) == 1:
             copies = 1
-        trained = {name: held.shapes[name] for name in trained_shapes(config) if name in held.shapes}
-        parts["gradients"] = own_bytes.gradients(trained, copies)
-        parts["optimizer state"] = own_bytes.optimizer_state(trained)
+        trained = {name: params.shapes[name] for name in trained_shapes(config) if name in params.shapes}
+        parts["gradients"] = shard_bytes.gradients(trained, copies)
+        parts["optimizer state"] = shard_bytes.optimizer_state(trained)
         if on_host:
             if degrees.data_parallel * degrees.context_parallel > 1:  # a copy of what is summed, as was measured
                 summed = {name: shape for name, shape in trained.items() if not is_expert(name)}
-                parts["workspaces"] += own_bytes.gradients(summed, 1)
-            activations = ActivationMemory(config, world, held, _product_bytes(config, world))
-            parts["activations"] = activations.training_peak(_coming_gradients(held, own_bytes, trained))
+                parts["workspaces"] += shard_bytes.gradients(summed, 1)
+            activations = ActivationMemory(config, world, params, _product_bytes(config, world))
+            parts["activations"] = activations.training_peak(_coming_gradients(params, shard_bytes, trained))
         else:
-            parts["activations"] = _operator_bytes(config, held, world)
+            parts["activations"] = _operator_bytes(config, params, world)
     return parts | {"total": sum(parts.values())}
 
 
 class _ShardBytes:
-    """What a rank has of what enable_parallel_optimizer divides: equal parts of every parameter above the threshold."""
+    """Bytes of a rank when data-parallel ranks shard every parameter above the threshold in equal parts."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
@@ -113,8 +118,8 @@ class _ShardBytes:
             self.level = ""
         self.least = shard_threshold_bytes(config)
 
-    def part(self, name: str, shape: tuple[int, ...]) -> int:
-        """Bytes of the rank's range of a parameter."""
+    def shard(self, name: str, shape: tuple[int, ...]) -> int:
+        """Returns the bytes of the rank's shard of a parameter."""
         size = _bytes({name: shape})
         degrees = self.degrees
         ranks = degrees.data_parallel * degrees.context_parallel
@@ -125,27 +130,34 @@ class _ShardBytes:
         return -(-size // ranks)
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Returns the bytes of the weights, including those that are unsharded at once with level3."""
         if self.level != "level3":
             return _bytes(shapes)
         layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
-        # What is used is whole, and what is used next, which may be under way: one of the two is a layer.
-        whole = _largest_unit(shapes) + _largest_unit(layers)
-        return sum(self.part(name, shape) for name, shape in shapes.items()) + whole
+        # The unit in use is unsharded, and so may be the next one, which is gathered ahead: one of them is a layer.
+        unsharded = _largest_unit(shapes) + _largest_unit(layers)
+        return sum(self.shard(name, shape) for name, shape in shapes.items()) + unsharded
 
     def gradients(self, shapes: Mapping[str, tuple[int, ...]], copies: int) -> int:
-        """Of trained parameters; `copies` 2: sums over micro-batches, and the gradients of one of them."""
+        """Returns the bytes of the gradients of trained parameters.
+
+        Args:
+            copies: 2 with gradient accumulation: the sums, and the gradients of one micro-batch.
+        """
         if self.level in ("", "level1"):
             return _bytes(shapes) * copies
-        return sum(self.part(name, shape) for name, shape in shapes.items()) * copies + _largest_unit(shapes)
+        return sum(self.shard(name, shape) for name, shape in shapes.items()) * copies + _largest_unit(shapes)
 
     def optimizer_state(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Returns the bytes of the optimizer's arrays for the trained parameters."""
         groups = parameter_groups(shapes, self.config.optimizer.weight_decay, self.config.optimizer.type)
         arrays = {name: _OPTIMIZER_STATES[group.optimizer] for group in groups for name in group.parameters}
-        return sum(number * self.part(name, shapes[name]) for name, number in arrays.items())
+        return sum(number * self.shard(name, shapes[name]) for name, number in arrays.items())
 
 
 def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Bytes of the largest layer, or of the embedding or head: what is whole at once where the rest is divided."""
+    """Returns the bytes of the largest layer, embedding or head, which is unsharded at once when the weights are
+    sharded."""
     sizes: dict[str, int] = {}
     for name, shape in shapes.items():
         unit = ".".join(name.split(".")[:3])
@@ -154,41 +166,44 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _coming_gradients(
-    held: RankParams, own_bytes: _ShardBytes, trained: Mapping[str, tuple[int, ...]]
+    params: RankParams, shard_bytes: _ShardBytes, trained: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int]:
-    """Bytes of the gradients that take the place of activations as the backward pass goes on, by the names of their
-    weights: those of layers, and of an embedding that is not the head. Those of experts find no room there, as was
-    measured."""
-    if own_bytes.level not in ("", "level1"):
+    """Returns the bytes of the gradients that replace activations during the backward pass, by the names of their
+    weights.
+
+    They are the gradients of layers, and of an embedding that is not the head. Measurements showed that the gradients
+    of experts do not reuse that memory.
+    """
+    if shard_bytes.level not in ("", "level1"):
         return {}
     names = [name for name in trained if name.startswith("model.layers.") and not is_expert(name)]
-    if HEAD in held.shapes:
+    if HEAD in params.shapes:
         names.append(EMBEDDING)
-    return {name: own_bytes.gradients({name: trained[name]}, 1) for name in names if name in trained}
+    return {name: shard_bytes.gradients({name: trained[name]}, 1) for name in names if name in trained}
 
 
 def _product_bytes(config: Config, world: World) -> int:
-    """Of a number that products of whole layers on arrays take."""
+    """Returns the bytes of a number that the matrix products of native layers take."""
     if precision_of(config, "CPU", world).compute.dtype == "float32":
         return _FLOAT32_BYTES
     return 2
 
 
-def _operator_bytes(config: Config, held: RankParams, world: World) -> int:
-    """A coarse upper estimate of the activations of a training whose operators run one by one."""
+def _operator_bytes(config: Config, params: RankParams, world: World) -> int:
+    """Returns a coarse upper estimate of the activations of a training whose operators run one by one."""
     if config.classifier is not None:
         labels = config.runner_config.batch_size * config.network.labels_per_sequence
         return 3 * sum(config.classifier.sizes) * labels * _FLOAT32_BYTES  # each layer: input, product, its gradient
     settings = config.decoder
     tokens = micro_batch_tokens(config, parallel_degrees(config, world))
     # Operators keep what they take, about twice what native layers keep, and scores and softmax of all heads.
-    native = ActivationMemory(config, world, held, _FLOAT32_BYTES).training_peak({})
-    scores = len(held.passes) * settings.num_heads * settings.seq_length * tokens * _FLOAT32_BYTES
+    native = ActivationMemory(config, world, params, _FLOAT32_BYTES).training_peak({})
+    scores = len(params.passes) * settings.num_heads * settings.seq_length * tokens * _FLOAT32_BYTES
     return 2 * (native + scores)
 
 
 def _cache_bytes(config: Config, device: str) -> int:
-    """What prediction keeps of the tokens of a batch: float32 on a CPU, elsewhere in the dtype of the products."""
+    """Returns the bytes of the KV cache of a prediction: float32 on a CPU, else in the dtype of the products."""
     settings = config.decoder
     rows = 1
     if config.run_mode == "predict":
@@ -196,30 +211,34 @@ def _cache_bytes(config: Config, device: str) -> int:
     tokens = rows * (settings.max_decode_length or settings.seq_length)
     dtype = precision_of(config, device).compute.dtype
     numbers = tokens * settings.num_layers * sum(attention_spec(settings).cache_widths)
-    return numbers * (_FLOAT32_BYTES if dtype == "float32" else 2)
+    if dtype == "float32":
+        return numbers * _FLOAT32_BYTES
+    return numbers * 2
 
 
-def _sampling_bytes(config: Config, held: RankParams, own_bytes: int) -> int:
-    """What `sample_prompt` adds to a training: weights that ranks share are whole then, merged copies, and a cache.
+def _sampling_bytes(config: Config, params: RankParams, weight_bytes: int) -> int:
+    """Returns the bytes that `sample_prompt` adds to a training: unsharded weights, merged adapters and a KV cache.
 
     Args:
-        own_bytes: Of the weights that the rank has between two samples.
+        weight_bytes: Bytes of the weights that the rank has between two samples.
     """
     settings = config.decoder
-    given = config.sample_prompt
+    prompts = config.sample_prompt or []
+    if isinstance(prompts, str):
+        prompts = [prompts]
     new = settings.max_new_tokens or MOST_SAMPLED_TOKENS
     # A token is a byte of the prompt or more.
-    longest = max(len(prompt.encode()) for prompt in ([given] if isinstance(given, str) else given))
-    tokens = min(longest + new, settings.seq_length) * (1 if isinstance(given, str) else len(given))
-    cached = tokens * len(held.passes) * sum(attention_spec(settings).cache_widths) // held.tensor
-    whole = _bytes(held.shapes) - own_bytes
-    return whole + _merged_bytes(held) + cached * _FLOAT32_BYTES
+    longest = max(len(prompt.encode()) for prompt in prompts)
+    tokens = min(longest + new, settings.seq_length) * len(prompts)
+    cached = tokens * len(params.passes) * sum(attention_spec(settings).cache_widths) // params.tensor
+    unsharded = _bytes(params.shapes) - weight_bytes
+    return unsharded + _merged_bytes(params) + cached * _FLOAT32_BYTES
 
 
-def _merged_bytes(held: RankParams) -> int:
-    """A CPU generates text with copies of the matrices that have adapters, see `trainer.models.generate`."""
-    adapted = {name.removesuffix(".lora_A.weight") for name in held.shapes if name.endswith(".lora_A.weight")}
-    return _bytes({name: shape for name, shape in held.shapes.items() if name.removesuffix(".weight") in adapted})
+def _merged_bytes(params: RankParams) -> int:
+    """Returns the bytes of the merged copies of matrices with adapters, with which a CPU generates text."""
+    adapted = {name.removesuffix(".lora_A.weight") for name in params.shapes if name.endswith(".lora_A.weight")}
+    return _bytes({name: shape for name, shape in params.shapes.items() if name.removesuffix(".weight") in adapted})
 
 
 def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -227,21 +246,20 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_bytes: int | None = None) -> None:
-    """Refuses a run whose weights, gradients and optimizer state alone, which are exact, exceed all memory there is.
+    """Checks that weights, gradients and optimizer state, which are exact, fit in the memory of this host.
 
     Args:
-        parts: Of a rank, as `memory_estimate` returns them.
-        ranks: On this host.
-        most_bytes: What the host can give; None: as it says.
+        parts: Bytes of a rank, as `memory_estimate` returns them.
+        ranks: Number of ranks on this host.
+        most_bytes: The memory of the host; None asks the system.
 
     Raises:
-        UserError: They do.
+        UserError: They do not fit.
     """
     needed = fixed_bytes(parts) * ranks
-    most = most_bytes
     if most_bytes is None:
-        most = most_memory_bytes()
-    if needed <= most:
+        most_bytes = most_memory_bytes()
+    if needed <= most_bytes:
         return
     gib = 1 << 30
     if ranks == 1:
@@ -250,14 +268,18 @@ def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_
         who = f"of the {ranks} ranks of this host"
     rule = (
         f"weights, gradients and optimizer state {who} alone take {needed / gib:,.1f} GiB of memory,"
-        f" and this machine has {most / gib:,.1f} GiB"
+        f" and this machine has {most_bytes / gib:,.1f} GiB"
     )
     fix = "reduce num_layers, hidden_size or vocab_size, or use a machine with more memory"
     raise UserError(rule, where=config.source.where("model"), key="model", fix=fix)
 
 
 def memory_notes(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1) -> Iterator[str]:
-    """Says when `ranks` ranks on this host will probably not fit in `left_bytes` (None: what is available now)."""
+    """Yields a note if the ranks of this host will probably not fit in its memory.
+
+    Args:
+        left_bytes: The available memory; None asks the system.
+    """
     if left_bytes is None:
         left_bytes = memory_left_bytes()
     total_bytes = rank_bytes * ranks

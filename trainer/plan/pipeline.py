@@ -1,4 +1,4 @@
-"""What `plan` says about a pipeline: work of each stage, the bubble, and the schedule as text and as a picture."""
+"""The part of the plan on a pipeline: work of each stage, the bubble, and the schedule as text and as a picture."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _GREENS = ("#c7e9c0", "#74c476", "#31a354", "#006d2c")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A stage of a pipeline.
+    """The load of one pipeline stage.
 
     Attributes:
         in_flight: Most forward passes, over all of its chunks, whose activations wait for their backward pass.
-        share: Of the whole computation, estimated.
+        share: Its estimated share of the computation of a step.
     """
 
     in_flight: int
@@ -46,13 +46,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """How stages share layers and time.
+    """The pipeline of a job: its stages, micro-batches and bubble.
 
     Attributes:
-        bubble_share: Estimated share of a step in which a stage waits for others, mean over the stages; sending is
-            taken to cost nothing.
-        even_bubble_share: The same if all stages took the same time: (p - 1) / (v m + p - 1) for p stages of v chunks
-            and m micro-batches.
+        chunks: Model chunks of each stage.
+        bubble_share: Estimated share of a step in which a stage waits for others, mean over the stages. Sending is
+            assumed to take no time.
+        even_bubble_share: The bubble if all stages took the same time: (p - 1) / (v m + p - 1) for p stages of v
+            chunks and m micro-batches.
     """
 
     micro_batches: int
@@ -63,40 +64,40 @@ class PipelinePlan:
 
 
 def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
-    """None for a job without a pipeline."""
+    """Returns the plan of the pipeline, or None for a job without one."""
     if stages == 1 or config.classifier is not None:
         return None
     chunks = config.decoder.pp_interleave_num
     micro_batches = config.parallel_config.micro_batch_num
-    costs = chunk_costs(config)
+    costs = _chunk_costs(config)
     busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
     schedule = one_forward_one_backward(stages, min(micro_batches, _MOST_SIMULATED * stages), chunks)
-    found = (
-        StagePlan(max_in_flight(schedule, s), share)
-        for s, share in enumerate(one / sum(busy) for one in busy)
-    )
-    end = _end(stages, micro_batches, chunks, costs)
+    plans = tuple(StagePlan(max_in_flight(schedule, s), time / sum(busy)) for s, time in enumerate(busy))
+    step_time = _step_time(stages, micro_batches, chunks, costs)
     even = (stages - 1) / (chunks * micro_batches + stages - 1)
-    return PipelinePlan(micro_batches, chunks, tuple(found), 1 - sum(busy) * micro_batches / stages / end, even)
+    return PipelinePlan(micro_batches, chunks, plans, 1 - sum(busy) * micro_batches / stages / step_time, even)
 
 
-def _end(stages: int, micro_batches: int, chunks: int, costs: Sequence[Sequence[Cost]]) -> float:
-    """When a step ends. Beyond some micro-batches each `stages` more take the same time as those before them."""
+def _step_time(stages: int, micro_batches: int, chunks: int, costs: Sequence[Sequence[Cost]]) -> float:
+    """Returns the estimated time of a step, in multiply-adds of a token.
 
-    def end(number: int) -> float:
+    A long schedule is not simulated in full: each further `stages` micro-batches take the time of those before them.
+    """
+
+    def simulated_time(number: int) -> float:
         return simulate(one_forward_one_backward(stages, number, chunks), lambda s, c: costs[s][c]).end
 
     most = _MOST_SIMULATED * stages + micro_batches % stages
     if micro_batches <= most + stages:
-        return end(micro_batches)
-    before = end(most)
-    return before + (micro_batches - most) / stages * (end(most + stages) - before)
+        return simulated_time(micro_batches)
+    before = simulated_time(most)
+    return before + (micro_batches - most) / stages * (simulated_time(most + stages) - before)
 
 
-def chunk_costs(config: Config) -> list[list[Cost]]:
-    """[stages][chunks] -> multiply-adds of a token: the active weights of the layers, and of the head on the last.
+def _chunk_costs(config: Config) -> list[list[Cost]]:
+    """Returns [stages][chunks] multiply-adds of a token: the active weights of the layers, and of the head on the last.
 
-    A backward pass takes twice the forward pass, and once more what it recomputes.
+    A backward pass costs two forward passes, and another one of the layers that it recomputes.
     """
     again = recomputed_parts(config)
     rows = chunk_layers(config)
@@ -105,11 +106,11 @@ def chunk_costs(config: Config) -> list[list[Cost]]:
     head = spec.vocabulary * spec.embedding * (1 + spec.mtp_modules)
     modules = sizes[spec.num_layers :]
 
-    def cost(layers: list[int]) -> Cost:
+    def chunk_cost(layers: list[int]) -> Cost:
         forward = sum(sizes[layer] for layer in layers)
         return Cost(forward, 2 * forward + sum(sizes[layer] for layer in layers if again[layer]))
 
-    costs = [[cost(layers) for layers in row] for row in rows]
+    costs = [[chunk_cost(layers) for layers in row] for row in rows]
     last = costs[-1][-1]
     more = head + sum(modules)
     costs[-1][-1] = Cost(last.forward + more, last.backward + 2 * more)
@@ -123,42 +124,48 @@ def _active_matrices(layer: LayerSpec) -> int:
 
 
 def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> str:
-    """The schedule as text, for a terminal; draws it as a PNG file too.
+    """Returns the schedule as text for a terminal, and draws it as a PNG file.
 
     Raises:
         UserError: The job has no pipeline, or the picture cannot be written.
     """
 
-    def mistake(rule: str, fix: str) -> UserError:
+    def problem(rule: str, fix: str) -> UserError:
         return UserError(rule, where="flag --schedule", key="--schedule", value=str(picture), fix=fix)
 
     if plan is None:
-        raise mistake("this job has no pipeline to draw", "set parallel_config.pipeline_stage, in a job of some ranks")
+        raise problem("this job has no pipeline to draw", "set parallel_config.pipeline_stage, in a job of some ranks")
     if picture.suffix.lower() != ".png":
-        raise mistake("names a PNG file", "write for example schedule.png")
+        raise problem("names a PNG file", "write for example schedule.png")
     stages = len(plan.stages)
     micro_batches = plan.micro_batches
     chunks = plan.chunks
     drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
     schedule = one_forward_one_backward(stages, drawn, chunks)
-    costs = chunk_costs(config)
-    shortened = drawn < micro_batches
-    title = f"{stages} stages, {drawn} micro-batches" + (f" where a step has {micro_batches}" if shortened else "")
-    title += f", {chunks} chunks a stage" if chunks > 1 else ""
+    costs = _chunk_costs(config)
     timeline = simulate(schedule, lambda s, c: costs[s][c])
+    title = f"{stages} stages, {drawn} micro-batches"
     waits = f"; stages wait {timeline.bubble_share:.0%} of the time"
-    waits += f", with {micro_batches} micro-batches {plan.bubble_share:.0%}" if shortened else ""
+    if drawn < micro_batches:
+        title += f" where a step has {micro_batches}"
+        waits += f", with {micro_batches} micro-batches {plan.bubble_share:.0%}"
+    if chunks > 1:
+        title += f", {chunks} chunks a stage"
     try:
         _draw_picture(schedule, timeline, title + waits, picture)
     except OSError as error:
-        raise mistake(f"cannot be written: {error.strerror or error}", "name another file") from None
+        raise problem(f"cannot be written: {error.strerror or error}", "name another file") from None
     key = "F3 forward, B3 backward pass of micro-batch 3 (from 0); a backward pass takes two slots"
-    key += "; a, b, ... are the chunks of a stage" if chunks > 1 else ""
-    return "\n".join([f"{title}: {key}", "", *schedule_lines(schedule)])
+    if chunks > 1:
+        key += "; a, b, ... are the chunks of a stage"
+    return "\n".join([f"{title}: {key}", "", *_schedule_lines(schedule)])
 
 
-def schedule_lines(schedule: Schedule) -> Iterator[str]:
-    """A row for each stage, a column for each slot of time; a forward pass takes one slot, a backward pass two."""
+def _schedule_lines(schedule: Schedule) -> Iterator[str]:
+    """Yields a line of text for each stage with a column for each slot of time.
+
+    A forward pass takes one slot, a backward pass two.
+    """
     timeline = simulate(schedule)
     end = int(timeline.end)
     width = 1 + max(len(_label(slot.action, schedule.chunks)) for slots in timeline.slots for slot in slots)
@@ -172,18 +179,21 @@ def schedule_lines(schedule: Schedule) -> Iterator[str]:
 
 
 def _label(action: Action, chunks: int) -> str:
+    label = f"B{action.micro_batch}"
+    if action.kind == "forward":
+        label = f"F{action.micro_batch}"
     if chunks == 1:
-        letter = ""
-    else:
-        if chunks <= 26:
-            letter = chr(ord("a") + action.chunk)
-        else:
-            letter = f"/{action.chunk}"
-    return f"{'F' if action.kind == 'forward' else 'B'}{action.micro_batch}{letter}"
+        return label
+    if chunks <= 26:
+        return label + chr(ord("a") + action.chunk)
+    return f"{label}/{action.chunk}"
 
 
 def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: Path) -> None:
-    """A row for each stage; widths are the estimated times, blue forward, green backward, darker for later chunks."""
+    """Draws a row for each stage; widths are the estimated times.
+
+    Forward passes are blue, backward passes green, later chunks darker.
+    """
     # Not pyplot, which keeps a global figure and looks for a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -196,7 +206,10 @@ def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: P
     for stage, slots in enumerate(timeline.slots):
         for start, end, action in slots:
             shade = action.chunk * shades // schedule.chunks
-            colour = (_BLUES if action.kind == "forward" else _GREENS)[shade]
+            colours = _GREENS
+            if action.kind == "forward":
+                colours = _BLUES
+            colour = colours[shade]
             axis.barh(stage, end - start, left=start, height=0.9, color=colour, edgecolor="white", linewidth=0.6)
             ink = "black"
             if shade > 1:
@@ -207,7 +220,9 @@ def _draw_picture(schedule: Schedule, timeline: Timeline, title: str, picture: P
     axis.invert_yaxis()
     axis.set_xlim(0, timeline.end)
     axis.set_xticks([])
-    axis.set_xlabel("estimated time; numbers are micro-batches, blue forward, green backward passes"
-                    + (", darker: later chunks" if schedule.chunks > 1 else ""))  # fmt: skip
+    key = "estimated time; numbers are micro-batches, blue forward, green backward passes"
+    if schedule.chunks > 1:
+        key += ", darker: later chunks"
+    axis.set_xlabel(key)
     axis.set_title(title, fontsize=10)
     figure.savefig(picture, format="png", dpi=110)

@@ -1,4 +1,4 @@
-"""What a run will do, computed once and without MindSpore; `render` shows it, and the run reads it."""
+"""The plan of a run, computed once and without MindSpore; `render` shows it, and the run reads it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.config import config_notes
 from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, shards_optimizer, zero_level
 from trainer.config.note import Note
 from trainer.config.patterns import read_pattern
-from trainer.config.recompute import recomputed_parts
+from trainer.config.recompute import Part, recomputed_parts
 from trainer.device.resolve import device_notes
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import is_buffer
@@ -32,7 +32,7 @@ from trainer.optim.freeze import freeze_notes, trained_shapes
 from trainer.optim.groups import ParameterGroup, parameter_groups
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
-from trainer.plan.division import Division, division
+from trainer.plan.division import ShardingPlan, sharding_plan
 from trainer.plan.experts import experts_plan, inactive_weights
 from trainer.plan.flops import flops_per_sequence
 from trainer.plan.memory import memory_notes
@@ -55,7 +55,7 @@ _OPTIMIZER_KEYS = {
 
 
 @dataclass(frozen=True)
-class Group:
+class ParameterGroupPlan:
     """A parameter group of the optimizer."""
 
     name: str
@@ -64,39 +64,39 @@ class Group:
     weights: int
 
 
-NO_WEIGHTS = Group("frozen", 0.0, 0, 0)
+NO_WEIGHTS = ParameterGroupPlan("frozen", 0.0, 0, 0)
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """The model. Without sizes, which may be in a folder elsewhere, all counts are 0.
+    """The model. All counts are 0 if its sizes are in a folder that is not on this machine.
 
     Attributes:
-        weights: Trained ones.
-        active_weights: Those that compute one token; fewer than all only with experts.
-        groups: None where nothing is trained.
-        recomputed: What each layer that has a backward pass computes again in it, see `recomputed_parts`.
+        weights: Number of trained weights.
+        active_weights: Number of weights that compute one token; fewer than all only with experts.
+        groups: Parameter groups of the optimizer; empty if nothing is trained.
+        recomputed: For each layer, what its backward pass recomputes; see `recomputed_parts`.
     """
 
     weights: int = 0
     active_weights: int = 0
-    frozen: Group = NO_WEIGHTS
-    groups: tuple[Group, ...] = ()
+    frozen: ParameterGroupPlan = NO_WEIGHTS
+    groups: tuple[ParameterGroupPlan, ...] = ()
     kernels: tuple[KernelChoice, ...] = ()
     dtypes: dict[str, PartDtype] = field(default_factory=dict)
     experts: dict[str, str] = field(default_factory=dict)
-    recomputed: tuple[str, ...] = ()
+    recomputed: tuple[Part, ...] = ()
 
 
 @dataclass(frozen=True)
 class DataPlan:
-    """What is trained or evaluated on.
+    """The data of a training or evaluation.
 
     Attributes:
-        rows: Sequences (or images) of an epoch; 0 where the data is not here.
-        eval_rows: Those of an evaluation; None without one.
-        packing: None where nothing is packed.
-        sources: Empty where there is one.
+        rows: Sequences (or images) of an epoch; 0 if the data is not on this machine.
+        eval_rows: Sequences of an evaluation; None without evaluation.
+        packing: What packing did; None if nothing is packed.
+        sources: The data sources of a blend; empty for a single source.
         labels: What a row has labels for: tokens, or images.
         batches: The opened data.
     """
@@ -111,18 +111,18 @@ class DataPlan:
 
 @dataclass(frozen=True)
 class StepsPlan:
-    """The optimizer steps; 0 for each count that is not known without the data.
+    """The optimizer steps. A count that is not known without the data is 0.
 
     Attributes:
         batch_rows: Rows of a micro-batch on a rank.
-        rows_per_step, tokens_per_step: Those of a full step, over all ranks.
+        rows_per_step, tokens_per_step: Rows and tokens of a global batch.
         flops_per_row: Model FLOPs of a row, see `trainer.plan.flops`.
-        total_steps: Those of the whole schedule.
-        last_step: Where this run ends.
-        schedule: Its type.
+        total_steps: Steps of the learning-rate schedule.
+        last_step: The step after which this run ends.
+        schedule: The type of the learning-rate schedule.
         learning_rates: (step from 1, rate) at some steps.
-        optimizer: Its type and the numbers of its update rule.
-        sharing: None where each rank has the whole state.
+        optimizer: The optimizer's type and settings, by their keys.
+        sharing: How ranks shard the optimizer state; None if each rank has all of it.
     """
 
     batch_rows: int
@@ -137,12 +137,17 @@ class StepsPlan:
     schedule: str
     learning_rates: tuple[tuple[int, float], ...]
     optimizer: dict[str, Any]
-    sharing: Sharing | None
+    sharing: OptimizerSharding | None
 
 
 @dataclass(frozen=True)
-class Sharing:
-    """How ranks shard the optimizer's state: from so many bytes of a parameter on; `level` as in the configuration."""
+class OptimizerSharding:
+    """How ranks shard the optimizer state.
+
+    Attributes:
+        level: `optimizer_level` of the configuration.
+        least_bytes: Parameters of fewer bytes are not sharded.
+    """
 
     ranks: int
     level: str
@@ -164,9 +169,9 @@ class Plan:
     """Everything `plan` says, as values; `trainer.plan.render` has the words.
 
     Attributes:
-        host_ranks: The ranks on this host.
-        degrees: Of parallelism, those above 1.
-        memory_bytes: Those of a rank, by part and in total; empty where they are not known.
+        host_ranks: Number of ranks on this host.
+        degrees: The parallel degrees above 1.
+        memory_bytes: Memory of a rank, by part and in total; empty if it is not known.
     """
 
     run_mode: str
@@ -181,7 +186,7 @@ class Plan:
     data: DataPlan
     steps: StepsPlan
     memory_bytes: dict[str, int]
-    division: Division | None
+    division: ShardingPlan | None
     traffic: TrafficPlan | None  # of a step
     pipeline: PipelinePlan | None
     notes: tuple[str, ...]
@@ -198,22 +203,27 @@ def plan_run(
     progress: Progress,
     opens_data: bool = True,
 ) -> Plan:
-    """Works out what a run of this checked configuration will do, and opens its data; see `trainer.run.prepare`.
+    """Computes what a run of this checked configuration will do, and opens its data.
 
-    `memory_bytes` are those of `memory_estimate`. Without data (`opens_data` False) the steps are not known, and 0
-    stands for each count of them.
+    Args:
+        memory_bytes: The result of `memory_estimate`.
+        opens_data: False leaves the data closed; then all counts of steps are 0.
 
     Raises:
-        UserError: The data cannot be read, or fills no batch.
-        RunError: The token file cannot be written.
+        UserError: The data cannot be read, or has fewer sequences than a batch.
+        RunError: The token cache cannot be written.
     """
     degrees = parallel_degrees(config, world)
     notes = _notes(config, world, backend, device, memory_bytes)
+    data = None
+    steps_per_epoch = 0
     if opens_data:
         data, steps_per_epoch = _open_data(config, backend, progress, notes)
-    else:
-        data = None
-        steps_per_epoch = 0
+    traffic = None
+    pipeline = None
+    if config.trains:
+        traffic = traffic_plan(config, world, device)
+        pipeline = pipeline_plan(config, degrees.pipeline_stage)
     return Plan(
         run_mode=config.run_mode,
         device=device,
@@ -227,9 +237,9 @@ def plan_run(
         data=_data_plan(config, data),
         steps=_steps_plan(config, world, backend, steps_per_epoch),
         memory_bytes=dict(memory_bytes),
-        division=division(config, world),
-        traffic=traffic_plan(config, world, device) if config.trains else None,
-        pipeline=pipeline_plan(config, degrees.pipeline_stage) if config.trains else None,
+        division=sharding_plan(config, world),
+        traffic=traffic,
+        pipeline=pipeline,
         notes=tuple(notes),
         config=config,
         backend=backend,
@@ -241,20 +251,18 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
     precision = precision_of(config, device, world)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
-    if config.classifier is not None:
-        inactive = 0
-    else:
+    inactive = 0
+    if config.classifier is None:
         inactive = inactive_weights(model_spec(config.decoder))
     shapes = every
+    groups: tuple[ParameterGroup, ...] = ()
+    recomputed: tuple[Part, ...] = ()
     if config.trains:
         shapes = trained_shapes(config)
-    groups: tuple[ParameterGroup, ...] = ()
-    recomputed: tuple[str, ...] = ()
-    if config.trains:
         groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
         # Of the layers that have a backward pass: from the first trained one on.
-        first = max(model_spec(config.decoder).first_reached(trained_shapes(config)), 0)
-        recomputed = ("",) * first + recomputed_parts(config)[first:]
+        first = max(model_spec(config.decoder).first_reached(shapes), 0)
+        recomputed = tuple(part if layer >= first else "" for layer, part in enumerate(recomputed_parts(config)))
     return ModelPlan(
         weights=sum(math.prod(shape) for shape in shapes.values()),
         active_weights=sum(map(math.prod, every.values())) - inactive,
@@ -268,13 +276,24 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
 
 
 def _data_plan(config: Config, data: TrainingBatches | EvalBatches | None) -> DataPlan:
-    trains = config.trains and data is not None
+    labels = config.network.labels_text
+    if data is None:
+        return DataPlan(rows=0, eval_rows=None, packing=None, sources=(), labels=labels)
+    from trainer.data.batches.loader import TrainingBatches
+
+    rows = 0
+    evaluation: EvalBatches | None
+    if isinstance(data, TrainingBatches):
+        rows = data.dataset.num_sequences
+        evaluation = data.evaluation
+    else:
+        evaluation = data
     return DataPlan(
-        rows=data.dataset.num_sequences if trains else 0,
-        eval_rows=_eval_rows(data.evaluation if trains else data),
-        packing=data.dataset.packing if data is not None else None,
-        sources=getattr(data.dataset, "shares", ()) if data is not None else (),
-        labels=config.network.labels_text,
+        rows=rows,
+        eval_rows=_eval_rows(evaluation),
+        packing=data.dataset.packing,
+        sources=getattr(data.dataset, "shares", ()),
+        labels=labels,
         batches=data,
     )
 
@@ -287,8 +306,11 @@ def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_
     if config.trains and shards_optimizer(config, world):
         degrees = parallel_degrees(config, world)
         ranks = degrees.data_parallel * degrees.context_parallel
-        sharing = Sharing(ranks, zero_level(config), shard_threshold_bytes(config))
+        sharing = OptimizerSharding(ranks, zero_level(config), shard_threshold_bytes(config))
     optimizer = config.optimizer
+    learning_rates: tuple[tuple[int, float], ...] = ()
+    if total:
+        learning_rates = _learning_rates(config, total, last)
     return StepsPlan(
         batch_rows=config.runner_config.batch_size,
         micro_batches=batch.gradient_accumulation_steps,
@@ -300,14 +322,18 @@ def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_
         total_steps=total,
         last_step=last,
         schedule=config.lr_schedule.type,
-        learning_rates=_learning_rates(config, total, last) if total else (),
+        learning_rates=learning_rates,
         optimizer={name: getattr(optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[optimizer.type])},
         sharing=sharing,
     )
 
 
 def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
-    """Epochs, their steps, and the step at which the run ends, where an epoch has so many steps."""
+    """Returns the number of epochs, the steps of all epochs, and the last step of the run.
+
+    Args:
+        steps: Steps per epoch.
+    """
     runner = config.runner_config
     if runner.max_steps and steps:
         epochs = -(-runner.max_steps // steps)
@@ -320,7 +346,8 @@ def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
 def _open_data(
     config: Config, backend: ExecutionMode, progress: Progress, notes: list[str]
 ) -> tuple[TrainingBatches | EvalBatches | None, int]:
-    """The batches that are trained or evaluated on, and the steps of an epoch: 0 where nothing is trained."""
+    """Returns the opened data of a training or evaluation, and the steps per epoch, which are 0 if nothing is trained.
+    """
     if config.run_mode in ("predict", "chat"):
         return None, 0
     from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
@@ -337,26 +364,30 @@ def _notes(
 ) -> list[str]:
     notes = [*config_notes(config, world, device), *backend.notes(), *device_notes(config, device)]
     notes += [*dtype_notes(config, precision_of(config, device, world), device), *freeze_notes(config)]
-    notes += _record_notes(config)
+    notes += _unmatched_pattern_notes(config)
     if on_arrays(config, device, world) and find_onednn().library is None:
         notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
-    return notes + list(memory_notes(memory_bytes["total"], ranks=world.local_size) if device == "CPU" else ())
+    if device == "CPU":
+        notes += memory_notes(memory_bytes["total"], ranks=world.local_size)
+    return notes
 
 
-def _record_notes(config: Config) -> Iterator[Note]:
-    """Patterns of `monitor_config.target` that match nothing: a small copy of a model has fewer layers, so it is no
-    mistake in the file."""
+def _unmatched_pattern_notes(config: Config) -> Iterator[Note]:
+    """Yields a note for each pattern of `monitor_config.target` that matches no trained parameter.
+
+    It is not an error, because a small copy of a model has fewer layers.
+    """
     section = config.monitor_config
     key = "monitor_config.target"
-    wanted = section.destinations("local_norm_format") | section.destinations("optimizer_state_format")
-    if not config.trains or not wanted or not section.target:
+    destinations = section.destinations("local_norm_format") | section.destinations("optimizer_state_format")
+    if not config.trains or not destinations or not section.target:
         return
     names = list(trained_shapes(config))
-    matched = set()
+    matched: set[str] = set()
     for number, text in enumerate(section.patterns):
-        found = {name for name in names if read_pattern(text).search(name)}
-        matched |= found
-        if not found:
+        matches = {name for name in names if read_pattern(text).search(name)}
+        matched |= matches
+        if not matches:
             near = ", ".join(get_close_matches(text, names, n=3, cutoff=0.0))
             where = config.source.where(f"{key}.{number}") or config.source.where(key)
             place = ""
@@ -367,12 +398,12 @@ def _record_notes(config: Config) -> Iterator[Note]:
         yield Note(f"{key} matches every trained parameter, and invert leaves none to record", "ignored")
 
 
-def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> Group:
-    return Group(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
+def _group(name: str, weight_decay: float, shapes: Mapping[str, tuple[int, ...]]) -> ParameterGroupPlan:
+    return ParameterGroupPlan(name, weight_decay, len(shapes), sum(math.prod(shape) for shape in shapes.values()))
 
 
 def _eval_rows(data: EvalBatches | None) -> int | None:
-    """Sequences that an evaluation reads: all there are, or those of `max_batches` on every rank."""
+    """Returns the sequences that an evaluation reads: all of them, or `max_batches` batches on every rank."""
     if data is None:
         return None
     most = (data.max_batches or 0) * data.loader.global_batch_size

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
     from trainer.data.batches.blend import SourceShare
-    from trainer.plan.division import Division
+    from trainer.plan.division import RankShards, ShardingPlan
     from trainer.plan.pipeline import PipelinePlan
-    from trainer.plan.plan import DataPlan, ModelPlan, Plan, Sharing, StepsPlan
+    from trainer.plan.plan import DataPlan, ModelPlan, OptimizerSharding, Plan, StepsPlan
     from trainer.plan.traffic import TrafficPlan
 
 Rows: TypeAlias = list[tuple[str, ...]]
@@ -41,50 +42,51 @@ _KINDS = get_args(NoteKind)  # the most important first
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
     """Returns the plan as plain values, for `plan --json`."""
-    values = asdict(replace(plan, config=None, backend=None, data=replace(plan.data, batches=None)))
+    nothing: Any = None  # configuration and opened data are not copied
+    values = asdict(replace(plan, config=nothing, backend=nothing, data=replace(plan.data, batches=None)))
     del values["config"], values["backend"], values["data"]["batches"]
     return values
 
 
 def plan_text(plan: Plan) -> str:
-    """All of the plan as plain text: plan.txt."""
+    """Returns the complete plan as plain text, for plan.txt."""
     return sections_text(plan_sections(plan, verbose=True))
 
 
 def plan_sections(plan: Plan, verbose: bool) -> list[Section]:
-    """What matters first: notes, then the model, the steps and the memory.
+    """Returns the sections of the plan, the most important first: notes, then model, steps and memory.
 
-    Args:
-        verbose: With every kernel, dtype, parameter group, learning rate and part of the memory, and the reason of
-            every ignored key.
+    `verbose` adds kernels, dtypes, parameter groups, learning rates, parts of the memory and reasons of ignored keys.
     """
+    sections: list[Section] = []
     if plan.notes:
-        found = [_notes(plan.notes, verbose)]
-    else:
-        found = []
-    found.append(("run", _run_rows(plan)))
-    found.append(("model", _model_rows(plan, verbose)))
+        sections.append(_notes(plan.notes, verbose))
+    sections.append(("run", _run_rows(plan)))
+    sections.append(("model", _model_rows(plan, verbose)))
     if plan.division is not None:
-        found += division_sections(plan.division, plan.pipeline)
+        sections += sharding_sections(plan.division, plan.pipeline)
     if plan.traffic is not None and plan.traffic.sent:
-        found.append(_traffic(plan.traffic))
+        sections.append(_traffic(plan.traffic))
     if plan.pipeline is not None:
-        found.append(("pipeline", _pipeline_rows(plan.pipeline)))
+        sections.append(("pipeline", _pipeline_rows(plan.pipeline)))
     if plan.model.experts:
-        found.append(("experts", [("", ""), *plan.model.experts.items()]))
+        sections.append(("experts", [("", ""), *plan.model.experts.items()]))
     if plan.config.trains:
-        found.append(("steps", _step_rows(plan)))
+        sections.append(("steps", _step_rows(plan)))
     if plan.data.eval_rows is not None:
-        rows = [("", ""), ("data", counted(plan.data.eval_rows, _unit(plan.data)))]
-        found.append(("evaluation", rows + (_packing_rows(plan.data) if plan.run_mode == "eval" else [])))
-    found += _details(plan) if verbose else ()
+        rows: Rows = [("", ""), ("data", format_count(plan.data.eval_rows, _unit(plan.data)))]
+        if plan.run_mode == "eval":
+            rows += _packing_rows(plan.data)
+        sections.append(("evaluation", rows))
+    if verbose:
+        sections += _details(plan)
     if plan.memory_bytes:
-        return [*found, _memory(plan, verbose)]
-    return found
+        sections.append(_memory(plan, verbose))
+    return sections
 
 
 def _notes(notes: tuple[str, ...], verbose: bool) -> Section:
-    """By importance; a file that all of them name stands in the title alone."""
+    """Returns the notes by importance. If all name the same file, its name is in the title."""
     ordered = sorted(notes, key=lambda note: _KINDS.index(getattr(note, "kind", "results")))
     paths = {path for note in ordered for path, _ in _LOCATION.findall(note)}
     title = "notes"
@@ -94,30 +96,26 @@ def _notes(notes: tuple[str, ...], verbose: bool) -> Section:
     if not verbose:
         ignored = [match[1] for note in ordered if (match := _IGNORED.match(note))]
         ordered = [note for note in ordered if not _IGNORED.match(note)]
-        keys = ", ".join(ignored)
-        number = keys.count(", ") + 1
-        told = f"{number} key{'s that change' if number > 1 else ' that changes'} nothing here (--verbose says why)"
-        ordered += [f"{told}: {keys}"] if ignored else []
+        if ignored:
+            keys = ", ".join(ignored)
+            ordered.append(f"{format_count(keys.count(', ') + 1, 'keys')} ignored (--verbose says why): {keys}")
     return title, [("",), *((f"- {note}",) for note in ordered)]
 
 
 def _run_rows(plan: Plan) -> Rows:
     rows: Rows = [("", ""), ("mode", plan.run_mode), ("device", plan.device)]
     if plan.ranks > 1:
-        if plan.host_ranks == plan.ranks:
-            hosts = ""
-        else:
+        hosts = ""
+        if plan.host_ranks != plan.ranks:
             hosts = f", {plan.host_ranks} of them on this host"
         degrees = ", ".join(f"{name} {size}" for name, size in plan.degrees.items())
         rows.append(("ranks", f"{plan.ranks}{hosts}: {degrees}"))
     rows += [("execution", plan.execution), ("output_dir", plan.output_dir)]
     if plan.resumes is not None:
-        done = plan.resumes.step >= plan.steps.last_step
         batch = f"epoch {plan.resumes.epoch + 1}, micro-batch {plan.resumes.batch + 1}"
-        if done:
+        left = f"continues with step {plan.resumes.step + 1} ({batch})"
+        if plan.resumes.step >= plan.steps.last_step:
             left = "no step is left"
-        else:
-            left = f"continues with step {plan.resumes.step + 1} ({batch})"
         rows.append(("resumes", f"{plan.resumes.checkpoint}: step {plan.resumes.step} is done, {left}"))
     return rows
 
@@ -126,7 +124,7 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     model = plan.model
     settings = plan.config.decoder
     rows: Rows = [("", ""), ("weights", _weights(model))]
-    parts = {}
+    parts: dict[str, str] = {}
     if model.weights + model.frozen.weights:  # otherwise its sizes are not known
         parts = {"attention": _attention(settings), "adapters": _adapters(settings)}
         if plan.config.trains and plan.config.classifier is None:
@@ -135,74 +133,83 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     rows += [(name, text) for name, text in parts.items() if text]
     if verbose:
         return rows
+    if model.kernels and plan.device != "CPU":  # a CPU has no fused kernels
+        rows.append(("kernels", _kernel_text(model)))
+    parts_by_dtype: dict[str, list[str]] = {}
+    for part, dtype in model.dtypes.items():
+        parts_by_dtype.setdefault(dtype.dtype, []).append(part)
+    dtypes = f"{next(iter(parts_by_dtype))} for all"
+    if len(parts_by_dtype) > 1:
+        dtypes = "; ".join(f"{dtype}: {', '.join(names)}" for dtype, names in parts_by_dtype.items())
+    return [*rows, ("dtypes", dtypes)]
+
+
+def _kernel_text(model: ModelPlan) -> str:
     fused = [choice.kernel for choice in model.kernels if choice.fused]
     others = [choice.kernel for choice in model.kernels if not choice.fused]
-    if model.kernels and plan.device != "CPU":  # where there are no fused ones, and `execution` says it all
-        parts = [f"{kind}: {' '.join(names)}" for kind, names in (("fused", fused), ("reference", others)) if names]
-        rows.append(("kernels", "; ".join(parts) if fused else "reference for all"))
-    parts_of: dict[str, list[str]] = {}
-    for part, dtype in model.dtypes.items():
-        parts_of.setdefault(dtype.dtype, []).append(part)
-    listed = "; ".join(f"{dtype}: {', '.join(parts)}" for dtype, parts in parts_of.items())
-    return [*rows, ("dtypes", listed if len(parts_of) > 1 else f"{next(iter(parts_of))} for all")]
+    if not fused:
+        return "reference for all"
+    if not others:
+        return f"fused: {' '.join(fused)}"
+    return f"fused: {' '.join(fused)}; reference: {' '.join(others)}"
 
 
-def division_sections(division: Division, pipeline: PipelinePlan | None) -> list[Section]:
-    """Groups, and who holds what."""
-    header = ("group", "ranks", "groups", "first", "last")
-    groups = [(one.name, str(one.size), f"{one.number:,}", one.first, one.last) for one in division.groups]
-    found = [(f"groups of ranks ({division.order})", [header, *groups])]
+def sharding_sections(plan: ShardingPlan, pipeline: PipelinePlan | None) -> list[Section]:
+    """Returns tables of the groups of ranks and of their shards of the model."""
+    groups: Rows = [("group", "ranks", "groups", "first", "last")]
+    for group in plan.groups:
+        groups.append((group.name, str(group.size), f"{group.number:,}", group.first, group.last))
+    sections: list[Section] = [(f"groups of ranks ({plan.order})", groups)]
     if pipeline is not None:
         header = ("stage", "ranks", "layers", "and", "weights", "work", "in flight")
-        rows = [
-            (str(one.stage), one.ranks, "; ".join(one.layers), ", ".join(one.ends), f"{one.weights / 1e6:,.1f}",
-             f"{time.share:.0%}", str(time.in_flight))
-            for one, time in zip(division.stages, pipeline.stages, strict=True)
-        ]  # fmt: skip
-        rows = [line for row in _shortened(rows) for line in _stage_lines(row)]
-        found.append(("stages of the pipeline (weights of a rank, in millions)", [header, *rows]))
+        stages: Rows = []
+        for stage, load in zip(plan.stages, pipeline.stages, strict=True):
+            weights = f"{stage.weights / 1e6:,.1f}"
+            names = "; ".join(stage.layers), ", ".join(stage.ends)
+            stages.append((str(stage.stage), stage.ranks, *names, weights, f"{load.share:.0%}", str(load.in_flight)))
+        lines = [line for row in _shortened(stages) for line in _stage_lines(row)]
+        sections.append(("stages of the pipeline (weights of a rank, in millions)", [header, *lines]))
     for axis, name, title in (
         ("tensor", "tp", "tensor group"), ("context", "cp", "context group"), ("experts", "ep", "expert group"),
     ):  # fmt: skip
-        shares = getattr(division, axis)
-        if shares:
-            rows = [(str(one.rank), one.ranks, *one.parts.values()) for one in shares]
-            found.append((title, [(name, "ranks", *shares[0].parts), *_shortened(rows)]))
-    return found
+        shards: tuple[RankShards, ...] = getattr(plan, axis)
+        if shards:
+            rows: Rows = [(str(each.rank), each.ranks, *each.parts.values()) for each in shards]
+            sections.append((title, [(name, "ranks", *shards[0].parts), *_shortened(rows)]))
+    return sections
 
 
 def _traffic(traffic: TrafficPlan) -> Section:
-    """A row for each group and purpose."""
+    """Returns a table of the bytes sent, with a row for each group and purpose."""
     calls: dict[tuple[str, str], list[str]] = {}
     sent: dict[tuple[str, str], int] = {}
-    for one in traffic.sent:
-        key = one.group, one.what
-        calls.setdefault(key, []).append(f"{one.calls:,} {one.collective}")
-        sent[key] = sent.get(key, 0) + one.bytes
+    for volume in traffic.sent:
+        key = volume.group, volume.what
+        calls.setdefault(key, []).append(f"{volume.calls:,} {volume.collective}")
+        sent[key] = sent.get(key, 0) + volume.bytes
     rows = [(*key, ", ".join(calls[key]), _mib(size)) for key, size in sent.items()]
-    of = ""
+    title = "communication of a rank in a step"
     if len(traffic.stage_bytes) > 1:
-        of = f" of stage {traffic.stage}"
+        title = f"communication of a rank of stage {traffic.stage} in a step"
     total = ("all", "", "", _mib(sum(sent.values())))
-    return f"a rank{of} sends in a step", [("group", "what", "collectives", "MiB"), *rows, total]
+    return title, [("group", "what", "collectives", "MiB"), *rows, total]
 
 
 def _mib(size: int) -> str:
-    value = size / (1 << 20)
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+    if size >= 100 << 20:
+        return f"{size / (1 << 20):,.0f}"
+    return f"{size / (1 << 20):.3g}"
 
 
 def _shortened(rows: Rows) -> Rows:
-    """With the middle left out where there are many."""
+    """Returns the rows without those in the middle, if there are many."""
     if len(rows) <= _MOST_ROWS:
         return rows
     return [*rows[: _MOST_ROWS - 2], ("...",) + ("",) * (len(rows[0]) - 1), rows[-1]]
 
 
 def _stage_lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """A stage's row, with further lines where it has many chunks or parts: the table fits 80 columns."""
+    """Yields the lines of a stage, several if it has many chunks or parts, so that the table fits 80 columns."""
     stage, ranks, layers, ends, *numbers = row
     cells = zip_longest(_pairs(layers, "; "), _pairs(ends, ", "), fillvalue="")
     yield (stage, ranks, *next(cells), *numbers)
@@ -211,7 +218,7 @@ def _stage_lines(row: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
 
 
 def _pairs(cell: str, separator: str) -> list[str]:
-    """The parts of a cell, two a line."""
+    """Splits a cell into lines of two parts."""
     parts = cell.split(separator)
     return [separator.join(parts[first : first + 2]) for first in range(0, len(parts), 2)]
 
@@ -237,10 +244,9 @@ def _unit(data: DataPlan) -> str:
 
 
 def _steps(steps: StepsPlan) -> str:
-    """Those of a run of whole epochs, or of so many steps; and where this run ends before."""
-    if steps.last_step == steps.total_steps:
-        ends = ""
-    else:
+    """Returns the number of steps in words, and where this run ends if that is earlier."""
+    ends = ""
+    if steps.last_step != steps.total_steps:
         ends = f"; this run ends after step {steps.last_step}"
     if steps.total_steps == steps.steps_per_epoch * steps.epochs:
         return f"{steps.steps_per_epoch:,} an epoch x {steps.epochs} = {steps.total_steps:,}{ends}"
@@ -250,24 +256,27 @@ def _steps(steps: StepsPlan) -> str:
 def _step_rows(plan: Plan) -> Rows:
     steps = plan.steps
     data = plan.data
-    config = plan.config
-    unit = _unit(plan.data)
-    batch = counted(steps.batch_rows, unit)
-    step = f"{steps.micro_batches} micro-batch{'es' if steps.micro_batches > 1 else ''} of {batch}"
-    step += f" on each rank: {counted(steps.rows_per_step, unit)}" if plan.ranks > 1 else ""
-    step += f", {counted(steps.tokens_per_step, data.labels)}" if steps.tokens_per_step else ""
-    step += f", {_operations(steps.flops_per_row * steps.rows_per_step)}" if steps.flops_per_row else ""
-    rows: Rows = [
-        ("", ""),
-        ("data", f"{counted(data.rows, unit)} an epoch" if data.rows else "not known, it is not on this machine"),
-        *_packing_rows(data),
-        ("optimizer step", step),
-    ]
+    unit = _unit(data)
+    batch = format_count(steps.batch_rows, unit)
+    step = f"1 micro-batch of {batch}"
+    if steps.micro_batches > 1:
+        step = f"{steps.micro_batches} micro-batches of {batch}"
+    if plan.ranks > 1:
+        step += f" on each rank: {format_count(steps.rows_per_step, unit)}"
+    if steps.tokens_per_step:
+        step += f", {format_count(steps.tokens_per_step, data.labels)}"
+    if steps.flops_per_row:
+        step += f", {_operations(steps.flops_per_row * steps.rows_per_step)}"
+    size = "not known, it is not on this machine"
+    if data.rows:
+        size = f"{format_count(data.rows, unit)} an epoch"
+    rows: Rows = [("", ""), ("data", size), *_packing_rows(data), ("optimizer step", step)]
     if data.rows:
         rows.append(("steps", _steps(steps)))
-    rows.append(("optimizer", ", ".join(_shown(name, value) for name, value in steps.optimizer.items())))
+    rows.append(("optimizer", ", ".join(_setting_text(name, value) for name, value in steps.optimizer.items())))
     if steps.sharing is not None:
-        rows.append(("optimizer state", _sharing(steps.sharing)))
+        rows.append(("optimizer state", _sharing_text(steps.sharing)))
+    config = plan.config
     rows += [("clipping", _clipping(config)), ("loss scale", _loss_scale(config))]
     texts = {"skipped": _skipping(config), "checkpoints": _saving(config), "early stop": _early_stop(config)}
     rows += [(name, text) for name, text in texts.items() if text]
@@ -281,7 +290,7 @@ def _step_rows(plan: Plan) -> Rows:
     return rows
 
 
-def _sharing(sharing: Sharing) -> str:
+def _sharing_text(sharing: OptimizerSharding) -> str:
     more = {"level2": ", and of the gradients", "level3": ", and of the gradients and weights"}.get(sharing.level, "")
     shards = f"1/{sharing.ranks} on each rank{more}"
     if not sharing.least_bytes:
@@ -313,9 +322,8 @@ def _adapters(settings: ModelConfig) -> str:
         return ""
     names = [name.split(".")[-1] for name in adapted_projections(settings)]
     layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
-    if layers == settings.num_layers:
-        where = ""
-    else:
+    where = ""
+    if layers != settings.num_layers:
         where = f" of {layers} of {settings.num_layers} layers"
     dropout = ""
     if adapter.dropout:
@@ -329,7 +337,10 @@ def _clipping(config: Config) -> str:
         return "off"
     if wrapper.clip_type == "value":
         return f"each element to at most {wrapper.clip_value:g}"
-    return f"{'norm of each group' if wrapper.clip_by_group else 'global norm'} at most {wrapper.max_grad_norm:g}"
+    norm = "global norm"
+    if wrapper.clip_by_group:
+        norm = "norm of each group"
+    return f"{norm} at most {wrapper.max_grad_norm:g}"
 
 
 def _loss_scale(config: Config) -> str:
@@ -358,12 +369,10 @@ def _saving(config: Config) -> str:
     if saver.save_checkpoint_steps:
         every = f"every {saver.save_checkpoint_steps} steps and at"
     best = ""
-    if saver.keep_best:
-        if saver.keep_best == 1:
-            best = " and the best"
-        else:
-            best = f" and the best {saver.keep_best}"
-        best += " by eval loss"
+    if saver.keep_best == 1:
+        best = " and the best by eval loss"
+    elif saver.keep_best:
+        best = f" and the best {saver.keep_best} by eval loss"
     return f"{every} the end; the newest {saver.keep_checkpoint_max}{best} are kept"
 
 
@@ -371,54 +380,57 @@ def _early_stop(config: Config) -> str:
     section = config.early_stop
     if section is None:
         return ""
-    least = ""
-    if section.min_delta:
-        least = f" by more than {section.min_delta:g}"
-    count = "the first evaluation"
+    text = "after the first evaluation without a lower eval loss"
     if section.patience > 1:
-        count = f"{section.patience} evaluations in a row"
-    return f"after {count} without a lower eval loss{least}"
+        text = f"after {section.patience} evaluations in a row without a lower eval loss"
+    if section.min_delta:
+        text += f" by more than {section.min_delta:g}"
+    return text
 
 
 def _operations(number: float) -> str:
-    """Like 12.3 GFLOP."""
+    """Formats a number of operations, for example 12.3 GFLOP."""
     power = min(max(math.floor(math.log10(max(number, 1.0) * 1.0005) / 3), 0), 6)
     return f"{number / 1000**power:.3g} {' kMGTPE'[power].strip()}FLOP"
 
 
 def _packing_rows(data: DataPlan) -> Rows:
-    found = data.packing
-    if found is None:
-        return source_rows(data.sources)
-    unit = "samples"
-    if found.packing == "cut":
-        unit = "documents"
-    parts = [f"{found.packing}: {counted(found.samples, unit)} in {counted(found.sequences, 'sequences')}"]
-    parts += [f"{found.padding:.1%} padding"] if found.padding or found.packing != "cut" else []
-    counts = (found.truncated, "truncated"), (found.dropped, "dropped")
-    parts += [f"{number:,} {done}" for number, done in counts if number]
-    parts += [f"{counted(found.bad_records, 'bad records')} skipped"] if found.bad_records else []
-    return [("packing", ", ".join(parts)), *source_rows(data.sources)]
+    report = data.packing
+    if report is None:
+        return data_source_rows(data.sources)
+    unit = "documents" if report.packing == "cut" else "samples"
+    parts = [f"{report.packing}: {format_count(report.samples, unit)} in {format_count(report.sequences, 'sequences')}"]
+    if report.padding or report.packing != "cut":
+        parts.append(f"{report.padding:.1%} padding")
+    if report.truncated:
+        parts.append(f"{report.truncated:,} truncated")
+    if report.dropped:
+        parts.append(f"{report.dropped:,} dropped")
+    if report.bad_records:
+        parts.append(f"{format_count(report.bad_records, 'bad records')} skipped")
+    return [("packing", ", ".join(parts)), *data_source_rows(data.sources)]
 
 
-def source_rows(shares: Sequence[SourceShare]) -> Rows:
-    """What each of several sources gives to an epoch."""
+def data_source_rows(shares: Sequence[SourceShare]) -> Rows:
+    """Returns a row for each source of a blend: its weight, sequences and passes in an epoch."""
     rows: Rows = []
     for share in shares:
-        if share.weight is None:
-            weight = ""
-        else:
+        weight = ""
+        if share.weight is not None:
             weight = f"weight {share.weight:g}, "
         passes = f"{share.epoch_passes:.2f} passes over its {share.sequences:,}"
-        sequences = counted(share.epoch_sequences, "sequences")
+        sequences = format_count(share.epoch_sequences, "sequences")
         rows.append(("source", f"{share.name}: {weight}{sequences} an epoch, {passes}"))
     return rows
 
 
-def counted(number: int, plural: str) -> str:
-    """A number with its noun, which is given in the plural."""
-    singular = plural.removesuffix("es" if plural.endswith("sses") else "s")
-    return f"{number:,} {singular if number == 1 else plural}"
+def format_count(number: int, plural: str) -> str:
+    """Formats a number with its noun, which is passed in the plural."""
+    if number != 1:
+        return f"{number:,} {plural}"
+    if plural.endswith("sses"):
+        return f"1 {plural.removesuffix('es')}"
+    return f"1 {plural.removesuffix('s')}"
 
 
 def _weights(model: ModelPlan) -> str:
@@ -433,43 +445,48 @@ def _weights(model: ModelPlan) -> str:
     return f"{every:,}: {model.weights:,} trained, {model.frozen.weights:,} frozen{active}"
 
 
-def _shown(name: str, value: Any) -> str:
-    """A setting of the optimizer: `betas 0.9 0.95`; of its type the value alone."""
+def _setting_text(name: str, value: Any) -> str:
+    """Formats a setting of the optimizer, for example `betas 0.9 0.95`; of its type only the value."""
+    values = [value]
     if isinstance(value, list):
         values = value
-    else:
-        values = [value]
-    text = " ".join(f"{each:g}" if isinstance(each, float) else str(each) for each in values)
+    text = " ".join(map(_number_text, values))
     if name == "type":
         return text
     return f"{name} {text}"
 
 
+def _number_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)
+
+
 def _details(plan: Plan) -> list[Section]:
-    """The tables that --verbose adds."""
-    found: list[Section] = []
+    """Returns the tables that --verbose adds."""
+    sections: list[Section] = []
     if plan.model.kernels:
         kernels = [(c.kernel, c.asked, c.chosen, c.why) for c in plan.model.kernels]
-        found.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
+        sections.append(("kernels", [("kernel", "asked for", "chosen", "why"), *kernels]))
     if plan.model.groups:
         groups = [(g.name, f"{g.weight_decay:g}", str(g.tensors), f"{g.weights:,}") for g in plan.model.groups]
         if plan.model.frozen.tensors:
             groups.append(("frozen", "-", str(plan.model.frozen.tensors), f"{plan.model.frozen.weights:,}"))
-        found.append(("parameters", [("group", "weight decay", "tensors", "weights"), *groups]))
+        sections.append(("parameters", [("group", "weight decay", "tensors", "weights"), *groups]))
     dtypes = [(part, *dtype) for part, dtype in plan.model.dtypes.items()]
-    found.append(("dtypes", [("part", "dtype", "why"), *dtypes]))
+    sections.append(("dtypes", [("part", "dtype", "why"), *dtypes]))
     if plan.steps.learning_rates:
         rates = [(str(step), f"{rate:.3e}") for step, rate in plan.steps.learning_rates]
-        found.append(("schedule", [("step", "learning rate"), *rates]))
-    return found
+        sections.append(("schedule", [("step", "learning rate"), *rates]))
+    return sections
 
 
 def _memory(plan: Plan, verbose: bool) -> Section:
     parts = {part.replace(", ", " and "): f"{size / (1 << 20):,.0f}" for part, size in plan.memory_bytes.items()}
     sums = {"total": parts.pop("total")}
     if plan.ranks > 1 and plan.device == "CPU":  # other devices have memory of their own
-        of_host = plan.memory_bytes["total"] * plan.host_ranks
-        sums[f"{plan.host_ranks} ranks of this host"] = f"{of_host / (1 << 20):,.0f}"
+        host_bytes = plan.memory_bytes["total"] * plan.host_ranks
+        sums[f"{plan.host_ranks} ranks of this host"] = f"{host_bytes / (1 << 20):,.0f}"
     title = "memory, estimated"
     if plan.ranks > 1:
         title = "memory of a rank, estimated"
@@ -480,7 +497,7 @@ def _memory(plan: Plan, verbose: bool) -> Section:
 
 
 def sections_text(sections: list[Section]) -> str:
-    """Titled tables as aligned plain text; no line is folded."""
+    """Formats titled tables as aligned plain text without folding lines."""
     lines = []
     for title, rows in sections:
         name, bracket, more = title.partition(" (")
@@ -500,20 +517,22 @@ def print_sections(sections: list[Section]) -> None:
 
 
 def print_fitting(sections: list[Section], left_out_first: Sequence[str] = ()) -> None:
-    """Prints titled tables without folding their cells. One that is wider than the terminal does without the columns
-    `left_out_first`, as far as that is needed; where it is still too wide, each row becomes a list."""
+    """Prints titled tables without folding their cells.
+
+    A table that is wider than the terminal loses columns of `left_out_first`, as many as needed. If it is still too
+    wide, each row becomes a list.
+    """
 
     def show(console: Console, rows: Rows) -> None:
         fitting, left_out = _fitting(rows, left_out_first, console.width)
         if fitting:
             console.print(_table(fitting))
             if left_out:
-                told = f"left out, the terminal is narrow: {', '.join(left_out)}"
-                console.print(told, style="dim", markup=False, highlight=False)
+                text = f"left out, the terminal is narrow: {', '.join(left_out)}"
+                console.print(text, style="dim", markup=False, highlight=False)
             return
         for row in rows[1:]:
-            told = _as_list(rows[0], row, console.width)
-            console.print(told, markup=False, highlight=False, soft_wrap=True)
+            console.print(_as_list(rows[0], row, console.width), markup=False, highlight=False, soft_wrap=True)
 
     _print(sections, show)
 
@@ -532,37 +551,39 @@ def _print(sections: list[Section], show: Callable[[Console, Rows], None]) -> No
 
 
 def _as_list(header: tuple[str, ...], row: tuple[str, ...], width: int) -> str:
-    """Returns a row as lines: its first cell, and the others below it, with their names where there are several. A cell
-    that is too wide beside its name has lines of its own, whose words stay whole."""
+    """Returns a row as lines: its first cell, and the others below it, with their names if there are several.
+
+    A cell that is too wide beside its name gets lines of its own, without broken words.
+    """
+    names: tuple[str, ...] = ("",)
     if len(row) > 2:
         names = header[1:]
-    else:
-        names = ("",)
     longest = max(map(len, names))
     lines = [row[0]]
     for name, cell in zip(names, row[1:], strict=True):
+        line = f"  {cell}"
         if name:
             line = f"  {name:<{longest}}  {cell}"
-        else:
-            line = f"  {cell}"
         if len(line) <= width:
             lines.append(line)
             continue
-        lines += [f"  {name}"] if name else []
+        if name:
+            lines.append(f"  {name}")
         words = textwrap.wrap(cell, width - 4, break_long_words=False, break_on_hyphens=False)
         lines += [f"    {part}" for part in words]
     return "\n".join(lines)
 
 
 def _fitting(rows: Rows, left_out_first: Sequence[str], width: int) -> tuple[Rows, list[str]]:
-    """The columns that fit, and the names of those that are left out; no rows where too many would be."""
-    left_out: list[str] = []
-    for name in ["", *(name for name in left_out_first if name in rows[0])]:
-        left_out += [name] * bool(name)
-        kept = [at for at, head in enumerate(rows[0]) if head not in left_out]
-        widths = [max(len(row[at]) for row in rows) for at in kept]
+    """Returns the columns that fit and the names of the others; no rows if the table is too wide without all of them.
+    """
+    removable = [name for name in left_out_first if name in rows[0]]
+    for number in range(len(removable) + 1):
+        left_out = removable[:number]
+        columns = [column for column, name in enumerate(rows[0]) if name not in left_out]
+        widths = [max(len(row[column]) for row in rows) for column in columns]
         if sum(widths) + 2 * (len(widths) - 1) <= width:
-            return [tuple(row[at] for at in kept) for row in rows], left_out
+            return [tuple(row[column] for column in columns) for row in rows], left_out
     return [], []
 
 

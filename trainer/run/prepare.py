@@ -21,7 +21,7 @@ from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.ascend import ascend_problems
-from trainer.plan.division import layout_of
+from trainer.plan.division import model_layout_for
 from trainer.plan.memory import check_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
@@ -154,7 +154,7 @@ def local_shard_specs(config: Config, world: World) -> Parts | None:
     degrees = parallel_degrees(config, world)
     if not degrees.shards_model or runs_semi_auto(config, world):
         return None
-    layout = layout_of(config, world)
+    layout = model_layout_for(config, world)
     where = Mesh(degrees).coordinate_of(world.rank)
     return {name: layout.shard_spec(name, where) for name in layout.parameters if layout.holds(name, where)}
 

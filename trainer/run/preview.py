@@ -16,7 +16,7 @@ from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
-from trainer.plan.render import Section, counted, print_sections, source_rows
+from trainer.plan.render import Section, data_source_rows, format_count, print_sections
 from trainer.run.prepare import BuildProgress
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ def _print_rows(found: Preview) -> None:
     for number, row in enumerate(found.rows, start=1):
         for place, segment in enumerate(row, start=1):
             with_loss = sum(label != IGNORE_INDEX for label in segment.labels)
-            tokens = counted(len(segment.tokens), "tokens")
+            tokens = format_count(len(segment.tokens), "tokens")
             head = f"row {number}, document {place} of {len(row)}: {tokens}, {with_loss} with loss"
             parts = [(text.translate(_ESCAPED), has_loss) for text, has_loss in _parts(segment, found.tokenizer)]
             if has_colour:
@@ -234,7 +234,7 @@ def _sections(found: Statistics) -> list[Section]:
     rows += [("bad records", f"{found.bad_records:,} skipped")] if found.bad_records else []
     if found.tokenizing_tokens_per_second is not None:
         rows.append(("tokenizing", f"{found.tokenizing_tokens_per_second:,.0f} tokens/s"))
-    rows += source_rows(found.sources)
+    rows += data_source_rows(found.sources)
     longest = max(found.lengths.values())
     bars = [
         (name, f"{length:,}", "#" * max(round(_BAR_COLUMNS * length / longest), 1))

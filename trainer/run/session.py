@@ -44,7 +44,7 @@ from trainer.parallel.communicator import Communicator, check_same_values, model
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import RankModelShard, TensorParallel, TensorShardedMatrices
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.plan.division import layout_of
+from trainer.plan.division import model_layout_for
 from trainer.step.pipeline import Pipeline, build_pipeline
 from trainer.step.train_step import TrainStep
 
@@ -129,7 +129,7 @@ def _communicator(config: Config, world: World, group: Group) -> Communicator:
     """The ranks of a job, by what they share."""
     if not parallel_degrees(config, world).shards_model:
         return Communicator(group)
-    return model_parallel(group, config.decoder, layout_of(config, world), ulysses_degree(config))
+    return model_parallel(group, config.decoder, model_layout_for(config, world), ulysses_degree(config))
 
 
 def _shard(config: Config, communicator: Communicator) -> RankModelShard | None:
