@@ -77,7 +77,7 @@ def _checkpoint(folder: Path) -> Attempt:
     }  # fmt: skip
     path = write_checkpoint(folder / "whole", 3, tensors, content, 0)
     whole = {file.name: file.read_bytes() for file in path.iterdir()}
-    resumed = state.read_resumed(path, config, layout)
+    resumed = state.read_resumed_checkpoint(path, config, layout)
     _same(resumed.weights, tensors["model"], "the checkpoint as it is")
     copy = folder / "changed" / path.name
     copy.mkdir(parents=True)
@@ -97,7 +97,7 @@ def _checkpoint(folder: Path) -> Attempt:
             files[store.MARKER] = marker_content(marker)
         for each, data in files.items():
             (copy / each).write_bytes(data)
-        found = state.read_resumed(store.find_checkpoint(copy.parent), config, layout)
+        found = state.read_resumed_checkpoint(store.find_checkpoint(copy.parent), config, layout)
         is_same = files[name] == before or (name == store.MARKER and json.loads(files[name]) == json.loads(before))
         if keeps_checksums:
             check(is_same, f"{name} has changed, and its checksum was not looked at")
@@ -124,10 +124,10 @@ def _safetensors(folder: Path) -> Attempt:
             check_files(config)
         except UserError as error:
             with contextlib.suppress(UserError):
-                adapters.starting_weights(config)
+                adapters.load_initial_weights(config)
                 raise Accepted(f"a plan refuses what a run takes: {error}") from error
             raise
-        _same(adapters.starting_weights(config), expected, "model.safetensors")
+        _same(adapters.load_initial_weights(config), expected, "model.safetensors")
 
     return attempt
 
@@ -144,7 +144,7 @@ def _adapters(folder: Path) -> Attempt:
     config = tiny(adapter_id=str(folder), **pet)
     expected = _weights(config, adapter_shapes(config.decoder))
     _save(folder / "adapter_model.safetensors", {f"{adapters.PREFIX}{name}": one for name, one in expected.items()})
-    described = adapters.description(config.decoder, "")
+    described = adapters.adapter_config(config.decoder, "")
     whole = (folder / "adapter_model.safetensors").read_bytes()
 
     def attempt(rng: random.Random) -> None:
@@ -155,7 +155,7 @@ def _adapters(folder: Path) -> Attempt:
             tensors = _header(whole, rng)
         (folder / adapters.CONFIG_FILE).write_bytes(text)
         (folder / "adapter_model.safetensors").write_bytes(tensors)
-        _same(adapters.starting_weights(config), expected, "adapters")
+        _same(adapters.load_initial_weights(config), expected, "adapters")
         read = json.loads(text)
         check((read["r"], read["lora_alpha"]) == (2, 16), f"r {read['r']}, lora_alpha {read['lora_alpha']}")
 

@@ -13,7 +13,7 @@ import pytest
 from run_helpers import config_of, eval_records, figures, train, write_config, write_corpus, write_instructions
 from tolerances import decoder_limits
 
-from trainer.checkpoint.adapters import starting_weights
+from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.store import newest_complete
 from trainer.data import IGNORE_INDEX, build_eval_dataset
 from trainer.errors import EXIT_SIGTERM, RunError, UserError
@@ -57,7 +57,7 @@ def by_numpy(path: Path, trained: Path, rows: int | None = None, **flags: object
     from trainer.run.session import open_session
 
     config = config_of(path, run_mode="eval", load_checkpoint=trained, context__mode=1, **flags)
-    session = open_session(config, starting_weights(config))
+    session = open_session(config, load_initial_weights(config))
     dataset = build_eval_dataset(config)
     total, tokens = 0.0, 0
     for row in range(dataset.num_sequences if rows is None else rows):

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 from run_helpers import arrays_of, assert_same_bits, config_of, figures, step_records, train, write_config
 
-from trainer.checkpoint.adapters import starting_weights
+from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.store import newest_complete
 from trainer.errors import UserError
 from trainer.models.spec.shapes import parameter_shapes
@@ -81,7 +81,7 @@ def test_an_export_is_the_checkpoint_and_loads_again(path: Path, whole: Path, ho
     exported = safetensors.numpy.load_file(found.path)
     assert_same_bits(exported, saved)
     assert found.tensors == len(saved) > len(parameter_shapes(config.decoder))
-    loaded = starting_weights(config_of(path, load_checkpoint=found.path))
+    loaded = load_initial_weights(config_of(path, load_checkpoint=found.path))
     assert {name: value.shape for name, value in loaded.items()} == parameter_shapes(config.decoder)
     name = "model.layers.1.mlp.experts.up_proj.weight"
     np.testing.assert_array_equal(loaded[name][3], saved[name.replace("experts.", "experts.3.")])

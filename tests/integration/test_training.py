@@ -25,7 +25,7 @@ from run_helpers import (
 )
 from tolerances import decoder_limits, rounding_limit
 
-from trainer.checkpoint.adapters import starting_weights
+from trainer.checkpoint.adapters import load_initial_weights
 from trainer.cli.main import dispatch
 from trainer.config import load_config, parse_config
 from trainer.models.spec.shapes import parameter_shapes
@@ -284,7 +284,7 @@ def test_finetuning_starts_from_weights_in_every_form(home: Path, first_run: tup
         (home / "brain.safetensors", 2**-8),
     ):
         config = config_of(path, load_checkpoint=place)
-        model = open_session(config, starting_weights(config)).model
+        model = open_session(config, load_initial_weights(config)).model
         for name, parameter in model.parameters_by_name.items():
             np.testing.assert_allclose(parameter.asnumpy(), weights[name], rtol=tolerance, atol=tolerance * 1e-2)
 

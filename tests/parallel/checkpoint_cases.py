@@ -18,9 +18,9 @@ from tiny_trainer import config_of  # noqa: E402
 from trainer.checkpoint import writing  # noqa: E402
 from trainer.checkpoint.adapters import base_record  # noqa: E402
 from trainer.checkpoint.evaluations import EvalHistory  # noqa: E402
-from trainer.checkpoint.state import Position, optimizer_shapes, read_resumed, save_stages  # noqa: E402
+from trainer.checkpoint.state import Position, optimizer_shapes, read_resumed_checkpoint, save_stages  # noqa: E402
 from trainer.config import Config  # noqa: E402
-from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.world import World  # noqa: E402
 from trainer.run import session  # noqa: E402
 from trainer.run.prepare import local_shard_specs  # noqa: E402
@@ -47,7 +47,7 @@ def config_for(model: str, degrees: dict[str, Any]) -> Config:
                      **({"parallel": shared} if "shared" in degrees else {}))  # fmt: skip
 
 
-def resaved(group: Group, jobs: list[tuple[str, dict[str, Any], str, str]]) -> None:
+def resaved(group: ProcessGroup, jobs: list[tuple[str, dict[str, Any], str, str]]) -> None:
     """Each job writes a checkpoint to a folder: of the initial weights, or of the checkpoint in another folder.
 
     Args:
@@ -59,7 +59,7 @@ def resaved(group: Group, jobs: list[tuple[str, dict[str, Any], str, str]]) -> N
         config = config_for(model, degrees)
         parts = local_shard_specs(config, world)
         assert (parts is None) == (degrees.keys() <= {"data_parallel", "shared"})
-        resumed = read_resumed(Path(source), config, DATA, parts) if source else None
+        resumed = read_resumed_checkpoint(Path(source), config, DATA, parts) if source else None
         step = open_training(config, lambda update: 0.1, resumed and resumed.weights, world, "CPU")
         if resumed is None:
             spread(step.model, config.decoder, step.model.shard)
@@ -71,7 +71,7 @@ def resaved(group: Group, jobs: list[tuple[str, dict[str, Any], str, str]]) -> N
         save(step, config, group, Path(target))
 
 
-def save(step: TrainStep, config: Config, group: Group, folder: Path) -> None:
+def save(step: TrainStep, config: Config, group: ProcessGroup, folder: Path) -> None:
     base = None if config.decoder.pet_config is None else base_record(config, {}, {})
     communicator = step.communicator
     stages = save_stages(
@@ -82,7 +82,7 @@ def save(step: TrainStep, config: Config, group: Group, folder: Path) -> None:
     writing.do_stages(stages, folder, communicator)
 
 
-def killed(group: Group, degrees: dict[str, Any], folder: str) -> None:
+def killed(group: ProcessGroup, degrees: dict[str, Any], folder: str) -> None:
     """The last rank is killed when it has written a part of what it has."""
     whole, names = writing.write_shards, []
 

@@ -39,7 +39,7 @@ from trainer.errors import RunError  # noqa: E402
 from trainer.optim.groups import parameter_groups, parameter_of  # noqa: E402
 from trainer.optim.optimizer import build_optimizer  # noqa: E402
 from trainer.parallel import collectives  # noqa: E402
-from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.gradients import GradientReducer  # noqa: E402
 from trainer.parallel.sharding import OptimizerShard, ShardedArray, full_shard_spec, shard_range  # noqa: E402
@@ -77,7 +77,7 @@ def main(folder: Path) -> None:
     np.savez(folder / f"rank-{world.rank}.npz", **found)
 
 
-def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> dict[str, np.ndarray]:
+def as_on_a_device(group: ProcessGroup, gradients: list[Tensor], in_float32: bool) -> dict[str, np.ndarray]:
     """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
@@ -104,7 +104,7 @@ def as_on_a_device(group: Group, gradients: list[Tensor], in_float32: bool) -> d
     return found
 
 
-def shared(group: Group) -> dict[str, np.ndarray]:
+def shared(group: ProcessGroup) -> dict[str, np.ndarray]:
     """Tensors that are whole again, after each way of gathering them."""
     found = {}
     for way in ("together", "from parts", "on a device", "from parts on a device"):
@@ -161,7 +161,7 @@ def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.n
     return found
 
 
-def pairs(group: Group) -> dict[str, np.ndarray]:
+def pairs(group: ProcessGroup) -> dict[str, np.ndarray]:
     """Outputs and gradients of all pairs, by name."""
     rank, ranks = group.rank, group.size
     x, found = Tensor(pair_input(rank, ranks)), {}

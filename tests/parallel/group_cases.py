@@ -9,7 +9,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from trainer.parallel import collectives
-from trainer.parallel.collectives import Group
+from trainer.parallel.collectives import ProcessGroup
 from trainer.parallel.mesh import Degrees, build_mesh
 from trainer.parallel.process_groups import process_groups
 
@@ -19,7 +19,7 @@ _TOKENS = 10_000  # for each rank, more than what travels at once
 class TwoLayers(nn.Cell):
     """x -> sum over the ranks of tanh(x a) b, with a's columns and b's rows divided, operator by operator."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__()
         self.enter = collectives.CopyToTensorParallel(group)
         self.leave = collectives.ReduceFromTensorParallel(group)
@@ -28,7 +28,7 @@ class TwoLayers(nn.Cell):
         return self.leave(ops.matmul(ops.tanh(ops.matmul(self.enter(x), a)), b))
 
 
-def sharded_layers(world: Group, tensor: int) -> list[np.ndarray]:
+def sharded_layers(world: ProcessGroup, tensor: int) -> list[np.ndarray]:
     """Output and gradients of two layers, the second with the weights of the first, on 2 x `tensor` ranks."""
     groups = process_groups(world, build_mesh(Degrees(data_parallel=world.size // tensor, model_parallel=tensor),
                                               world.size))  # fmt: skip
@@ -51,13 +51,13 @@ def whole(number: int) -> list[np.ndarray]:
     return [x, *(weights.normal(size=shape).astype(np.float32) / 3 for shape in ((8, 12), (12, 8))), dout]
 
 
-def fails_on_one(group: Group, rank: int) -> None:
+def fails_on_one(group: ProcessGroup, rank: int) -> None:
     if group.rank == rank:
         raise ValueError("this rank fails")
     group.all_reduce(np.ones(1))
 
 
-def dies_in_exchange(group: Group, rank: int) -> None:
+def dies_in_exchange(group: ProcessGroup, rank: int) -> None:
     """Tokens travel to experts; `rank` has sent half of its own when it is killed."""
     exchange = group.connections.exchange
 

@@ -16,7 +16,7 @@ from pipeline_cases import weights_of  # noqa: E402
 from tiny_trainer import TOKENS, config_of, join, make_batch  # noqa: E402
 
 from trainer.config import Config  # noqa: E402
-from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
@@ -100,7 +100,7 @@ def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
     return config_of(model=MODELS[model] | {"num_layers": layout.layers}, seed=5, **sections)
 
 
-def trained(group: Group | None, model: str, layout: Layout) -> Trained:
+def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
     """By the ranks of a group; without one by one rank, with the sequences of all in one micro-batch."""
     config = config_of_case(model, layout, alone=group is None)
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
@@ -131,12 +131,12 @@ def saved(step: TrainStep) -> dict[str, np.ndarray]:
     return found
 
 
-def all_trained(group: Group, cases: Sequence[tuple[str, str]]) -> list[Trained]:
+def all_trained(group: ProcessGroup, cases: Sequence[tuple[str, str]]) -> list[Trained]:
     """Of each of these models and layouts."""
     return [trained(group, model, LAYOUTS[layout]) for model, layout in cases]
 
 
-def all_alone(group: Group, cases: Sequence[tuple[str, str]]) -> list[Trained]:
+def all_alone(group: ProcessGroup, cases: Sequence[tuple[str, str]]) -> list[Trained]:
     """The same by one rank; layouts of equally many layers are one training."""
     found: dict[tuple[str, int], Trained] = {}
     keys = [(model, LAYOUTS[name].layers) for model, name in cases]

@@ -20,7 +20,7 @@ from trainer.config import Config  # noqa: E402
 from trainer.errors import RunError  # noqa: E402
 from trainer.models import compute_weights  # noqa: E402
 from trainer.models.compute_weights import ShardedWeights  # noqa: E402
-from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.host_group import CpuGroup  # noqa: E402
 from trainer.parallel.world import SINGLE_PROCESS, World  # noqa: E402
 from trainer.run import session  # noqa: E402
@@ -81,7 +81,7 @@ def config(case: str, level: str, alone: bool = False) -> Config:
     return config_of(parallel=parallel, **sections)
 
 
-def open_step(config: Config, group: Group, weights: Mapping[str, np.ndarray] | None = None) -> TrainStep:
+def open_step(config: Config, group: ProcessGroup, weights: Mapping[str, np.ndarray] | None = None) -> TrainStep:
     """As a run opens it, with these ranks in the place of MindSpore's."""
     world = SINGLE_PROCESS if group.size == 1 else World(group.rank, group.size, group.rank, group.size)
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
@@ -101,7 +101,7 @@ def data_ranks(case: str) -> int:
     return degrees.get("data_parallel", 1)
 
 
-def trained(group: Group, case: str, levels: Sequence[str], steps: Sequence[int]) -> list[Trained]:
+def trained(group: ProcessGroup, case: str, levels: Sequence[str], steps: Sequence[int]) -> list[Trained]:
     """A training for each level, of so many steps: "" shares nothing; "level3 level1" goes on with level1 after
     `RESUMED_AT` steps. A rank that is alone has the sequences of all."""
     # Who uses memory that was given back, gets what is no number.
@@ -109,13 +109,13 @@ def trained(group: Group, case: str, levels: Sequence[str], steps: Sequence[int]
         return [_trained(group, case, level.split(), count) for level, count in zip(levels, steps, strict=True)]
 
 
-def all_trained(group: Group, jobs: Mapping[str, Sequence[Any]], broken: str = "") -> dict[str, Any]:
+def all_trained(group: ProcessGroup, jobs: Mapping[str, Sequence[Any]], broken: str = "") -> dict[str, Any]:
     """Trainings by case, and those with a mistake of the case `broken`."""
     found: dict[str, Any] = {case: trained(group, case, *job) for case, job in jobs.items()}
     return found | (mistaken(group, broken) if broken else {})
 
 
-def _trained(group: Group, case: str, levels: Sequence[str], steps: int) -> Trained:
+def _trained(group: ProcessGroup, case: str, levels: Sequence[str], steps: int) -> Trained:
     alone = group.size == 1
     step, results = open_step(config(case, levels[0] if levels else "", alone), group), []
     own = range(data_ranks(case)) if alone else [step.communicator.data_rank]
@@ -135,7 +135,7 @@ def _trained(group: Group, case: str, levels: Sequence[str], steps: int) -> Trai
     return Trained(*fields, results[-1].local_norms or {}, found.loss, weights, sizes, gradients)
 
 
-def saved(step: TrainStep, group: Group) -> list[dict[str, np.ndarray]]:
+def saved(step: TrainStep, group: ProcessGroup) -> list[dict[str, np.ndarray]]:
     """Weights and optimizer state as all ranks together write them; each number comes from one of them."""
     own = step.state_dict_shard()
     found: list[dict[str, np.ndarray]] = [{}, {}]
@@ -149,7 +149,7 @@ def saved(step: TrainStep, group: Group) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def resumed(step: TrainStep, config: Config, group: Group) -> TrainStep:
+def resumed(step: TrainStep, config: Config, group: ProcessGroup) -> TrainStep:
     """A step of this configuration that goes on where the other one is, as from a checkpoint."""
     weights, arrays = saved(step, group)
     following = open_step(config, group, weights)
@@ -158,7 +158,7 @@ def resumed(step: TrainStep, config: Config, group: Group) -> TrainStep:
     return following
 
 
-def mistaken(group: Group, case: str) -> dict[str, Trained | str]:
+def mistaken(group: ProcessGroup, case: str) -> dict[str, Trained | str]:
     """Trainings with a mistake each; the message of an error is the result, too."""
     calls: list[str] = []
     unshard = ShardedWeights.unshard

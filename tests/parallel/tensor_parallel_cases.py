@@ -24,7 +24,7 @@ from trainer.config import Config  # noqa: E402
 from trainer.models.spec import saved as saved_arrays  # noqa: E402
 from trainer.models.spec.shapes import all_shapes  # noqa: E402
 from trainer.ops.routing import SharedTokens  # noqa: E402
-from trainer.parallel.collectives import Group  # noqa: E402
+from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.layout import ModelLayout  # noqa: E402
 from trainer.parallel.mesh import Mesh  # noqa: E402
@@ -151,13 +151,13 @@ def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -
     return config_of(**sections, model=model)
 
 
-def every_parted(world: Group, suites: list[list[Any]]) -> list[tuple[dict[str, Trained], dict[str, Trained]]]:
+def every_parted(world: ProcessGroup, suites: list[list[Any]]) -> list[tuple[dict[str, Trained], dict[str, Trained]]]:
     """Of each suite, whose arguments of `parted` are given, what a rank of it has trained."""
     return [parted(world, *suite) for suite in suites]
 
 
 def parted(
-    world: Group, layout: dict[str, Any], cases: dict[str, int], mistakes: dict[str, list[str]]
+    world: ProcessGroup, layout: dict[str, Any], cases: dict[str, int], mistakes: dict[str, list[str]]
 ) -> tuple[dict[str, Trained], dict[str, Trained]]:
     """Trainings of so many steps by ranks; then a step with each mistake, by the mistake."""
     how = Layout(**layout)
@@ -181,20 +181,20 @@ def mistaken(mistake: str) -> contextlib.AbstractContextManager:
         return mock.patch.object(SharedTokens, "sum", lambda self, own: own)
     groups_of = Communicator.groups_of
 
-    def without(self: Communicator, name: str) -> dict[str, Group]:
+    def without(self: Communicator, name: str) -> dict[str, ProcessGroup]:
         return {kind: group for kind, group in groups_of(self, name).items() if name != mistake or kind == "dp_cp"}
 
     return mock.patch.object(Communicator, "groups_of", without)
 
 
-def whole(world: Group, wanted: list[tuple[str, int, list[int]]]) -> list[dict[int, Trained]]:
+def whole(world: ProcessGroup, wanted: list[tuple[str, int, list[int]]]) -> list[dict[int, Trained]]:
     """Trainings by one rank: a case, the data-parallel ranks whose sequences are its micro-batches, and after which
     steps to tell what there is."""
     return [trained(name, stops, data) for name, data, stops in wanted]
 
 
 def trained(
-    name: str, stops: Collection[int], data: int, group: Group | None = None, layout: Layout = ALONE
+    name: str, stops: Collection[int], data: int, group: ProcessGroup | None = None, layout: Layout = ALONE
 ) -> dict[int, Trained]:
     """A training by the ranks of `group`, or by one with the sequences of `data` data-parallel ranks; as it is after
     each of these numbers of steps."""
@@ -214,7 +214,7 @@ def trained(
     return found
 
 
-def told(step: TrainStep, results: Sequence[Any], one: Config, group: Group | None) -> Trained:
+def told(step: TrainStep, results: Sequence[Any], one: Config, group: ProcessGroup | None) -> Trained:
     # Ranks that share experts evaluate equally many batches; those of all but the first have no label.
     batches = [make_batch(99, 9 if step.communicator.data_rank == 0 else 0, ROWS)]
     evaluated = evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator).loss

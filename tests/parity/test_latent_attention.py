@@ -10,7 +10,7 @@ from numpy_kernels import distance
 from tiny_trainer import TOKENS, TinyTrainer, assert_same_bits, make_batch, state_of
 from tolerances import decoder_limits
 
-from trainer.checkpoint.adapters import merged
+from trainer.checkpoint.adapters import merge_adapters
 from trainer.data import Batch
 from trainer.models.generate import Generator
 from trainer.models.spec.shapes import adapter_shapes
@@ -66,7 +66,7 @@ def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: T
 def test_adapters_and_merged_weights_are_the_same_model(adapted: TinyTrainer) -> None:
     """Logits, and the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
     dense, batch = tiny(native=adapted.kernels.host_layers), make_batch(1, 9, rows=2)
-    dense.initial = merged(adapted.initial, adapted.model.settings)
+    dense.initial = merge_adapters(adapted.initial, adapted.model.settings)
     limits = decoder_limits(dense.model.settings, rows=2)
     found = []
     for trainer in (adapted, dense):

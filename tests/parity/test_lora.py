@@ -19,7 +19,7 @@ from product_counts import product_counts
 from tiny_trainer import TinyTrainer, assert_same_bits, config_of, make_batch, same_bits, state_of
 from tolerances import decoder_limits, rounding_limit
 
-from trainer.checkpoint.adapters import merged
+from trainer.checkpoint.adapters import merge_adapters
 from trainer.models.block import Projection
 from trainer.models.decoder import Decoder
 from trainer.models.inputs import RouterStatistics
@@ -60,7 +60,7 @@ def merged_dense(tiny: TinyTrainer) -> TinyTrainer:
     """A model without adapters, and without dropout, that has them in its matrices."""
     left_out = ("pet_config", "hidden_dropout")
     dense = dense_model(**{name: value for name, value in tiny.sections["model"].items() if name not in left_out})
-    dense.initial = merged(tiny.initial, tiny.model.settings)
+    dense.initial = merge_adapters(tiny.initial, tiny.model.settings)
     dense.step()  # sets the weights
     return dense
 

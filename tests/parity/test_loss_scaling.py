@@ -114,7 +114,7 @@ def test_overflows_without_end_stop_the_training(tiny: TinyTrainer, window: list
     bad = poisoned(window[:1], 0)
     results = [step(bad) for _ in range(MOST_OVERFLOWS_IN_A_ROW - 1)]
     assert all(result.overflow for result in results)
-    message = r"10 steps in a row overflowed, the last with loss scale 2; not finite"
+    message = r"overflowed in 10 consecutive steps \(loss scale 2\); first non-finite gradient"
     with pytest.raises(RunError, match=message) as error:
         step(bad)
     assert error.value.key == "runner_wrapper.scale_sense" and error.value.fix
@@ -175,7 +175,7 @@ def test_spikes_in_a_row_stop_the_training(tiny: TinyTrainer, window: list[Batch
     settings = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 1e-6}
     step = tiny.step(optimizer=ADAMW, runner_wrapper=settings | {"global_norm_spike_count_threshold": 3})
     assert not step(window).updated and not step(window).updated
-    with pytest.raises(RunError, match="above 1e-06 in 3 steps in a row") as error:
+    with pytest.raises(RunError, match="exceeded 1e-06 in 3 consecutive steps") as error:
         step(window)
     assert error.value.fix
 

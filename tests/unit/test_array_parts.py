@@ -14,7 +14,7 @@ from test_expert_names import fused, golden
 from test_joined_names import as_chatglm
 from test_joined_names import golden as golden_of_family
 
-from trainer.checkpoint.tensor_names import disk_parts, to_disk
+from trainer.checkpoint.tensor_names import disk_slices, to_disk
 from trainer.checkpoint.weights import CheckedWeights, fitting_weights, read_weights
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec import init
@@ -154,7 +154,7 @@ def assert_form(folder: Path, name: str, weights: dict[str, np.ndarray], setting
             np.testing.assert_array_equal(array, right(whole[key], parts[key]), f"{name}: {key}")
         if kind:
             on_disk = to_disk(whole, kind)
-            for tensor, pieces in disk_parts(parts, kind).items():
+            for tensor, pieces in disk_slices(parts, kind).items():
                 for one, own, part in pieces:
                     found = read[one].reshape(-1)[own]
                     np.testing.assert_array_equal(found, right(on_disk[tensor], part).reshape(-1), f"{name}: {tensor}")

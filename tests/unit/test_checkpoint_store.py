@@ -225,10 +225,10 @@ def lose_optimizer(path: Path) -> None:
     ("damage", "message"),
     [
         (damage_marker, "incomplete: it has no readable COMPLETE file"),
-        (damage_state, "damaged: state.json is not what was saved: its checksum is another"),
+        (damage_state, "damaged: the checksum of state.json does not match COMPLETE"),
         (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
-        (corrupt_model, "damaged: model.safetensors is not what was saved: its checksum is another"),
-        (lose_optimizer, "damaged: optimizer.safetensors is missing"),
+        (corrupt_model, "damaged: the checksum of model.safetensors does not match COMPLETE"),
+        (lose_optimizer, "damaged: cannot open optimizer.safetensors: "),
     ],
 )
 def test_damage_is_named_with_a_fix(tmp_path: Path, damage, message: str) -> None:
@@ -248,7 +248,7 @@ def test_damage_is_named_with_a_fix(tmp_path: Path, damage, message: str) -> Non
         (damage_state, "damaged: state.json cannot be read .*state.json is not valid JSON"),
         (truncate_model, r"damaged: model.safetensors has \d+ bytes, not the \d+ that were saved"),
         (corrupt_model, "damaged: model.safetensors cannot be read"),
-        (lose_optimizer, "damaged: optimizer.safetensors is missing"),
+        (lose_optimizer, "damaged: cannot open optimizer.safetensors: "),
     ],
 )
 def test_without_checksums_damage_is_named_too(tmp_path: Path, damage, message: str) -> None:
@@ -276,7 +276,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
             with pytest.raises(UserError, match=f"damaged: .*{name}") as caught:
                 store.read_checkpoint(path)
             assert f"use {older}" in str(caught.value) and f"--resume_training {older.name}" in str(caught.value)
-            loads = store.loads_weights(caught.value, "a.yaml:3", "load_checkpoint")
+            loads = store.as_weights_error(caught.value, "a.yaml:3", "load_checkpoint")
             assert loads.fix.startswith(f"use --load_checkpoint {older}, the ") and "resume" not in loads.fix
         (path / name).write_bytes(whole)
     assert_holds(path, 2)
@@ -314,7 +314,7 @@ def test_an_abandoned_run_is_not_continued_where_markers_are_damaged(tmp_path: P
         with pytest.raises(UserError, match="step-00000160.*the checkpoint is damaged") as caught:
             store.find_checkpoint(tmp_path)
         newest = 150 if step == 160 else 500
-        assert f"use {folders[newest]}, the newest whole one" in str(caught.value)
+        assert f"use {folders[newest]}, the newest intact one" in str(caught.value)
 
 
 def test_a_file_of_a_checkpoint_is_checked_when_it_is_read_alone(tmp_path: Path) -> None:
@@ -569,12 +569,12 @@ def test_an_unreadable_folder_is_named(tmp_path: Path) -> None:
 
 def test_checkpoints_of_an_earlier_training_are_put_aside_not_pruned(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    assert store.put_aside(folder) is None
+    assert store.rename_old_checkpoints(folder) is None
     folder.mkdir()
-    assert store.put_aside(folder) is None, "an empty folder holds nothing worth keeping"
+    assert store.rename_old_checkpoints(folder) is None, "an empty folder holds nothing worth keeping"
     for number in (1, 2):
         save(folder, step=10 * number)
-        assert store.put_aside(folder) == tmp_path / f"checkpoints-{number}"
+        assert store.rename_old_checkpoints(folder) == tmp_path / f"checkpoints-{number}"
         assert not folder.exists()
-    assert_holds(tmp_path / "checkpoints-1" / store.folder_name(10), 10)
-    assert_holds(tmp_path / "checkpoints-2" / store.folder_name(20), 20)
+    assert_holds(tmp_path / "checkpoints-1" / store.step_folder_name(10), 10)
+    assert_holds(tmp_path / "checkpoints-2" / store.step_folder_name(20), 20)

@@ -22,7 +22,7 @@ def history_of(losses: list[float], keep_best: int = 1, min_delta: float = 0.0) 
     history = EvalHistory()
     for step, loss in enumerate(losses, start=1):
         found = Evaluated(step, loss)
-        history = history.after(found, keep_best).counted(found, min_delta)
+        history = history.with_evaluation(found, keep_best).with_early_stop(found, min_delta)
         history = from_state(json.loads(json.dumps(to_state(history))), step)  # as if resumed after each
     return history
 
@@ -108,7 +108,7 @@ def test_the_best_checkpoint_stays_and_has_a_name(folder: Path) -> None:
 
 def test_the_name_moves_with_the_folder_and_goes_with_the_checkpoint(folder: Path) -> None:
     save(folder, 1, 1)
-    aside = store.put_aside(folder)
+    aside = store.rename_old_checkpoints(folder)
     assert store.find_checkpoint(aside / "best") == aside / "step-00000001"
     save(folder, 2, 1)  # of the earlier run
     assert names(folder) == ["step-00000002"]

@@ -11,8 +11,8 @@ from config_helpers import failure
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
-from trainer.checkpoint.adapters import starting_weights
-from trainer.checkpoint.tensor_names import FUSED, ONE_BY_ONE, disk_shapes, form_of, from_disk, to_disk
+from trainer.checkpoint.adapters import load_initial_weights
+from trainer.checkpoint.tensor_names import FUSED, ONE_BY_ONE, disk_shapes, find_expert_names, from_disk, to_disk
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
 from trainer.config.families import FAMILIES
@@ -49,11 +49,11 @@ def test_all_forms_give_the_same_parameters(name: str) -> None:
     assert {key: value.shape for key, value in stacked.items()} == parameter_shapes(settings)
     assert all(value.dtype == np.float32 and value.flags.c_contiguous for value in stacked.values())
     expected = MIXTRAL if name == "experts_mixtral" else ONE_BY_ONE
-    assert form_of(weights) == expected
+    assert find_expert_names(weights) == expected
     saved = ((kind, to_disk(stacked, kind)) for kind in ("Qwen3MoeForCausalLM", "MixtralForCausalLM"))
     files = {MIXTRAL if kind.startswith("Mixtral") else ONE_BY_ONE: file for kind, file in saved}
     for form, file in (files | {FUSED: fused(weights, settings)}).items():
-        assert form_of(file) == form
+        assert find_expert_names(file) == form
         assert {key: value.shape for key, value in file.items()} == disk_shapes(parameter_shapes(settings), form)
         again = fitting_weights(file, settings, Path("file"))
         assert again.keys() == stacked.keys()
@@ -147,7 +147,7 @@ def test_a_published_folder_of_several_files_loads(tmp_path: Path) -> None:
         save_file({name: weights[name] for name in part}, tmp_path / f"model-0000{number + 1}-of-00002.safetensors")
     config_json = load_model_case("experts_qwen3_moe").metadata["config_json"]
     config = parse_config("a.yaml", json.dumps({"load_checkpoint": str(tmp_path), "model_config": config_json}))
-    found = starting_weights(config)
+    found = load_initial_weights(config)
     assert {key: value.shape for key, value in found.items()} == parameter_shapes(settings)
     layer = "model.layers.2.mlp.experts"
     np.testing.assert_array_equal(found[f"{layer}.gate_proj.weight"][5], weights[f"{layer}.5.gate_proj.weight"])

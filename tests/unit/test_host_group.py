@@ -107,7 +107,7 @@ def test_a_rank_that_ends_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         if group.rank == 1:
             group.connections.close()
         else:
-            with pytest.raises(RunError, match="rank 0 has lost rank 1, which has ended"):
+            with pytest.raises(RunError, match="rank 0 lost its connection to rank 1, which has ended"):
                 group.all_reduce(np.ones(3))
 
     on_groups(2, work)
@@ -166,9 +166,9 @@ def test_the_other_end_of_shared_memory_is_told_when_this_one_ends(monkeypatch: 
     found = bytearray(10)
     second.exchange({}, {0: [memoryview(found)]})
     assert found == b"last words"
-    with pytest.raises(RunError, match="rank 1 has lost rank 0"):
+    with pytest.raises(RunError, match="rank 1 lost its connection to rank 0"):
         second.exchange({}, {0: [memoryview(found)]})
-    with pytest.raises(RunError, match="rank 1 has lost rank 0"):
+    with pytest.raises(RunError, match="rank 1 lost its connection to rank 0"):
         second.exchange({0: [memoryview(bytes(1 << 14))]}, {})
 
 

@@ -17,8 +17,8 @@ from config_helpers import BASE, failure, load
 from golden_files import load_model_case, model_case_names
 from safetensors.numpy import load_file, save_file
 
-from trainer.checkpoint.adapters import description, starting_weights
-from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, shards, write_weights
+from trainer.checkpoint.adapters import adapter_config, load_initial_weights
+from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, split_into_files, write_weights
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import CheckedWeights, read_weights
 from trainer.checkpoint.writing import write_checkpoint
@@ -234,8 +234,8 @@ def test_what_is_no_size(text: str) -> None:
 
 def test_shards_are_filled_in_order() -> None:
     weights = {name: np.zeros(size, np.float32) for name, size in (("a", 2), ("b", 3), ("c", 9), ("d", 1), ("e", 1))}
-    assert list(shards(weights, 20, "float32").values()) == [["a", "b"], ["c"], ["d", "e"]]
-    assert list(shards(weights, 100, "bfloat16")) == ["model.safetensors"]
+    assert list(split_into_files(weights, 20, "float32").values()) == [["a", "b"], ["c"], ["d", "e"]]
+    assert list(split_into_files(weights, 100, "bfloat16")) == ["model.safetensors"]
 
 
 def test_export_writes_a_folder_in_shards(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -325,10 +325,11 @@ run_mode: finetune
 output_dir: {tmp_path / 'output'}
 train_dataset: {{data_loader: {{type: SyntheticDataset, num_samples: 8}}}}
 """)  # fmt: skip
-    assert build_plan(config).model.weights == sum(array.size for array in starting_weights(config).values())
+    assert build_plan(config).model.weights == sum(array.size for array in load_initial_weights(config).values())
     damage(folder, dict(load_model_case("model_qwen3").weights))
     message = failure(lambda: build_plan(config))
-    assert message == failure(lambda: starting_weights(config)) and "load_checkpoint" in message and "Fix: " in message
+    assert message == failure(lambda: load_initial_weights(config))
+    assert "load_checkpoint" in message and "Fix: " in message
 
 
 def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Path) -> None:
@@ -341,13 +342,13 @@ def test_a_plan_refuses_a_checkpoint_or_adapters_that_a_run_refuses(tmp_path: Pa
     with (path / "model.safetensors").open("ab") as file:
         file.write(b"\0")
     message = failure(lambda: build_plan(config))
-    assert message == failure(lambda: starting_weights(config)) and "not the" in message
+    assert message == failure(lambda: load_initial_weights(config)) and "not the" in message
     adapted = load(ADAPTED.format(folder=tmp_path / "adapters") + f"output_dir: {tmp_path / 'output'}\n")
     (tmp_path / "adapters").mkdir()
-    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(description(adapted.decoder, "")))
+    (tmp_path / "adapters" / "adapter_config.json").write_text(json.dumps(adapter_config(adapted.decoder, "")))
     os.mkfifo(tmp_path / "adapters" / "adapter_model.safetensors")
     message = failure(lambda: build_plan(adapted))
-    assert message == failure(lambda: starting_weights(adapted)) and "a pipe" in message and "adapter_id" in message
+    assert message == failure(lambda: load_initial_weights(adapted)) and "a pipe" in message and "adapter_id" in message
 
 
 def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:

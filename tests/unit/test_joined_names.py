@@ -11,7 +11,7 @@ from config_helpers import failure, load
 from golden_files import load_model_case
 from safetensors.numpy import save_file
 
-from trainer.checkpoint.adapters import starting_weights
+from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.tensor_names import split_fused_tensors, to_disk
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
@@ -82,7 +82,7 @@ def test_chatglms_files_hold_a_glm(joined: bool, tmp_path: Path) -> None:
     }  # fmt: skip
     model = {"arch": {"type": "ChatGLM2ForConditionalGeneration"}, "model_config": {**keys, "seq_length": 24}}
     config = parse_config("a", json.dumps({"model": model, "load_checkpoint": str(tmp_path), "run_mode": "finetune"}))
-    assert_same(starting_weights(config), split_fused_tensors(weights, settings))
+    assert_same(load_initial_weights(config), split_fused_tensors(weights, settings))
     ours, theirs = config.decoder, settings
     for fact in ("head_size", "rotary_size", "kv_heads", "ffn_size", "rope_base", "rope_interleave", "qkv_has_bias"):
         assert getattr(ours, fact) == getattr(theirs, fact), fact

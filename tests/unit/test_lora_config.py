@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from config_helpers import BASE, error_of, failure, load, notes
 
-from trainer.checkpoint.adapters import base_record, check_base, description, digest, merged
+from trainer.checkpoint.adapters import adapter_config, base_model_digest, base_record, check_base, merge_adapters
 from trainer.checkpoint.documents import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
@@ -220,7 +220,7 @@ def test_merging_adds_the_scaled_product() -> None:
     weights, random = values(config), np.random.default_rng(1)
     for name, shape in adapter_shapes(config.decoder).items():
         weights[name] = random.normal(size=shape).astype(np.float32)
-    found = merged(weights, config.decoder)
+    found = merge_adapters(weights, config.decoder)
     assert list(found) == list(parameter_shapes(config.decoder))
     changed = {name for name in found if not np.array_equal(found[name], weights[name])}
     assert changed == {name.split(".lora_")[0] + ".weight" for name in adapter_shapes(config.decoder)}
@@ -230,10 +230,10 @@ def test_merging_adds_the_scaled_product() -> None:
 
 
 def test_the_description_is_that_of_peft() -> None:
-    section = description(config_of(lora_dropout=0.1).decoder, "/models/base")
+    section = adapter_config(config_of(lora_dropout=0.1).decoder, "/models/base")
     assert section["target_modules"] == QUERIES and section["base_model_name_or_path"] == "/models/base"
     assert (section["peft_type"], section["r"], section["lora_alpha"], section["lora_dropout"]) == ("LORA", 8, 16, 0.1)
-    some = description(config_of(target_modules=SOME).decoder, "")  # not every layer alike: full names
+    some = adapter_config(config_of(target_modules=SOME).decoder, "")  # not every layer alike: full names
     assert some["base_model_name_or_path"] is None
     assert some["target_modules"] == [
         "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.v_proj", "model.layers.1.mlp.down_proj",
@@ -243,11 +243,11 @@ def test_the_description_is_that_of_peft() -> None:
 def test_the_digest_sees_every_bit_of_the_base_and_nothing_else() -> None:
     config = config_of()
     weights = values(config)
-    found = digest(weights, config.decoder)
+    found = base_model_digest(weights, config.decoder)
     extra = {"lm_head.bias": np.ones(3), "model.layers.0.self_attn.q_proj.lora_A.weight": np.ones((8, 64), np.float32)}
-    assert digest(weights | extra, config.decoder) == found
+    assert base_model_digest(weights | extra, config.decoder) == found
     other = {"model.norm.weight": np.nextafter(weights["model.norm.weight"], np.float32(2))}
-    assert digest(weights | other, config.decoder) != found
+    assert base_model_digest(weights | other, config.decoder) != found
     state = BaseRecord(**base_record(config, weights))
     check_base(state, config, weights)
     message = failure(lambda: check_base(state, config, weights | other))

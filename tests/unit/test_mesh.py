@@ -97,15 +97,15 @@ def test_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 @pytest.mark.parametrize(
     ("degrees", "ranks", "parts"),
     [
-        (Degrees(data_parallel=4), 8, ["data_parallel = 4", "data_parallel 4 is for 4 ranks", "has 8"]),
+        (Degrees(data_parallel=4), 8, ["data_parallel = 4", "data_parallel 4 needs 4 ranks", "has 8"]),
         (Degrees(data_parallel=4), 8, ["start 4, or set data_parallel 8"]),
-        (Degrees(data_parallel=8), 1, ["is for 8 ranks, and this job has 1", "start 8, or set data_parallel 1"]),
-        (Degrees(), 6, ["data_parallel = 1: data_parallel 1 is for 1 rank, and", "or set data_parallel 6"]),
+        (Degrees(data_parallel=8), 1, ["needs 8 ranks, but the job has 1", "start 8, or set data_parallel 1"]),
+        (Degrees(), 6, ["data_parallel = 1: data_parallel 1 needs 1 rank, but", "or set data_parallel 6"]),
         (Degrees(pipeline_stage=4), 6, ["pipeline_stage = 4", "pipeline_stage 6"]),
         (
             Degrees(data_parallel=2, model_parallel=2),
             8,
-            ["data_parallel 2 x model_parallel 2 are for 4 ranks", "start 4, or set data_parallel 4; or model_"],
+            ["data_parallel 2 x model_parallel 2 needs 4 ranks", "start 4, or set data_parallel 4; or model_"],
         ),
         (Degrees(data_parallel=6, expert_parallel=4), 6, ["expert_parallel = 4", "= 6, the ranks", "set it to 3 or 6"]),
         (Degrees(1, 2, 1, 4, 16), 8, ["expert_parallel = 16", "x model_parallel = 8, the ranks", "set it to 4 or 8"]),

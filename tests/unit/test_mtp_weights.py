@@ -11,7 +11,7 @@ from config_helpers import failure
 from golden_files import load_model_case
 from safetensors.numpy import load_file, save_file
 
-from trainer.checkpoint.adapters import merged, starting_weights
+from trainer.checkpoint.adapters import load_initial_weights, merge_adapters
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import Config, parse_config
 from trainer.models.spec.init import initial_value
@@ -67,7 +67,7 @@ def test_modules_that_the_model_lacks_are_left_out_with_a_note(
 ) -> None:
     save_file(weights_of(name), tmp_path / "model.safetensors")
     config, notes = config_of(name, tmp_path, mode=mode, mtp_depth=depth), []
-    found = starting_weights(config, notes.append)
+    found = load_initial_weights(config, notes.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
     (text,) = notes
     assert f"({layers}); mtp_depth: 2 would use {them}" in text
@@ -80,7 +80,7 @@ def test_a_deeper_model_is_not_mistaken_for_modules(modules: Path) -> None:
     weights = load_file(modules / "model.safetensors")
     copies = {name.replace(".0.", ".3."): array for name, array in weights.items() if ".layers.0." in name}
     save_file(weights | copies, modules / "model.safetensors")
-    message = failure(lambda: starting_weights(config_of(DENSE, modules, mtp_depth=0)))
+    message = failure(lambda: load_initial_weights(config_of(DENSE, modules, mtp_depth=0)))
     assert "it holds model.layers." in message and "use the model_config of the checkpoint" in message
 
 
@@ -89,7 +89,7 @@ def test_missing_modules_start_from_the_seed_in_training(
     modules: Path, layers: tuple[int, ...]
 ) -> None:
     config, notes = config_of(DENSE, without_modules(modules, layers), mode="finetune"), []
-    found = starting_weights(config, notes.append)
+    found = load_initial_weights(config, notes.append)
     assert found.keys() == parameter_shapes(config.decoder).keys()
     (text,) = notes
     which = "layers 1-2 (mtp_depth 2) start" if len(layers) == 2 else "layer 2 (mtp_depth 2) starts"
@@ -104,7 +104,7 @@ def test_missing_modules_are_not_needed_outside_training(modules: Path, tmp_path
     text = "the checkpoint has no multi-token prediction module: layer 2 (mtp_depth 2); only training uses it"
     for mode in ("eval", "predict"):
         config, notes = config_of(DENSE, modules, mode=mode), []
-        assert starting_weights(config, notes.append).keys() == parameter_shapes(config.decoder).keys()
+        assert load_initial_weights(config, notes.append).keys() == parameter_shapes(config.decoder).keys()
         assert notes == [text]
     found = export(config_of(DENSE, modules), tmp_path / "exported", merge=False)
     assert found.notes[0] == text and "transformers has no multi-token prediction" in found.notes[1]
@@ -115,7 +115,7 @@ def test_missing_modules_are_not_needed_outside_training(modules: Path, tmp_path
 def test_adapters_are_not_trained_beside_missing_modules(modules: Path) -> None:
     without_modules(modules, (2,))
     adapters = config_of(DENSE, modules, pet_config={"target_modules": ".*q_proj"})
-    assert "write mtp_depth: 1 instead" in failure(lambda: starting_weights(adapters))
+    assert "write mtp_depth: 1 instead" in failure(lambda: load_initial_weights(adapters))
 
 
 def test_a_resumed_run_needs_the_same_modules(modules: Path) -> None:
@@ -137,7 +137,7 @@ BALANCED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01}
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_missing_expert_biases_start_at_zero_with_a_note(mixtral: Path, mode: str) -> None:
     config, notes = config_of("experts_mixtral", mixtral, mode=mode, moe=BALANCED), []
-    found = starting_weights(config, notes.append)
+    found = load_initial_weights(config, notes.append)
     assert notes == ["balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"]
     biases = [array for name, array in found.items() if name.endswith(EXPERT_BIAS)]
     assert len(biases) == len(config.decoder.moe_layers) and not np.any(biases)
@@ -149,7 +149,7 @@ def test_expert_biases_that_are_missing_in_some_layers_are_an_error(mixtral: Pat
     name = f"model.layers.0.{EXPERT_BIAS}"
     bias = np.zeros(config.decoder.experts.expert_num, np.float32)
     save_file(load_file(mixtral / "model.safetensors") | {name: bias}, mixtral / "model.safetensors")
-    message = failure(lambda: starting_weights(config))
+    message = failure(lambda: load_initial_weights(config))
     assert f"it lacks model.layers.1.{EXPERT_BIAS}" in message
 
 
@@ -167,6 +167,6 @@ def test_a_mixture_with_an_expert_bias_is_exported_as_a_class_that_has_one_alone
 
 def test_adapters_whose_targets_are_in_experts_too_are_merged(mixtral: Path) -> None:
     config = config_of("experts_mixtral", mixtral, pet_config={"target_modules": ".*q_proj|.*gate_proj"})
-    weights = starting_weights(config)
+    weights = load_initial_weights(config)
     assert {name.split(".")[4] for name in adapter_shapes(config.decoder)} == {"q_proj"}
-    assert merged(weights, config.decoder).keys() == parameter_shapes(config.decoder).keys()
+    assert merge_adapters(weights, config.decoder).keys() == parameter_shapes(config.decoder).keys()

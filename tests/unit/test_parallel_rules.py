@@ -66,12 +66,12 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
         ("use_parallel: False\n", ["a.yaml:16: use_parallel = False: this job has 8 ranks", "leave `launch` out"]),
         (
             "parallel_config: {data_parallel: 4}\n",
-            ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 is for 4 ranks, and this job has 8",
+            ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 needs 4 ranks, but the job has 8",
              "launch --nproc 4`, or set data_parallel 8; an unset data_parallel takes"],
         ),
         (
             "parallel_config: {pipeline_stage: 2, model_parallel: 3}\n",
-            ["a.yaml:16: parallel_config.model_parallel = 3: pipeline_stage 2 x model_parallel 3 are for 6 ranks, and",
+            ["a.yaml:16: parallel_config.model_parallel = 3: pipeline_stage 2 x model_parallel 3 needs 6 ranks, but",
              "set it to 1, 2 or 4, or start it with `run_trainer.py launch --nproc 6`; an unset data_parallel takes"],
         ),
         (
@@ -124,10 +124,10 @@ def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) ->
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["is for 8 ranks, and this job has 1",
+        ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["needs 8 ranks, but the job has 1",
          "launch --nproc 8`, or set data_parallel 1; to run alone, add --use_parallel False"]),
         ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n",
-         ["pipeline_stage 2 is for 2 ranks"]),
+         ["pipeline_stage 2 needs 2 ranks"]),
     ],
 )  # fmt: skip
 def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[str]) -> None:
@@ -234,7 +234,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
          ["optimizer_weight_shard_size = 3: must divide data_parallel 4"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.pp_interleave_num=2",
          ["pp_interleave_num = 2: needs an interleaved", "parallel.pipeline_config.pipeline_interleave True"]),
-        ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 is for 3 ranks, and this job has 8"]),
+        ("parallel_config: {data_parallel: 3}\n", ["data_parallel 3 needs 3 ranks, but the job has 8"]),
         ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: explicit mode (parallel.para"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         ("parallel_config: {expert_parallel: 8}\nmodel.model_config.moe_config.expert_num=4",

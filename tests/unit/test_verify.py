@@ -67,14 +67,14 @@ def test_whole_and_damaged_checkpoints_and_the_newest_to_use(tmp_path: Path, cap
     paths = [save(folder, step) for step in (3, 4, 5)]
     (folder / "best").symlink_to(paths[1].name)
     code, printed = command(capsys, tmp_path / "output")
-    assert code == 0 and printed.count("whole  ") == 3 and printed.endswith("3 checked, none damaged\n")
+    assert code == 0 and printed.count("ok      ") == 3 and printed.endswith("3 checked, none damaged\n")
     assert f"{paths[0]}: step 3, 5 files, 1 KiB" in printed
     (paths[2] / "config.json").write_text(json.dumps({"a": 2}, indent=1))  # a file for other programs
     (folder / "step-00000009").mkdir()
     code, printed = command(capsys, folder)
-    assert code == 1 and f"damaged     {paths[2]}: config.json is not what was saved: its checksum is" in printed
+    assert code == 1 and f"damaged     {paths[2]}: the checksum of config.json does not match COMPLETE" in printed
     assert f"interrupted {folder}/step-00000009" in printed
-    assert printed.endswith(f"3 checked, 1 damaged; the newest whole checkpoint is {paths[1]}\n")
+    assert printed.endswith(f"3 checked, 1 damaged; the newest intact checkpoint is {paths[1]}\n")
     assert command(capsys, folder / "best")[0] == 0
     assert command(capsys, folder / "step-00000009")[0] == 1, "a checkpoint that is asked for by name must be whole"
     code, printed = command(capsys, paths[2], "--json")

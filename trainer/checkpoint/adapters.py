@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
-from trainer.checkpoint.store import find_checkpoint, loads_weights, read_checkpoint
+from trainer.checkpoint.store import as_weights_error, find_checkpoint, read_checkpoint
 from trainer.checkpoint.weights import (
     CheckedWeights,
-    Parts,
+    ShardSpecs,
     check_files,
     check_weights,
     from_seed,
-    model_part,
     open_initial_weights,
+    read_checkpoint_weights,
     read_safetensors,
 )
 from trainer.config.checks.adapters import SECTION
@@ -58,12 +58,12 @@ _OURS = {
 _WRITTEN = ("bias", "fan_in_fan_out", "modules_to_save")
 
 
-def starting_weights(
+def load_initial_weights(
     config: Config,
     note: Callable[[str], None] | None = None,
     *,
     new_modules: bool = True,
-    parts: Parts | None = None,
+    parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Weights | None:
     """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
@@ -85,7 +85,7 @@ def starting_weights(
         if stored is None:
             return None
         return stored.read(parts)
-    base = base_weights(config, note, new_modules=new_modules, world=world)
+    base = open_base_weights(config, note, new_modules=new_modules, world=world)
     found = base.read(parts)
     if config.adapter_id:
         adapters = read_adapters(config, Path(config.adapter_id).expanduser(), found if parts is None else base.arrays)
@@ -95,13 +95,13 @@ def starting_weights(
 
 
 def check_starting_files(config: Config) -> None:
-    """Raises the UserError of `starting_weights` without reading numbers, so that a plan refuses what a run would."""
+    """Raises the UserError that `load_initial_weights` would raise, without reading numbers; for a plan."""
     check_files(config)
     if config.has_adapters and config.adapter_id:
         read_adapters(config, Path(config.adapter_id).expanduser(), None)
 
 
-def base_weights(
+def open_base_weights(
     config: Config,
     note: Callable[[str], None] | None = None,
     *,
@@ -122,7 +122,7 @@ def _from_seed(config: Config, adapters: bool) -> CheckedWeights:
     return CheckedWeights(from_seed(parameters, config.decoder, config.seed), {}, Path(), "", "")
 
 
-def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts | None = None) -> dict[str, Any]:
+def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: ShardSpecs | None = None) -> dict[str, Any]:
     """What a checkpoint of adapters stores about its base model: the origin of its weights, and their digest.
 
     Args:
@@ -132,11 +132,11 @@ def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: Parts 
     if parts is None:
         base = weights
     else:
-        base = base_weights(config).arrays
-    return record | {"digest": digest(base, config.decoder)}
+        base = open_base_weights(config).arrays
+    return record | {"digest": base_model_digest(base, config.decoder)}
 
 
-def digest(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> str:
+def base_model_digest(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> str:
     """SHA-256 over names, shapes and float32 values of the decoder's parameters, without adapters."""
     found = hashlib.sha256()
     for name, shape in sorted(parameter_shapes(settings).items()):
@@ -168,9 +168,9 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArra
                 rule = "the checkpoint holds a whole model, not adapters"
                 fix = "give it as --load_checkpoint"
                 raise UserError(rule, value=str(path), fix=fix)
-            tensors = model_part(path, PART, numbers)
+            tensors = read_checkpoint_weights(path, PART, numbers)
         except UserError as error:
-            raise loads_weights(error, where, "adapter_id") from error
+            raise as_weights_error(error, where, "adapter_id") from error
         record = read_base(found)
         if base is not None:
             check_base(record, config, base)
@@ -191,7 +191,7 @@ def fitting_adapters(
 
 def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLazyArray]) -> None:
     """Raises a UserError unless the adapters of a checkpoint with this record were trained on `base`."""
-    now = digest(base, config.decoder)
+    now = base_model_digest(base, config.decoder)
     if before.digest == now:
         return
     fix = f"give the same base model with --load_checkpoint {before.load_checkpoint}"
@@ -231,7 +231,7 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
             raise problem(rule, f"set pet_config.{name} to {value:g}")
 
 
-def description(settings: ModelConfig, base: str) -> dict[str, Any]:
+def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     """The content of PEFT's adapter_config.json; `base` is `load_checkpoint`, empty for none."""
     adapters = settings.pet_config
     targets = [tuple(layer_targets(settings, layer)) for layer in range(settings.num_layers)]
@@ -252,7 +252,7 @@ def description(settings: ModelConfig, base: str) -> dict[str, Any]:
     }
 
 
-def merged(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
+def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
     """The decoder's parameters with the adapters merged in: W + alpha / rank * B A, summed in float64."""
     found = {name: weights[name] for name in parameter_shapes(settings) if name in weights}
     for layer in range(settings.num_layers):

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from trainer.checkpoint.store import STATE, Checkpoint, damaged
+from trainer.checkpoint.store import STATE, Checkpoint, damaged_checkpoint
 from trainer.storage.json_files import Count, JsonError, LenientModel, StrictModel, check_json
 
 
@@ -137,7 +137,7 @@ class RunState(LenientModel):
             raise ValueError(f"{found}{since}, and position.step is {position.step}")
 
 
-def read_state(found: Checkpoint) -> RunState:
+def read_run_state(found: Checkpoint) -> RunState:
     """The state of a checkpoint of a training run.
 
     Raises:
@@ -146,18 +146,18 @@ def read_state(found: Checkpoint) -> RunState:
     try:
         state = check_json(found.state, RunState, STATE)
     except JsonError as error:
-        raise damaged(found.path, str(error)) from error
+        raise damaged_checkpoint(found.path, str(error)) from error
     if state.position.step != found.step:
         rule = f"{STATE} says step {state.position.step} (position.step), its marker {found.step}"
-        raise damaged(found.path, rule)
+        raise damaged_checkpoint(found.path, rule)
     return state
 
 
 def read_base(found: Checkpoint) -> BaseRecord:
-    """The base model of a checkpoint of adapters; raises a UserError as `read_state` does."""
-    base = read_state(found).base
+    """The base model of a checkpoint of adapters; raises a UserError as `read_run_state` does."""
+    base = read_run_state(found).base
     if base is None:
-        raise damaged(found.path, f"{STATE}: base: the record of the adapters' base model is missing")
+        raise damaged_checkpoint(found.path, f"{STATE}: base: the record of the adapters' base model is missing")
     return base
 
 

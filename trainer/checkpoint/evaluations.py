@@ -38,14 +38,14 @@ class EvalHistory:
     reference: Evaluated | None = None
     without_improvement: int = 0
 
-    def after(self, found: Evaluated, keep_best: int) -> EvalHistory:
+    def with_evaluation(self, found: Evaluated, keep_best: int) -> EvalHistory:
         """With one more evaluation. A loss that is not finite is never among the best; of two equal ones the earlier is
         better."""
         finite = [each for each in (*self.best, found) if math.isfinite(each.loss)]
         best = sorted(finite, key=lambda each: each.loss)[:keep_best]
         return replace(self, step=found.step, best=tuple(best))
 
-    def counted(self, found: Evaluated, min_delta: float) -> EvalHistory:
+    def with_early_stop(self, found: Evaluated, min_delta: float) -> EvalHistory:
         """The same, with the evaluation counted for EarlyStop."""
         improved = self.reference is None or found.loss < self.reference.loss - min_delta
         if improved and math.isfinite(found.loss):

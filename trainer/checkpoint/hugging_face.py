@@ -220,7 +220,7 @@ def parse_size(text: str) -> int:
     return int(size)
 
 
-def shards(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype: str) -> dict[str, list[str]]:
+def split_into_files(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype: str) -> dict[str, list[str]]:
     """Names of the tensors of each file, in order; a tensor that is larger than the limit has a file of its own."""
     groups: list[list[str]] = [[]]
     filled = 0
@@ -236,7 +236,7 @@ def shards(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype: str) -> d
     return {f"model-{number:05d}-of-{len(groups):05d}.safetensors": names for number, names in enumerate(groups, 1)}
 
 
-def index_of(files: Mapping[str, list[str]], weights: Mapping[str, np.ndarray], dtype: str) -> bytes:
+def index_json(files: Mapping[str, list[str]], weights: Mapping[str, np.ndarray], dtype: str) -> bytes:
     """The content of model.safetensors.index.json: which file has which tensor."""
     total = sum(array.size for array in weights.values())
     where = {name: file for file, names in files.items() for name in names}

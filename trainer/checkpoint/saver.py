@@ -2,7 +2,7 @@
 
 Each stage of a save is the work of a thread, beside the training or while the training waits for it. Only the main
 thread communicates: the ranks tell each other in every step whether their work is done, and when all are, exchange what
-it has given and begin the next stage. A save of one process needs no exchange, so its thread does all stages.
+it has given and begin the next stage. A save of one process needs no gather_results, so its thread does all stages.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.checkpoint.writing import Done, Stages, Work, attempt, do_stages, exchange
+from trainer.checkpoint.writing import (
+    StageResult,
+    Stages,
+    StageWork,
+    do_stages,
+    gather_results,
+    run_catching_disk_errors,
+)
 from trainer.parallel.communicator import Communicator
 
 _LOOK_SECONDS = 1.0
@@ -69,7 +76,7 @@ class Saver:
             work = next(self._stages)
             while not work.takes_long:
                 done = self._start(work).result(self.on_wait)  # removing files may take long, too
-                work = self._stages.send(exchange(done, self.communicator))
+                work = self._stages.send(gather_results(done, self.communicator))
             self._thread = self._start(work)
         self.waited_seconds += time.perf_counter() - began
         if not self.in_background:
@@ -109,30 +116,30 @@ class Saver:
             self._stages = None
             self.on_saved(path, self._step)
 
-    def _next(self, found: Path | Done) -> Path | None:
+    def _next(self, found: Path | StageResult) -> Path | None:
         """Begins the next stage; returns the folder after the last one."""
         if isinstance(found, Path):
             return found
         try:
-            self._thread = self._start(self._stages.send(exchange(found, self.communicator)))
+            self._thread = self._start(self._stages.send(gather_results(found, self.communicator)))
         except StopIteration as end:
             return end.value
         return None
 
-    def _start(self, work: Work) -> _Thread:
-        return _Thread(lambda: attempt(work, self.folder))
+    def _start(self, work: StageWork) -> _Thread:
+        return _Thread(lambda: run_catching_disk_errors(work, self.folder))
 
 
 class _Thread:
-    """Work in a thread, which a process that is told to end at once does not wait for."""
+    """StageWork in a thread, which a process that is told to end at once does not wait for."""
 
-    def __init__(self, work: Callable[[], Path | Done]) -> None:
-        self._found: Path | Done | None = None
+    def __init__(self, work: Callable[[], Path | StageResult]) -> None:
+        self._found: Path | StageResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self, work: Callable[[], Path | Done]) -> None:
+    def _run(self, work: Callable[[], Path | StageResult]) -> None:
         try:
             self._found = work()
         except BaseException as error:
@@ -149,7 +156,7 @@ class _Thread:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def result(self, on_wait: Callable[[], None]) -> Path | Done:
+    def result(self, on_wait: Callable[[], None]) -> Path | StageResult:
         """Waits for it, and calls `on_wait` every second unless it has written nothing for very long; raises what it
         raised. Nothing shows how far a flush is."""
         written = self._written_bytes()

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint import adapters
-from trainer.checkpoint.documents import RunState, read_base, read_state
+from trainer.checkpoint.documents import RunState, read_base, read_run_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.hugging_face import class_on_disk
 from trainer.checkpoint.store import (
     Checkpoint,
-    damaged,
+    damaged_checkpoint,
     find_checkpoint,
     read_checkpoint,
     renamed_checkpoint_notes,
     resolve_best_link,
 )
-from trainer.checkpoint.tensor_names import DiskSlice, disk_parts
-from trainer.checkpoint.weights import Parts, first_of, fitting_weights, is_finite
+from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
+from trainer.checkpoint.weights import ShardSpecs, first_of, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, do_stages
 from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
@@ -84,7 +84,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedCheckpoint:
     """A checkpoint that fits the run."""
 
     position: Position
@@ -136,13 +136,13 @@ def save_stages(
         part = "model"
         shapes = all_shapes(config.network)
         kind = class_on_disk(config)
-        found = _file_parts(weights, shapes, lambda parts: disk_parts(parts, kind))
+        found = _file_parts(weights, shapes, lambda parts: disk_slices(parts, kind))
         documents |= files or {}
     else:
         part = adapters.PART
         shapes = adapter_shapes(config.decoder)
         found = _file_parts(weights, shapes, lambda parts: _under_names(parts, adapters.PREFIX))
-        documents[adapters.CONFIG_FILE] = adapters.description(config.decoder, base["load_checkpoint"])
+        documents[adapters.CONFIG_FILE] = adapters.adapter_config(config.decoder, base["load_checkpoint"])
     tensors = {part: found, OPTIMIZER: _file_parts(state_parts, optimizer_shapes(config), _under_names)}
     if beside_training and saved.shares_memory:
         tensors = {part: _copied(parts) for part, parts in tensors.items()}
@@ -183,7 +183,7 @@ def _file_parts(
     Args:
         own: What it has of the arrays that the file is made of.
         shapes: Of all of these arrays.
-        on_disk: Parts of arrays -> parts of the tensors that are made of them.
+        on_disk: ShardSpecs of arrays -> parts of the tensors that are made of them.
     """
     found = on_disk({name: own[name].spec for name in shapes if name in own})
     pieces = {name: [ShardedArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
@@ -201,7 +201,7 @@ def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
             for group in groups for kind in STATE_NAMES[group.optimizer] for name in group.parameters}  # fmt: skip
 
 
-def save(folder: Path, *values: Any, **named: Any) -> Path:
+def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
     """Saves a checkpoint of a single process: does all stages of `save_stages`, and returns the checkpoint's folder."""
     return do_stages(save_stages(folder, *values, **named), folder, Communicator())
 
@@ -250,13 +250,13 @@ def _resume_folder(config: Config) -> Path:
     return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
 
 
-def read_resumed(
+def read_resumed_checkpoint(
     path: Path,
     config: Config,
     layout: Mapping[str, Any],
-    parts: Parts | None = None,
+    parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
-) -> Resumed:
+) -> ResumedCheckpoint:
     """Reads the checkpoint in `path` for a run of this configuration and `data_layout`: the parts of the weights that
     this rank has, or all of them. `world` as in `read_checkpoint`.
 
@@ -270,8 +270,8 @@ def read_resumed(
 
 
 def _resumed(
-    found: Checkpoint, config: Config, layout: Mapping[str, Any], parts: Parts | None, world: World
-) -> Resumed:
+    found: Checkpoint, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World
+) -> ResumedCheckpoint:
     path = found.path
 
     def mismatch(rule: str, fix: str) -> UserError:
@@ -279,14 +279,14 @@ def _resumed(
 
     _check_part(found, config, mismatch)
     weights = _weights_of(found, config, parts, world)
-    state = read_state(found)
+    state = read_run_state(found)
     before = state.optimizer.type
     now = config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
         raise mismatch(rule, f"use {before}, or {_NEW_RUN}")
     if OPTIMIZER not in found.tensors:
-        raise damaged(path, "it has no state of the optimizer")
+        raise damaged_checkpoint(path, "it has no state of the optimizer")
     _check_same_freeze(found, config, mismatch)
     arrays = _optimizer_arrays(found, config)
     position = _position(state, config, layout, mismatch)
@@ -304,7 +304,7 @@ def _resumed(
         notes += tuple(renamed_checkpoint_notes(path))
     evaluations = from_state(state.evaluations and state.evaluations.model_dump(), position.step)
     step = state.step and state.step.model_dump()
-    return Resumed(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
+    return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
 
 
 def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]:
@@ -313,25 +313,25 @@ def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]
     stored = found.tensors[OPTIMIZER]
     for name, expected in optimizer_shapes(config).items():
         if name not in stored:
-            raise damaged(found.path, f"the optimizer's state lacks {name}")
+            raise damaged_checkpoint(found.path, f"the optimizer's state lacks {name}")
         dtype, shape = stored.about(name)
         if dtype != "F32":
-            raise damaged(found.path, f"the optimizer's state has {name} in {dtype}, not F32")
+            raise damaged_checkpoint(found.path, f"the optimizer's state has {name} in {dtype}, not F32")
         # What ranks have shared is flat in checkpoints of earlier versions.
         if shape not in (expected, (math.prod(expected),)):
             rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
-            raise damaged(found.path, rule)
+            raise damaged_checkpoint(found.path, rule)
 
     def read(name: str, part: ShardSpec) -> np.ndarray:
         numbers = stored.array(name).read(part)
         if not is_finite(numbers):
-            raise damaged(found.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
+            raise damaged_checkpoint(found.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
         return numbers
 
     return {name: LazyArray(stored.about(name)[1], partial(read, name)) for name in stored}
 
 
-def plan_resumed(plan: Plan, resumed: Resumed) -> Plan:
+def plan_resumed(plan: Plan, resumed: ResumedCheckpoint) -> Plan:
     """The plan of a resumed run: the position from which it continues, and the settings that differ."""
     position = resumed.position
     resumes = Resumption(str(resumed.path), position.step, position.epoch, position.batch)
@@ -376,13 +376,13 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
         raise mismatch(rule, f"{change} {SECTION}, or name another checkpoint")
 
 
-def _weights_of(found: Checkpoint, config: Config, parts: Parts | None, world: World) -> dict[str, np.ndarray]:
+def _weights_of(found: Checkpoint, config: Config, parts: ShardSpecs | None, world: World) -> dict[str, np.ndarray]:
     """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
     tensors = found.tensors[_part(config)].arrays()
     where = config.source.where(_KEY)
     if not config.has_adapters:
         return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
-    base = adapters.base_weights(config, world=world)
+    base = adapters.open_base_weights(config, world=world)
     weights = base.read(parts)
     adapters.check_base(read_base(found), config, weights if parts is None else base.arrays)
     return weights | adapters.fitting_adapters(tensors, config, found.path, where, _KEY).read(parts)

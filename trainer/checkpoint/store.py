@@ -68,7 +68,7 @@ class Checkpoint:
     has_checksums: bool = True
 
 
-def folder_name(step: int) -> str:
+def step_folder_name(step: int) -> str:
     """Name of the folder of a step: ``step-00000100``."""
     return f"step-{step:08d}"
 
@@ -129,7 +129,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
     fix = "name a folder such as output/checkpoints/step-00000100"
     for renamed, marker in (*_renamed(path), *_renamed(path / "checkpoints")):
         rule = f"{rule} under the name of its step, but {renamed}"
-        raise UserError(rule, key=key, value=str(path), fix=f"rename it to {folder_name(marker.step)}, or name it")
+        raise UserError(rule, key=key, value=str(path), fix=f"rename it to {step_folder_name(marker.step)}, or name it")
     raise UserError(rule, key=key, value=str(path), fix=fix)
 
 
@@ -153,7 +153,7 @@ def renamed_checkpoint_notes(checkpoint: Path) -> list[str]:
         return []
     return [
         f"{path} was saved after {checkpoint.name} and is passed over, as a run's checkpoint has another name: "
-        f"rename it to {folder_name(marker.step)}, or name it: --resume_training {path.name}"
+        f"rename it to {step_folder_name(marker.step)}, or name it: --resume_training {path.name}"
         for path, marker in _renamed(checkpoint.parent) if marker.save_number > chosen.save_number
     ]
 
@@ -202,7 +202,7 @@ def prepare_folder(folder: Path) -> None:
                         fix="choose a folder you may write to") from error
 
 
-def put_aside(folder: Path) -> Path | None:
+def rename_old_checkpoints(folder: Path) -> Path | None:
     """Renames a folder with complete checkpoints to the first free ``checkpoints-1``, ``checkpoints-2`` ...
 
     A new run that saved into the same folder would prune them, and a resumed run could read the wrong one.
@@ -272,7 +272,7 @@ def _whole_marker(path: Path) -> Marker:
     try:
         marker = parse_json(read_bytes(path / MARKER), Marker, MARKER)
     except JsonError as error:
-        raise damaged(path, str(error)) from error
+        raise damaged_checkpoint(path, str(error)) from error
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         if missing:
@@ -282,7 +282,7 @@ def _whole_marker(path: Path) -> Marker:
         raise _incomplete(path, f"it has no readable {MARKER} file: {why}") from error
     named = _STEP_FOLDER.fullmatch(path.name)
     if named is not None and int(named[1]) != marker.step:
-        fix = f"rename it to {folder_name(marker.step)}, or remove it; or {fallback_fix(path)}"
+        fix = f"rename it to {step_folder_name(marker.step)}, or remove it; or {fallback_fix(path)}"
         rule = f"the checkpoint is damaged: {MARKER} says step {marker.step}, the folder's name {int(named[1])}"
         raise UserError(rule, key="checkpoint", value=str(path), fix=fix)
     return marker
@@ -305,9 +305,9 @@ def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
             ranks = int(shard[3])
             names = [shard_name(part, rank, ranks) + ENDING for rank in range(ranks)]
         if name not in names:
-            raise damaged(path, f"{MARKER} names {name}: there is no such shard")
+            raise damaged_checkpoint(path, f"{MARKER} names {name}: there is no such shard")
         if found.setdefault(part, names) != names:
-            raise damaged(path, f"{name} and {found[part][0]} both hold '{part}'")
+            raise damaged_checkpoint(path, f"{name} and {found[part][0]} both hold '{part}'")
     return found
 
 
@@ -329,9 +329,9 @@ class StoredArrays(Mapping[str, np.ndarray]):
             try:
                 self.files.append(TensorFile(path / name))
             except (OSError, safetensors.SafetensorError) as error:
-                raise damaged(path, f"{name} cannot be read ({error})") from error
+                raise damaged_checkpoint(path, f"{name} cannot be read ({error})") from error
         if any(file.entries.keys() - self.files[0].entries.keys() for file in self.files[1:]):
-            raise damaged(path, "the shards of some ranks hold arrays that are not in that of rank 0")
+            raise damaged_checkpoint(path, "some ranks saved tensors that rank 0 did not")
         for name in self:
             self._files_with(name)
 
@@ -348,7 +348,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
                     return parts[0].read(part)
                 return _read_flat(parts, part)
             except (OSError, TypeError) as error:  # numpy lacks some dtypes
-                raise damaged(self.path, f"{name} cannot be read ({error})") from error
+                raise damaged_checkpoint(self.path, f"{name} cannot be read ({error})") from error
 
         return LazyArray(shape, read)
 
@@ -360,7 +360,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         entries = [file.entries[name] for file in self._files_with(name)]
         (dtype, *others) = sorted({each.code for each in entries})
         if others:
-            raise damaged(self.path, f"{name} has another dtype in the shards of some ranks")
+            raise damaged_checkpoint(self.path, f"{name} has another dtype in the shards of some ranks")
         shapes = [each.shape for each in entries]
         return dtype, shapes[0] if len(shapes) == 1 else (sum(map(math.prod, shapes)),)
 
@@ -369,7 +369,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         if not files:
             raise KeyError(name)
         if len(files) not in (1, len(self.files)):
-            raise damaged(self.path, f"{name} is in the shards of {len(files)} of {len(self.files)} ranks")
+            raise damaged_checkpoint(self.path, f"{name} is in the shards of {len(files)} of {len(self.files)} ranks")
         return files
 
     def __iter__(self) -> Iterator[str]:
@@ -412,7 +412,7 @@ def _read_state(path: Path, marker: Marker) -> dict:
         content = read_bytes(path / STATE)
         return parse_json(content, dict[str, Any], STATE)
     except (OSError, JsonError) as error:
-        raise damaged(path, f"{STATE} cannot be read ({error})") from error
+        raise damaged_checkpoint(path, f"{STATE} cannot be read ({error})") from error
 
 
 def _check_file(path: Path, name: str, marker: Marker, whose: str = "", world: World = SINGLE_PROCESS) -> None:
@@ -423,32 +423,32 @@ def _check_file(path: Path, name: str, marker: Marker, whose: str = "", world: W
     except OSError as error:
         if whose and isinstance(error, FileNotFoundError):
             raise _incomplete(path, f"{name}{whose}, is missing") from error
-        raise damaged(path, f"{name} is missing or out of reach ({error.strerror})") from error
+        raise damaged_checkpoint(path, f"cannot open {name}: {error.strerror}") from error
     if name not in marker.file_bytes:
-        raise _incomplete(path, f"{name}{whose}, was not saved with it")
+        raise _incomplete(path, f"{name}{whose}, is not listed in {MARKER}")
     expected_bytes = marker.file_bytes[name]
     if actual_bytes != expected_bytes:
-        raise damaged(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
+        raise damaged_checkpoint(path, f"{name} has {actual_bytes:,} bytes, not the {expected_bytes:,} that were saved")
     try:
         changed = not matches_checksum(path / name, marker, world)
     except OSError as error:
-        raise damaged(path, f"{name} cannot be read ({error.strerror})") from error
+        raise damaged_checkpoint(path, f"{name} cannot be read ({error.strerror})") from error
     if changed:
-        raise damaged(path, f"{name} is not what was saved: its checksum is another")
+        raise damaged_checkpoint(path, f"the checksum of {name} does not match {MARKER}")
 
 
 def _incomplete(path: Path, why: str) -> UserError:
     return UserError(f"the checkpoint is incomplete: {why}", key="checkpoint", value=str(path), fix=fallback_fix(path))
 
 
-def damaged(path: Path, what: str) -> UserError:
+def damaged_checkpoint(path: Path, what: str) -> UserError:
     """The error for a checkpoint whose files are not as they were saved; its fix names another one."""
     return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=fallback_fix(path))
 
 
 def fallback_fix(path: Path) -> str:
     """Offers the complete checkpoint that was saved before this one; else the one saved last. Of a run that
-    loads weights alone `loads_weights` changes the flag that is named."""
+    loads weights alone `as_weights_error` changes the flag that is named."""
     marker = read_marker(path)
     others = [(read_marker(other), other) for other in complete_checkpoints(path.parent) if other != path]
     older = [other for its, other in others if its and marker and its.save_number < marker.save_number]
@@ -458,11 +458,11 @@ def fallback_fix(path: Path) -> str:
         return "use another checkpoint or start a new run"
     newest = others[-1][1]
     if marker is None and (path / MARKER).exists():
-        return f"use {newest}, the newest whole one (--resume_training {newest.name}), or remove the damaged folder"
+        return f"use {newest}, the newest intact one (--resume_training {newest.name}), or remove the damaged folder"
     return f"use {newest}"
 
 
-def loads_weights(error: UserError, where: str, key: str) -> UserError:
+def as_weights_error(error: UserError, where: str, key: str) -> UserError:
     """An error about a checkpoint for a run that loads its weights with the setting `key`: the fix names that flag."""
     fix = _OFFERED.sub(rf"use --{key} \1, \2", error.fix)
     return UserError(error.rule, where=where, key=key, value=error.value, fix=fix)

@@ -112,7 +112,7 @@ def _cut(array: ArrayOrLazyArray, *rows: int) -> list[ArrayOrLazyArray]:
 # ---- experts, which are stacked in memory ----------------------------------------------------------------------------
 
 
-def form_of(names: Iterable[str]) -> ExpertNames:
+def find_expert_names(names: Iterable[str]) -> ExpertNames:
     """Returns the form in which a file with tensors of these names holds its experts."""
     others = {family.expert_names for family in FAMILIES.values()} - {ONE_BY_ONE}
     for name in names:
@@ -157,7 +157,7 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
 
     `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`.
     """
-    form = form_of(weights)
+    form = find_expert_names(weights)
     found = {}
     for name, shape in shapes.items():
         arrays = [weights[tensor] for tensor in _tensors(name, shape, form)]
@@ -191,7 +191,7 @@ class DiskSlice(NamedTuple):
     spec: ShardSpec
 
 
-def disk_parts(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[DiskSlice]]:
+def disk_slices(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[DiskSlice]]:
     """Returns what each tensor to save has of these parts of parameters, one tensor for each expert.
 
     `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
@@ -235,9 +235,10 @@ def _below(part: ShardSpec, place: int, count: int) -> ShardSpec:
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Returns tensors to save as in `disk_parts`, as views where they are not made of several parameters."""
+    """Returns tensors to save as in `disk_slices`, as views where they are not made of several parameters."""
     found = {}
-    for name, parts in disk_parts({name: full_shard_spec(array.shape) for name, array in arrays.items()}, kind).items():
+    specs = {name: full_shard_spec(array.shape) for name, array in arrays.items()}
+    for name, parts in disk_slices(specs, kind).items():
         ordered = sorted(parts, key=lambda one: one.spec.shard.start)
         flat = [arrays[one.name].reshape(-1)[one.local_range] for one in ordered]
         found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].spec.global_shape)

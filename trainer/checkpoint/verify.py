@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.checkpoint.adapters import CONFIG_FILE, PART, PREFIX
-from trainer.checkpoint.documents import AdapterDescription, read_state
+from trainer.checkpoint.documents import AdapterDescription, read_run_state
 from trainer.checkpoint.state import OPTIMIZER
 from trainer.checkpoint.store import (
     STATE,
@@ -23,7 +23,7 @@ from trainer.checkpoint.store import (
     resolve_best_link,
     step_folders,
 )
-from trainer.checkpoint.weights import is_finite
+from trainer.checkpoint.weights import first_of, is_finite
 from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
@@ -32,7 +32,7 @@ from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER
 
 
-class Finding(NamedTuple):
+class VerifyResult(NamedTuple):
     """What was found in one folder."""
 
     path: Path
@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     is_interrupted: bool = False  # by a kill or a failure: runs ignore it
 
 
-def verify(path: Path) -> list[Finding]:
+def verify(path: Path) -> list[VerifyResult]:
     """Checks what `path` is, or holds: a checkpoint, a token file, or a folder of them, two levels deep.
 
     Raises:
@@ -62,19 +62,19 @@ def verify(path: Path) -> list[Finding]:
         raise UserError(f"cannot be read: {error.strerror}", key="verify", value=str(path), fix=fix) from None
     if not found:
         fix = "name a checkpoint, a folder of checkpoints, an output folder or a token cache"
-        raise UserError("holds no checkpoint and no token file", key="verify", value=str(path), fix=fix)
+        raise UserError("contains no checkpoint or token cache", key="verify", value=str(path), fix=fix)
     if len(found) == 1 and found[0].is_interrupted and found[0].path == path:
         return [found[0]._replace(problem=found[0].note, is_interrupted=False)]
     return found
 
 
-def finding_lines(found: list[Finding]) -> Iterator[str]:
+def result_lines(found: list[VerifyResult]) -> Iterator[str]:
     """A line for each folder, and one for all."""
     for one in found:
         if one.is_interrupted:
             word = "interrupted"
         else:
-            word = "whole"
+            word = "ok"
             if one.problem:
                 word = "damaged"
         unsure = "; saved without checksums: only lengths were checked"
@@ -86,11 +86,11 @@ def finding_lines(found: list[Finding]) -> Iterator[str]:
     if damaged:
         whole = {one.path for one in found if one.is_checkpoint and not one.problem and not one.is_interrupted}
         newest = _newest(whole)
-        text += f"; the newest whole checkpoint is {newest}" if newest else ""
+        text += f"; the newest intact checkpoint is {newest}" if newest else ""
     yield text
 
 
-def finding_dict(one: Finding) -> dict[str, Any]:
+def result_dict(one: VerifyResult) -> dict[str, Any]:
     return one._asdict() | {"path": str(one.path)}
 
 
@@ -129,14 +129,14 @@ def _is_checked(path: Path) -> bool:
     return (path / STATE).exists() and any(path.glob("*.safetensors"))  # the launcher too has a state.json
 
 
-def _check(path: Path) -> Finding:
+def _check(path: Path) -> VerifyResult:
     if is_token_file(path):
         try:
             found = checked_token_file(path, every_page=True)
         except DamagedTokenFile as error:
-            return Finding(path, f"{error}; remove it, and the next run builds it again", is_checkpoint=False)
+            return VerifyResult(path, f"{error}; remove it, and the next run builds it again", is_checkpoint=False)
         note = f"{found.meta.num_tokens:,} tokens of {found.meta.source}"
-        return Finding(path, "", note, is_checkpoint=False)
+        return VerifyResult(path, "", note, is_checkpoint=False)
     was_complete = (path / MARKER).exists()
     try:
         found = None
@@ -147,26 +147,26 @@ def _check(path: Path) -> Finding:
             rule = error.rule
         else:
             rule = f"{error.filename} cannot be read ({error.strerror})"
-        found = Finding(path, rule.removeprefix("the checkpoint is damaged: "))
+        found = VerifyResult(path, rule.removeprefix("the checkpoint is damaged: "))
     if found is not None and (not found.problem or (path / MARKER).exists()):
         return found
     why = "a save or a removal was interrupted"
     if was_complete:
         why = "it was removed meanwhile"
-    return Finding(path, "", f"it has no {MARKER} file: {why}", is_interrupted=True)
+    return VerifyResult(path, "", f"it has no {MARKER} file: {why}", is_interrupted=True)
 
 
-def _check_complete(path: Path) -> Finding:
+def _check_complete(path: Path) -> VerifyResult:
     """Raises a UserError where it is damaged, and an OSError where it is removed meanwhile."""
     checkpoint = check_checkpoint(path)
-    step = read_state(checkpoint).position.step
+    step = read_run_state(checkpoint).position.step
     if problem := _description_problem(path) or _optimizer_problem(checkpoint):
-        return Finding(path, problem)
+        return VerifyResult(path, problem)
     if wrong := list(_not_finite(checkpoint.tensors.values())):
-        return Finding(path, f"{wrong[0]} has NaN or infinity" + (f" (and {len(wrong) - 1} more)" * (len(wrong) > 1)))
+        return VerifyResult(path, f"{first_of(wrong)} has NaN or infinity")
     files = [each for each in path.iterdir() if each.is_file()]
     size = sum(each.stat().st_size for each in files)
-    return Finding(path, "", f"step {step}, {len(files)} files, {formatting.size(size)}", checkpoint.has_checksums)
+    return VerifyResult(path, "", f"step {step}, {len(files)} files, {formatting.size(size)}", checkpoint.has_checksums)
 
 
 def _description_problem(path: Path) -> str:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 import numpy as np
 import safetensors
 
-from trainer.checkpoint.store import fallback_fix, find_checkpoint, loads_weights, read_checkpoint, resolve_best_link
-from trainer.checkpoint.tensor_names import disk_shapes, form_of, from_disk, split_fused_tensors
+from trainer.checkpoint.store import as_weights_error, fallback_fix, find_checkpoint, read_checkpoint, resolve_best_link
+from trainer.checkpoint.tensor_names import disk_shapes, find_expert_names, from_disk, split_fused_tensors
 from trainer.config.layer_ranges import layer_text
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
 
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
-Parts: TypeAlias = Mapping[str, ShardSpec]
+ShardSpecs: TypeAlias = Mapping[str, ShardSpec]
 """The part of each parameter that a rank has; of others it has nothing."""
 # A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
@@ -47,7 +47,7 @@ def open_initial_weights(
     world: World = SINGLE_PROCESS,
 ) -> CheckedWeights | None:
     """The weights of `load_checkpoint`, checked against the model, before their numbers are read; None when the key is
-    not set. The arguments are those of `trainer.checkpoint.adapters.starting_weights`.
+    not set. The arguments are those of `trainer.checkpoint.adapters.load_initial_weights`.
 
     Raises:
         UserError: The file cannot be read, or belongs to another model.
@@ -88,7 +88,7 @@ class CheckedWeights(NamedTuple):
     where: str
     key: str
 
-    def read(self, parts: Parts | None = None) -> dict[str, np.ndarray]:
+    def read(self, parts: ShardSpecs | None = None) -> dict[str, np.ndarray]:
         """The float32 numbers of these parts, or of all parameters.
 
         Raises:
@@ -152,7 +152,7 @@ def fitting_weights(
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
-    parts: Parts | None = None,
+    parts: ShardSpecs | None = None,
 ) -> dict[str, np.ndarray]:
     """Checks weights from `read_weights` and returns them by parameter name, with the experts of a layer stacked.
 
@@ -180,7 +180,7 @@ def _fitting(
     `compare` False: what has the name and the shape of a copy is one, whatever its numbers.
     """
     own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings, compare)}
-    on_disk = disk_shapes(shapes, form_of(own))
+    on_disk = disk_shapes(shapes, find_expert_names(own))
     check_weights(own, on_disk, path, where, key, settings)
     return CheckedWeights(from_disk(own, shapes), {name: own[name] for name in on_disk}, path, where, key)
 
@@ -249,12 +249,14 @@ def read_weights(
         if (found / "adapter_model.safetensors").exists():
             rule = "the checkpoint holds adapters, not the weights of a model"
             raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
-        return model_part(found, "model", numbers, world)
+        return read_checkpoint_weights(found, "model", numbers, world)
     except UserError as error:
-        raise loads_weights(error, where, "load_checkpoint") from error
+        raise as_weights_error(error, where, "load_checkpoint") from error
 
 
-def model_part(path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS) -> dict[str, LazyArray]:
+def read_checkpoint_weights(
+    path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS
+) -> dict[str, LazyArray]:
     """The weights of a complete checkpoint of this trainer; `numbers` and `world` as in `read_weights`."""
     return read_checkpoint(path, (part,), checksums=numbers, world=world).tensors[part].arrays()
 

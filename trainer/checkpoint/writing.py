@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from trainer.checkpoint import store
-from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, folder_name
+from trainer.checkpoint.store import BEST, ENDING, REPLACED, STATE, UNFINISHED, step_folder_name
 from trainer.errors import RunError
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, full_shard_spec
@@ -50,14 +50,14 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 OnStage = Callable[[str], None]
 
 
-class Work(NamedTuple):
+class StageWork(NamedTuple):
     """What every rank does in a stage of a save; the result must be valid JSON."""
 
     do: Callable[[], Any]
     takes_long: bool = False
 
 
-class Failure(NamedTuple):
+class StageFailure(NamedTuple):
     """Why a rank's work has failed, the fix, and where the disk is full how many bytes it has left."""
 
     reason: str
@@ -65,14 +65,14 @@ class Failure(NamedTuple):
     free_bytes: int | None = None
 
 
-class Done(NamedTuple):
+class StageResult(NamedTuple):
     """What a rank's work has given."""
 
     result: Any
-    failure: Failure | None = None
+    failure: StageFailure | None = None
 
 
-Stages: TypeAlias = Generator[Work, list[Done], Path]
+Stages: TypeAlias = Generator[StageWork, list[StageResult], Path]
 """The stages of a save: yields work, is sent what it has given on every rank, and returns the folder.
 
 Nothing else communicates, so the work may be done in a thread while the ranks train.
@@ -93,23 +93,23 @@ def do_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
     try:
         work = next(stages)
         while True:
-            work = stages.send(exchange(attempt(work, folder), communicator))
+            work = stages.send(gather_results(run_catching_disk_errors(work, folder), communicator))
     except StopIteration as end:
         return end.value
 
 
-def attempt(work: Work, folder: Path) -> Done:
+def run_catching_disk_errors(work: StageWork, folder: Path) -> StageResult:
     """Does the work; a disk that fails is part of the result."""
     try:
-        return Done(work.do())
+        return StageResult(work.do())
     except OSError as error:
-        return Done(None, _failure(folder, error))
+        return StageResult(None, _failure(folder, error))
 
 
-def exchange(done: Done, communicator: Communicator) -> list[Done]:
+def gather_results(done: StageResult, communicator: Communicator) -> list[StageResult]:
     """What the work has given on every rank."""
     every = (json.loads(data) for data in communicator.gather_bytes(json.dumps(done).encode()))
-    return [Done(result, failure and Failure(*failure)) for result, failure in every]
+    return [StageResult(result, failure and StageFailure(*failure)) for result, failure in every]
 
 
 class FileShards(NamedTuple):
@@ -124,7 +124,7 @@ class FileShards(NamedTuple):
     pieces: ShardedTensors
 
 
-def whole_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
+def unsharded_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
     """A file that one rank has.
 
     Raises:
@@ -169,11 +169,11 @@ def checkpoint_stages(
     """
     stage = on_stage or (lambda name: None)
     first = rank == 0
-    path = folder / folder_name(step)
-    own = {part: given if isinstance(given, FileShards) else whole_file(given) for part, given in tensors.items()}
+    path = folder / step_folder_name(step)
+    own = {part: given if isinstance(given, FileShards) else unsharded_file(given) for part, given in tensors.items()}
     files = {name: _as_bytes(content) for name, content in {**(documents or {}), STATE: state}.items()}
     other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
-    results = [result for result, _ in (yield Work(lambda: (_own_bytes(own), other_bytes)))]
+    results = [result for result, _ in (yield StageWork(lambda: (_own_bytes(own), other_bytes)))]
     writers = _writers([own_bytes for own_bytes, _ in results])
     needed_bytes = sum(others + sum(nbytes for nbytes, _ in sizes.values()) for sizes, others in results)
     shared = [part for part, ranks_of_part in writers.items() if len(ranks_of_part) > 1]
@@ -185,7 +185,7 @@ def checkpoint_stages(
             return _begin(path, {part: own[part] for part in shared}, needed_bytes, stage)
         return ""
 
-    unfinished = folder / agreed((yield Work(prepare)))[0]
+    unfinished = folder / agreed((yield StageWork(prepare)))[0]
 
     def write() -> dict[str, _Written]:
         if not unfinished.is_dir():
@@ -200,8 +200,8 @@ def checkpoint_stages(
         names = [f"{part}{ENDING}" for number, part in enumerate(shared) if number % ranks == rank]
         return {name: _read_back(unfinished / name) for name in names}
 
-    of_ranks = agreed((yield Work(write, takes_long=True)))
-    of_ranks += agreed((yield Work(read_back, takes_long=True))) if shared else []
+    of_ranks = agreed((yield StageWork(write, takes_long=True)))
+    of_ranks += agreed((yield StageWork(read_back, takes_long=True))) if shared else []
     found = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
     written = dict(sorted(found))
 
@@ -210,14 +210,14 @@ def checkpoint_stages(
             _flush_to_disk(unfinished)
             _move_in_place(unfinished, path, step, written, stage)
             # Before older checkpoints are removed: whatever happens, it points to one that is there.
-            _point_to_best(folder, folder_name(best_steps[0]) if best_steps else "", stage)
+            _point_to_best(folder, step_folder_name(best_steps[0]) if best_steps else "", stage)
         stage("complete")
         if first:
             _remove_folder(path.with_name(path.name + REPLACED), stage)
             _remove_older(folder, keep_max, best_steps, stage)
         stage("done")
 
-    agreed((yield Work(complete, takes_long=True)))
+    agreed((yield StageWork(complete, takes_long=True)))
     return path
 
 
@@ -245,7 +245,7 @@ def _as_bytes(content: Mapping[str, object] | bytes) -> bytes:
 
 def _remove_older(folder: Path, keep_max: int, best_steps: Sequence[int], stage: OnStage) -> None:
     """Leaves the newest `keep_max` checkpoints, or all for 0, and the best ones."""
-    best = {folder_name(each) for each in best_steps}
+    best = {step_folder_name(each) for each in best_steps}
     for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
         if old.name not in best:
             _remove_folder(old, stage)
@@ -279,7 +279,7 @@ def _writers(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
     return found
 
 
-def _agreed(every: list[Done], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
+def _agreed(every: list[StageResult], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
     """The result of each rank.
 
     Raises:
@@ -425,10 +425,10 @@ def _remove_folder(path: Path, stage: OnStage) -> None:
         shutil.rmtree(path)
 
 
-def _failure(folder: Path, error: OSError) -> Failure:
+def _failure(folder: Path, error: OSError) -> StageFailure:
     reason = error.strerror or str(error)
     if error.errno not in _FULL_DISK:
-        return Failure(reason, "make the folder writable or choose another output_dir, then resume")
+        return StageFailure(reason, "make the folder writable or choose another output_dir, then resume")
     existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     fix = "free space, lower keep_checkpoint_max or choose another output_dir, then resume"
-    return Failure(reason, fix, shutil.disk_usage(existing).free)
+    return StageFailure(reason, fix, shutil.disk_usage(existing).free)

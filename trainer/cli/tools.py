@@ -45,13 +45,13 @@ def _verify(
 
     Exit code 0: all are whole; 1: one is damaged; 2: there is nothing to check.
     """
-    from trainer.checkpoint.verify import finding_dict, finding_lines, verify
+    from trainer.checkpoint.verify import result_dict, result_lines, verify
 
     found = verify(user_path(folder, "DIR"))
     if json_:
-        lines = [json.dumps([finding_dict(one) for one in found], indent=1)]
+        lines = [json.dumps([result_dict(one) for one in found], indent=1)]
     else:
-        lines = finding_lines(found)
+        lines = result_lines(found)
     print(*lines, sep="\n")
     if any(one.problem for one in found):
         return EXIT_RUN_FAILED

@@ -16,7 +16,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.checkpoint.evaluations import EvalHistory
-from trainer.checkpoint.state import Position, load_weights, save
+from trainer.checkpoint.state import Position, load_weights, save_checkpoint
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
 from trainer.data.source.mnist import ImageBatch
@@ -167,7 +167,7 @@ def checkpoint(run: Run) -> dict[str, Any]:
     step(windows(run, step, 0))
     saved = step.state_dict_shard()
     with tempfile.TemporaryDirectory() as folder:
-        path = save(
+        path = save_checkpoint(
             Path(folder), Position(step=1), saved, step_state=step.state(), config=run.config, layout={}, base=None,
             keep_max=1, evaluations=EvalHistory(),
         )  # fmt: skip

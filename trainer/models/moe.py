@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.config import ModelConfig
     from trainer.models.inputs import RouterStatistics, SequenceWeights
     from trainer.ops.kernel_set import KernelSet
-    from trainer.parallel.collectives import Group
+    from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 
@@ -103,7 +103,7 @@ class RouterLosses(nn.Cell):
     With `sharing`, the ranks of a micro-batch, the tokens are a rank's and the losses its part of theirs.
     """
 
-    def __init__(self, settings: ModelConfig, kernels: KernelSet, sharing: Group | None = None) -> None:
+    def __init__(self, settings: ModelConfig, kernels: KernelSet, sharing: ProcessGroup | None = None) -> None:
         super().__init__()
         moe = settings.experts
         self.experts = moe.expert_num

@@ -37,7 +37,7 @@ _CONNECT_SECONDS = 60
 _FEWEST = 16  # numbers of a gather: larger sizes are powers of two, because MindSpore keeps a kernel for each size
 
 
-class Group(Protocol):
+class ProcessGroup(Protocol):
     """Some ranks of a job, this process among them: `CpuGroup` on a CPU, `DeviceGroup` on a device."""
 
     on_host: bool
@@ -45,7 +45,7 @@ class Group(Protocol):
     rank: int  # this process's place in `ranks`
     size: int
 
-    def new_subgroup(self, ranks: Sequence[int], name: str) -> Group:
+    def new_subgroup(self, ranks: Sequence[int], name: str) -> ProcessGroup:
         """A group of some ranks of the job. All of them must call this; ranks with several groups in common must make
         them in the same order."""
 
@@ -57,7 +57,7 @@ class Group(Protocol):
 
 
 class DeviceGroup:
-    """A `Group` for MindSpore's collectives, which know it by its name."""
+    """A `ProcessGroup` for MindSpore's collectives, which know it by its name."""
 
     on_host = False
 
@@ -91,7 +91,7 @@ class DeviceGroup:
         return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def init_process_group(world: World) -> Group:
+def init_process_group(world: World) -> ProcessGroup:
     """Joins the ranks of a job and returns the group of all of them. The device must be set before.
 
     Raises:
@@ -144,7 +144,7 @@ def _serialized_init() -> Iterator[None]:
 
 
 def make_group(name: str, ranks: Sequence[int]) -> None:
-    """Makes a group of some ranks that MindSpore's operators know by its name, as `Group.new_subgroup` says."""
+    """Makes a group of some ranks that MindSpore's operators know by its name, as `ProcessGroup.new_subgroup` says."""
     communication.create_group(name, list(ranks))
 
 
@@ -175,7 +175,7 @@ def reduce_scatter_range(tensor: Tensor, group: CpuGroup) -> Tensor:
     return Tensor.from_numpy(group.reduce_scatter_range(array))
 
 
-def all_reduce(tensors: Sequence[Tensor], group: Group) -> list[Tensor]:
+def all_reduce(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     """Sums each tensor over all ranks of a group, with the same bits on every rank."""
     if group.on_host:
         return all_reduce_in_buckets(tensors, group)
@@ -195,14 +195,14 @@ class PendingResult(NamedTuple):
         return self.result
 
 
-def start_all_reduce(flat: Tensor, group: Group) -> PendingResult:
+def start_all_reduce(flat: Tensor, group: ProcessGroup) -> PendingResult:
     """Begins to sum a float32 tensor over all ranks; on a device in place, while other operators run."""
     if group.on_host:
         return PendingResult(_on_host(group.all_reduce)(flat))
     return PendingResult(flat, ops.communication.all_reduce(flat, group=group.name, async_op=True))
 
 
-def start_reduce_scatter(rows: Tensor, group: Group) -> PendingResult:
+def start_reduce_scatter(rows: Tensor, group: ProcessGroup) -> PendingResult:
     """Begins to sum [ranks, n] over all ranks, of which each rank gets its own row: [n]."""
     if group.on_host:
         return PendingResult(_on_host(group.reduce_scatter)(rows).reshape(-1))
@@ -211,7 +211,7 @@ def start_reduce_scatter(rows: Tensor, group: Group) -> PendingResult:
     return PendingResult(own, handle)
 
 
-def start_all_gather(own: Tensor, group: Group) -> PendingResult:
+def start_all_gather(own: Tensor, group: ProcessGroup) -> PendingResult:
     """Begins to gather [n] of every rank: [ranks n]."""
     if group.on_host:
         return PendingResult(_on_host(group.all_gather)(own).reshape(-1))
@@ -219,18 +219,18 @@ def start_all_gather(own: Tensor, group: Group) -> PendingResult:
     return PendingResult(whole, ops.communication.all_gather_into_tensor(whole, own, group=group.name, async_op=True))
 
 
-def start_send(x: Tensor, group: Group, to: int) -> PendingResult:
+def start_send(x: Tensor, group: ProcessGroup, to: int) -> PendingResult:
     """Begins to send a tensor to the device of the group's rank `to`."""
     return PendingResult(x, ops.communication.isend(x, group.ranks[to], group=group.name))
 
 
-def start_receive(shape: tuple[int, ...], group: Group, source: int) -> PendingResult:
+def start_receive(shape: tuple[int, ...], group: ProcessGroup, source: int) -> PendingResult:
     """Begins to receive a float32 tensor from the device of the group's rank `source`."""
     came = mint.empty(shape, dtype=mstype.float32)
     return PendingResult(came, ops.communication.irecv(came, group.ranks[source], group=group.name))
 
 
-def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -> list[Tensor]:
+def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: ProcessGroup) -> list[Tensor]:
     """Each value summed over all ranks, in float32; they travel together, and the host does not wait."""
     tensors = [value if isinstance(value, Tensor) else Tensor(np.asarray(value, np.float32)) for value in values]
     flat = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors])
@@ -239,7 +239,7 @@ def sum_on_device(values: Sequence[Tensor | np.ndarray | float], group: Group) -
 
 
 def all_gather_ranges(
-    group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None
+    group: ProcessGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None = None
 ) -> None:
     """Completes tensors in place, each rank contributing its own range (`shard_range`): the same bits on all ranks.
 
@@ -271,7 +271,7 @@ def array_gatherer(
     return lambda arrays, own: beside.complete_ranges(arrays)
 
 
-def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
+def gather_range(group: ProcessGroup, own: Tensor, numbers: int) -> Tensor:
     """A flat float32 tensor of so many numbers, of which each rank has its range (`shard_range`)."""
     if not group.on_host:
         gathered = start_all_gather(_filled(own, numbers, group.size), group).wait()
@@ -282,7 +282,7 @@ def gather_range(group: Group, own: Tensor, numbers: int) -> Tensor:
     return Tensor.from_numpy(flat)
 
 
-def gather_shards(group: Group, own: Tensor) -> list[Tensor]:
+def gather_shards(group: ProcessGroup, own: Tensor) -> list[Tensor]:
     """What each rank has, tensors of one shape."""
     if group.on_host:
         return [Tensor.from_numpy(row) for row in group.all_gather(own.asnumpy())]
@@ -290,7 +290,7 @@ def gather_shards(group: Group, own: Tensor) -> list[Tensor]:
     return [row.reshape(own.shape) for row in ops.unbind(rows)]
 
 
-def gather_ranges_on_device(group: Group, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
+def gather_ranges_on_device(group: ProcessGroup, tensors: Sequence[Parameter], own: Sequence[Tensor] | None) -> None:
     """As `all_gather_ranges`, in buckets: while one is put into its place the next one travels."""
     rank = group.rank
     ranks = group.size
@@ -329,7 +329,7 @@ def shard_rows(tensor: Tensor, ranks: int) -> Tensor:
     return ops.stack([_filled(flat[each], flat.size, ranks) for each in ranges])
 
 
-def local_range(row: Tensor, numbers: int, group: Group) -> Tensor:
+def local_range(row: Tensor, numbers: int, group: ProcessGroup) -> Tensor:
     """This rank's range of so many numbers from its row of `shard_rows`."""
     own = shard_range(numbers, group.rank, group.size)
     return row[: own.stop - own.start] if own.stop - own.start < row.size else row
@@ -368,7 +368,7 @@ class _Pair(nn.Cell):
 class AllReduce(_Pair):
     """The sum over all ranks; backward, the sum of the gradients."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_all_reduce(group), _all_reduce(group))
 
 
@@ -376,42 +376,42 @@ class CopyToTensorParallel(_Pair):
     """The tensor itself, which is the same on all ranks; backward, the sum of the gradients. Megatron-LM's f (Shoeybi
     et al. 2019, section 3)."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_identity, _all_reduce(group))
 
 
 class ReduceFromTensorParallel(_Pair):
     """The sum over all ranks; backward, the gradient itself, which is the same on all ranks. Megatron-LM's g."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_all_reduce(group), _identity)
 
 
 class AllGather(_Pair):
     """[n, ...] of each rank, concatenated to [ranks n, ...]; backward, `ReduceScatter`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_all_gather(group), _reduce_scatter(group))
 
 
 class ReduceScatter(_Pair):
     """The sum over all ranks of [ranks n, ...], of which each rank keeps its own n rows; backward, `AllGather`."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_reduce_scatter(group), _all_gather(group))
 
 
 class ScatterToSequenceParallel(_Pair):
     """[ranks n, ...], the same on all ranks: each takes its own n rows; backward, the gradients of all rows."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_own_rows(group), _all_gather(group))
 
 
 class GatherFromSequenceParallel(_Pair):
     """[n, ...] of each rank, concatenated for what is the same on all ranks; backward, the gradient of its own rows."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         super().__init__(_all_gather(group), _own_rows(group))
 
 
@@ -469,7 +469,7 @@ def _identity(x: Tensor) -> Tensor:
     return x
 
 
-def _own_rows(group: Group) -> Callable[[Tensor], Tensor]:
+def _own_rows(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
     rank = group.rank
     ranks = group.size
 
@@ -485,13 +485,13 @@ def _on_host(function: Callable[[np.ndarray], np.ndarray]) -> Callable[[Tensor],
     return lambda x: Tensor.from_numpy(function(x.asnumpy()))
 
 
-def _all_reduce(group: Group) -> Callable[[Tensor], Tensor]:
+def _all_reduce(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
     return _on_host(group.all_reduce) if group.on_host else _operator("AllReduce", group.name)
 
 
-def _all_gather(group: Group) -> Callable[[Tensor], Tensor]:
+def _all_gather(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
     return _on_host(group.all_gather_rows) if group.on_host else _operator("AllGather", group.name)
 
 
-def _reduce_scatter(group: Group) -> Callable[[Tensor], Tensor]:
+def _reduce_scatter(group: ProcessGroup) -> Callable[[Tensor], Tensor]:
     return _on_host(group.reduce_scatter) if group.on_host else _operator("ReduceScatter", group.name)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.config import ModelConfig
-    from trainer.parallel.collectives import Group
+    from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.layout import ModelLayout
     from trainer.parallel.mesh import MeshCoordinate
     from trainer.parallel.process_groups import ProcessGroups
@@ -55,7 +55,7 @@ class Communicator:
 
     def __init__(
         self,
-        group: Group | None = None,
+        group: ProcessGroup | None = None,
         groups: ProcessGroups | None = None,
         layout: ModelLayout | None = None,
         where: MeshCoordinate | None = None,
@@ -124,14 +124,14 @@ class Communicator:
             shards_gradients=shards_gradients, overlaps=not self.group.on_host, in_float32=in_float32,
         )  # fmt: skip
 
-    def groups_of(self, name: str) -> dict[SumGroup, Group]:
+    def groups_of(self, name: str) -> dict[SumGroup, ProcessGroup]:
         """The groups over which the gradient of a parameter is summed, one after the other."""
         if self.groups is None:
             return {"dp_cp": self.group}
         found = {kind: getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums}
         return {kind: group for kind, group in found.items() if group is not None}
 
-    def optimizer_state_group(self, name: str) -> Group | None:
+    def optimizer_state_group(self, name: str) -> ProcessGroup | None:
         """The ranks that have the same part of a parameter, and may share its optimizer state; None: no other has."""
         if self.groups is None:
             return self.group
@@ -153,7 +153,7 @@ class Communicator:
         return self.layout.is_first_holder(name, self.where, is_sharded)
 
 
-def model_parallel(group: Group, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> Communicator:
+def model_parallel(group: ProcessGroup, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> Communicator:
     """The ranks of a job, `group`, that divide a model; `ulysses` as in `group_ranks`."""
     mesh = build_mesh(layout.degrees, group.size)
     groups = process_groups(group, mesh, attention_spec(settings).shared_kv_heads, ulysses)
@@ -164,12 +164,12 @@ def _group_of_one() -> CpuGroup:
     return CpuGroup(Connections(0, {}), [0])
 
 
-def _exact_sums(values: Sequence[float], group: Group) -> list[float]:
+def _exact_sums(values: Sequence[float], group: ProcessGroup) -> list[float]:
     every = group.all_gather(np.array(values, np.float64)).T.tolist()
     return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
 
 
-def _sums(values: Sequence[Any], group: Group) -> list[Any]:
+def _sums(values: Sequence[Any], group: ProcessGroup) -> list[Any]:
     if group.size == 1:
         return list(values)
     if not group.on_host:

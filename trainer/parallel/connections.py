@@ -223,7 +223,7 @@ class Connections:
         try:
             return self.links[rank].advance(sends, receives)
         except OSError as error:
-            raise connection_lost(f"rank {self.rank} has lost rank {rank}") from error
+            raise connection_lost(f"rank {self.rank} lost its connection to rank {rank}") from error
 
     def close(self) -> None:
         for each in self.sockets.values():
@@ -285,7 +285,7 @@ def _share_memory(rank: int, connected: Mapping[int, socket.socket]) -> dict[int
             connection.settimeout(_HANDSHAKE_SECONDS)
             data, descriptors, *_ = socket.recv_fds(connection, 1, 1)
             if not data:
-                raise RunError(f"rank {rank} has lost rank {other} while they connected")
+                raise RunError(f"rank {rank} lost its connection to rank {other} while they connected")
             if descriptors:
                 found[other] = _mapped(descriptors[0])
     return found

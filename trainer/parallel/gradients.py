@@ -26,7 +26,7 @@ from trainer.parallel.sharding import FLOAT32_BYTES
 if TYPE_CHECKING:
     from mindspore import Parameter, Tensor
 
-    from trainer.parallel.collectives import Group, PendingResult
+    from trainer.parallel.collectives import PendingResult, ProcessGroup
 
 
 _SCATTERING: tuple[SumGroup, ...] = ("dp_cp", "expert_dp")  # those whose ranks share the optimizer state
@@ -78,7 +78,7 @@ class GradientReducer:
         self,
         parameters: Sequence[Parameter] = (),
         is_sharded: Sequence[bool] = (),
-        groups: Sequence[Mapping[SumGroup, Group]] = (),
+        groups: Sequence[Mapping[SumGroup, ProcessGroup]] = (),
         *,
         shards_gradients: bool = False,
         overlaps: bool = False,
@@ -276,7 +276,7 @@ class GradientReducer:
         self.seconds += time.perf_counter() - began
         return own
 
-    def _scattering_group(self, place: int) -> Group:
+    def _scattering_group(self, place: int) -> ProcessGroup:
         return next(group for kind, group in self.groups[place].items() if kind in _SCATTERING)
 
 

@@ -201,7 +201,7 @@ def degree_mismatch(
     if degrees.ranks != ranks:
         used = {name: size for name, size in axes.items() if size > 1} or {"data_parallel": 1}
         product = " x ".join(f"{name} {size}" for name, size in used.items())
-        rule = f"{product} {'are' if len(used) > 1 else 'is'} for {degrees.ranks} rank{'s' * (degrees.ranks > 1)}"
+        rule = f"{product} needs {degrees.ranks} rank{'s' * (degrees.ranks > 1)}, but the job has {ranks}"
         choices = [
             " and ".join(f"{name} {new}" for name, new in choice._asdict().items() if new != getattr(degrees, name))
             for choice in nearest_degrees(degrees, ranks, may_change)
@@ -213,7 +213,7 @@ def degree_mismatch(
             key = "data_parallel"
         else:
             key = next(iter(used))
-        return DegreeMismatch(key, f"{rule}, and this job has {ranks}", change, degrees.ranks)
+        return DegreeMismatch(key, rule, change, degrees.ranks)
     product = degrees.data_parallel * degrees.context_parallel * degrees.model_parallel
     if product % degrees.expert_parallel:
         divisors = _divisors(product)

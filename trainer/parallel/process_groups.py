@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.parallel.mesh import Mesh, group_ranks
 
 if TYPE_CHECKING:
-    from trainer.parallel.collectives import Group
+    from trainer.parallel.collectives import ProcessGroup
 
 
 class ProcessGroups(NamedTuple):
@@ -31,25 +31,26 @@ class ProcessGroups(NamedTuple):
         embedding: Those of `pp` that hold the embedding: the first and the last; None in the stages between them.
     """
 
-    world: Group
-    tp: Group | None = None
-    kv: Group | None = None
-    cp: Group | None = None
-    ulysses: Group | None = None
-    ring: Group | None = None
-    tp_cp: Group | None = None
-    dp: Group | None = None
-    dp_cp: Group | None = None
-    stage: Group | None = None
-    ep: Group | None = None
-    expert_dp: Group | None = None
-    pp: Group | None = None
-    embedding: Group | None = None
+    world: ProcessGroup
+    tp: ProcessGroup | None = None
+    kv: ProcessGroup | None = None
+    cp: ProcessGroup | None = None
+    ulysses: ProcessGroup | None = None
+    ring: ProcessGroup | None = None
+    tp_cp: ProcessGroup | None = None
+    dp: ProcessGroup | None = None
+    dp_cp: ProcessGroup | None = None
+    stage: ProcessGroup | None = None
+    ep: ProcessGroup | None = None
+    expert_dp: ProcessGroup | None = None
+    pp: ProcessGroup | None = None
+    embedding: ProcessGroup | None = None
 
 
-def process_groups(world: Group, mesh: Mesh, kv_heads: int | None = None, ulysses: int = 1) -> ProcessGroups:
+def process_groups(world: ProcessGroup, mesh: Mesh, kv_heads: int | None = None, ulysses: int = 1) -> ProcessGroups:
     """Makes the groups of this rank; all ranks of the job call it. `kv_heads` and `ulysses` as in `group_ranks`."""
-    made: dict[tuple[int, ...], Group] = {}  # kinds with the same ranks share a group: on a device each takes memory
+    # Kinds with the same ranks share a group: on a device each group takes memory.
+    made: dict[tuple[int, ...], ProcessGroup] = {}
     groups = {}
     for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads, ulysses).items():
         if len(ranks) == world.size:

@@ -34,7 +34,7 @@ class Action(NamedTuple):
     chunk: int
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """The result of an action that another stage waits for: activations, or their gradient."""
 
     sender: int
@@ -56,7 +56,7 @@ class Schedule:
     chunks: int
     actions: tuple[tuple[Action, ...], ...]
 
-    def input_message(self, stage: int, action: Action) -> Message | None:
+    def input_message(self, stage: int, action: Action) -> StageMessage | None:
         """What an action of a stage takes from another stage; None where it takes nothing: the first part of the model
         reads token ids, and the backward pass of the last one starts at the loss."""
         last = self.stages * self.chunks - 1
@@ -64,7 +64,7 @@ class Schedule:
         if part == (0 if action.kind == "forward" else last):
             return None
         chunk, sender = divmod(part - 1 if action.kind == "forward" else part + 1, self.stages)
-        return Message(sender, action._replace(chunk=chunk))
+        return StageMessage(sender, action._replace(chunk=chunk))
 
     def receiver(self, stage: int, action: Action) -> int | None:
         """The stage that takes the result of an action; None where none does."""
@@ -177,7 +177,7 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
     Raises:
         Deadlock: The actions left wait for each other.
     """
-    ended: dict[Message, float] = {}
+    ended: dict[StageMessage, float] = {}
     slots: list[list[Slot]] = [[] for _ in range(schedule.stages)]
     went_on = True
     while went_on:
@@ -185,7 +185,7 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
         for stage, actions in enumerate(schedule.actions):
             for action in islice(actions, len(slots[stage]), None):
                 needed = schedule.input_message(stage, action)
-                own = Message(stage, action._replace(kind="forward"))
+                own = StageMessage(stage, action._replace(kind="forward"))
                 awaited = [one for one in (needed, own if action.kind == "backward" else None) if one is not None]
                 if not all(one in ended for one in awaited):
                     break
@@ -195,7 +195,7 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
                 start = max([free, *(ended[one] for one in awaited)])
                 end = start + getattr(cost(stage, action.chunk), action.kind)
                 slots[stage].append(Slot(start, end, action))
-                ended[Message(stage, action)] = end
+                ended[StageMessage(stage, action)] = end
                 went_on = True
     for stage, (done, actions) in enumerate(zip(slots, schedule.actions, strict=True)):
         if len(done) < len(actions):

@@ -81,7 +81,7 @@ class StageLink:
             except OSError:
                 count = 0
             if not count:
-                raise connection_lost(f"stage {self.stage} of the pipeline has lost stage {stage}")
+                raise connection_lost(f"stage {self.stage} of the pipeline lost its connection to stage {stage}")
             left = left[count:]
         return buffer
 
@@ -107,7 +107,7 @@ class _Sender:
 
     def put(self, array: np.ndarray, owner: Tensor | None) -> None:
         if self.lost:
-            raise connection_lost(f"stage {self.stage} of the pipeline has lost stage {self.to}")
+            raise connection_lost(f"stage {self.stage} of the pipeline lost its connection to stage {self.to}")
         self.queue.put((owner, np.ascontiguousarray(array)))
 
     def end(self) -> None:

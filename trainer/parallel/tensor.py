@@ -20,7 +20,7 @@ from trainer.data.batches.context import ContextShard
 from trainer.parallel.collectives import (
     AllGather,
     CopyToTensorParallel,
-    Group,
+    ProcessGroup,
     ReduceFromTensorParallel,
     ReduceScatter,
     gather_shards,
@@ -42,7 +42,7 @@ class TensorParallel(NamedTuple):
         sequence_parallel: The residual stream is divided among the ranks by token rows (use_seq_parallel).
     """
 
-    group: Group
+    group: ProcessGroup
     sequence_parallel: bool = False
 
     def column_parallel_input(self) -> nn.Cell:
@@ -118,11 +118,11 @@ class RankModelShard(NamedTuple):
     layout: ModelLayout
     where: MeshCoordinate
     tensor: TensorParallel | None = None
-    experts: Group | None = None
+    experts: ProcessGroup | None = None
     tokens: ContextShard = ContextShard(0, 1)
-    sharing: Group | None = None
-    ring: Group | None = None
-    ulysses: Group | None = None
+    sharing: ProcessGroup | None = None
+    ring: ProcessGroup | None = None
+    ulysses: ProcessGroup | None = None
 
     def holds(self, name: str) -> bool:
         """Whether the rank has this parameter, whole or a part of it."""

@@ -45,7 +45,7 @@ def planned_world(ranks: int | None, local_ranks: int | None) -> World:
         fix = f"write --local_ranks {ranks} or less"
         raise UserError(f"exceeds the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
     if local_ranks is not None and ranks % local_ranks:
-        rule = f"every host has the same number of ranks, and {ranks} is not a multiple of it"
+        rule = f"must divide --ranks {ranks}: every host has the same number of ranks"
         below = next(number for number in range(local_ranks, 0, -1) if ranks % number == 0)
         raise UserError(rule, key="--local_ranks", value=local_ranks, fix=f"write --local_ranks {below}")
     return world_of(ranks, local_ranks)

@@ -183,7 +183,7 @@ def chat(config: Config, world: World, device: str) -> int:
     template = load_chat_template(config, "train_dataset", tokenizer)
     for note in template.notes:
         _tell(note)
-    weights = adapters.starting_weights(config, _tell)
+    weights = adapters.load_initial_weights(config, _tell)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
         generator, *_ = open_generator(config, weights, end_ids(config, tokenizer, template), world, device)

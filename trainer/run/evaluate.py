@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.adapters import starting_weights
+from trainer.checkpoint.adapters import load_initial_weights
 from trainer.data.batches.loader import EvalBatches
 from trainer.device.stop_signals import StopSignals
 from trainer.errors import EXIT_OK, EXIT_SIGTERM
@@ -88,7 +88,7 @@ def eval_run(config: Config, world: World, plan: Plan) -> int:
 def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int:
     for note in plan.notes:
         console.on_note(note)
-    weights = starting_weights(config, console.on_note, parts=local_shard_specs(config, world), world=world)
+    weights = load_initial_weights(config, console.on_note, parts=local_shard_specs(config, world), world=world)
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
     with StopSignals() as stop:

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trainer.checkpoint.adapters import merged, starting_weights
-from trainer.checkpoint.hugging_face import CONFIG, INDEX, class_on_disk, folder_files, index_of, shards, write_weights
+from trainer.checkpoint.adapters import load_initial_weights, merge_adapters
+from trainer.checkpoint.hugging_face import (
+    CONFIG,
+    INDEX,
+    class_on_disk,
+    folder_files,
+    index_json,
+    split_into_files,
+    write_weights,
+)
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.checkpoint.weights import module_layers
 from trainer.config.families import FAMILIES
@@ -92,10 +100,10 @@ def export(
         files = {output.name: list(weights)}
         more = {}
     else:
-        files = shards(weights, shard_bytes, dtype)
+        files = split_into_files(weights, shard_bytes, dtype)
         more = folder_files(config, dtype, settings)
     if len(files) > 1:
-        more[INDEX] = index_of(files, weights, dtype)
+        more[INDEX] = index_json(files, weights, dtype)
     folder = output
     if is_file:
         folder = output.parent
@@ -122,12 +130,12 @@ def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, l
     """The weights by their names in memory, what they are in words, and notes."""
     notes: list[str] = []
     if merge:
-        found = merged(starting_weights(config, notes.append, new_modules=False), config.decoder)
+        found = merge_adapters(load_initial_weights(config, notes.append, new_modules=False), config.decoder)
         pairs = len(adapter_shapes(config.decoder)) // 2
         scale = adapter_spec(config.decoder).scale
         base = config.load_checkpoint or "random weights"
         return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notes
-    found = starting_weights(config, notes.append, new_modules=False)
+    found = load_initial_weights(config, notes.append, new_modules=False)
     named = {name: found[name] for name in parameter_shapes(config.network) if name in found}
     return named, f"the weights of {config.load_checkpoint}", notes
 

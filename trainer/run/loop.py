@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.adapters import base_record, starting_weights
+from trainer.checkpoint.adapters import base_record, load_initial_weights
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.hugging_face import folder_files
 from trainer.checkpoint.state import Position
-from trainer.checkpoint.store import prepare_folder, put_aside
+from trainer.checkpoint.store import prepare_folder, rename_old_checkpoints
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
 from trainer.config.checks.parallel import resolve_for_job
@@ -62,7 +62,7 @@ from trainer.run.training import (
 )
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.state import Resumed
+    from trainer.checkpoint.state import ResumedCheckpoint
     from trainer.config import Config
     from trainer.data import Batch
     from trainer.step.train_step import StepResult
@@ -111,7 +111,7 @@ def _train(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor
         notes.append(f"restart {again['number']} of {again['most']} on {again['ranks']} ranks: {again['reason']}")
     parts = local_shard_specs(config, world)
     if resumed is None:
-        weights = starting_weights(config, notes.append, parts=parts, world=world)
+        weights = load_initial_weights(config, notes.append, parts=parts, world=world)
     else:  # it takes its weights from the checkpoint that it resumes from
         weights = dict(resumed.weights)
         resumed.weights.clear()  # who prepared the run keeps them otherwise, in memory that it needs
@@ -148,7 +148,7 @@ def _train(world: World, prepared: PreparedRun, extra_monitors: Sequence[Monitor
 
 
 def _train_job(
-    job: Job, progress: Progress, weights: dict | None, resumed: Resumed | None, totals: Totals
+    job: Job, progress: Progress, weights: dict | None, resumed: ResumedCheckpoint | None, totals: Totals
 ) -> tuple[int, RunSummary | None]:
     """Trains; returns the exit code and the summary, which a run that was stopped before its first step has not."""
     events = job.events
@@ -275,7 +275,7 @@ def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
     )
 
 
-def _first_progress(job: Job, resumed: Resumed | None, notes: list[str]) -> Progress:
+def _first_progress(job: Job, resumed: ResumedCheckpoint | None, notes: list[str]) -> Progress:
     """Returns where the run begins. In another output folder the best checkpoints so far are not at hand: the first
     evaluation is its best."""
     if resumed:
@@ -311,7 +311,7 @@ def _prepare_output(job: Job) -> None:
     """Prepares the output folder once the run is sure to start; notes what is moved out of the way."""
     aside = None
     if job.info.resumed_from is None:
-        aside = put_aside(job.checkpoints)
+        aside = rename_old_checkpoints(job.checkpoints)
     prepare_folder(job.checkpoints)
     write_text(job.info.output_dir / "config.yaml", dump_config(job.config))
     write_text(job.info.output_dir / "plan.txt", plan_text(job.plan))

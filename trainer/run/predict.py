@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.checkpoint.adapters import starting_weights
+from trainer.checkpoint.adapters import load_initial_weights
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.data import ChatTemplate, load_chat_template, load_tokenizer
 from trainer.data.source.records import Record
@@ -181,7 +181,7 @@ def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, 
 
     for note in template.notes if template else ():
         tell(note)
-    weights = starting_weights(config, tell, parts=local_shard_specs(config, world), world=world)
+    weights = load_initial_weights(config, tell, parts=local_shard_specs(config, world), world=world)
     if makes_folder:
         make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
     ends = end_ids(config, tokenizer, template)

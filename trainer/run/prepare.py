@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-    from trainer.checkpoint.state import Resumed
-    from trainer.checkpoint.weights import Parts
+    from trainer.checkpoint.state import ResumedCheckpoint
+    from trainer.checkpoint.weights import ShardSpecs
     from trainer.config import Config
     from trainer.plan.backend import ExecutionMode
     from trainer.step.train_step import TrainStep
@@ -47,7 +47,7 @@ class PreparedRun:
     plan: Plan
     layout: dict[str, Any]  # what a position in the training data means, see `data_layout`
     resume_from: Path | None  # the checkpoint that the run continues from, None for a fresh start
-    resumed: Resumed | None  # its contents
+    resumed: ResumedCheckpoint | None  # its contents
 
 
 class ExplicitBackend:
@@ -136,7 +136,7 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
         return PreparedRun(config, plan, {}, None, None)
     resume_from = None
     if config.resume_training:  # looked for before the data, which may take long to tokenize
-        from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed
+        from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed_checkpoint
 
         resume_from = checkpoint_to_resume(config)
     plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
@@ -145,11 +145,11 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     layout = data_layout(backend.data_config, plan.data.batches.dataset, backend.data_ranks[1])
     if resume_from is None:
         return PreparedRun(config, plan, layout, None, None)
-    resumed = read_resumed(resume_from, config, layout, local_shard_specs(config, world), own)
+    resumed = read_resumed_checkpoint(resume_from, config, layout, local_shard_specs(config, world), own)
     return PreparedRun(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 
-def local_shard_specs(config: Config, world: World) -> Parts | None:
+def local_shard_specs(config: Config, world: World) -> ShardSpecs | None:
     """The part of each parameter that this rank has; None: all of all, or MindSpore decides."""
     degrees = parallel_degrees(config, world)
     if not degrees.shards_model or runs_semi_auto(config, world):

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.config import Config
-    from trainer.parallel.collectives import Group
+    from trainer.parallel.collectives import ProcessGroup
 
 Model: TypeAlias = Decoder | Classifier
 
@@ -83,7 +83,7 @@ def open_session(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> Session:
     """Sets up the device, finds the other ranks and builds the model.
 
@@ -125,7 +125,7 @@ def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
     return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
 
 
-def _communicator(config: Config, world: World, group: Group) -> Communicator:
+def _communicator(config: Config, world: World, group: ProcessGroup) -> Communicator:
     """The ranks of a job, by what they share."""
     if not parallel_degrees(config, world).shards_model:
         return Communicator(group)
@@ -195,7 +195,7 @@ def open_training(
     weights: Mapping[str, np.ndarray] | None = None,
     world: World = SINGLE_PROCESS,
     device: str | None = None,
-    group: Group | None = None,
+    group: ProcessGroup | None = None,
 ) -> TrainStep:
     """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
 
@@ -249,7 +249,7 @@ def optimizer_shards(
     communicator: Communicator,
     threshold_bytes: int,
     parameters: Mapping[str, Parameter],
-    gatherer: Callable[[Group], Callable] | None = None,
+    gatherer: Callable[[ProcessGroup], Callable] | None = None,
     shards_weights: bool = False,
 ) -> dict[str, OptimizerShard]:
     """This rank's shards of those parameters that the ranks with the same part of them divide.

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.evaluations import EvalHistory, Evaluated
 from trainer.checkpoint.saver import Saver
-from trainer.checkpoint.state import Position, Resumed, save_stages
+from trainer.checkpoint.state import Position, ResumedCheckpoint, save_stages
 from trainer.config.checks.moe import watches_drop_rate
 from trainer.data.batches.loader import optimizer_steps
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
@@ -124,7 +124,9 @@ class Engine:
     peak_flops: float | None
 
 
-def open_engine(job: Job, progress: Progress, weights: dict[str, Any] | None, resumed: Resumed | None) -> Engine:
+def open_engine(
+    job: Job, progress: Progress, weights: dict[str, Any] | None, resumed: ResumedCheckpoint | None
+) -> Engine:
     """Builds what computes; here MindSpore loads. Takes the arrays out of `weights`: the model has them then."""
     from trainer.run.session import Session
 
@@ -261,10 +263,10 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
         return
     job.events.tell("on_eval", metrics)
     evaluated = Evaluated(step, metrics.loss)
-    progress.evaluations = progress.evaluations.after(evaluated, config.checkpoint_monitor.keep_best)
+    progress.evaluations = progress.evaluations.with_evaluation(evaluated, config.checkpoint_monitor.keep_best)
     # The evaluation at stop_step may be one that a run without stop_step does not make.
     if config.early_stop is not None and (by_step or by_epoch):
-        progress.evaluations = progress.evaluations.counted(evaluated, config.early_stop.min_delta)
+        progress.evaluations = progress.evaluations.with_early_stop(evaluated, config.early_stop.min_delta)
     if evaluated in progress.evaluations.best:
         save(job, engine, progress)
     sample(job, engine, progress, stop)

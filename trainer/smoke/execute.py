@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trainer.checkpoint.store import folder_name
+from trainer.checkpoint.store import step_folder_name
 from trainer.config import Override, load_config
 from trainer.errors import EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM, RunError
 from trainer.monitors.metrics import Monitor
@@ -72,7 +72,7 @@ def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> i
 
     is_first = world_from_environment().rank == 0
     config = load_config(str(folder / CONFIG))
-    again = {"resume_training": folder_name(steps - 1)}
+    again = {"resume_training": step_folder_name(steps - 1)}
     if not config.has_adapters:  # otherwise it is the base model, and not where to resume from
         again["load_checkpoint"] = "''"
     for resumed in (False, True):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.models.inputs import InputBuilder, LossSums, ModelInputs
 
 
-class Evaluation(NamedTuple):
+class EvaluationResult(NamedTuple):
     """Mean loss in nats per valid token, valid tokens, seconds; for a classifier also its accuracy (0 to 1)."""
 
     loss: float
@@ -33,7 +33,7 @@ def evaluate(
     stop: Callable[[], bool],
     communicator: Communicator | None = None,
     computes_together: bool = False,
-) -> Evaluation | None:
+) -> EvaluationResult | None:
     """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
 
     `batches` are this rank's; `stop` is called before each and is True after a signal. With `computes_together` all
@@ -73,14 +73,14 @@ def evaluate(
         return None
     if total == 0:
         raise RunError(
-            "the evaluation data holds no token with a loss",
+            "every label is masked, so there is no loss",
             key="eval_dataset",
-            fix="give more data, a larger held_out, or documents whose answers are not masked",
+            fix="add data, raise held_out, or check train_on",
         )
     accuracy = None
     if counted:
         accuracy = all_hits / total
-    return Evaluation(loss_sum / total, int(total), time.perf_counter() - began, accuracy)
+    return EvaluationResult(loss_sum / total, int(total), time.perf_counter() - began, accuracy)
 
 
 def perplexity(loss: float) -> float:

@@ -66,8 +66,8 @@ class UpdateGuard:
         self.loss_scale.update(overflow=True)
         if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
             raise RunError(
-                f"{MOST_OVERFLOWS_IN_A_ROW} steps in a row overflowed, the last with loss scale {scale:g}"
-                f"{first_nonfinite}; the weights were not updated in them",
+                f"the gradients overflowed in {MOST_OVERFLOWS_IN_A_ROW} consecutive steps (loss scale {scale:g})"
+                f"{first_nonfinite}; the weights were not updated",
                 key="runner_wrapper.scale_sense",
                 fix="lower the learning rate, compute norms and softmax in float32 (amp_level auto), or start from a "
                 "smaller scale",
@@ -77,7 +77,7 @@ class UpdateGuard:
         ways = ["lower the learning rate", "lengthen the warm-up"]
         ways += [] if self.wrapper.use_clip_grad else ["turn on runner_wrapper.use_clip_grad"]
         return RunError(
-            f"the loss is {loss} and the gradient's norm {norm} in optimizer step {step}"
+            f"optimizer step {step}: the loss is {loss} and the gradient norm {norm}"
             f"{first_nonfinite}; the weights were not updated",
             fix=f"{', '.join(ways[:-1])} or {ways[-1]}",
         )
@@ -91,8 +91,8 @@ class UpdateGuard:
         self.spikes_in_a_row += 1
         if self.spikes_in_a_row >= wrapper.global_norm_spike_count_threshold:
             raise RunError(
-                f"the gradient's norm was above {wrapper.global_norm_spike_threshold:g} in {self.spikes_in_a_row} steps"
-                f" in a row, {norm:.3g} in the last; their data was skipped",
+                f"the gradient norm exceeded {wrapper.global_norm_spike_threshold:g} in {self.spikes_in_a_row}"
+                f" consecutive steps ({norm:.3g} in the last); the weights were not updated",
                 key="runner_wrapper.global_norm_spike_threshold",
                 fix="raise the threshold, or lower the learning rate",
             )

@@ -35,7 +35,7 @@ from trainer.parallel.stage_link import DeviceLink, StageLink
 if TYPE_CHECKING:
     from trainer.config import Config, ModelConfig
     from trainer.models.decoder import Decoder
-    from trainer.parallel.collectives import Group
+    from trainer.parallel.collectives import ProcessGroup
 
 T = TypeVar("T")
 Passes: TypeAlias = Generator[tuple[int, int], Tensor, T]
@@ -241,7 +241,7 @@ class Pipeline:
 
     stage: Stage
     link: StageLink | DeviceLink
-    group: Group
+    group: ProcessGroup
 
     def train(
         self,
@@ -320,7 +320,7 @@ def run_passes(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, floa
         return end.value, waited
 
 
-def build_pipeline(config: Config, model: Decoder, group: Group, on_one_host: bool = True) -> Pipeline:
+def build_pipeline(config: Config, model: Decoder, group: ProcessGroup, on_one_host: bool = True) -> Pipeline:
     """Connects the stages; all ranks of the job call it.
 
     Args:

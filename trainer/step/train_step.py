@@ -336,7 +336,7 @@ def apply_gradients(
     norm = norms.total / scale
     first_nonfinite = ""
     if norms.first_nonfinite:
-        first_nonfinite = f"; not finite first in the gradient of {norms.first_nonfinite}"
+        first_nonfinite = f"; first non-finite gradient: {norms.first_nonfinite}"
     skipped = guards.check_step(window.loss, norm, step=optimizer.updates + 1, first_nonfinite=first_nonfinite)
     if skipped:
         overflow = skipped == "overflow"
