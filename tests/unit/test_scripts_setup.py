@@ -35,7 +35,8 @@ def build_editable(wheel_directory, config_settings=None, metadata_directory=Non
         info = "run_trainer-0.1.0.dist-info/"
         wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\\nName: run-trainer\\nVersion: 0.1.0\\n"
             "Provides-Extra: test\\nRequires-Dist: dep\\nRequires-Dist: pytest; extra == 'test'\\n"
-            "Requires-Dist: ruff; extra == 'test'\\nRequires-Dist: flake8; extra == 'test'\\n")
+            "Requires-Dist: ruff; extra == 'test'\\nRequires-Dist: flake8; extra == 'test'\\n"
+            "Requires-Dist: mypy; extra == 'test'\\n")
         wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
         wheel.writestr(info + "RECORD", "")
     return name
@@ -74,7 +75,8 @@ class Project:
     def fill(self) -> Project:
         for path in (self.root, self.folder / "home", self.folder / "wheels", self.folder / "temporary"):
             path.mkdir()
-        for name, version in (("dep", "1.0"), ("dep", "2.0"), ("pytest", "1.0"), ("ruff", "1.0"), ("flake8", "1.0")):
+        tools = (("pytest", "1.0"), ("ruff", "1.0"), ("flake8", "1.0"), ("mypy", "1.0"))
+        for name, version in (("dep", "1.0"), ("dep", "2.0"), *tools):
             make_wheel(self.folder / "wheels", name, version)
         shutil.copytree(REPOSITORY / "scripts", self.root / "scripts", ignore=shutil.ignore_patterns("*.py"))
         (self.root / "backend.py").write_text(_BACKEND)
@@ -195,7 +197,7 @@ def test_an_environment_is_begun_anew_by_one_of_two_kept_updated_and_mended(proj
     assert "updating .venv" in output
     pytest_arguments = ["-n", "auto", "--maxprocesses", "4", "--dist", "loadfile", "--durations=15", "tests/unit", "-k",
                         "a b"]  # fmt: skip
-    shown = ["called ruff ['check', '.']", "called flake8 ['.']", f"called pytest {pytest_arguments}"]
+    shown = ["called ruff ['check', '.']", "called flake8 ['.']", "called mypy []", f"called pytest {pytest_arguments}"]
     assert calls(output) == shown
     (project.root / "tests").mkdir()
     (project.root / "tests" / "run_suite.py").write_text("print('called run_suite')\nraise SystemExit(1)")
