@@ -142,7 +142,7 @@ def test_nothing_is_left_to_do(path: Path, whole: Path, capsys: pytest.CaptureFi
     train(path, output_dir=whole, resume_training=True)
     shutil.rmtree(renamed)
     shown = capsys.readouterr().out
-    assert f"nothing to do: the checkpoint has done all {2 * HALF} steps" in shown
+    assert f"nothing to do: the checkpoint is at step {2 * HALF}" in shown
     assert f"{renamed} was saved after step-{2 * HALF:08d} and is passed over" in shown
     for name, content in before.items():
         if name not in ("config.yaml", "plan.txt"):  # these say what was asked for last

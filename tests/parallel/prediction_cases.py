@@ -49,9 +49,9 @@ def _predicted(case: str, world: CpuGroup | None, name: str = "") -> list[list[i
     session = open_session(one, None, where, "CPU", world)
     spread(session.model, one.decoder, session.model.shard)
     copy = local_replica(session.communicator)
-    generator = Generator(session.model, session.build_inputs, [], agree=copy.agree)
+    generator = Generator(session.model, session.build_inputs, [], agree=copy.broadcast_tokens)
     found = []
     for sampling in (Sampling(), Sampling(do_sample=True, top_p=0.9, seed=3)):
-        for row in range(copy.number, len(PROMPTS), copy.copies):
+        for row in range(copy.number, len(PROMPTS), copy.replicas):
             found.append([tokens[0] for tokens in generator.stream(PROMPTS[row : row + 1], [5], sampling, row)])
     return found

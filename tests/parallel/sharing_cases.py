@@ -85,7 +85,7 @@ def open_step(config: Config, group: ProcessGroup, weights: Mapping[str, np.ndar
     """As a run opens it, with these ranks in the place of MindSpore's."""
     world = SINGLE_PROCESS if group.size == 1 else World(group.rank, group.size, group.rank, group.size)
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
-    prefetch = mock.patch.object(session, "can_prefetch", lambda _: True)  # although a rank has one core here
+    prefetch = mock.patch.object(session, "can_prefetch_weights", lambda _: True)  # although a rank has one core here
     with mock.patch.object(session, "init_process_group", lambda _: group), ready, prefetch:
         return session.open_training(config, lambda update: 0.004, weights, world, "CPU")
 

@@ -58,16 +58,16 @@ def test_mistakes_in_commands(line: str, parts: list[str]) -> None:
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_exit_leaves_a_pipe_as_it_leaves_a_terminal(word: str, is_terminal: bool, monkeypatch, capsys) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(chat._Chat, "reply", lambda self, message: asked.append(message) or 0)
-    talk = chat._Chat(tokenizer=None, encode=None, generator=None, sampling=None, context=1, max_new_tokens=1)
+    monkeypatch.setattr(chat._ChatSession, "reply", lambda self, message: asked.append(message) or 0)
+    talk = chat._ChatSession(tokenizer=None, encode=None, generator=None, sampling=None, context=1, max_new_tokens=1)
     lines = ["one", " exit", word, "two"]
     if is_terminal:
         typed = iter(lines)
         monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
-        assert chat._on_terminal(talk) == 0
+        assert chat._chat_on_terminal(talk) == 0
     else:
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(lines).encode())))
-        assert chat._from_pipe(talk) == 0
+        assert chat._chat_from_pipe(talk) == 0
         assert f"note: {word} in line 3 ends the conversation" in capsys.readouterr().err
     assert asked == ["one", "exit"]
 
@@ -91,11 +91,11 @@ def tokens(messages: list[dict[str, str]]) -> list[int]:
 
 def test_the_oldest_questions_are_forgotten_with_their_answers() -> None:
     talk = conversation(5)
-    assert talk.fit(tokens, 6) == [-1, 0, 1, 2, 3, 4] and talk.forgotten == 0
-    assert talk.fit(tokens, 5) == [-1, 2, 3, 4] and talk.forgotten == 2
+    assert talk.fit(tokens, 6) == [-1, 0, 1, 2, 3, 4] and talk.dropped == 0
+    assert talk.fit(tokens, 5) == [-1, 2, 3, 4] and talk.dropped == 2
     talk.add("assistant", "5")
     talk.add("user", "6")
-    assert talk.fit(tokens, 4) == [-1, 4, 5, 6] and talk.forgotten == 4  # what is forgotten stays so
+    assert talk.fit(tokens, 4) == [-1, 4, 5, 6] and talk.dropped == 4  # what is dropped stays so
     assert talk.fit(tokens, 1) == [-1, 6]  # but not the question itself
     assert len(talk.messages()) == 8  # all is there to be saved
 

@@ -136,22 +136,22 @@ def test_muon_names_the_groups_that_each_rule_updates() -> None:
 
 
 def test_it_says_how_the_layers_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan_of("quickstart").execution == f"layer by layer on arrays, through {find_onednn().text}"
+    assert plan_of("quickstart").execution == f"array engine: NumPy and {find_onednn().text}"
     for key, value in (
         ("hidden_dropout", 0.1), ("compute_dtype", "float16"), *lora(ATTENTION).items(), ("embedding_size", 64),
     ):  # fmt: skip
         found = plan_of("quickstart", **{f"model__model_config__{key}": value}).execution
-        assert found == f"layer by layer on arrays, through {find_onednn().text}"
-    assert plan_of("quickstart", context__mode=1).execution == "operator by operator"
+        assert found == f"array engine: NumPy and {find_onednn().text}"
+    assert plan_of("quickstart", context__mode=1).execution == "eager mode: operator by operator"
     predicts = [Override("run_mode", "predict"), Override("load_checkpoint", "x"), Override("predict_data", "x")]
     config = load_config(str(REPOSITORY / "configs/qwen3_tiny.yaml"), predicts)
     backend = prepare.ExplicitBackend(config, SINGLE_PROCESS)
-    assert backend.execution("Ascend") == "operator by operator"
-    assert backend.execution("CPU") == f"layer by layer on arrays, through {find_onednn().text}"
+    assert backend.execution("Ascend") == "eager mode: operator by operator"
+    assert backend.execution("CPU") == f"array engine: NumPy and {find_onednn().text}"
     for module in (prepare, plan_module):
         monkeypatch.setattr(module, "find_onednn", lambda: OneDnn(None, "MindSpore's libdnnl.so.3 cannot be loaded"))
     plan = plan_of("quickstart")
-    assert plan.execution == "layer by layer on arrays, in NumPy: MindSpore's libdnnl.so.3 cannot be loaded"
+    assert plan.execution == "array engine: NumPy alone, because MindSpore's libdnnl.so.3 cannot be loaded"
     told = "MindSpore's libdnnl.so.3 cannot be loaded: NumPy computes the layers, which takes longer"
     assert told in plan.notes and told not in plan_of("quickstart", context__mode=1).notes
 

@@ -9,7 +9,8 @@ Legend: B sequences, Q new tokens of a pass, N = B * Q, S cached positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import collections.abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -130,7 +131,7 @@ class Generator:
 
     def stream(
         self, prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], sampling: Sampling, first_row: int = 0
-    ) -> Iterator[list[int | None]]:
+    ) -> collections.abc.Generator[list[int | None], None, None]:
         """Yields, step by step, the new token of every sequence; None for a sequence that has ended.
 
         Args:

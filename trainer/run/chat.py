@@ -1,13 +1,14 @@
-"""run_mode chat: a conversation with a model, on a terminal or from a pipe.
+"""Run mode chat: a conversation with a model, on a terminal or from a pipe.
 
-On a terminal answers are streamed, commands begin with a slash, Ctrl-C stops an answer, and Ctrl-D and ``exit`` leave.
-From a pipe each line is a message or a command, and standard output has the answers alone.
+On a terminal, answers are streamed, commands begin with a slash, Ctrl-C stops an answer, and Ctrl-D and ``exit`` leave.
+From a pipe, each line is a message or a command, and standard output has nothing but the answers.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import math
 import signal
@@ -26,12 +27,12 @@ from trainer.errors import EXIT_OK, EXIT_SIGTERM, UserError
 from trainer.input_files import user_path
 from trainer.run.generation import (
     context_length,
-    decoded,
+    decode_steps,
     encode_chat,
-    end_ids,
+    find_eos_ids,
+    make_sampling,
     open_generator,
     print_text,
-    sampling_of,
 )
 from trainer.storage.marker import MARKER
 
@@ -65,42 +66,42 @@ class Command(NamedTuple):
 
 @dataclass
 class Conversation:
-    """What was said.
+    """The messages of a conversation.
 
     Attributes:
+        system: The system message; empty without one.
         turns: Messages of the user and the assistant in turn.
-        forgotten: How many of the first turns the model no longer sees.
+        dropped: The number of oldest turns that the model no longer sees.
     """
 
     system: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
-    forgotten: int = 0
+    dropped: int = 0
 
     def messages(self, first: int = 0) -> list[dict[str, str]]:
-        """The system message and the turns from number `first`."""
+        """Returns the system message and the turns from number `first` on."""
         if self.system:
-            system = [{"role": "system", "content": self.system}]
-        else:
-            system = []
-        return [*system, *self.turns[first:]]
+            return [{"role": "system", "content": self.system}, *self.turns[first:]]
+        return self.turns[first:]
 
     def add(self, role: str, content: str) -> None:
+        """Adds a turn."""
         self.turns.append({"role": role, "content": content})
 
-    def fit(self, encode: Callable[[list[dict[str, str]]], list[int]], most_tokens: int) -> list[int]:
-        """Forgets the oldest questions with their answers until the rest has at most `most_tokens`; returns its tokens.
+    def fit(self, encode: Callable[[list[dict[str, str]]], list[int]], max_tokens: int) -> list[int]:
+        """Drops the oldest questions with their answers until the rest has at most `max_tokens`; returns its tokens.
 
-        The last question is never forgotten, however long it is.
+        The last question stays, however long it is.
         """
         while True:
-            ids = encode(self.messages(self.forgotten))
-            if len(ids) <= most_tokens or self.forgotten + 2 >= len(self.turns):
+            ids = encode(self.messages(self.dropped))
+            if len(ids) <= max_tokens or self.dropped + 2 >= len(self.turns):
                 return ids
-            self.forgotten += 2
+            self.dropped += 2
 
 
 def parse_command(line: str) -> Command | None:
-    """The command of a line; None for a message.
+    """Returns the command of a line; None for a message.
 
     Raises:
         UserError: There is no such command, or its argument is missing or superfluous.
@@ -123,16 +124,16 @@ def parse_command(line: str) -> Command | None:
 
 
 def chat_config(name: str, config: str | None, overrides: Sequence[Override]) -> Config:
-    """The configuration of a chat with a model.
+    """Returns the configuration of a chat with a model.
 
     Args:
         name: A checkpoint of this trainer, a folder of checkpoints, the output folder that has them, a model folder of
             Hugging Face, or a safetensors file.
-        config: The YAML file; None takes the config.yaml of the run that left the checkpoint.
-        overrides: Flags. One of the sampling rules turns sampling on.
+        config: The YAML file; None takes the config.yaml of the run that saved the checkpoint.
+        overrides: Flags. temperature, top_k and top_p turn sampling on.
 
     Raises:
-        UserError: There is no such checkpoint, or no configuration for it; or as `load_config`.
+        UserError: There is no such checkpoint, there is no configuration for it, or the configuration is wrong.
     """
     where = "argument CHECKPOINT"
     path = resolve_best_link(user_path(name, where))
@@ -140,7 +141,7 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
         raise UserError("there is no such checkpoint", where=where, value=name, fix="check the path")
     key = "load_checkpoint"
     is_model_folder = (path / "config.json").is_file()
-    if is_model_folder and config is None and not ((path / MARKER).exists() and config_beside(path)):
+    if is_model_folder and config is None and not ((path / MARKER).exists() and find_run_config(path)):
         key = "pretrained_model_dir"
     elif path.is_dir() and not any(path.glob("model*.safetensors")):
         try:
@@ -149,22 +150,25 @@ def chat_config(name: str, config: str | None, overrides: Sequence[Override]) ->
             raise error.with_location(where, "CHECKPOINT") from None
         if (path / f"{adapters.PART}.safetensors").exists():
             key = "adapter_id"
-    asked = {override.key for override in overrides}
-    given = [Override("use_parallel", "False", "chat"), Override(key, str(path), where)]
-    given.append(Override("run_mode", "chat", "chat"))
-    if asked & _SAMPLING_RULES and f"{_MODEL}.do_sample" not in asked:
-        given.append(Override(f"{_MODEL}.do_sample", "True", "chat"))
+    user_keys = {override.key for override in overrides}
+    chat_overrides = [
+        Override("use_parallel", "False", "chat"),
+        Override(key, str(path), where),
+        Override("run_mode", "chat", "chat"),
+    ]
+    if user_keys & _SAMPLING_RULES and f"{_MODEL}.do_sample" not in user_keys:
+        chat_overrides.append(Override(f"{_MODEL}.do_sample", "True", "chat"))
     if key == "pretrained_model_dir":
-        return parse_config(name, "run_mode: chat\n", [*given, *overrides])
-    beside = config or config_beside(path)
-    if beside is None:
+        return parse_config(name, "run_mode: chat\n", [*chat_overrides, *overrides])
+    config_path = config or find_run_config(path)
+    if config_path is None:
         fix = "give the YAML file of its training: --config FILE"
         raise UserError("there is no config.yaml of a run beside the checkpoint", where=where, value=name, fix=fix)
-    return load_config(str(beside), [*given, *overrides])
+    return load_config(str(config_path), [*chat_overrides, *overrides])
 
 
-def config_beside(checkpoint: Path) -> Path | None:
-    """The config.yaml of the run that left a checkpoint, which is in the output folder above it."""
+def find_run_config(checkpoint: Path) -> Path | None:
+    """Returns the config.yaml in the output folder above a checkpoint; None if there is none."""
     folder = checkpoint.absolute()
     candidates = (each / "config.yaml" for each in (folder, *folder.parents[:2]))
     return next((path for path in candidates if path.is_file()), None)
@@ -174,50 +178,52 @@ def chat(config: Config, world: World, device: str) -> int:
     """Answers messages from standard input until its end or ``exit``; returns the exit code.
 
     Raises:
-        UserError: The tokenizer, the template or the weights do not fit; from a pipe also where a line cannot be
-            answered.
+        UserError: The tokenizer, the template or the weights do not fit, or a line of a pipe cannot be answered.
         RunError: The model's output is not finite.
     """
     context = context_length(config)
     tokenizer = load_tokenizer(config)
     template = load_chat_template(config, "train_dataset", tokenizer)
     for note in template.notes:
-        _tell(note)
-    weights = adapters.load_initial_weights(config, _tell)
+        _print_note(note)
+    weights = adapters.load_initial_weights(config, _print_note)
     with StopSignals() as stop:
         # An exception inside MindSpore's import would end in a crash: a signal there waits until it is over.
-        generator, *_ = open_generator(config, weights, end_ids(config, tokenizer, template), world, device)
+        generator, _, _ = open_generator(config, weights, find_eos_ids(config, tokenizer, template), world, device)
     if stop.received:
         print(f"stopped by {stop.received.name}", file=sys.stderr)
         return stop.exit_code
     encode = functools.partial(encode_chat, config, tokenizer, template)
-    talk = _Chat(tokenizer, encode, generator, sampling_of(config), context, config.decoder.max_new_tokens)
+    session = _ChatSession(
+        tokenizer, encode, generator, make_sampling(config), context, config.decoder.max_new_tokens
+    )
     if not sys.stdin.isatty():
-        return _from_pipe(talk)
+        return _chat_from_pipe(session)
     print(f"Chat with {config.load_checkpoint} ({template.name}, {context} tokens). /help lists the commands,"
           " exit or Ctrl-D leaves.", file=sys.stderr)
-    return _on_terminal(talk)
+    return _chat_on_terminal(session)
 
 
-def _from_pipe(talk: _Chat) -> int:
-    # A line that is not UTF-8 is an error of its message, not of reading.
-    sys.stdin.reconfigure(errors="surrogateescape")
+def _chat_from_pipe(session: _ChatSession) -> int:
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # A line that is not UTF-8 becomes an error with its line number when it is encoded.
+        sys.stdin.reconfigure(errors="surrogateescape")
     for number, line in enumerate(sys.stdin, start=1):
         try:
-            stopped = talk.take(line.rstrip("\n"))
+            stopped = session.take(line.rstrip("\n"))
         except UserError as error:
             raise error.with_location(f"standard input:{number}") from None
         if stopped:
             print(f"stopped by {signal.Signals(stopped - 128).name}", file=sys.stderr)
             return stopped
-        if talk.is_over:
+        if session.is_over:
             word = line.strip()
-            _tell(f"{word} in line {number} ends the conversation; with a space before it, it is a message")
+            _print_note(f"{word} in line {number} ends the conversation; with a space before it, it is a message")
             break
     return EXIT_OK
 
 
-def _on_terminal(talk: _Chat) -> int:
+def _chat_on_terminal(session: _ChatSession) -> int:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines and remembers them)
     while True:
@@ -231,11 +237,11 @@ def _on_terminal(talk: _Chat) -> int:
             print("\n(Ctrl-D leaves)", file=sys.stderr)
             continue
         try:
-            stopped = talk.take(line)
+            stopped = session.take(line)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
             continue
-        if stopped == EXIT_SIGTERM or talk.is_over:
+        if stopped == EXIT_SIGTERM or session.is_over:
             return stopped
 
 
@@ -243,8 +249,8 @@ def _on_terminal(talk: _Chat) -> int:
 def _signals_interrupt() -> Iterator[None]:
     """Lets signals interrupt this thread while it waits for input.
 
-    They may be blocked in it and handed on by another thread, which does not end the waiting; and MindSpore may have
-    put handlers of its own in the place of Python's.
+    The thread may block them, so that another thread receives them, which does not end the wait. And MindSpore may have
+    replaced Python's handlers.
     """
     for number in _SIGNALS:
         signal.signal(number, signal.getsignal(number))
@@ -256,17 +262,22 @@ def _signals_interrupt() -> Iterator[None]:
 
 
 @dataclass
-class _Chat:
-    """A conversation with its model."""
+class _ChatSession:
+    """A conversation with a model.
+
+    Attributes:
+        context: The largest number of tokens of the conversation with the answer.
+        answers: The number of answers so far; each has its own random stream.
+    """
 
     tokenizer: Tokenizer
     encode: Callable[[list[dict[str, str]]], list[int]]
     generator: Generator
     sampling: Sampling
-    context: int  # tokens of the conversation with the answer
+    context: int
     max_new_tokens: int | None
     conversation: Conversation = field(default_factory=Conversation)
-    answers: int = 0  # each has its own random stream
+    answers: int = 0
     is_over: bool = False
 
     def take(self, line: str) -> int:
@@ -277,68 +288,72 @@ class _Chat:
         """
         command = parse_command(line)
         if command is not None:
-            self.obey(command)
+            self.execute(command)
         elif line.strip():
             return self.reply(line.strip())
         return EXIT_OK
 
     def reply(self, message: str) -> int:
-        """Streams the answer to a message."""
+        """Prints the answer to a message as it is generated; returns the exit code of a signal that stopped it."""
         conversation = self.conversation
-        said = ""
-        forgotten = conversation.forgotten
+        answer = ""
+        dropped = conversation.dropped
         conversation.add("user", message)
         try:
             ids = self.prompt()
         except UserError:
             conversation.turns.pop()
-            conversation.forgotten = forgotten
+            conversation.dropped = dropped
             raise
-        room = self.context - len(ids)
-        tokens = []
+        free_tokens = self.context - len(ids)
+        tokens: list[int | None] = []
 
         def steps() -> Iterator[list[int | None]]:
-            most = min(room, self.max_new_tokens or room)
-            for step in self.generator.stream([ids], [most], self.sampling, self.answers):
+            limit = min(free_tokens, self.max_new_tokens or free_tokens)
+            for step in self.generator.stream([ids], [limit], self.sampling, self.answers):
                 tokens.append(step[0])
                 yield step
 
         with StopSignals() as stop:
-            for (text,) in decoded(steps(), 1, self.tokenizer, self.generator):
+            for (text,) in decode_steps(steps(), 1, self.tokenizer, self.generator):
                 print_text(text)
-                said += text
+                answer += text
                 if stop:
                     break
         self.answers += 1
         print_text("\n")
-        if len(tokens) == room and tokens[-1] not in self.generator.eos_ids:
-            _tell(f"the answer is cut: the conversation has {self.context} tokens, as many as max_decode_length allows")
-        if said.strip():
-            conversation.add("assistant", said)
+        if len(tokens) == free_tokens and tokens[-1] not in self.generator.eos_ids:
+            _print_note(f"the answer was cut: the conversation has {self.context} tokens; raise max_decode_length")
+        if answer.strip():
+            conversation.add("assistant", answer)
         else:
             conversation.turns.pop()
-            _tell("the answer is empty, so the message is forgotten")
+            _print_note("the answer is empty; the message was dropped from the conversation")
         return stop.exit_code
 
     def prompt(self) -> list[int]:
-        """The tokens that the model continues: as much of the conversation as leaves room for an answer."""
+        """Returns the tokens that the model continues: the newest turns that leave tokens for an answer.
+
+        Raises:
+            UserError: The last message alone is too long.
+        """
         conversation = self.conversation
-        before = self.conversation.forgotten
-        room = min(self.max_new_tokens or self.context // 4, self.context // 2)
-        ids = conversation.fit(self.encode, self.context - room)
+        dropped_before = conversation.dropped
+        answer_tokens = min(self.max_new_tokens or self.context // 4, self.context // 2)
+        ids = conversation.fit(self.encode, self.context - answer_tokens)
         if len(ids) >= self.context:
             rule = f"the message has {len(ids)} tokens with its template, which leaves no room in {self.context}"
             raise UserError(rule, fix="shorten it, or raise model.model_config.max_decode_length")
-        if conversation.forgotten > before:
-            pairs = (conversation.forgotten - before) // 2
-            if pairs == 1:
-                what = "question with its answer no longer fits"
-            else:
-                what = f"{pairs} questions no longer fit"
-            _tell(f"the oldest {what} into {self.context} tokens: the model does not see them any more")
+        questions = (conversation.dropped - dropped_before) // 2
+        if questions:
+            dropped_text = "the oldest question and its answer were dropped"
+            if questions > 1:
+                dropped_text = f"the {questions} oldest questions and their answers were dropped"
+            _print_note(f"the conversation exceeds {self.context} tokens (max_decode_length): {dropped_text}")
         return ids
 
-    def obey(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
+        """Carries out a command."""
         name, argument = command
         if name == "/exit":
             self.is_over = True
@@ -362,7 +377,7 @@ def _with_temperature(sampling: Sampling, text: str) -> Sampling:
     except ValueError:
         temperature = math.nan
     if not 0 <= temperature < math.inf:
-        raise UserError("the temperature must be a number from 0", value=text, fix="write /temperature 0.7")
+        raise UserError("the temperature must be a number of at least 0", value=text, fix="write /temperature 0.7")
     if temperature == 0:
         return replace(sampling, do_sample=False)
     return replace(sampling, do_sample=True, temperature=temperature)
@@ -375,9 +390,10 @@ def _save(conversation: Conversation, path: Path) -> None:
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             print(json.dumps({"messages": conversation.messages()}, ensure_ascii=False), file=file)
     except OSError as error:
-        raise UserError(f"it cannot be written: {error.strerror}", value=str(path), fix="name another file") from None
-    _tell(f"the conversation is in {path}")
+        rule = f"the file cannot be written: {error.strerror}"
+        raise UserError(rule, value=str(path), fix="name another file") from None
+    _print_note(f"the conversation was appended to {path}")
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Evaluations: while a training runs, and run_mode eval."""
+"""Evaluates a model: between the steps of a training, and in run_mode eval."""
 
 from __future__ import annotations
 
@@ -28,66 +28,77 @@ if TYPE_CHECKING:
     from trainer.run.session import Session
 
 
-_BATCHES_ON_THE_WAY = 32  # of an evaluation in a pipeline: so many may wait for a stage
+_BATCHES_BETWEEN_CHECKS = 32  # batches of a pipeline between two checks for a stop signal
 
 
-def evaluate_now(
+def evaluate_on_all_ranks(
     session: Session, data: EvalBatches, stop: StopSignals, step: int, epoch: int, on_batch: Callable[[int, int], None]
 ) -> EvalMetrics | None:
-    """Evaluates on all ranks together; None when a signal cut it short, which then says nothing. `on_batch` is called
-    before the first batch and after each, with the number of those that are done and of all."""
+    """Evaluates on all ranks together and returns the metrics; None if a signal stopped the evaluation early.
+
+    Args:
+        step, epoch: They identify the evaluation in the result.
+        on_batch: Called before the first batch and after each one, with the numbers of finished and of all batches.
+    """
     from trainer.step.evaluate import evaluate, perplexity
 
-    asked = itertools.count()
+    checks = itertools.count()
     pipeline = session.pipeline
 
-    def asked_to_stop() -> bool:
-        # Where ranks compute a batch together none may stop alone. Stages of a pipeline do not wait for each other at
-        # every batch.
-        if pipeline is not None and next(asked) % _BATCHES_ON_THE_WAY:
+    def should_stop() -> bool:
+        # Ranks that compute a batch together stop together. Stages of a pipeline do not wait for each other at every
+        # batch.
+        if pipeline is not None and next(checks) % _BATCHES_BETWEEN_CHECKS:
             return False
-        together = session.computes_together or session.communicator.shards_model
-        if together:
+        if session.computes_together or session.communicator.shards_model:
             return session.communicator.any(bool(stop))
         return bool(stop)
 
-    batches = data.loader.epoch(0)
+    model = session.model
+    if pipeline is not None:
+        model = pipeline.evaluate
+    loader = data.loader
     # Ranks may evaluate unequal numbers of batches, so they cannot gather the weights of each.
-    with contextlib.closing(batches), session.whole_weights():
-        count = min(data.loader.batches_per_epoch, data.max_batches or data.loader.batches_per_epoch)
-        some = _each_told(itertools.islice(batches, data.max_batches), count, on_batch)
-        found = evaluate(
-            session.model if pipeline is None else pipeline.evaluate,
-            session.build_inputs,
-            some,
-            asked_to_stop,
-            session.communicator,
-            session.computes_together,
+    with contextlib.closing(loader.epoch(0)) as batches, session.unsharded_weights():
+        count = min(loader.batches_per_epoch, data.max_batches or loader.batches_per_epoch)
+        reported = _report_batches(itertools.islice(batches, data.max_batches), count, on_batch)
+        result = evaluate(
+            model, session.build_inputs, reported, should_stop, session.communicator, session.computes_together
         )
-    if found is None:
+    if result is None:
         return None
-    return EvalMetrics(step, epoch, found.loss, perplexity(found.loss), found.tokens, found.seconds, found.accuracy)
+    return EvalMetrics(
+        step=step,
+        epoch=epoch,
+        loss=result.loss,
+        perplexity=perplexity(result.loss),
+        tokens=result.tokens,
+        seconds=result.seconds,
+        accuracy=result.accuracy,
+    )
 
 
-def _each_told(batches: Iterable[Batch], count: int, on_batch: Callable[[int, int], None]) -> Iterator[Batch]:
+def _report_batches(batches: Iterable[Batch], count: int, on_batch: Callable[[int, int], None]) -> Iterator[Batch]:
     on_batch(0, count)
     for done, batch in enumerate(batches, start=1):
         yield batch
         on_batch(done, count)
 
 
-def eval_run(config: Config, world: World, plan: Plan) -> int:
-    """Run mode eval: one line with loss and perplexity, and the same in `output_dir`/eval.json."""
+def run_evaluation(config: Config, world: World, plan: Plan) -> int:
+    """Runs mode eval: prints a line with loss and perplexity, writes `output_dir`/eval.json, returns the exit code."""
     console = console_monitor(config.log_format)
     try:
-        return _eval_run(config, world, plan, console)
+        return _run_evaluation(config, world, plan, console)
     finally:
         console.close(None)
 
 
-def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int:
+def _run_evaluation(config: Config, world: World, plan: Plan, console: Monitor) -> int:
     for note in plan.notes:
         console.on_note(note)
+    batches = plan.data.batches
+    assert isinstance(batches, EvalBatches), "the plan of an evaluation opens the evaluation data"
     weights = load_initial_weights(config, console.on_note, parts=local_shard_specs(config, world), world=world)
     folder = Path(config.output_dir).expanduser()
     make_folder(folder, config.source.where("output_dir"))
@@ -97,33 +108,30 @@ def _eval_run(config: Config, world: World, plan: Plan, console: Monitor) -> int
         from trainer.run.session import open_session
 
         session = open_session(config, weights, world, plan.device)
-        stopped = session.communicator.any(bool(stop))
 
-        def tell(done: int, batches: int) -> None:
+        def on_batch(done: int, count: int) -> None:
             heartbeat.beat(0)
-            console.on_activity("evaluating", done, batches)
+            console.on_activity("evaluating", done, count)
 
-        if stopped:
-            metrics = None
-        else:
-            metrics = evaluate_now(session, plan.data.batches, stop, 0, 1, tell)
+        metrics = None
+        if not session.communicator.any(bool(stop)):
+            metrics = evaluate_on_all_ranks(session, batches, stop, step=0, epoch=1, on_batch=on_batch)
     if metrics is None:
-        name = "a signal to another rank"
-        if stop:
-            name = stop.received.name
-        console.on_note(f"stopped by {name}: the evaluation has no result")
+        signal_name = "a signal to another rank"
+        if stop.received:
+            signal_name = stop.received.name
+        console.on_note(f"stopped by {signal_name}: the evaluation has no result")
         return stop.exit_code or EXIT_SIGTERM
     if world.rank > 0:
         return EXIT_OK
     console.on_eval(metrics)
-    found = {name: getattr(metrics, name) for name in ("loss", "perplexity", "tokens", "seconds")}
-    # JSON has no infinity and no NaN.
-    found = {name: value if math.isfinite(value) else None for name, value in found.items()}
-    found |= {} if metrics.accuracy is None else {"accuracy": metrics.accuracy}
+    record: dict[str, object] = {"load_checkpoint": config.load_checkpoint}
     if config.adapter_id:
-        adapters = {"adapter_id": config.adapter_id}
-    else:
-        adapters = {}
-    text = json.dumps({"load_checkpoint": config.load_checkpoint, **adapters, **found}, indent=1)
-    write_text(folder / "eval.json", text + "\n")
+        record["adapter_id"] = config.adapter_id
+    for name in ("loss", "perplexity", "tokens", "seconds"):
+        value = getattr(metrics, name)
+        record[name] = value if math.isfinite(value) else None  # JSON has no infinity and no NaN
+    if metrics.accuracy is not None:
+        record["accuracy"] = metrics.accuracy
+    write_text(folder / "eval.json", json.dumps(record, indent=1) + "\n")
     return EXIT_OK

@@ -1,5 +1,7 @@
-"""What generates text: from the configuration to a generator, from text to tokens and back. Run modes predict and chat
-share it with the texts that a training samples from its model."""
+"""Generates text: makes a generator from the configuration, encodes prompts and decodes tokens.
+
+Run modes predict and chat use this, and a training that samples text from its model.
+"""
 
 from __future__ import annotations
 
@@ -26,82 +28,103 @@ if TYPE_CHECKING:
 
 
 class ModelReplica(NamedTuple):
-    """Which copy of the model this rank computes, and with whom: see `trainer.parallel.mesh.ModelReplicaRanks`.
+    """The replica of the model that this rank computes.
 
     Attributes:
-        group: None where the rank is alone.
+        number: The number of the replica, from 0.
+        replicas: The number of replicas of the job.
+        group: The ranks of this replica; None if the rank computes it alone.
     """
 
     number: int = 0
-    copies: int = 1
+    replicas: int = 1
     group: CpuGroup | None = None
 
     @property
-    def is_first(self) -> bool:
+    def is_first_rank(self) -> bool:
+        """Returns whether this rank is the first one of its replica."""
         return self.group is None or self.group.rank == 0
 
-    def agree(self, tokens: list[int | None]) -> list[int | None]:
-        """The new tokens of the first rank, on all of them."""
+    def broadcast_tokens(self, tokens: list[int | None]) -> list[int | None]:
+        """Returns, on all ranks of the replica, the new tokens of its first rank."""
         if self.group is None:
             return tokens
         sent = np.array([-1 if token is None else token for token in tokens], np.int64)
         return [None if token < 0 else token for token in self.group.broadcast(sent, 0).tolist()]
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank."""
+        """Returns whether the flag is true on any rank of the replica."""
         if self.group is None:
             return flag
         return bool(self.group.all_gather(np.array([flag])).any())
 
 
 def local_replica(communicator: Communicator) -> ModelReplica:
-    """The copy of the model that a rank of these computes."""
-    if not communicator.shards_model:
+    """Returns the replica of the model that this rank computes; all ranks call it together."""
+    layout = communicator.layout
+    if layout is None:
         return ModelReplica(communicator.rank, communicator.size)
-    number, copies, ranks = model_replica(Mesh(communicator.layout.degrees), communicator.rank)
-    return ModelReplica(number, copies, communicator.group.new_subgroup(ranks) if len(ranks) > 1 else None)
+    number, replicas, ranks = model_replica(Mesh(layout.degrees), communicator.rank)
+    group = None
+    if len(ranks) > 1:
+        group = communicator.group.new_subgroup(ranks)
+    return ModelReplica(number, replicas, group)
 
 
 def open_generator(
-    config: Config, weights: Mapping[str, np.ndarray], ends: Iterable[int], world: World, device: str
+    config: Config, weights: Mapping[str, np.ndarray] | None, eos_ids: Iterable[int], world: World, device: str
 ) -> tuple[Generator, Communicator, ModelReplica]:
-    """The model with its weights, ready to generate; here MindSpore loads."""
+    """Builds the model with its weights and returns its generator; imports MindSpore.
+
+    Args:
+        weights: As in `trainer.run.session.open_session`.
+        eos_ids: The tokens that end a text.
+    """
     from trainer.run.session import open_session
 
     session = open_session(config, weights, world, device)
-    copy = local_replica(session.communicator)
-    return generator_of(session, ends, copy), session.communicator, copy
+    replica = local_replica(session.communicator)
+    return make_generator(session, eos_ids, replica), session.communicator, replica
 
 
-def generator_of(session: Session, ends: Iterable[int], copy: ModelReplica) -> Generator:
-    """Generates with the weights that the model has now, on a CPU with native layers, whatever trains the model."""
+def make_generator(session: Session, eos_ids: Iterable[int], replica: ModelReplica) -> Generator:
+    """Returns a generator with the weights that the model has now. On a CPU the array engine computes it."""
     from trainer.models.generate import Generator
+    from trainer.models.inputs import InputBuilder
 
-    of_stages = {}
-    if session.pipeline is not None:
-        of_stages = {"chunks": session.pipeline.generation_chunks(), "share": session.pipeline.share_logits}
+    build_inputs = session.build_inputs
+    assert isinstance(build_inputs, InputBuilder), "a classifier generates no text"
     native = session.device == "CPU"
-    return Generator(session.model, session.build_inputs, list(ends), **of_stages, agree=copy.agree, native=native)
+    if session.pipeline is None:
+        return Generator(session.model, build_inputs, list(eos_ids), agree=replica.broadcast_tokens, native=native)
+    return Generator(
+        session.model,
+        build_inputs,
+        list(eos_ids),
+        chunks=session.pipeline.generation_chunks(),
+        share=session.pipeline.share_logits,
+        agree=replica.broadcast_tokens,
+        native=native,
+    )
 
 
 class Sampler:
-    """Continues `sample_prompt` with the model that is being trained.
+    """Continues the prompts of `sample_prompt` with the model that is being trained.
 
     Raises:
-        UserError: There is no tokenizer, or a prompt is empty, too long, or has a token that the model does not know.
+        UserError: There is no tokenizer, or a prompt is empty, too long, or has a token beyond the vocabulary.
     """
 
     def __init__(self, config: Config) -> None:
-        given = config.sample_prompt
         key = "sample_prompt"
         self.config = config
         self.tokenizer = load_tokenizer(config)
-        if isinstance(given, str):
-            self.prompts = [given]
+        if isinstance(config.sample_prompt, str):
+            self.prompts = [config.sample_prompt]
         else:
-            self.prompts = list(given or ())
-        self.encoded = []
-        self.limits = []
+            self.prompts = list(config.sample_prompt or ())
+        self.encoded: list[list[int]] = []
+        self.limits: list[int] = []
         limit = context_length(config)
         for prompt in self.prompts:
             try:
@@ -114,26 +137,30 @@ class Sampler:
             self.encoded.append(ids)
             self.limits.append(min(limit - len(ids), config.decoder.max_new_tokens or MOST_SAMPLED_TOKENS))
 
-    def sample(self, session: Session, stop: Callable[[], bool]) -> list[str] | None:
-        """The text that follows each prompt, the same for the same weights; None where `stop` cut it short, and on
-        ranks that have nothing to do: the ranks of one copy of the model sample, but all ranks call this."""
-        copy = local_replica(session.communicator)
-        with session.whole_weights():
-            if copy.number > 0:
+    def sample(self, session: Session, should_stop: Callable[[], bool]) -> list[str] | None:
+        """Returns the text that follows each prompt, which depends on the weights and the seed alone.
+
+        All ranks call this; the ranks of the first replica of the model sample. Returns None on all other ranks, and if
+        `should_stop` ended it early.
+        """
+        replica = local_replica(session.communicator)
+        with session.unsharded_weights():
+            if replica.number > 0:
                 return None
-            generator = generator_of(session, end_ids(self.config, self.tokenizer), copy)
-            steps = generator.stream(self.encoded, self.limits, sampling_of(self.config))
+            generator = make_generator(session, find_eos_ids(self.config, self.tokenizer), replica)
             texts = ["" for _ in self.prompts]
+            steps = generator.stream(self.encoded, self.limits, make_sampling(self.config))
             with contextlib.closing(steps):
-                for pieces in decoded(steps, len(texts), self.tokenizer, generator):
-                    # Ranks that divide the model stop together.
-                    if copy.any(stop()):
+                for pieces in decode_steps(steps, len(texts), self.tokenizer, generator):
+                    # The ranks of a replica stop together.
+                    if replica.any(should_stop()):
                         return None
                     texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
         return texts
 
 
-def sampling_of(config: Config) -> Sampling:
+def make_sampling(config: Config) -> Sampling:
+    """Returns the sampling rules of the model configuration; imports MindSpore."""
     from trainer.models.generate import Sampling
 
     settings = config.decoder
@@ -148,10 +175,10 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def context_length(config: Config) -> int:
-    """Tokens that a prompt and its answer may have together.
+    """Returns the largest number of tokens of a prompt together with its answer.
 
     Raises:
-        UserError: The model has no positions for so many.
+        UserError: `max_decode_length` exceeds the positions of the model.
     """
     settings = config.decoder
     length = settings.seq_length
@@ -168,10 +195,10 @@ def context_length(config: Config) -> int:
 
 
 def encode_prompt(config: Config, tokenizer: Tokenizer, text: str, *, with_bos: bool) -> list[int]:
-    """The tokens of a prompt.
+    """Returns the tokens of a prompt.
 
     Raises:
-        UserError: It is empty or not UTF-8, or has a token that the model does not know. The error has no location yet.
+        UserError: The prompt is empty or not UTF-8, or has a token beyond the vocabulary. The caller adds the location.
     """
     try:
         ids = tokenizer.encode(text)
@@ -196,31 +223,35 @@ def encode_chat(
     tools: Sequence[Any] | None = None,
     where: str = "",
 ) -> list[int]:
-    """The tokens of a conversation up to where the assistant is to go on; `where` is its place, for messages.
+    """Returns the tokens of a conversation up to the beginning of the assistant's answer.
+
+    Args:
+        where: The location of the conversation, for error messages.
 
     Raises:
-        UserError: The template refuses the conversation, or as `encode_prompt`.
+        UserError: The template refuses the conversation, or `encode_prompt` refuses its text.
     """
     text = template.render(messages, tools, add_generation_prompt=True, where=where)
-    return encode_prompt(config, tokenizer, text, with_bos=False)  # the template has written it
+    return encode_prompt(config, tokenizer, text, with_bos=False)  # the template writes it
 
 
-def end_ids(config: Config, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> list[int]:
-    """The tokens that end a text, or with a template an answer."""
-    eos = config.decoder.eos_token_id
-    ends = [*tokenizer.eos_ids, *([eos] if isinstance(eos, int) else eos or [])]
-    turn_end = None
-    if template is not None:
-        turn_end = template.turn_end_id
-    if turn_end is None:
-        return ends
-    return [*ends, turn_end]
+def find_eos_ids(config: Config, tokenizer: Tokenizer, template: ChatTemplate | None = None) -> list[int]:
+    """Returns the tokens that end a text, with those that end an answer of the chat template."""
+    eos_ids = list(tokenizer.eos_ids)
+    configured = config.decoder.eos_token_id
+    if isinstance(configured, int):
+        eos_ids.append(configured)
+    elif configured:
+        eos_ids += configured
+    if template is not None and template.turn_end_id is not None:
+        eos_ids.append(template.turn_end_id)
+    return eos_ids
 
 
-def decoded(
+def decode_steps(
     steps: Iterable[Sequence[int | None]], rows: int, tokenizer: Tokenizer, generator: Generator
 ) -> Iterator[list[str]]:
-    """The new text of each of the rows, step by step; at the end what was held back as an incomplete character."""
+    """Yields the new text of each row, step by step; last the incomplete characters that were held back."""
     streams = [tokenizer.stream() for _ in range(rows)]
     for tokens in steps:
         yield [
@@ -231,6 +262,6 @@ def decoded(
 
 
 def print_text(text: str) -> None:
-    """Prints text as it comes; what the terminal's encoding lacks appears as an escape."""
+    """Prints text without a newline; characters that the terminal's encoding lacks appear as escapes."""
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)

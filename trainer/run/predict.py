@@ -1,4 +1,4 @@
-"""run_mode predict: prompts in, continuations out."""
+"""Run mode predict: continues prompts with a model."""
 
 from __future__ import annotations
 
@@ -24,54 +24,60 @@ from trainer.monitors.files import make_folder, write_failure
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.run.generation import (
     context_length,
-    decoded,
+    decode_steps,
     encode_chat,
     encode_prompt,
-    end_ids,
+    find_eos_ids,
+    make_sampling,
     open_generator,
     print_text,
-    sampling_of,
 )
 from trainer.run.prepare import local_shard_specs, prepare_run
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data import Tokenizer
-    from trainer.models.generate import Generator
+    from trainer.models.generate import Generator, Sampling
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.world import World
     from trainer.run.generation import ModelReplica
 
 
 class _Stopped(Exception):
-    """A signal arrived before everything was predicted."""
+    """A stop signal arrived before all prompts were continued."""
 
 
 class Prompt(NamedTuple):
-    """A prompt as it was given, and what the model is to continue."""
+    """A prompt.
 
-    shown: str
-    record: dict[str, Any]  # how predictions.jsonl names it
-    messages: list[dict[str, Any]] | None  # a conversation, to be rendered with the chat template; None: `shown` itself
+    Attributes:
+        text: The text that the model continues; of a conversation the last message.
+        record: The fields of predictions.jsonl that identify it.
+        messages: A conversation, which the chat template renders; None for a prompt of `text` alone.
+        where: Its location, for error messages.
+    """
+
+    text: str
+    record: dict[str, Any]
+    messages: list[dict[str, Any]] | None
     tools: list[Any] | None
     where: str
 
 
 def read_prompts(config: Config) -> list[Prompt]:
-    """The prompts of `predict_data`: strings, or the contents of one file.
+    """Returns the prompts of `predict_data`, which are strings or the contents of one file.
 
-    A file whose name ends with .jsonl holds a JSON object a line, with its prompt under `prompt` or `text`, or with
-    `chat` a conversation under `messages`; any other one a prompt a line.
+    A .jsonl file has a JSON object on each line, with a prompt under `prompt` or `text`. With `chat` a line may have a
+    conversation under `messages` instead. Any other file has a prompt on each line.
 
     Raises:
-        UserError: The file holds no prompt, cannot be read, or a line of it is not as above.
+        UserError: The file has no prompt, cannot be read, or has a line of another form.
     """
-    given = config.predict_data
     where = config.source.where("predict_data")
-    if isinstance(given, str):
-        texts = [given]
+    if isinstance(config.predict_data, str):
+        texts = [config.predict_data]
     else:
-        texts = list(given or ())
+        texts = list(config.predict_data or ())
     if len(texts) != 1 or not _is_file(texts[0]):
         return [_prompt(config, text, where) for text in texts]
     path = texts[0]
@@ -83,16 +89,17 @@ def read_prompts(config: Config) -> list[Prompt]:
             where=where, key="predict_data", value=path, fix="give a text file with one prompt a line",
         ) from error  # fmt: skip
     is_json = path.endswith(".jsonl")
+    make_prompt = _prompt
+    if is_json:
+        make_prompt = _parse_json_prompt
     prompts = [
-        _prompt_of_record(config, line, f"{path}:{number}") if is_json else _prompt(config, line, f"{path}:{number}")
-        for number, line in enumerate(lines, start=1)
-        if line.strip()
+        make_prompt(config, line, f"{path}:{number}") for number, line in enumerate(lines, start=1) if line.strip()
     ]
     if not prompts:
         fix = "write one prompt a line"
         if is_json:
             fix = 'write {"prompt": "..."} on a line'
-        raise UserError("the file holds no prompt", where=where, key="predict_data", value=path, fix=fix)
+        raise UserError("the file has no prompt", where=where, key="predict_data", value=path, fix=fix)
     return prompts
 
 
@@ -103,8 +110,8 @@ def _prompt(config: Config, text: str, where: str) -> Prompt:
     return Prompt(text, {"prompt": text}, messages, None, where)
 
 
-def _prompt_of_record(config: Config, line: str, where: str) -> Prompt:
-    """The prompt of one line of a .jsonl file."""
+def _parse_json_prompt(config: Config, line: str, where: str) -> Prompt:
+    """Returns the prompt of one line of a .jsonl file."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
@@ -115,25 +122,26 @@ def _prompt_of_record(config: Config, line: str, where: str) -> Prompt:
                 return _prompt(config, record[name], where)
         if "messages" in record and config.chat:
             messages, tools = prompt_messages(Record(record, where, len(line)))
-            given = {name: record[name] for name in ("messages", "tools") if name in record}
-            return Prompt(str(messages[-1]["content"] or ""), given, messages, tools, where)
+            fields = {name: record[name] for name in ("messages", "tools") if name in record}
+            return Prompt(str(messages[-1]["content"] or ""), fields, messages, tools, where)
         if "messages" in record:
             rule = "a prompt of messages is rendered with the chat template"
             fix = "add --chat"
-            raise UserError(rule, where=where, key="predict_data", value=shortened(line), fix=fix)
+            raise UserError(rule, where=where, key="predict_data", value=_shorten(line), fix=fix)
     rule = "a line of a .jsonl file of prompts is a JSON object with a text under prompt (or text)"
     fix = "write "
     if isinstance(record, dict) and not {"prompt", "text"}.isdisjoint(record):
         fix = "write it as a string, as in "
     fix += '{"prompt": "Once upon a time"}'
-    raise UserError(rule, where=where, key="predict_data", value=shortened(line), fix=fix)
+    raise UserError(rule, where=where, key="predict_data", value=_shorten(line), fix=fix)
 
 
 def predict(config: Config, world: World, device: str) -> int:
-    """Continues every prompt; text appears as it is made, and all of it lands in `output_dir`/predictions.jsonl.
+    """Continues every prompt, prints the text, writes `output_dir`/predictions.jsonl, and returns the exit code.
 
-    Several ranks share the batches of prompts; rank 0 shows and writes them all when all are done. A signal ends it
-    after the next token, with its exit code; predictions.jsonl of an earlier run stays then.
+    One rank prints text token by token. Several replicas of the model share the batches of prompts, and rank 0 prints
+    and writes them when all are done. A stop signal ends the prediction after the next token; an earlier
+    predictions.jsonl stays as it is.
 
     Raises:
         UserError: A prompt is empty or too long, or the weights do not fit.
@@ -141,209 +149,232 @@ def predict(config: Config, world: World, device: str) -> int:
     """
     with StopSignals() as stop:
         try:
-            _predict(config, functools.partial(_asked_to_stop, stop), world, device)
+            _predict(config, functools.partial(_should_stop, stop), world, device)
         except _Stopped:
-            name = "a signal to another rank"
+            signal_name = "a signal to another rank"
             if stop.received:
-                name = stop.received.name
-            print(f"stopped by {name}", file=sys.stderr)
+                signal_name = stop.received.name
+            print(f"stopped by {signal_name}", file=sys.stderr)
             return stop.exit_code or EXIT_SIGTERM
     return stop.exit_code
 
 
-def _asked_to_stop(stop: StopSignals) -> bool:
-    heartbeat.beat(0)  # asked after each token: a prediction may be long
+def _should_stop(stop: StopSignals) -> bool:
+    heartbeat.beat(0)  # a prediction may be long, and this is called after each token
     return bool(stop)
 
 
-class _Opened(NamedTuple):
-    """Prompts in tokens, the most new ones of each, and the model."""
+class _Predictor(NamedTuple):
+    """The model and the encoded prompts.
+
+    Attributes:
+        limits: The largest number of new tokens of each prompt.
+        batch_size: The number of prompts that the model continues at once.
+    """
 
     encoded: list[list[int]]
     limits: list[int]
+    batch_size: int
     tokenizer: Tokenizer
+    sampling: Sampling
     generator: Generator
     communicator: Communicator
-    copy: ModelReplica
+    replica: ModelReplica
+
+    def stream(self, batch: slice) -> Iterator[list[str]]:
+        """Yields the new text of each prompt of a batch, step by step."""
+        encoded = self.encoded[batch]
+        steps = self.generator.stream(encoded, self.limits[batch], self.sampling, batch.start)
+        return decode_steps(steps, len(encoded), self.tokenizer, self.generator)
+
+    def batches(self) -> list[slice]:
+        """Returns the batches as ranges of the prompts."""
+        starts = range(0, len(self.encoded), self.batch_size)
+        return [slice(start, start + self.batch_size) for start in starts]
 
 
-def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, makes_folder: bool) -> _Opened:
+def _open(config: Config, prompts: Sequence[Prompt], world: World, device: str, *, makes_folder: bool) -> _Predictor:
     tokenizer = load_tokenizer(config)
     template = None
     if config.chat:
         template = load_chat_template(config, "train_dataset", tokenizer)
     encoded = [_encode(config, tokenizer, template, prompt) for prompt in prompts]
-    limits = [_most_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
+    limits = [_max_new_tokens(config, prompt, len(ids)) for prompt, ids in zip(prompts, encoded, strict=True)]
 
-    def tell(note: str) -> None:
+    def print_note(note: str) -> None:
         if world.rank == 0:
             print(f"note: {note}", file=sys.stderr)
 
-    for note in template.notes if template else ():
-        tell(note)
-    weights = load_initial_weights(config, tell, parts=local_shard_specs(config, world), world=world)
+    if template is not None:
+        for note in template.notes:
+            print_note(note)
+    weights = load_initial_weights(config, print_note, parts=local_shard_specs(config, world), world=world)
     if makes_folder:
         make_folder(Path(config.output_dir).expanduser(), config.source.where("output_dir"))
-    ends = end_ids(config, tokenizer, template)
-    return _Opened(encoded, limits, tokenizer, *open_generator(config, weights, ends, world, device))
+    eos_ids = find_eos_ids(config, tokenizer, template)
+    generator, communicator, replica = open_generator(config, weights, eos_ids, world, device)
+    batch_size = config.predict_batch_size or config.decoder.batch_size
+    sampling = make_sampling(config)
+    return _Predictor(encoded, limits, batch_size, tokenizer, sampling, generator, communicator, replica)
 
 
 def continue_texts(config: Config, texts: Sequence[str]) -> list[str]:
-    """What the model adds to each prompt, for notebooks: nothing is printed but notes, and nothing is written.
+    """Returns what the model adds to each prompt, for notebooks. Prints nothing but notes, and writes no file.
 
     Raises:
-        UserError: As of `predict`.
+        UserError: `predict` would refuse the prompts or the weights.
         KeyboardInterrupt: SIGINT or SIGTERM came.
     """
     prepared = prepare_run(resolve_for_job(config, SINGLE_PROCESS))
     config = prepared.config
-    prompts = [_prompt(prepared.config, text, "") for text in texts]
-    found = ["" for _ in texts]
+    prompts = [_prompt(config, text, "") for text in texts]
+    continuations = ["" for _ in texts]
     with StopSignals() as stop:
-        opened = _open(config, prompts, SINGLE_PROCESS, prepared.plan.device, makes_folder=False)
-        sampling = sampling_of(config)
-        size = config.predict_batch_size or config.decoder.batch_size
-        for first in range(0, len(prompts), size):
-            part = slice(first, first + size)
-            steps = opened.generator.stream(opened.encoded[part], opened.limits[part], sampling, first)
-            new = decoded(steps, len(opened.encoded[part]), opened.tokenizer, opened.generator)
-            for pieces in new:
+        predictor = _open(config, prompts, SINGLE_PROCESS, prepared.plan.device, makes_folder=False)
+        for batch in predictor.batches():
+            for pieces in predictor.stream(batch):
                 if stop:
                     raise KeyboardInterrupt
-                for row, piece in enumerate(pieces, start=first):
-                    found[row] += piece
-    return found
+                for row, piece in enumerate(pieces, start=batch.start):
+                    continuations[row] += piece
+    return continuations
 
 
-def _predict(config: Config, stop: Callable[[], bool], world: World, device: str) -> None:
+def _predict(config: Config, should_stop: Callable[[], bool], world: World, device: str) -> None:
     prompts = read_prompts(config)
     folder = Path(config.output_dir).expanduser()
-    encoded, limits, tokenizer, generator, communicator, copy = _open(config, prompts, world, device, makes_folder=True)
-    sampling = sampling_of(config)
-    size = config.predict_batch_size or config.decoder.batch_size
+    predictor = _open(config, prompts, world, device, makes_folder=True)
+    replica = predictor.replica
 
-    def until_stopped(steps: Iterable[Sequence[int | None]]) -> Iterator[Sequence[int | None]]:
-        for tokens in steps:
-            # Ranks that divide a model stop together: one alone would leave the others waiting.
-            if copy.any(stop()):
+    def stream(batch: slice) -> Iterator[list[str]]:
+        for pieces in predictor.stream(batch):
+            # The ranks of a replica stop together: one that stops alone would leave the others waiting.
+            if replica.any(should_stop()):
                 raise _Stopped
-            yield tokens
+            yield pieces
 
-    def continued(first: int, show: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-        """One batch of prompts."""
-        part = slice(first, first + size)
-        steps = until_stopped(generator.stream(encoded[part], limits[part], sampling, first))
-        new = decoded(steps, len(encoded[part]), tokenizer, generator)
-        numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[part]]
-        texts = _show(prompts[part], numbers, new, show)
-        yield from ({**prompt.record, "text": text} for prompt, text in zip(prompts[part], texts, strict=True))
+    def continue_batch(batch: slice, write: Callable[[str], None]) -> list[dict[str, Any]]:
+        """Continues a batch of prompts, writes its text, and returns its records for predictions.jsonl."""
+        numbers = [f"[{number + 1}/{len(prompts)}]" for number in range(len(prompts))[batch]]
+        texts = _show(prompts[batch], numbers, stream(batch), write)
+        return [{**prompt.record, "text": text} for prompt, text in zip(prompts[batch], texts, strict=True)]
 
-    batches = range(0, len(prompts), size)
     if world.size > 1:
-        _predict_together(batches, continued, communicator, copy, folder)
+        _predict_together(predictor, continue_batch, folder)
         return
-    with write_records(folder / "predictions.jsonl") as record:
-        for first in batches:
-            for found in continued(first, print_text):
-                record(found)
+    with write_records(folder / "predictions.jsonl") as write_record:
+        for batch in predictor.batches():
+            for record in continue_batch(batch, print_text):
+                write_record(record)
 
 
 def _predict_together(
-    batches: Sequence[int],
-    continued: Callable[[int, Callable[[str], None]], Iterator[dict[str, str]]],
-    communicator: Communicator,
-    copy: ModelReplica,
+    predictor: _Predictor,
+    continue_batch: Callable[[slice, Callable[[str], None]], list[dict[str, Any]]],
     folder: Path,
 ) -> None:
-    """Each of n copies of the model continues every n-th batch; rank 0 shows and writes them in the order of the
-    prompts."""
-    done: list[tuple[int, str, list[dict[str, str]]]] | None = []
+    """Continues every n-th batch with each of n replicas of the model.
+
+    Rank 0 prints and writes all of them, in the order of the prompts.
+    """
+    replica = predictor.replica
+    communicator = predictor.communicator
+    local: list[tuple[int, str, list[dict[str, Any]]]] = []
+    is_stopped = False
     try:
-        for first in batches[copy.number :: copy.copies]:
-            shown: list[str] = []
-            found = list(continued(first, shown.append))
-            if copy.is_first:  # its ranks all have the same tokens
-                done.append((first, "".join(shown), found))
+        for batch in predictor.batches()[replica.number :: replica.replicas]:
+            printed: list[str] = []
+            records = continue_batch(batch, printed.append)
+            if replica.is_first_rank:  # all ranks of the replica have the same tokens
+                local.append((batch.start, "".join(printed), records))
     except _Stopped:
-        done = None  # the other ranks wait in the gather
-    every = [json.loads(part) for part in communicator.gather_bytes(json.dumps(done).encode())]
-    if None in every:
+        is_stopped = True  # the other ranks wait for this one to gather
+    message = json.dumps(None if is_stopped else local).encode()
+    gathered = [json.loads(part) for part in communicator.gather_bytes(message)]
+    if None in gathered:
         raise _Stopped
     if communicator.rank > 0:
         return
-    with write_records(folder / "predictions.jsonl") as record:
-        for _, shown, found in sorted(itertools.chain.from_iterable(every)):
-            print_text(shown)
-            for one in found:
-                record(one)
+    with write_records(folder / "predictions.jsonl") as write_record:
+        for _, text, records in sorted(itertools.chain.from_iterable(gathered)):
+            print_text(text)
+            for record in records:
+                write_record(record)
 
 
 @contextlib.contextmanager
-def write_records(path: Path) -> Iterator[Callable[[dict], None]]:
-    """Takes records for a file of JSON lines, which replaces an older one when all of them are written."""
+def write_records(path: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a function that writes a record to a file of JSON lines; the file is in its place when the block ends."""
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        # A prompt that was no UTF-8 holds lone surrogates; with a backslash they are JSON again.
+        # A prompt that is not UTF-8 has lone surrogates; as backslash escapes they are valid JSON.
         with unfinished.open("w", encoding="utf-8", errors="backslashreplace", buffering=1) as file:
             yield lambda record: print(json.dumps(record, ensure_ascii=False), file=file)
         os.replace(unfinished, path)
     except BrokenPipeError:
-        raise  # the reader of the console went away
+        raise  # it is standard output that was closed, not the file
     except OSError as error:
         raise write_failure(path, error) from error
 
 
 def _show(
-    prompts: Sequence[Prompt], numbers: Sequence[str], new: Iterable[Sequence[str]], write: Callable[[str], None]
+    prompts: Sequence[Prompt], numbers: Sequence[str], steps: Iterable[Sequence[str]], write: Callable[[str], None]
 ) -> list[str]:
-    """The texts of a batch, each written under a heading with its prompt; a run's only prompt has no heading.
+    """Writes the prompts of a batch with their continuations, and returns the continuations.
 
-    A batch of one is written token by token, a larger one when it is done. An answer begins on a line of its own.
+    A batch of one prompt is written token by token, a larger one when it is complete. Each prompt has a heading, unless
+    the run has only one. An answer of a conversation begins on a new line.
     """
     texts = ["" for _ in prompts]
-    headings = [f"{number} {shortened(prompt.shown)!r}\n" for number, prompt in zip(numbers, prompts, strict=True)]
-    if numbers == ["[1/1]"]:
-        headings = [""]
-    starts = [
-        f"{heading}{prompt.shown}{'' if prompt.messages is None else chr(10)}"
-        for heading, prompt in zip(headings, prompts, strict=True)
-    ]
-    alone = len(prompts) == 1
-    if alone:
+    starts = []
+    for number, prompt in zip(numbers, prompts, strict=True):
+        start = prompt.text
+        if number != "[1/1]":
+            start = f"{number} {_shorten(prompt.text)!r}\n{start}"
+        if prompt.messages is not None:
+            start += "\n"
+        starts.append(start)
+    is_single = len(prompts) == 1
+    if is_single:
         write(starts[0])
-    for pieces in new:
+    for pieces in steps:
         texts = [text + piece for text, piece in zip(texts, pieces, strict=True)]
-        if alone:
+        if is_single:
             write(pieces[0])
-    write("\n\n" if alone else "".join(f"{start}{text}\n\n" for start, text in zip(starts, texts, strict=True)))
+    if is_single:
+        write("\n\n")
+    else:
+        write("".join(f"{start}{text}\n\n" for start, text in zip(starts, texts, strict=True)))
     return texts
 
 
-def shortened(text: str) -> str:
-    return text[:40] + ("..." if len(text) > 40 else "")
+def _shorten(text: str) -> str:
+    if len(text) > 40:
+        return text[:40] + "..."
+    return text
 
 
 def _encode(config: Config, tokenizer: Tokenizer, template: ChatTemplate | None, prompt: Prompt) -> list[int]:
     try:
         if template is None:
-            return encode_prompt(config, tokenizer, prompt.shown, with_bos=True)
+            return encode_prompt(config, tokenizer, prompt.text, with_bos=True)
         return encode_chat(config, tokenizer, template, prompt.messages or (), prompt.tools, prompt.where)
     except UserError as error:
         raise error.with_location(error.where or prompt.where, error.key or "predict_data") from None
 
 
-def _most_new_tokens(config: Config, prompt: Prompt, length: int) -> int:
-    """How many tokens may follow a prompt of `length` tokens."""
+def _max_new_tokens(config: Config, prompt: Prompt, length: int) -> int:
+    """Returns the largest number of tokens that may follow a prompt of `length` tokens."""
     limit = context_length(config)
     if length >= limit:
         fix = "shorten the prompt or raise model.model_config.max_decode_length"
         rule = f"a prompt of {length} tokens leaves no room for an answer in {limit}"
-        raise UserError(rule, where=prompt.where, key="predict_data", value=shortened(prompt.shown), fix=fix)
+        raise UserError(rule, where=prompt.where, key="predict_data", value=_shorten(prompt.text), fix=fix)
     return min(limit - length, config.decoder.max_new_tokens or limit)
 
 
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # a long text or one with a NUL is no path
+    except (OSError, ValueError):  # a path cannot be that long, or have a NUL
         return False

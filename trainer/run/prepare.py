@@ -1,4 +1,4 @@
-"""What every command does before MindSpore loads: checks, the plan with its data, and the checkpoint to resume."""
+"""Prepares a run without MindSpore: checks the configuration, opens the data, plans, reads the checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -36,22 +36,29 @@ if TYPE_CHECKING:
     from trainer.plan.backend import ExecutionMode
     from trainer.step.train_step import TrainStep
 
-_SILENT_SECONDS = 0.5  # of tokenizing, before it is shown
+_SILENT_SECONDS = 0.5  # tokenizing that takes longer is shown
 
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """Everything a run needs that can be known without MindSpore."""
+    """A run that is checked, with everything that is known without MindSpore.
 
-    config: Config  # with the defaults of the device
+    Attributes:
+        config: The configuration with the defaults of the device.
+        layout: The meaning of a position in the training data, see `data_layout`.
+        resume_from: The checkpoint that the run continues; None for a new run.
+        resumed: The contents of that checkpoint.
+    """
+
+    config: Config
     plan: Plan
-    layout: dict[str, Any]  # what a position in the training data means, see `data_layout`
-    resume_from: Path | None  # the checkpoint that the run continues from, None for a fresh start
-    resumed: ResumedCheckpoint | None  # its contents
+    layout: dict[str, Any]
+    resume_from: Path | None
+    resumed: ResumedCheckpoint | None
 
 
 class ExplicitBackend:
-    """A `ExecutionMode`: layer by layer, with gradients summed over the ranks by the step."""
+    """Explicit mode: this program shards the model, and the training step sums gradients over the ranks."""
 
     def __init__(self, config: Config, world: World) -> None:
         self.config = config
@@ -60,43 +67,49 @@ class ExplicitBackend:
         steps = {"gradient_accumulation_steps": micro_batches_per_step(config, degrees)}
         self.data_config = config.model_copy(update={"runner_config": config.runner_config.model_copy(update=steps)})
         self.data_ranks = (world.rank, world.size)
-        if degrees.ranks == world.size:  # otherwise the job is refused
+        if degrees.ranks == world.size:  # `preflight` refuses any other job
             self.data_ranks = (Mesh(degrees).coordinate_of(world.rank).data, degrees.data_parallel)
 
     def execution(self, device: str) -> str:
+        """Returns in words what computes the model."""
         if on_arrays(self.config, device, self.world):
             library, text = find_onednn()
-            return f"layer by layer on arrays, {'in NumPy: ' if library is None else 'through '}{text}"
+            if library is None:
+                return f"array engine: NumPy alone, because {text}"
+            return f"array engine: NumPy and {text}"
         if self.config.run_mode in ("predict", "chat") or self.config.context.mode != 0:
-            return "operator by operator"
-        return "blocks compiled once, run layer by layer"
+            return "eager mode: operator by operator"
+        return "compiled blocks: one for all layers of a kind"
 
     def check_device(self, device: str) -> None:
-        """A CPU can do what `preflight` lets through."""
+        """Raises a UserError if an Ascend cannot run the configuration. `preflight` checks what a CPU cannot run."""
         if device == "Ascend":
             for problem in ascend_problems(self.config, parallel_degrees(self.config, self.world)):
                 raise problem.error
 
     def problems(self) -> list[ConfigError]:
-        return []  # `preflight` knows them all
+        """Returns no errors, because `preflight` checks all rules of explicit mode."""
+        return []
 
     def notes(self) -> Iterator[str]:
+        """Yields notes about the pipeline."""
         if self.config.use_parallel:
             yield from pipeline_notes(self.config)
 
     def open(
         self, schedule: Callable[[int], float], weights: Mapping[str, np.ndarray] | None, device: str
     ) -> TrainStep:
+        """Builds the training step; imports MindSpore. See `ExecutionMode.open`."""
         from trainer.run.session import open_training
 
         return open_training(self.config, schedule, weights, self.world, device)
 
     def check_layout(self, layout: Mapping[str, Any], communicator: Any) -> None:
-        """Each rank reads its own part of the data; nothing needs to be the same."""
+        """Checks nothing: each rank reads other data, and nothing must be equal on all ranks."""
 
 
 def select_execution_mode(config: Config, world: World) -> ExecutionMode:
-    """The backend of a job: explicit mode, or where the file asks for it MindSpore's semi-automatic mode."""
+    """Returns MindSpore's semi-automatic mode if the configuration requests it, else explicit mode."""
     if runs_semi_auto(config, world):
         from trainer.semi_auto.backend import SemiAutoBackend
 
@@ -105,14 +118,16 @@ def select_execution_mode(config: Config, world: World) -> ExecutionMode:
 
 
 def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
-    """Checks the run, opens its data and reads the checkpoint it resumes from. `config` is that of
-    `resolve_for_job`; the run reads the one in the result.
+    """Checks the run, opens its data, plans it, and reads the checkpoint that it resumes from.
 
-    Text that is not in the cache is tokenized into it here, with progress on a terminal.
+    Text that is not in the token cache is tokenized here, with progress on a terminal.
+
+    Args:
+        config: The result of `resolve_for_job`. The run uses the configuration of the returned value instead.
 
     Raises:
         UserError: The run could not start.
-        RunError: The token file cannot be written, or the data changes while it is read.
+        RunError: The token cache cannot be written, or the data changes while it is read.
     """
     device = resolve_device(config)
     config = apply_device_defaults(config, device)
@@ -120,14 +135,13 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     backend.check_device(device)
     preflight(config, world, backend.problems())
     memory_bytes = memory_estimate(config, config.trains, device, world)
-    # a plan may be of a job for other hosts
-    own = SINGLE_PROCESS
+    local_world = SINGLE_PROCESS  # the plan of a job for other hosts has no ranks here
     if world == world_from_environment():
-        own = world
+        local_world = world
     if device == "CPU":
-        check_memory(config, memory_bytes, own.local_size)  # one rank must fit anywhere
+        check_memory(config, memory_bytes, local_world.local_size)  # at least one rank must fit
     resumes = config.trains and config.resume_training
-    if (config.load_checkpoint or config.adapter_id) and not resumes:  # a checkpoint that is resumed has the weights
+    if (config.load_checkpoint or config.adapter_id) and not resumes:  # a resumed checkpoint has the weights itself
         from trainer.checkpoint.adapters import check_starting_files
 
         check_starting_files(config)
@@ -135,22 +149,27 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
         plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
         return PreparedRun(config, plan, {}, None, None)
     resume_from = None
-    if config.resume_training:  # looked for before the data, which may take long to tokenize
+    if config.resume_training:  # found before the data is opened, which may take long to tokenize
         from trainer.checkpoint.state import checkpoint_to_resume, plan_resumed, read_resumed_checkpoint
 
         resume_from = checkpoint_to_resume(config)
     plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress())
     from trainer.data.datasets import data_layout
 
-    layout = data_layout(backend.data_config, plan.data.batches.dataset, backend.data_ranks[1])
+    batches = plan.data.batches
+    assert batches is not None, "the plan of a run opens its data"
+    layout = data_layout(backend.data_config, batches.dataset, backend.data_ranks[1])
     if resume_from is None:
         return PreparedRun(config, plan, layout, None, None)
-    resumed = read_resumed_checkpoint(resume_from, config, layout, local_shard_specs(config, world), own)
+    resumed = read_resumed_checkpoint(resume_from, config, layout, local_shard_specs(config, world), local_world)
     return PreparedRun(config, plan_resumed(plan, resumed), layout, resume_from, resumed)
 
 
 def local_shard_specs(config: Config, world: World) -> ShardSpecs | None:
-    """The part of each parameter that this rank has; None: all of all, or MindSpore decides."""
+    """Returns the shard of each parameter that this rank has.
+
+    None means that the rank has all parameters unsharded, or that MindSpore shards them (semi-automatic mode).
+    """
     degrees = parallel_degrees(config, world)
     if not degrees.shards_model or runs_semi_auto(config, world):
         return None
@@ -160,12 +179,12 @@ def local_shard_specs(config: Config, world: World) -> ShardSpecs | None:
 
 
 def build_plan(config: Config, world: World = SINGLE_PROCESS) -> Plan:
-    """The plan of a run; errors as of `prepare_run`."""
+    """Returns the plan of a run. Raises the errors of `prepare_run`."""
     return prepare_run(resolve_for_job(config, world), world).plan
 
 
 class BuildProgress:
-    """Tells the launcher that text is being tokenized, and shows it on a terminal where it takes long."""
+    """Reports the progress of tokenizing to the launcher, and to a terminal if it takes long."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -177,11 +196,11 @@ class BuildProgress:
             return
         now = time.monotonic()
         self._began = self._began or now
+        is_done = done_bytes >= total_bytes
         text = f"tokenizing {100 * done_bytes // max(total_bytes, 1)} % of {formatting.size(total_bytes)}"
-        ended = done_bytes >= total_bytes
-        if text != self._shown and (self._shown or now - self._began > _SILENT_SECONDS):
-            if ended:
-                self._shown = ""
-            else:
-                self._shown = text
-            print(f"\r\x1b[K{'' if ended else text}", end="", file=sys.stderr, flush=True)
+        if text == self._shown or not (self._shown or now - self._began > _SILENT_SECONDS):
+            return
+        if is_done:
+            text = ""  # clears the line
+        self._shown = text
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What every run mode sets up: the device, the kernels, the model and its inputs."""
+"""Sets up the device, the ranks, the kernels and the model, for every run mode."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
@@ -31,7 +31,7 @@ from trainer.ops.context import context_parallel_kernels
 from trainer.ops.kernel_set import KernelSet, load_kernels
 from trainer.ops.select import on_arrays, precision_of, select_kernels
 from trainer.optim.freeze import frozen_names, trained_shapes
-from trainer.optim.groups import ParameterGroup, parameter_groups
+from trainer.optim.groups import parameter_groups
 from trainer.optim.optimizer import build_optimizer
 from trainer.parallel.collectives import (
     all_gather_ranges,
@@ -59,20 +59,25 @@ Model: TypeAlias = Decoder | Classifier
 
 @dataclass(frozen=True)
 class Session:
-    """A model on its device."""
+    """A model on its device.
+
+    Attributes:
+        computes_together: Whether all ranks evaluate each batch together; otherwise each rank has other batches.
+        pipeline: The pipeline of which this rank's model is a stage; None without one.
+    """
 
     model: Model
     build_inputs: InputBuilder | ImageInputBuilder
     communicator: Communicator
     computes_together: bool = False
-    """Whether the ranks evaluate each batch together; otherwise each has batches of its own."""
     pipeline: Pipeline | None = None
-    """Where the model is a stage of one."""
     device: str = "CPU"
 
-    def whole_weights(self) -> contextlib.AbstractContextManager[None]:
-        """Within it ranks that share weights (level 3 of `enable_parallel_optimizer`) have all of them; all enter it
-        together. A graph of semi-automatic mode gathers its own."""
+    def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Unshards the weights of ZeRO stage 3 while the block lasts; all ranks enter it together.
+
+        It does nothing in semi-automatic mode, where the graph gathers the weights.
+        """
         if self.computes_together:
             return contextlib.nullcontext()
         return self.model.compute_weights.unsharded()
@@ -88,12 +93,12 @@ def open_session(
     """Sets up the device, finds the other ranks and builds the model.
 
     Args:
-        weights: Checked to fit; None for those of `seed`.
-        device: That of the plan; None finds out which, for notebooks.
-        group: The ranks of `world`, where they have met already.
+        weights: Weights that fit the model, by name; None initializes them from `seed`.
+        device: The device of the plan; None resolves it from the configuration, for notebooks.
+        group: The ranks of `world`, if they are connected already.
 
     Raises:
-        UserError: The device is not there.
+        UserError: The device is missing.
         RunError: The ranks do not start with the same weights.
     """
     device = device or resolve_device(config)
@@ -104,49 +109,43 @@ def open_session(
         communicator = _communicator(config, world, group or init_process_group(world))
     config = apply_device_defaults(config, device)
     precision = precision_of(config, device, world)
-    shard = _shard(config, communicator)
-    pipeline = None
+    shard = _local_shard(config, communicator)
     choices = select_kernels(config.network, device, precision)
     native = on_arrays(config, device, world)
     kernels = load_kernels(choices, precision, host_layers=native)
-    if not native and shard is not None and shard.tokens.ranks > 1:
-        kernels = context_parallel_kernels(kernels, communicator.groups, shard.tokens)
+    groups = communicator.groups
+    if not native and groups is not None and shard is not None and shard.tokens.ranks > 1:
+        kernels = context_parallel_kernels(kernels, groups, shard.tokens)
     model, build_inputs = build_model(config, kernels, device, shard)
     if weights is not None:
         load_weights(model, weights)
     check_same_weights(model, communicator)
-    if communicator.shards_model and communicator.groups.pp is not None:
-        pipeline = build_pipeline(config, model, communicator.groups.pp, on_one_host=world.local_size == world.size)
+    pipeline = None
+    if groups is not None and groups.pp is not None:
+        pipeline = build_pipeline(config, model, groups.pp, on_one_host=world.local_size == world.size)
     return Session(model, build_inputs, communicator, pipeline=pipeline, device=device)
 
 
-def parameter_groups_of(config: Config) -> tuple[ParameterGroup, ...]:
-    """Those of the trained parameters of the whole model."""
-    return parameter_groups(trained_shapes(config), config.optimizer.weight_decay, config.optimizer.type)
-
-
 def _communicator(config: Config, world: World, group: ProcessGroup) -> Communicator:
-    """The ranks of a job, by what they share."""
+    """Returns the communicator of a job with several ranks."""
     if not parallel_degrees(config, world).shards_model:
         return Communicator(group)
     return model_parallel(group, config.decoder, model_layout_for(config, world), ulysses_degree(config))
 
 
-def _shard(config: Config, communicator: Communicator) -> RankModelShard | None:
-    """What this rank has of the model; None: all of it."""
-    if not communicator.shards_model:
-        return None
+def _local_shard(config: Config, communicator: Communicator) -> RankModelShard | None:
+    """Returns the shard of the model that this rank computes; None if it computes the full model."""
     groups = communicator.groups
-    section = config.parallel_config
+    layout = communicator.layout
     where = communicator.where
-    if groups.tp is None:
-        tensor = None
-    else:
+    if groups is None or layout is None or where is None:
+        return None
+    section = config.parallel_config
+    tensor = None
+    if groups.tp is not None:
         tensor = TensorParallel(groups.tp, section.use_seq_parallel)
     tokens = ContextShard(where.context, section.context_parallel, ulysses_degree(config))
-    return RankModelShard(
-        communicator.layout, where, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses
-    )
+    return RankModelShard(layout, where, tensor, groups.ep, tokens, groups.tp_cp, groups.ring, groups.ulysses)
 
 
 def build_model(
@@ -155,38 +154,41 @@ def build_model(
     device: str = "CPU",
     shard: RankModelShard | None = None,
 ) -> tuple[Model, InputBuilder | ImageInputBuilder]:
-    """The model with the weights of `seed`, and what makes its inputs; `shard` as in `Decoder`."""
-    trains = config.trains
-    compiled = config.context.mode == 0 and (jit_options(config, device) or True)
-    if trains:
+    """Builds the model with the weights of `seed`, and the builder of its inputs.
+
+    Args:
+        shard: The shard of the model that this rank computes; None for the full model.
+    """
+    compiled: bool | dict[str, str] = False
+    if config.context.mode == 0:
+        compiled = jit_options(config, device) or True
+    frozen: Collection[str] = ()
+    recomputed: Sequence[str] = ()
+    if config.trains:
         frozen = frozen_names(config)
-    else:
-        frozen = ()
     if config.classifier is not None:
-        model = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
-        return model, ImageInputBuilder(config.classifier)
-    if trains:
+        classifier = Classifier(config.classifier, kernels, seed=config.seed, compiled=compiled, frozen=frozen)
+        return classifier, ImageInputBuilder(config.classifier)
+    if config.trains:
         recomputed = recomputed_parts(config)
-    else:
-        recomputed = ()
-    model = Decoder(
+    decoder = Decoder(
         config.decoder, kernels, seed=config.seed, compiled=compiled, frozen=frozen, recomputed=recomputed, shard=shard
     )
-    return model, InputBuilder(model.settings, kernels, shard)
+    return decoder, InputBuilder(decoder.settings, kernels, shard)
 
 
 def check_same_weights(model: Decoder, communicator: Communicator) -> None:
-    """Raises a RunError that names the ranks whose weights are not those of the first rank with this part of the model.
-    """
+    """Raises a RunError if two ranks with the same shard have different weights; the error names the ranks."""
     if communicator.size == 1:
         return
-    sums: dict[str, int] = {}
-    part = "all"
+    checksums: dict[str, int] = {}
+    shard_name = "all"
     for name, parameter in model.parameters_by_name.items():
         if model.shard is not None:
-            part = f"{name} from {model.shard.layout.shard(name, model.shard.where).start}"
-        sums[part] = zlib.crc32(np.ascontiguousarray(parameter.asnumpy()), sums.get(part, 0))
-    check_same_values(sums, "weights", communicator)
+            shard_name = f"{name} from {model.shard.layout.shard(name, model.shard.where).start}"
+        data = np.ascontiguousarray(parameter.asnumpy())
+        checksums[shard_name] = zlib.crc32(data.data, checksums.get(shard_name, 0))
+    check_same_values(checksums, "weights", communicator)
 
 
 def open_training(
@@ -197,38 +199,38 @@ def open_training(
     device: str | None = None,
     group: ProcessGroup | None = None,
 ) -> TrainStep:
-    """The model with its optimizer over the weights that are trained, ready to step; also for notebooks.
+    """Builds the model and the optimizer of its trainable weights, and returns the training step.
 
     Args:
-        schedule: Learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
-        weights, device, group: As in `open_session`.
+        schedule: The learning rate of update number `n`, from 0; see `trainer.optim.schedules.build_schedule`.
+        weights, device, group: See `open_session`.
 
     Raises:
-        UserError: The device is not there, or `freeze` names no weight.
-        RunError: As in `open_session`.
+        UserError: The device is missing, or `freeze` names no weight.
+        RunError: The ranks do not start with the same weights.
     """
     session = open_session(config, weights, world, device, group)
-    groups = parameter_groups_of(config)
+    all_trained = trained_shapes(config)  # of the full model
+    groups = parameter_groups(all_trained, config.optimizer.weight_decay, config.optimizer.type)
     parameters = session.model.parameters_by_name
-    trained = {name: parameters[name] for name in trained_shapes(config) if name in parameters}
+    trained = {name: parameters[name] for name in all_trained if name in parameters}
     shards = {}
     if shards_optimizer(config, world):
         make_shards = partial(optimizer_shards, session.communicator, shard_threshold_bytes(config))
         if zero_level(config) == "level3":
             gatherer = partial(array_gatherer, on_one_host=world.local_size == world.size)
-            prefetch = can_prefetch(session.communicator)
+            prefetch = can_prefetch_weights(session.communicator)
             session.model.compute_weights.shard(make_shards(parameters, gatherer), prefetch)
             shards = make_shards(trained, lambda group: partial(write_local_ranges, group), shards_weights=True)
         else:
             shards = make_shards(trained)
-    own = session.model.shard
-    if own is None or own.tensor is None:
-        parts = None
-    else:
-        parts = TensorShardedMatrices(own)
+    shard = session.model.shard
+    matrices = None
+    if shard is not None and shard.tensor is not None:
+        matrices = TensorShardedMatrices(shard)
     return TrainStep(
         session.model,
-        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, parts),
+        build_optimizer(trained, groups, config.optimizer, config.context.mode == 0, shards, matrices),
         schedule,
         session.build_inputs,
         config.runner_wrapper,
@@ -240,9 +242,12 @@ def open_training(
     )
 
 
-def can_prefetch(communicator: Communicator) -> bool:
-    """Whether all ranks have a core to gather weights with while another one computes."""
-    return not communicator.any(len(os.sched_getaffinity(0)) == 1 if hasattr(os, "sched_getaffinity") else True)
+def can_prefetch_weights(communicator: Communicator) -> bool:
+    """Returns whether every rank has a core that can gather weights while another core computes."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    return not communicator.any(cores == 1)
 
 
 def optimizer_shards(
@@ -252,51 +257,55 @@ def optimizer_shards(
     gatherer: Callable[[ProcessGroup], Callable] | None = None,
     shards_weights: bool = False,
 ) -> dict[str, OptimizerShard]:
-    """This rank's shards of those parameters that the ranks with the same part of them divide.
+    """Returns, by parameter name, how this rank shards the optimizer state with its data-parallel ranks.
+
+    Parameters that are not sharded are missing. Parameters of the same group of ranks have the same value, because
+    their shards are gathered together.
 
     Args:
         gatherer: Makes the `OptimizerShard.all_gather` of a group; None: `all_gather_ranges`.
     """
-    made: dict[int, OptimizerShard] = {}  # one for each group: what it shares travels together
-    found = {}
+    by_group: dict[int, OptimizerShard] = {}
+    shards = {}
     for name, parameter in parameters.items():
         if is_buffer(name):
-            group = None
-        else:
-            group = communicator.optimizer_state_group(name)
+            continue
+        group = communicator.optimizer_state_group(name)
         if group is None:
             continue
-        if id(group) not in made:
-            if gatherer is None:
-                gather = partial(all_gather_ranges, group)
-            else:
+        if id(group) not in by_group:
+            gather = partial(all_gather_ranges, group)
+            if gatherer is not None:
                 gather = gatherer(group)
-            made[id(group)] = OptimizerShard(
+            by_group[id(group)] = OptimizerShard(
                 group.rank, group.size, threshold_bytes, gather, partial(gather_range, group), shards_weights
-            )  # fmt: skip
-        if made[id(group)].is_sharded(parameter.size):
-            found[name] = made[id(group)]
-    return found
+            )
+        if by_group[id(group)].is_sharded(parameter.size):
+            shards[name] = by_group[id(group)]
+    return shards
 
 
 def set_up_device(config: Config, device: str, world: World = SINGLE_PROCESS) -> None:
-    """Chooses device and execution mode.
+    """Selects the device and MindSpore's execution mode.
 
-    The outer loop always runs in PyNative mode; `context.mode: 0` compiles the blocks inside it.
+    The outer loop always runs in eager (PyNative) mode; `context.mode: 0` compiles the blocks inside it.
     """
     mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     if device == "CPU":
-        # Once an operator has run, MindSpore refuses to be told a device, the one it is on included.
+        # Once an operator has run, MindSpore refuses every call of set_device, even for the device it uses.
         if mindspore.get_context("device_target") != "CPU":
             mindspore.set_device("CPU")
         set_up_cpu_threads()
     else:
-        mindspore.set_device(device, world.local_rank if world.size > 1 else config.context.device_id)
+        device_id = config.context.device_id
+        if world.size > 1:
+            device_id = world.local_rank
+        mindspore.set_device(device, device_id)
         _make_calls(device_calls(config, device))
 
 
 @functools.cache
 def _make_calls(calls: tuple[Call, ...]) -> None:
-    """Makes each once a process: MindSpore refuses to be told twice."""
+    """Makes each call once in a process, because MindSpore refuses a second one."""
     for call in calls:
         call.make(mindspore)

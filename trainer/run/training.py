@@ -1,7 +1,7 @@
-"""What a training consists of, and what it does between its steps: save, evaluate, sample, profile, report.
+"""The parts of a training, and what it does between its steps: report, profile, evaluate, save, sample.
 
-Three values: a `Job` is known before MindSpore loads, an `Engine` computes, a `Progress` changes from step to step. The
-functions below are called by the loop (`trainer.run.loop`), on all ranks together.
+A `Job` is known before MindSpore loads, an `Engine` computes, and a `Progress` changes from step to step. The loop
+(`trainer.run.loop`) calls the functions of this file on all ranks together.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.checkpoint.evaluations import EvalHistory, Evaluated
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Position, ResumedCheckpoint, save_stages
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.data.batches.loader import optimizer_steps
+from trainer.data.batches.loader import TrainingBatches, optimizer_steps
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import RunError
 from trainer.launch import heartbeat
@@ -29,11 +29,12 @@ from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, Traini
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
-from trainer.run.evaluate import evaluate_now
+from trainer.run.evaluate import evaluate_on_all_ranks
 from trainer.run.generation import Sampler
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.data import Batch
     from trainer.parallel.world import World
     from trainer.plan.plan import Plan
     from trainer.profiling.window import StepProfiler
@@ -43,26 +44,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Events:
-    """Tells the monitors what happens."""
+    """Calls the hooks of all monitors."""
 
     monitors: Sequence[Monitor]
 
-    def tell(self, event: str, *values: object) -> None:
-        """Calls a hook of `Monitor` by its name."""
+    def notify(self, hook: str, *values: object) -> None:
+        """Calls a hook of `Monitor` by its name, on each monitor in turn."""
         for monitor in self.monitors:
-            getattr(monitor, event)(*values)
+            getattr(monitor, hook)(*values)
 
     def note(self, text: str) -> None:
-        self.tell("on_note", text)
+        """Shows the user a note."""
+        self.notify("on_note", text)
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
-        """Tells what the run does, which is no step."""
-        self.tell("on_activity", name)
+        """Shows what the run does between its steps, until the block ends."""
+        self.notify("on_activity", name)
         try:
             yield
         finally:
-            self.tell("on_activity", "")
+            self.notify("on_activity", "")
+
+
+class GlobalBatch(NamedTuple):
+    """The micro-batches of one optimizer step on this rank."""
+
+    micro_batches: list[Batch]
+    began: float  # when the wait for them began, by time.perf_counter
+    wait_seconds: float
 
 
 @dataclass
@@ -70,16 +80,16 @@ class Progress:
     """How far a run is.
 
     Attributes:
-        saved_at: Step, and step of the last evaluation, of the last checkpoint.
+        saved_at: The step of the last checkpoint, and the step of the last evaluation before it.
         sampled_at: The step after which text was sampled last.
-        stopped: The signal that ends the run; all ranks have agreed on it.
+        stopped_by: The signal that ends the run; all ranks have agreed on it.
     """
 
     position: Position
     evaluations: EvalHistory
     saved_at: tuple[int, int]
     sampled_at: int | None = None
-    stopped: signal.Signals | None = None
+    stopped_by: signal.Signals | None = None
 
 
 @dataclass(frozen=True)
@@ -87,9 +97,11 @@ class Job:
     """A training that is checked and planned.
 
     Attributes:
-        layout: What a position in the training data means, see `data_layout`.
-        base: The record of the base model of adapters, see `base_record`.
-        files: What other programs need beside the weights, see `folder_files`.
+        layout: The meaning of a position in the training data, see `data_layout`.
+        base: The record of the base model of adapters, see `base_record`; None for a training of all weights.
+        files: Files that other programs need beside the weights, see `folder_files`.
+        records: The records of `monitor_config`.
+        sampler: Samples text during the training; None if the configuration has no `sample_prompt`.
     """
 
     config: Config
@@ -104,18 +116,39 @@ class Job:
     sampler: Sampler | None
 
     @property
+    def batches(self) -> TrainingBatches:
+        """Returns the training data of this rank."""
+        return training_batches(self.plan)
+
+    @property
     def checkpoints(self) -> Path:
+        """Returns the folder of the run's checkpoints."""
         return self.info.output_dir / "checkpoints"
 
-    def beat(self, progress: Progress) -> None:
-        """Gives the launcher a sign of life."""
+    def send_heartbeat(self, progress: Progress) -> None:
+        """Shows the launcher that this rank makes progress."""
         step = progress.position.step
-        heartbeat.beat(step if step > self.info.start_step else None)
+        if step > self.info.start_step:
+            heartbeat.beat(step)
+        else:
+            heartbeat.beat(None)
+
+
+def training_batches(plan: Plan) -> TrainingBatches:
+    """Returns the training data of a plan whose run mode trains."""
+    batches = plan.data.batches
+    assert isinstance(batches, TrainingBatches), "the plan of a training opens the training data"
+    return batches
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What computes. `peak_flops` are those of all devices; None where they are not known."""
+    """What computes a training.
+
+    Attributes:
+        profiler: None if no step of this rank is profiled.
+        peak_flops: Peak FLOP/s of all devices together; None if it is unknown.
+    """
 
     step: TrainStep
     session: Session
@@ -127,7 +160,12 @@ class Engine:
 def open_engine(
     job: Job, progress: Progress, weights: dict[str, Any] | None, resumed: ResumedCheckpoint | None
 ) -> Engine:
-    """Builds what computes; here MindSpore loads. Takes the arrays out of `weights`: the model has them then."""
+    """Builds the engine, which imports MindSpore.
+
+    Args:
+        weights: The weights to begin with, by name. The mapping is emptied, so that their memory becomes free.
+        resumed: The checkpoint that the run continues.
+    """
     from trainer.run.session import Session
 
     config = job.config
@@ -145,8 +183,8 @@ def open_engine(
         job.checkpoints,
         session.communicator,
         config.checkpoint_monitor.async_save,
-        functools.partial(events.tell, "on_checkpoint"),
-        lambda: job.beat(progress),
+        functools.partial(events.notify, "on_checkpoint"),
+        lambda: job.send_heartbeat(progress),
     )
     if resumed is not None:
         step.load_optimizer(resumed.optimizer, resumed.updates)
@@ -157,20 +195,21 @@ def open_engine(
         from trainer.ops.peak import peak_flops
 
         peak = peak_flops(plan.device, precision_of(config, plan.device, job.world).compute.dtype, job.world.size)
-    return Engine(step, session, saver, open_profiler(job), peak)
+    return Engine(step, session, saver, _open_profiler(job), peak)
 
 
-def open_profiler(job: Job) -> StepProfiler | None:
-    """Returns what profiles the steps of this rank; None where none is to be."""
+def _open_profiler(job: Job) -> StepProfiler | None:
+    """Returns the profiler of this rank; None if no step of it is profiled."""
     config = job.config
     info = job.info
     device = job.plan.device
     section = config.profile_monitor
     if section is None:
         return None
-    if not info.start_step < section.stop_step or section.start_step > info.last_step:
+    if info.start_step >= section.stop_step or section.start_step > info.last_step:
         steps = f"steps {info.start_step + 1} to {info.last_step}"
-        job.events.note(f"profile: this run does {steps}, none of them is profiled")
+        profiled = f"steps {section.start_step} to {section.stop_step}"
+        job.events.note(f"profile: no step is profiled; this run does {steps}, the profile covers {profiled}")
         return None
     from trainer.profiling.window import StepProfiler, distributed_arguments, is_profiled
 
@@ -181,48 +220,52 @@ def open_profiler(job: Job) -> StepProfiler | None:
     return StepProfiler(section, folder, device, native, job.events.note, distributed_arguments(config, job.world))
 
 
-# ---- signals ----
+# ---- what the ranks tell each other with each step ----
 
 
 def collect_rank_flags(stop: StopSignals, saver: Saver) -> list[float]:
-    """Returns 1 for the signal that has come to this rank and 0 for the others; then 1 if its part of a save is
-    written."""
+    """Returns the flags of this rank: one for each stop signal, and one for "my checkpoint shard is written"."""
     return [*(float(stop.received == number) for number in EXIT_CODES), float(saver.is_ready)]
 
 
-def agree(
-    job: Job, engine: Engine, progress: Progress, stop: StopSignals, counts: Sequence[float] | None = None
+def sync_rank_flags(
+    job: Job, engine: Engine, progress: Progress, stop: StopSignals, flag_sums: Sequence[float] | None = None
 ) -> None:
-    """Finds out whether a signal has come to any rank: acting on one's own alone would leave the others waiting.
+    """Stops all ranks after a signal to any of them, and continues a save when all ranks have written their shard.
 
-    `counts` are those of a step, in which the question travels with other numbers, so that nobody waits for it. A
-    process that is alone sees a signal that came later too.
+    Args:
+        flag_sums: The flags, summed over all ranks by an all-reduce of the step, which thus costs no time of its own.
+            None, and a job of one rank, sum them here; one rank thus sees a signal that came later, too.
     """
-    if counts is None or job.world.size == 1:
-        counts = engine.session.communicator.all_reduce_exact(collect_rank_flags(stop, engine.saver))
-    *signals, ready = counts
-    progress.stopped = next((number for number, count in zip(EXIT_CODES, signals, strict=True) if count), None)
-    if ready == job.world.size:
+    if flag_sums is None or job.world.size == 1:
+        flag_sums = engine.session.communicator.all_reduce_exact(collect_rank_flags(stop, engine.saver))
+    *signal_counts, ready_count = flag_sums
+    received = (number for number, count in zip(EXIT_CODES, signal_counts, strict=True) if count)
+    progress.stopped_by = next(received, None)
+    if ready_count == job.world.size:
         engine.saver.advance()
 
 
 # ---- what is done between steps ----
 
 
-def early_stop(job: Job, progress: Progress) -> str:
-    """Returns why EarlyStop ends the run here; empty where it does not."""
+def early_stop_reason(job: Job, progress: Progress) -> str:
+    """Returns why EarlyStop ends the run after this step; empty if it does not."""
     reason = progress.evaluations.stop_reason(job.config.early_stop)
     if reason:
         return f"early stop at step {progress.position.step}: {reason}"
     return ""
 
 
-def has_ended(job: Job, progress: Progress) -> bool:
-    return progress.position.step >= job.info.last_step or bool(early_stop(job, progress))
+def is_over(job: Job, progress: Progress) -> bool:
+    """Returns whether the training ends here: by a stop signal, at its last step, or by an early stop."""
+    if progress.stopped_by is not None or progress.position.step >= job.info.last_step:
+        return True
+    return bool(early_stop_reason(job, progress))
 
 
 def advance_profile(job: Job, engine: Engine, progress: Progress) -> None:
-    """Begins what is profiled, and ends it."""
+    """Starts the profiler before the first profiled step, and writes the profile after the last one."""
     profiler = engine.profiler
     step = progress.position.step
     if profiler is None:
@@ -234,78 +277,77 @@ def advance_profile(job: Job, engine: Engine, progress: Progress) -> None:
 
 
 def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
-    """Evaluates after the steps that the configuration names, and saves a model that is among the best."""
+    """Evaluates after the steps that the configuration names; saves a checkpoint if it is among the best ones."""
     config = job.config
     position = progress.position
-    step = progress.position.step
-    if progress.stopped or not config.do_eval or step == progress.evaluations.step:
+    step = position.step
+    if progress.stopped_by or not config.do_eval or step == progress.evaluations.step:
         return
     epoch_ended = position.batch == 0 and position.epoch > 0
     by_step = config.eval_step_interval > 0 and step % config.eval_step_interval == 0
     by_epoch = config.eval_epoch_interval > 0 and epoch_ended and position.epoch % config.eval_epoch_interval == 0
     if not (by_step or by_epoch or step >= job.info.last_step):
         return
-    data = job.plan.data.batches.evaluation
-    assert data is not None, "do_eval without data is an error of the configuration"
+    data = job.batches.evaluation
+    assert data is not None, "do_eval without data is a configuration error"
 
     def on_batch(done: int, batches: int) -> None:
-        job.beat(progress)
-        job.events.tell("on_activity", "evaluating", done, batches)
+        job.send_heartbeat(progress)
+        job.events.notify("on_activity", "evaluating", done, batches)
 
+    epoch = position.epoch + 1
     if epoch_ended:
         epoch = position.epoch
-    else:
-        epoch = position.epoch + 1
     with job.events.activity("evaluating"):
-        metrics = evaluate_now(engine.session, data, stop, step, epoch, on_batch)
-    agree(job, engine, progress, stop)
+        metrics = evaluate_on_all_ranks(engine.session, data, stop, step, epoch, on_batch)
+    sync_rank_flags(job, engine, progress, stop)
     if metrics is None:
         return
-    job.events.tell("on_eval", metrics)
+    job.events.notify("on_eval", metrics)
     evaluated = Evaluated(step, metrics.loss)
     progress.evaluations = progress.evaluations.with_evaluation(evaluated, config.checkpoint_monitor.keep_best)
-    # The evaluation at stop_step may be one that a run without stop_step does not make.
+    # A run without stop_step may not evaluate at that step, so EarlyStop does not count it.
     if config.early_stop is not None and (by_step or by_epoch):
         progress.evaluations = progress.evaluations.with_early_stop(evaluated, config.early_stop.min_delta)
     if evaluated in progress.evaluations.best:
-        save(job, engine, progress)
+        save_checkpoint(job, engine, progress)
     sample(job, engine, progress, stop)
 
 
 def sample(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> None:
-    """Samples text from the model, once a step; uses no random numbers of the training."""
+    """Samples text from the model, at most once after each step, without random numbers of the training."""
     step = progress.position.step
-    if job.sampler is None or progress.stopped or progress.sampled_at == step:
+    if job.sampler is None or progress.stopped_by or progress.sampled_at == step:
         return
     progress.sampled_at = step
     began = time.perf_counter()
     texts = None
 
-    def asked_to_stop() -> bool:
-        job.beat(progress)
+    def should_stop() -> bool:
+        job.send_heartbeat(progress)
         return bool(stop)
 
     with job.events.activity("sampling"):
         try:
-            texts = job.sampler.sample(engine.session, asked_to_stop)
-        except RunError as error:  # weights that are not finite, for which the training has rules of its own
-            job.events.note(f"no sample of step {step}: {error}")
+            texts = job.sampler.sample(engine.session, should_stop)
+        except RunError as error:  # the weights are not finite: whether the training goes on is decided elsewhere
+            job.events.note(f"step {step}: could not sample text: {error}")
     if texts is not None:
         samples = list(zip(job.sampler.prompts, texts, strict=True))
-        job.events.tell("on_samples", step, samples, time.perf_counter() - began)
-    agree(job, engine, progress, stop)
+        job.events.notify("on_samples", step, samples, time.perf_counter() - began)
+    sync_rank_flags(job, engine, progress, stop)
 
 
-def save(job: Job, engine: Engine, progress: Progress) -> None:
-    """Saves a checkpoint where something has happened since the last one."""
-    at = (progress.position.step, progress.evaluations.step)
-    if progress.saved_at == at:
+def save_checkpoint(job: Job, engine: Engine, progress: Progress) -> None:
+    """Saves a checkpoint, unless the last one has the same step and evaluation."""
+    saved_at = (progress.position.step, progress.evaluations.step)
+    if progress.saved_at == saved_at:
         return
     with job.events.activity("saving"):
         saver = engine.saver
         communicator = engine.session.communicator
         section = job.config.checkpoint_monitor
-        saver.finish()  # before memory is taken for the next one
+        saver.finish()  # frees the memory of an earlier save first
         began = time.perf_counter()
         saved = engine.step.state_dict_shard()
         make_stages = functools.partial(
@@ -327,48 +369,54 @@ def save(job: Job, engine: Engine, progress: Progress) -> None:
         del saved
         saver.waited_seconds += time.perf_counter() - began
         saver.save(make_stages, progress.position.step)
-        progress.saved_at = at
-        job.beat(progress)
+        progress.saved_at = saved_at
+        job.send_heartbeat(progress)
 
 
 def save_if_due(job: Job, engine: Engine, progress: Progress) -> None:
+    """Saves a checkpoint every `save_checkpoint_steps` steps."""
     every = job.config.checkpoint_monitor.save_checkpoint_steps
     if every and progress.position.step % every == 0:
-        save(job, engine, progress)
+        save_checkpoint(job, engine, progress)
 
 
-# ---- what is told of a step ----
+# ---- what is reported of a step ----
 
 
-def report_step(
-    job: Job, engine: Engine, progress: Progress, result: StepResult, micro_batches: int, seconds: float, waited: float
-) -> None:
-    """Counts a step of so many micro-batches, seconds in all and seconds of waiting for data; tells the monitors."""
+def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch, result: StepResult) -> None:
+    """Advances the position of the run by a step that has just ended, and reports the step to the monitors."""
+    seconds = time.perf_counter() - batch.began
+    steps = job.plan.steps
+    loader = job.batches.loader
     position = progress.position
-    plan = job.plan.steps
-    loader = job.plan.data.batches.loader
-    sequences = micro_batches * loader.global_batch_size
+    sequences = len(batch.micro_batches) * loader.global_batch_size
     position.step += 1
     position.tokens += result.tokens
-    position.batch += micro_batches
+    position.batch += len(batch.micro_batches)
     epoch = position.epoch
-    batch = position.batch
-    if batch >= loader.batches_per_epoch:
+    batch_in_epoch = position.batch
+    if batch_in_epoch >= loader.batches_per_epoch:
         position.epoch = epoch + 1
         position.batch = 0
-    job.beat(progress)
+    job.send_heartbeat(progress)
     _note_skipped(job, position.step, result)
-    flops_per_second = sequences * plan.flops_per_row / seconds
-    job.events.tell("on_step", StepMetrics(
+    flops_per_second = sequences * steps.flops_per_row / seconds
+    mfu = None
+    if engine.peak_flops:
+        mfu = flops_per_second / engine.peak_flops
+    global_norm = None
+    if math.isfinite(result.global_norm):
+        global_norm = result.global_norm
+    metrics = StepMetrics(
         step=position.step,
         last_step=job.info.last_step,
         epoch=epoch + 1,
-        epochs=plan.epochs,
-        step_in_epoch=optimizer_steps(batch, plan.micro_batches),
-        steps_per_epoch=plan.steps_per_epoch,
+        epochs=steps.epochs,
+        step_in_epoch=optimizer_steps(batch_in_epoch, steps.micro_batches),
+        steps_per_epoch=steps.steps_per_epoch,
         loss=result.loss,
         lr=result.lr,
-        global_norm=result.global_norm if math.isfinite(result.global_norm) else None,
+        global_norm=global_norm,
         loss_scale=result.loss_scale,
         overflow=result.overflow,
         skipped=result.skipped,
@@ -379,32 +427,30 @@ def report_step(
         tokens_per_second=result.tokens / seconds,
         input_tokens_per_second=sequences * job.config.network.labels_per_sequence / seconds,
         flops_per_second=flops_per_second,
-        mfu=flops_per_second / engine.peak_flops if engine.peak_flops else None,
+        mfu=mfu,
         step_seconds=seconds,
-        data_wait_seconds=waited,
+        data_wait_seconds=batch.wait_seconds,
         peak_rss_bytes=peak_rss_bytes(),
-    ))  # fmt: skip
+    )
+    job.events.notify("on_step", metrics)
 
 
 def _note_skipped(job: Job, step: int, result: StepResult) -> None:
-    """Notes what a step left out. Overflow has a line of its own on the console."""
+    """Notes what a step left out. The console has its own line for an overflow."""
     if not result.updated and not result.overflow:
-        job.events.note(f"step {step}: {result.skipped}: nothing was updated")
+        job.events.note(f"step {step}: update skipped, {result.skipped}")
+    elif result.empty_micro_batches == 1:
+        job.events.note(f"step {step}: skipped one micro-batch, all of its labels are masked")
     elif result.empty_micro_batches:
         count = result.empty_micro_batches
-        if count == 1:
-            empty = "a micro-batch"
-        else:
-            empty = f"{count} micro-batches"
-        job.events.note(f"step {step}: {empty} without a token that has a loss, left out")
+        job.events.note(f"step {step}: skipped {count} micro-batches, all of their labels are masked")
 
 
 def _details(job: Job, engine: Engine, step: int, result: StepResult) -> dict[str, object]:
-    """Returns what only metrics.jsonl keeps of a step: norms of parameters, figures of MoE layers, time of waiting."""
+    """Returns the fields that only metrics.jsonl has: norms of parameters, rates of routers, waiting times."""
+    details: dict[str, object] = {}
     if result.local_norms:
-        details: dict[str, object] = {"local_norm": result.local_norms}
-    else:
-        details = {}
+        details["local_norm"] = result.local_norms
     if job.world.size > 1 and result.reduce_seconds is not None:
         details["reduce_seconds"] = result.reduce_seconds
     if result.bubble_share is not None:
@@ -419,7 +465,7 @@ def _details(job: Job, engine: Engine, step: int, result: StepResult) -> dict[st
 
 
 def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
-    """Returns the norms of weights and optimizer state that `monitor_config` asks for; all ranks call it."""
+    """Returns the norms of weights and optimizer state that `monitor_config` requests; all ranks call it together."""
     if not job.records.is_due(step):
         return {}
     records = job.records
@@ -437,7 +483,7 @@ def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
     if records.asks_for(WEIGHT_NORM):
         norms[WEIGHT_NORM] = norm_of_weights(saved, names, communicator)
     if kinds:
-        by_kind = norms_of_state(saved, kinds, names, communicator)
-    else:
-        by_kind = {}
-    return norms | {OPTIMIZER_NORMS[kind]: by_name for kind, by_name in by_kind.items() if by_name}
+        for kind, by_name in norms_of_state(saved, kinds, names, communicator).items():
+            if by_name:
+                norms[OPTIMIZER_NORMS[kind]] = by_name
+    return norms

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING
 
@@ -161,7 +161,7 @@ class BatchLoader:
             fix = "set a smaller batch_size, or drop_remainder to False"
             raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
         """Iterates over the micro-batches of an epoch.
 
         A background thread prepares them from the first ``next`` on, until the iteration ends or the iterator is
@@ -184,7 +184,7 @@ class BatchLoader:
                 yield concatenate(self.dataset.batch(indices), self.dataset.padding(missing))
 
 
-def _prefetch(batches: Iterator[Batch], size: int) -> Iterator[Batch]:
+def _prefetch(batches: Iterator[Batch], size: int) -> Generator[Batch, None, None]:
     """Runs an iterator in a thread, up to `size` items ahead."""
     ready: queue.Queue[Batch | BaseException | None] = queue.Queue(size)
     stop = threading.Event()
