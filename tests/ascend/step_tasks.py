@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from trainer.config.checks.parallel import parallel_degrees
-from trainer.dryrun.tasks import batch_of, open_step, train, windows
+from trainer.dryrun.tasks import batch_of, micro_batches_for_step, open_step, train
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel import collectives
 from trainer.parallel.gradients import GradientReducer
@@ -14,12 +14,12 @@ from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
 if TYPE_CHECKING:
-    from trainer.dryrun.measure import Run
+    from trainer.dryrun.measure import CaseRun
 
 STARTS = "start_all_reduce", "start_reduce_scatter", "start_all_gather"
 
 
-def overlapped(run: Run) -> dict[str, Any]:
+def overlapped(run: CaseRun) -> dict[str, Any]:
     """A training with gradients in buckets of `bucket_bytes`.
 
     Returns:
@@ -75,12 +75,12 @@ def overlapped(run: Run) -> dict[str, Any]:
     return found | {"events": last_step}
 
 
-def micro_batches(run: Run) -> dict[str, Any]:
+def micro_batches(run: CaseRun) -> dict[str, Any]:
     """How many micro-batches a step has."""
     return {"micro_batches": run.config.runner_config.gradient_accumulation_steps}
 
 
-def sharded(run: Run) -> dict[str, Any]:
+def sharded(run: CaseRun) -> dict[str, Any]:
     """A training in semi-automatic mode, and an evaluation after it where the option `evaluates` asks for one.
 
     Returns:
@@ -90,8 +90,8 @@ def sharded(run: Run) -> dict[str, Any]:
     """
     step = open_step(run)
     results, legacy = [], []
-    run.measured_steps(lambda number: results.append(step(windows(run, step, number))))
-    shapes = {name: list(parameter.shape) for name, parameter in step.parameters.own.items()}
+    run.measured_steps(lambda number: results.append(step(micro_batches_for_step(run, step, number))))
+    shapes = {name: list(parameter.shape) for name, parameter in step.parameters.local.items()}
     shapes |= {total.name: list(total.shape) for total in step.sums.values()}
     if run.options.get("evaluates"):
         batches = [batch_of(run, parallel_degrees(run.config, run.world).data_parallel, 0)]

@@ -65,7 +65,7 @@ def computed(name: str, rank: int, group: CpuGroup | None = None) -> list[np.nda
     """Output, gradients of the input and of the weights, for the tokens of a rank and all experts or a part."""
     settings = settings_of(name)
     moe = settings.experts
-    layer = CpuMoe(model_spec(settings).layers[0].mlp, moe, RoutingRule.of(moe), Scratch(), experts=group)
+    layer = CpuMoe(model_spec(settings).layers[0].mlp, moe, RoutingRule.from_config(moe), Scratch(), experts=group)
     weights = weights_of(name, group)
     x_ND, dout_ND = inputs_of(name, rank)
     labels = RouterLabels(np.full((1, 1), TOKENS, np.float32), np.ones((TOKENS, 1), np.float32))

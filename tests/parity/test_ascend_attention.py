@@ -248,7 +248,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
             return mindspore.ops.concat(given)
 
         part = VocabShard(rank, 3, firsts[rank], gather)
-        kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, part=part)
+        kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, shard=part)
         return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
 
     loss, (grad_x, grad_weight) = loss_of(plain_kernels.CrossEntropy(), weight)

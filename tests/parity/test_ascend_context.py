@@ -55,7 +55,7 @@ class SliceExt:
 
 
 def kernel(part: ContextShard, gather) -> context.GatheredAttention:
-    return context.GatheredAttention(HEADS, KV_HEADS, SIZE, length=TOKENS, part=part, gather=gather)
+    return context.GatheredAttention(HEADS, KV_HEADS, SIZE, length=TOKENS, shard=part, gather=gather)
 
 
 @pytest.mark.parametrize(("segments", "window"), [(ONE, None), (PACKED, None), (ONE, 3)])

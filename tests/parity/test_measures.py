@@ -57,7 +57,7 @@ def test_norms_of_gradients(bad: float | None) -> None:
     found = []
     for module in (of_host, of_device):
         squares = module.squares([Tensor(each) for each in gradients])
-        spread = module.spread(squares, np.array([1.0, 0.5, 1.0, 0.25]), [2, 4, 0])
+        spread = module.scatter_squares(squares, np.array([1.0, 0.5, 1.0, 0.25]), [2, 4, 0])
         [sums, spread] = read_together([module.square_sums(squares, [[0, 2], [1, 3]], True), spread])
         found.append(np.concatenate([sums, spread]))
     assert found[0][1] == (0 if bad is None else 3)
@@ -81,7 +81,7 @@ def test_routing_of_micro_batches_and_the_bias_that_balances() -> None:
             assert isinstance(counts, RoutingCounts)
             total = counts if total is None else total + counts
         bias = Parameter(Tensor(np.array([0.1, -0.2, 0.0, 0.3], np.float32)))
-        module.move_bias(bias, total.requested[0], 0.001)
+        module.update_expert_bias(bias, total.requested[0], 0.001)
         found.append([*read_together([module.router_rates(total)]), bias.asnumpy()])
     rates, moved = found[0]
     assert rates[0, 0] > 0 and rates[1, 0] > 1 and rates[0, 1] == 0 and rates[1, 1] == 1
@@ -94,6 +94,6 @@ def test_losses_add_up() -> None:
     scalars = [Tensor(np.float32(number)) for number in (1.5, 2.25, -0.5)]
     for module in (of_host, of_device):
         for number in (1, 3):
-            kept = [module.keep(scalar) for scalar in scalars[:number]]
-            [total] = read_together([module.add_up(kept)])
+            kept = [module.keep_scalar(scalar) for scalar in scalars[:number]]
+            [total] = read_together([module.sum_scalars(kept)])
             assert total == (1.5, None, 3.25)[number - 1]

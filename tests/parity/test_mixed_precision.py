@@ -191,8 +191,8 @@ def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
         return call
 
     monkeypatch.setattr(nn.Cell, "__call__", watching)
-    rounded = plain.Attention.rounded
-    monkeypatch.setattr(plain.Attention, "rounded", lambda *args: noting(rounded, "Attention.rounded")(*args))
+    rounded = plain.Attention.round
+    monkeypatch.setattr(plain.Attention, "round", lambda *args: noting(rounded, "Attention.rounded")(*args))
     for _, cell in cells_of(model.decoder):
         for name in ("logits", "mix", "sum") if type(cell).__module__ == plain.__name__ else ():
             if name in cell._primitives:

@@ -82,7 +82,7 @@ class MoeCase:
         return self.case.weights | bias
 
     def sublayer(self) -> CpuMoe:
-        return CpuMoe(self.spec, self.moe, RoutingRule.of(self.moe), Scratch())
+        return CpuMoe(self.spec, self.moe, RoutingRule.from_config(self.moe), Scratch())
 
     def call(self, **options: Any) -> SublayerCall:
         return SublayerCall(self.weights, dropout=self.case.dropout, **options)
@@ -291,7 +291,7 @@ def test_two_ranks_with_a_sequence_and_half_of_the_experts_each(name: str, dispa
         rows, labels = slice(group.rank * LENGTH, (group.rank + 1) * LENGTH), made.inputs.labels
         weights = {key: array[own] if ".experts." in key else array for key, array in made.weights.items()}
         inputs = MoeInputs(RouterLabels(labels.tokens_B1[group.rank : group.rank + 1], labels.valid_N1[rows]))
-        sublayer = CpuMoe(made.spec, moe, RoutingRule.of(moe), Scratch(), experts=group)
+        sublayer = CpuMoe(made.spec, moe, RoutingRule.from_config(moe), Scratch(), experts=group)
         call = SublayerCall(weights, trained=made.case.weights)
         result, passed = sublayer.forward(call, made.case.x_ND[rows], inputs)
         losses = [passed.routed.aux_loss, passed.routed.z_loss]

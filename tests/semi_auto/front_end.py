@@ -29,7 +29,7 @@ from trainer.config import Config
 from trainer.parallel.world import World
 from trainer.semi_auto.cells import SemiAuto
 from trainer.semi_auto.network import build_semi_auto
-from trainer.semi_auto.training import window_of
+from trainer.semi_auto.training import graph_batch
 
 _NAMES = []  # memory that MindSpore's context points to
 _HEADER, _OBJECT_BYTES = 24, 1024
@@ -51,7 +51,7 @@ def sharded_graph(config: Config, world: World) -> ShardedGraph:
         config: In semi-automatic mode.
         world: The rank whose graph is wanted.
     """
-    built, window = build_semi_auto(config, world, "CPU"), window_of(config, world)
+    built, window = build_semi_auto(config, world, "CPU"), graph_batch(config, world)
     batch = window.tensors([], 0.0)
     network = built.network
     network._device_num, network._global_rank = world.size, world.rank

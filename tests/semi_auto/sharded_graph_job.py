@@ -25,7 +25,7 @@ from trainer.parallel import collectives  # noqa: E402
 from trainer.parallel.communicator import Communicator  # noqa: E402
 from trainer.parallel.world import world_from_environment  # noqa: E402
 from trainer.semi_auto.shards import ShardedParameters  # noqa: E402
-from trainer.semi_auto.training import window_of  # noqa: E402
+from trainer.semi_auto.training import graph_batch  # noqa: E402
 
 
 def main(folder: Path) -> None:
@@ -50,14 +50,14 @@ def main(folder: Path) -> None:
                     known.add(group)
         parameters = ShardedParameters(graph.built, config, world, communicator, lambda group: (0, 1))
         parameters.start(None)
-        own = window_of(config, world).own
+        own = graph_batch(config, world).local_rows
         batch = {each: array[own] for each, array in np.load(folder / f"{name}.npz").items()}
         loss, gradients = computed(graph, parameters, batch, folder, world.rank)
         names = [weight.name for weight in graph.built.step.weights]
         parts = dict(zip(names, gradients, strict=True))
         own = np.array([(part**2).sum(dtype=np.float64) for part in parts.values()])
         [squares] = communicator.all_reduce([parameters.squares(list(parts), own)])
-        whole = parameters.whole(parts, parts)
+        whole = parameters.gather(parts, parts)
         arrays = {f"gradient {each}": array for each, array in whole.items()}
         arrays |= {f"square {each}": np.array(value) for each, value in zip(parameters.trained, squares, strict=True)}
         np.savez(folder / f"{name}-{world.rank}.npz", loss=loss, **arrays)
@@ -82,7 +82,7 @@ def computed(
     graph: ShardedGraph, parameters: ShardedParameters, batch: dict[str, np.ndarray], folder: Path, rank: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Loss and gradients of this rank's shards."""
-    values = parameters.own | {name: total for name, (total, _) in parameters.sums.items()}
+    values = parameters.local | {name: total for name, (total, _) in parameters.sums.items()}
     for each in graph.model.graph.parameter:
         each.raw_data = values[each.name.rpartition(":")[2]].asnumpy().tobytes()
     file = folder / f"graph-{rank}.mindir"

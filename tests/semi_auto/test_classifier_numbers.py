@@ -18,7 +18,7 @@ from trainer.errors import RunError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.network import build_semi_auto
-from trainer.semi_auto.training import open_semi_auto_training, window_of
+from trainer.semi_auto.training import graph_batch, open_semi_auto_training
 from trainer.step.evaluate import evaluate
 
 PIXELS, CLASSES, ROWS = 20, 5, 6
@@ -76,7 +76,7 @@ def test_a_window_that_is_not_to_be_learned_from_changes_nothing() -> None:
     empty = step([images(1, padding=ROWS)])
     assert (empty.updated, empty.skipped, empty.tokens) == (False, "no token with a loss", 0)
     last = [name for name in before if name.endswith(".weight")][-1]
-    step.parameters.own[last].set_data(Tensor(before[last] * np.float32(np.inf)))
+    step.parameters.local[last].set_data(Tensor(before[last] * np.float32(np.inf)))
     overflow = step([images(1)])
     assert (overflow.updated, overflow.overflow, step.optimizer.updates) == (False, True, 0)
     for name, array in step.state_dict_shard().weights.items():
@@ -93,7 +93,7 @@ def test_the_batch_is_sharded_and_nothing_else() -> None:
     first = found.loss.layers.linears[0]
     assert first.product.in_strategy == ((8, 1), (1, 1)) and first.bias_add.in_strategy == ((8, 1), (1,))
     assert found.network._dataset_strategy_config == ((8, 1),) * 3
-    window = window_of(config, World(3, 8, 3, 8))
-    assert list(window.own) == [*range(18, 24), *range(66, 72)]  # of every micro-batch, the rows of the fourth rank
+    window = graph_batch(config, World(3, 8, 3, 8))
+    assert list(window.local_rows) == [*range(18, 24), *range(66, 72)]  # the fourth rank's rows of each micro-batch
     pixels, targets, share = window.tensors([images(1, rows=96)], 0.5)
     assert (pixels.shape, targets.shape, share.shape) == ((12, PIXELS), (12, CLASSES), (12, 1))

@@ -38,10 +38,10 @@ from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training
 from trainer.semi_auto.backend import SemiAutoBackend
 from trainer.semi_auto.cells import GradientCell, SemiAuto
-from trainer.semi_auto.evaluation import own_share
+from trainer.semi_auto.evaluation import contribution_to_mean
 from trainer.semi_auto.network import LazyLossCell, LossCell, build_semi_auto
 from trainer.semi_auto.step import GraphStep, graph_mode
-from trainer.semi_auto.training import open_semi_auto_training, window_of
+from trainer.semi_auto.training import graph_batch, open_semi_auto_training
 from trainer.step.train_step import TrainStep
 
 ROWS, TOKENS, VOCABULARY = 4, 8, 19
@@ -152,7 +152,7 @@ def test_settings_of_communication_reach_the_graph(tmp_path: Path) -> None:
 
 
 def test_only_the_last_stage_adds_to_the_loss_of_an_evaluation() -> None:
-    shares = [own_share(Tensor(np.float32(loss)), stage, 2) for stage, loss in enumerate((np.nan, 3))]
+    shares = [contribution_to_mean(Tensor(np.float32(loss)), stage, 2) for stage, loss in enumerate((np.nan, 3))]
     assert [float(share.asnumpy()) for share in shares] == [0, 6]  # the mean over the ranks is the loss
 
 
@@ -160,8 +160,8 @@ def test_a_rank_hands_over_its_part_of_every_micro_batch() -> None:
     runner = {"batch_size": 1, "gradient_accumulation_steps": 2}
     degrees = {"data_parallel": 2, "model_parallel": 2}
     top = {"parallel": {"parallel_mode": 1, "full_batch": False}, "parallel_config": degrees, "runner_config": runner}
-    windows = [window_of(config_of(top), World(rank, 4, rank, 4)) for rank in range(4)]
-    assert [list(window.own) for window in windows] == [[0, 2], [0, 2], [1, 3], [1, 3]] and windows[0].rows == 4
+    windows = [graph_batch(config_of(top), World(rank, 4, rank, 4)) for rank in range(4)]
+    assert [list(window.local_rows) for window in windows] == [[0, 2], [0, 2], [1, 3], [1, 3]] and windows[0].rows == 4
 
 
 def test_what_is_computed_again() -> None:
@@ -380,7 +380,7 @@ def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
         mine, right = step([batch(number)]), run([batch(number)])
         assert mine.loss == pytest.approx(right.loss, rel=limits.loss)
         assert mine.global_norm == pytest.approx(right.global_norm, rel=limits.gradients)
-    seeds = trainer.semi_auto.step.MaskSeeds(config.seed, micro_batches=2, ranks=1).of_rows(3, 2 * ROWS)
+    seeds = trainer.semi_auto.step.MaskSeeds(config.seed, micro_batches=2, ranks=1).for_rows(3, 2 * ROWS)
     keys = [DropoutKey(config.seed, 0, 3, micro_batch) for micro_batch in range(2)]
     assert seeds[:, 0].tolist() == [seed_of(key, 0) for key in keys for _ in range(ROWS)]
     assert float(step.model(batch()).tokens.asnumpy()) == pytest.approx(

@@ -23,7 +23,7 @@ from trainer.config import Config, parse_config
 from trainer.data import Batch
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.semi_auto.step import graph_mode
-from trainer.semi_auto.training import open_semi_auto_training, window_of
+from trainer.semi_auto.training import graph_batch, open_semi_auto_training
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +69,7 @@ def batch_of(rows: int) -> Batch:
 
 def inputs_of(config: Config, ranks: int) -> dict[str, np.ndarray]:
     """Of the loss cell, for all ranks."""
-    batch = batch_of(window_of(config, world_of(ranks)).rows)
+    batch = batch_of(graph_batch(config, world_of(ranks)).rows)
     share = np.full((len(batch.labels), 1), 1 / (batch.labels != -100).sum(), np.float32)
     return dict(zip(("ids", "labels", "positions", "segments", "share"), (*batch, share), strict=True))
 

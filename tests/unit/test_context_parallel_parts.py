@@ -100,7 +100,7 @@ def test_ranks_drop_what_one_rank_drops(ulysses: int) -> None:
         for number, columns in enumerate((slice(0, 3), slice(3, 6))):
             part = MaskShard(2 * rank + number, (rows, columns))
             found[rows, columns] = own = dropout_mask(key, 4, shape, 0.3, part)
-            assert own.shape == part.of(shape)
+            assert own.shape == part.local_shape(shape)
     assert np.array_equal(found, whole)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.arrays.dropout import DropoutSite, LayerDropout
-from trainer.ops.dropout import DropoutKey, LocalHeads, drawn_bits, dropout_mask, keep_threshold, scores_mask
+from trainer.ops.dropout import DropoutKey, LocalHeads, dropout_mask, keep_threshold, random_bits, scores_mask
 
 KEY = DropoutKey(seed=1, rank=0, step=0, micro_batch=0)
 SHAPE = (50, 40)
@@ -80,7 +80,7 @@ def test_the_bits_of_any_run_are_those_of_the_whole_mask(rate: float) -> None:
     mask = dropout_mask(KEY, 7, (size,), rate)
     for _ in range(60):
         run = cuts(draw, size)
-        bits = drawn_bits(KEY, 7, run.start, run.stop - run.start)
+        bits = random_bits(KEY, 7, run.start, run.stop - run.start)
         kept = (bits >= keep_threshold(rate)) * np.float32(1 / (1 - rate))
         np.testing.assert_array_equal(kept, mask[run])
 
@@ -113,14 +113,15 @@ def test_probabilities_of_a_layer_are_those_of_the_mask(heads: int, kv_heads: in
     for rank in range(ranks):
         own = None
         local = LocalHeads(rank, heads, kv_heads, heads // ranks, max(1, kv_heads // ranks))
+        kv = local.local_kv_heads
         if ranks > 1:
-            own, shape = local, (sequences * local.own_kv_heads, length * local.own_heads // local.own_kv_heads, length)
-        layer, local_groups = LayerDropout(KEY, {}, (2, 0.4), own), local.own_heads // local.own_kv_heads
-        mask = scores_mask(KEY, 2, shape, 0.4, own).reshape(sequences, local.own_kv_heads, length, local_groups, length)
+            own, shape = local, (sequences * kv, length * local.local_heads // kv, length)
+        layer, local_groups = LayerDropout(KEY, {}, (2, 0.4), own), local.local_heads // kv
+        mask = scores_mask(KEY, 2, shape, 0.4, own).reshape(sequences, kv, length, local_groups, length)
         for _ in range(20):
             sequence = int(draw.integers(sequences))
-            queries, keys, some = cuts(draw, length), cuts(draw, length), cuts(draw, local.own_kv_heads)
-            place = sequence, queries, some, local.own_kv_heads, local_groups, keys, length
+            queries, keys, some = cuts(draw, length), cuts(draw, length), cuts(draw, local.local_kv_heads)
+            place = sequence, queries, some, local.local_kv_heads, local_groups, keys, length
             right = mask[sequence, some, queries, :, keys].transpose(0, 2, 1, 3)
             for keep in (True, False):  # drawn, and read again
                 np.testing.assert_array_equal(layer.probabilities(*place, keep), right)

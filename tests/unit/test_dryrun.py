@@ -12,7 +12,7 @@ import pytest
 from trainer.cli import main as cli
 from trainer.config import Config, load_config, parse_config
 from trainer.dryrun import process, report, stand_ins
-from trainer.dryrun.process import Case, Collective, Failure, Measurement, run_cases
+from trainer.dryrun.process import Case, CaseFailure, Collective, Measurement, run_cases
 from trainer.dryrun.report import (
     DryRun,
     audit_there,
@@ -204,6 +204,6 @@ def test_what_is_said_of_a_step_and_of_a_failure() -> None:
         found.check()
     found._replace(limit_bytes=3 << 30).check()
     assert dry_run_dict(found)["exceeds_memory"]
-    failed = Measurement(Failure("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))
+    failed = Measurement(CaseFailure("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))
     text = sections_text(dry_run_sections(DryRun(World(), failed, None, None)))
     assert all(part in text for part in ("CumSum", "trainer/models/moe.py:7", "TypeError: int64"))

@@ -14,7 +14,7 @@ from trainer.errors import RunError
 from trainer.parallel.communicator import check_same_values
 from trainer.parallel.sharding import Shard
 from trainer.semi_auto import shards
-from trainer.semi_auto.shards import first_rank_per_shard, gather_whole, parameter_shard
+from trainer.semi_auto.shards import first_rank_per_shard, gather_arrays, parameter_shard
 
 RANKS = 8
 
@@ -89,7 +89,7 @@ def test_whole_arrays_from_the_shards_of_all_ranks(monkeypatch: pytest.MonkeyPat
 
     def gathered(member: Member) -> dict[str, np.ndarray]:
         parts = {name: own.of(wholes[name]) for name, own in of_rank[member.rank].items()}
-        return gather_whole({name: shapes[name] for name in wholes}, holders, parts, member)
+        return gather_arrays({name: shapes[name] for name in wholes}, holders, parts, member)
 
     found, *others = Job().run(gathered)
     assert others == [{}] * (RANKS - 1) and set(found) == set(wholes)

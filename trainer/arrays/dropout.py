@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.ops.dropout import DropoutKey, drawn_bits, keep_threshold
+from trainer.ops.dropout import DropoutKey, keep_threshold, random_bits
 
 if TYPE_CHECKING:
     from trainer.ops.dropout import LocalHeads
@@ -61,7 +61,7 @@ class LayerDropout:
         mask_nI = np.empty((rows.stop - rows.start, width), np.float32)
         start = 0
         for first, count in _runs(rows, site.rows):
-            bits = drawn_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
+            bits = random_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
             survives = bits[:, site.columns] >= keep_threshold(site.rate)
             _write_factors(survives, site.rate, mask_nI[start : start + count])
             start += count
@@ -89,7 +89,7 @@ class LayerDropout:
         if self.heads is not None:
             all_keys = self.heads.kv_heads
             all_groups = self.heads.heads // self.heads.kv_heads
-            first_key, first_query = divmod(self.heads.number * self.heads.own_heads, all_groups)
+            first_key, first_query = divmod(self.heads.number * self.heads.local_heads, all_groups)
         count = queries.stop - queries.start
         # The mask is [B * K, T * G, T].
         row = all_groups * length
@@ -101,7 +101,7 @@ class LayerDropout:
                 _write_factors(survives, self.rate, found[place])
                 continue
             first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
-            bits = drawn_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
+            bits = random_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
             seen = bits[:, first_query : first_query + groups, keys]
             survives = seen.transpose(1, 0, 2) >= keep_threshold(self.rate)
             if keep:

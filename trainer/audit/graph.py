@@ -34,7 +34,7 @@ from trainer.models.spec.shapes import (
 from trainer.semi_auto.graph_parts import graph_parts
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.kernel_set import KernelSet
 
 _NO_ARITHMETIC = ("Constant", "MakeTuple", "TupleGetItem", "Depend", "Load", "UpdateState", "Return")

@@ -29,7 +29,8 @@ from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.semi_auto.network import semi_auto_rows
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
 
 _ROWS = 2
 _TOKENS = 64

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import mindspore
 
-from trainer.dryrun.observe import ExecutionOrder, host_reads, ours
-from trainer.dryrun.process import Failure
+from trainer.dryrun.observe import ExecutionOrder, host_reads, project_line
+from trainer.dryrun.process import CaseFailure
 from trainer.errors import TrainerError, UserError
 from trainer.monitors.formatting import size
 
@@ -27,7 +27,7 @@ _OPERATORS = (
 )  # fmt: skip
 
 
-class Run:
+class CaseRun:
     """A case in this process: its configuration, and the measuring of its steps.
 
     Args:
@@ -95,16 +95,17 @@ class Run:
         self.base_bytes = mindspore.runtime.memory_allocated()
 
 
-def failure_of(error: Exception) -> Failure:
+def failure_of(error: Exception) -> CaseFailure:
     """What a message of MindSpore, and its stack, say of an error."""
-    places = (ours(frame.filename, frame.lineno) for frame in reversed(traceback.extract_tb(error.__traceback__)))
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    places = (project_line(frame.filename, frame.lineno) for frame in frames)
     text = str(error).strip() or type(error).__name__
     names = (found[1] for pattern in _OPERATORS if (found := re.search(pattern, text)))
     if isinstance(error, TrainerError):
         message = text
     else:
         message = f"{type(error).__name__}: {_first_lines(text)}"
-    return Failure(next(names, ""), next(filter(None, places), ""), message, isinstance(error, UserError))
+    return CaseFailure(next(names, ""), next(filter(None, places), ""), message, isinstance(error, UserError))
 
 
 def _first_lines(text: str) -> str:

@@ -38,7 +38,7 @@ def host_reads() -> Iterator[dict[str, tuple[int, int]]]:
         def read(tensor: mindspore.Tensor, *args, **more):
             if getattr(inside, "reader", False):
                 return original(tensor, *args, **more)
-            where = line_of_ours()
+            where = current_project_line()
             counts[where] += 1
             sizes[where] += tensor.size * tensor.itemsize
             inside.reader = True
@@ -59,17 +59,17 @@ def host_reads() -> Iterator[dict[str, tuple[int, int]]]:
         found |= {where: (count, sizes[where]) for where, count in counts.most_common()}
 
 
-def line_of_ours() -> str:
+def current_project_line() -> str:
     """The innermost line of this project, as trainer/step/clip.py:12, that the calling thread is at."""
     frame = sys._getframe(1)
     while frame is not None:
-        if where := ours(frame.f_code.co_filename, frame.f_lineno):
+        if where := project_line(frame.f_code.co_filename, frame.f_lineno):
             return where
         frame = frame.f_back
     return "elsewhere"
 
 
-def ours(file: str, line: int) -> str:
+def project_line(file: str, line: int) -> str:
     if not file.startswith(str(_PACKAGE)) or file.startswith(_OWN):
         return ""
     return f"{Path(file).relative_to(_PACKAGE.parent)}:{line}"

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
     Attributes:
         config: The configuration, as the text of a YAML or JSON file.
-        task: What to do with it: `module:function`, called with a `trainer.dryrun.measure.Run`.
+        task: What to do with it: `module:function`, called with a `trainer.dryrun.measure.CaseRun`.
         steps: How many steps; a step compiles in the first one and is measured in the last one.
         options: More arguments of the task.
     """
@@ -60,7 +60,7 @@ class Collective(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Failure:
+class CaseFailure:
     """Where a case failed."""
 
     operator: str  # MindSpore's name of the operator; empty where its message names none
@@ -82,7 +82,7 @@ class Measurement:
         found: What the task returned.
     """
 
-    failure: Failure | None = None
+    failure: CaseFailure | None = None
     host_bytes: int = 0
     host_reads: dict[str, tuple[int, int]] = field(default_factory=dict)
     legacy: dict[str, int] = field(default_factory=dict)
@@ -149,7 +149,7 @@ def _run_process(
     if len(found) < len(cases) and current is None:  # it died between two cases, or before the first
         current = next(name for name in cases if name not in found)
     if current is not None:
-        found[current] = Measurement(Failure("", "", _why_dead(process.returncode, folder / LOG)))
+        found[current] = Measurement(CaseFailure("", "", _why_dead(process.returncode, folder / LOG)))
     return found, current
 
 
@@ -192,7 +192,7 @@ def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
 
 
 def _measurement(values: Mapping[str, Any]) -> Measurement:
-    failure = values["failure"] and Failure(**values["failure"])
+    failure = values["failure"] and CaseFailure(**values["failure"])
     reads = {where: tuple(numbers) for where, numbers in values["host_reads"].items()}
     collectives = [Collective(*each[:3], tuple(each[3])) for each in values["collectives"]]
     return Measurement(**{**values, "failure": failure, "host_reads": reads, "collectives": collectives})

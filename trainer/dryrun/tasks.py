@@ -33,7 +33,7 @@ from trainer.step.evaluate import evaluate
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.dryrun.measure import Run
+    from trainer.dryrun.measure import CaseRun
 
 _RATE = 1e-3
 _GATHER = collectives.DeviceGroup.all_gather
@@ -58,20 +58,20 @@ def _even_counts(config: Config, counts: Tensor, group: collectives.Group) -> np
     return np.full((2, group.size, counts.size // group.size), rows // counts.size)
 
 
-def train(run: Run) -> dict[str, Any]:
+def train(run: CaseRun) -> dict[str, Any]:
     """Steps of a training; the last one is measured."""
     step = open_step(run)
     result = None
 
     def one(number: int) -> None:
         nonlocal result
-        result = step(windows(run, step, number))
+        result = step(micro_batches_for_step(run, step, number))
 
     run.measured_steps(one)
     return {"updated": result.updated, "skipped": result.skipped, "parameters": parameters_of(step)}
 
 
-def open_step(run: Run) -> Any:
+def open_step(run: CaseRun) -> Any:
     """The step of a training, explicit or semi-automatic."""
     run.say("building the model")
     if not runs_semi_auto(run.config, run.world):
@@ -88,13 +88,13 @@ def _schedule(update: int) -> float:
 def parameters_of(step: Any) -> int:
     """Numbers in all parameters of this rank."""
     if isinstance(step, GraphStep):
-        parameters = step.parameters.own
+        parameters = step.parameters.local
     else:
         parameters = step.model.parameters_by_name
     return sum(parameter.size for parameter in parameters.values())
 
 
-def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
+def micro_batches_for_step(run: CaseRun, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     """The micro-batches of a step."""
     runner = run.config.runner_config
     if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
@@ -103,7 +103,7 @@ def windows(run: Run, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
 
 
-def batch_of(run: Run, rows: int, seed: int) -> Batch | ImageBatch:
+def batch_of(run: CaseRun, rows: int, seed: int) -> Batch | ImageBatch:
     if run.config.classifier is None:
         return tokens_batch(run, rows, seed)
     settings = run.config.classifier
@@ -112,7 +112,7 @@ def batch_of(run: Run, rows: int, seed: int) -> Batch | ImageBatch:
     return ImageBatch(pixels, stream.integers(0, settings.classes, rows).astype(np.int32))
 
 
-def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
+def tokens_batch(run: CaseRun, rows: int, seed: int) -> Batch:
     """Sequences of random tokens, each with as many documents of one length as the option `documents` says."""
     settings = run.config.decoder
     documents = run.options.get("documents", 1)
@@ -125,7 +125,7 @@ def tokens_batch(run: Run, rows: int, seed: int) -> Batch:
     return Batch(ids[:, :-1].copy(), ids[:, 1:].copy(), positions, segments)
 
 
-def evaluation(run: Run) -> dict[str, Any]:
+def evaluation(run: CaseRun) -> dict[str, Any]:
     """Evaluates batches; each is a step."""
     graph = runs_semi_auto(run.config, run.world)
     if graph:
@@ -151,7 +151,7 @@ def evaluation(run: Run) -> dict[str, Any]:
     return {"tokens": found.tokens}
 
 
-def prediction(run: Run) -> dict[str, Any]:
+def prediction(run: CaseRun) -> dict[str, Any]:
     """Continues prompts of different lengths with a key/value cache; a step is one new token of each."""
     session = open_session(run.config, None, run.world, "Ascend")
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
@@ -161,10 +161,10 @@ def prediction(run: Run) -> dict[str, Any]:
     return {"tokens": len(found)}
 
 
-def checkpoint(run: Run) -> dict[str, Any]:
+def checkpoint(run: CaseRun) -> dict[str, Any]:
     """Trains a step, saves, loads what was saved, and trains again."""
     step = open_step(run)
-    step(windows(run, step, 0))
+    step(micro_batches_for_step(run, step, 0))
     saved = step.state_dict_shard()
     with tempfile.TemporaryDirectory() as folder:
         path = save_checkpoint(
@@ -176,11 +176,11 @@ def checkpoint(run: Run) -> dict[str, Any]:
         load_weights(step.model, {name: piece.array for name, piece in saved.weights.items()})
     step.load_optimizer({key: as_sharded_array(array).array for key, array in saved.optimizer.items()}, saved.updates)
     step.load_state(step.state())
-    run.measured_steps(lambda number: step(windows(run, step, number + 1)))
+    run.measured_steps(lambda number: step(micro_batches_for_step(run, step, number + 1)))
     return {"files": names, "updates": step.optimizer.updates}
 
 
-def audit(run: Run) -> dict[str, Any]:
+def audit(run: CaseRun) -> dict[str, Any]:
     """The audit of the configuration, with graphs compiled for an Ascend: as `--json` and as people read it."""
     from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
@@ -188,7 +188,7 @@ def audit(run: Run) -> dict[str, Any]:
     return {"values": audit_dict(found), "sections": audit_sections(found), "missing": list(found.missing)}
 
 
-def every_collective(run: Run) -> dict[str, Any]:
+def every_collective(run: CaseRun) -> dict[str, Any]:
     """Each cell and function of `trainer.parallel.collectives`, forwards and backwards."""
     group = collectives.init_process_group(run.world)
     x_RD = Tensor(np.ones((2 * run.world.size, 8), np.float32))

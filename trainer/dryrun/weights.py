@@ -51,6 +51,6 @@ def _empty_state(self: Optimizer, shape: tuple[int, ...], name: str) -> Paramete
 
 
 def _start_empty(self: shards.ShardedParameters, weights: None) -> None:
-    own = [(parameter, self.shards[name].shape) for name, parameter in self.own.items()]
+    own = [(parameter, self.shards[name].shape) for name, parameter in self.local.items()]
     for parameter, shape in [*own, *self.sums.values()]:
         parameter.set_data(mint.empty(shape, dtype=mstype.float32), slice_shape=True)

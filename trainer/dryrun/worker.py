@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer.config import parse_config
 from trainer.config.checks.parallel import resolve_for_job
-from trainer.dryrun.measure import Run, failure_of
+from trainer.dryrun.measure import CaseRun, failure_of
 from trainer.dryrun.process import CASES, RESULTS, Measurement
 from trainer.parallel.world import World
 
@@ -62,7 +62,7 @@ def measure(
     try:
         config = resolve_for_job(parse_config(name, case["config"]), world)
         prepare_process(config, world)
-        run = Run(config, world, case["steps"], case["options"], say, libraries)
+        run = CaseRun(config, world, case["steps"], case["options"], say, libraries)
         run.start()
         module, _, function = case["task"].partition(":")
         found = getattr(importlib.import_module(module), function)(run) or {}

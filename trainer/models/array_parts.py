@@ -392,7 +392,7 @@ class _Experts:
                 self.sharing = shard.sharing.size
             if tensor is not None and not tensor.sequence_parallel:
                 self.sharing //= tensor.group.size
-        rule = RoutingRule.of(settings.experts)
+        rule = RoutingRule.from_config(settings.experts)
         self.moe = CpuMoe(spec, settings.experts, rule, scratch, tensor, experts, predicts)
 
     def inputs(self, layer: int, x_ND: Tensor, call: DecoderCall) -> MoeInputs:
@@ -408,6 +408,6 @@ class _Experts:
             shared = self.token_ranks.shared_tokens(len(tokens_B1), len(valid_N1))
         shares = None
         if statistics.load is not None:
-            shares = statistics.load.of_layer(layer)
+            shares = statistics.load.layer_load(layer)
         capacity = self.settings.experts.capacity(x_ND.shape[0] * self.sharing)
         return MoeInputs(RouterLabels(tokens_B1, valid_N1, shared), capacity, shares)

@@ -124,7 +124,7 @@ class CellParts:
         if self.kernels.piecewise_loss is None:
             return Differentiable(self.head, compiled).stop_gradients_at(tuple(sorted(frozen)))
         compiles = partial(compile_cell, compiled=compiled)
-        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, part=part)
+        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, shard=part)
         # The same without the head's weight, the labels and what they count.
         argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stop_gradients_at(argnums)

@@ -30,7 +30,7 @@ from trainer.models.spec.names import (
 from trainer.models.spec.shapes import (
     balanced_layers,
 )
-from trainer.ops.measures import device_measures
+from trainer.ops.measures import metric_functions
 
 if TYPE_CHECKING:
     from trainer.config import ModelConfig
@@ -210,7 +210,7 @@ class Decoder(DecoderForward):
         for layer, requested_E in zip(counts.layers, counts.requested, strict=True) if counts is not None else ():
             bias_E = self.parameters_by_name.get(layer_prefix(layer) + EXPERT_BIAS)
             if layer in self.balanced_layers and bias_E is not None:
-                device_measures().update_expert_bias(bias_E, requested_E, self.settings.experts.topk_bias_update_rate)
+                metric_functions().update_expert_bias(bias_E, requested_E, self.settings.experts.topk_bias_update_rate)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Returns the logits of every token, [N, V]; for evaluation and tests, not for training."""

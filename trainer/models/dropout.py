@@ -122,7 +122,7 @@ class DropoutShards:
 def _site(number: int, rate: float, width: int, part: MaskShard | None) -> DropoutSite:
     if part is None:
         return DropoutSite(number, rate, width)
-    rows, columns = part.places
+    rows, columns = part.indices
     if isinstance(rows, slice):
         if rows == slice(None):
             rows = None

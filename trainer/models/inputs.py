@@ -15,7 +15,7 @@ from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.rotary import rotary_angles
-from trainer.ops.measures import device_measures
+from trainer.ops.measures import metric_functions
 from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class RouterStatistics:
         if not self.routings:
             return None
         layers, routings, scores = zip(*self.routings, strict=True)
-        return device_measures().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
+        return metric_functions().routing_counts(layers, [Routing(*routing) for routing in routings], scores)
 
 
 class DecoderCall(NamedTuple):

@@ -244,7 +244,7 @@ class MoeLayer(nn.Cell):
         )
         made = [compile_cell(piece, compiled) for piece in pieces]
         self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
-        self.route = kernels.route(RoutingRule.of(moe))
+        self.route = kernels.route(RoutingRule.from_config(moe))
         self.permute = kernels.permute()
         self.unpermute = kernels.unpermute()
         self.dispatch = None
@@ -252,7 +252,7 @@ class MoeLayer(nn.Cell):
             self.dispatch = AllToAllDispatcher(expert_group, self.permute, self.unpermute)
         self.drop = kernels.dropout(settings.hidden_dropout)
         # Without a capacity and without safe tokens every row is one of an expert.
-        fills_rows = moe.effective_capacity is None and not RoutingRule.of(moe).safe_tokens
+        fills_rows = moe.effective_capacity is None and not RoutingRule.from_config(moe).safe_tokens
         self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
 
     def construct(self, x_ND, weights, sequence_weights, dropped, capacity):
@@ -368,7 +368,7 @@ class MoeFunction:
         if statistics is None:
             return self.function.evaluate(x_ND, views), None, None
         capacity = self.capacity(x_ND.shape[0] * self.function.sharing)
-        shares = statistics.load.of_layer(self.layer) if statistics.load is not None else None
+        shares = statistics.load.layer_load(self.layer) if statistics.load is not None else None
 
         def train(x_ND, views, routing=None):
             return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing, shares)

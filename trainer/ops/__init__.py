@@ -1,8 +1,8 @@
-"""Kernels: the only package that tells a fused operator from plain ones.
+"""Kernels: the only package that distinguishes fused operators from plain ones.
 
-`select.py` (no MindSpore) decides which implementation each kernel gets and why. `plain.py` has the plain kernels,
-which are right on every device, and `ascend/kernels.py` the fused operators. Both export the same classes with the same
-call signatures, and MindSpore can shard both:
+`select.py` (without MindSpore) selects the implementation of each kernel and gives the reason. `plain.py` has the plain
+kernels, which work on every device; `ascend/kernels.py` has the fused operators. Both define the same classes with the
+same call signatures, and MindSpore can shard both:
 
 =================  ===================================================  ==================================
 kernel             call                                                 returns
@@ -15,8 +15,8 @@ Attention(h,k,d)   (q_NC, k_NK, v_NK, mask, more_mask, dropout)         o_NC
 CrossEntropy       (x_ND, weight_VD, labels_N, valid_N1)                sum of the token losses, scalar
 =================  ===================================================  ==================================
 
-Experts (`plain_moe.py`, on the host, and `ascend/moe.py`, in the graph; `routing.py`, without MindSpore, has the
-arithmetic of the routing):
+Kernels of experts (`plain_moe.py` computes on the host, `ascend/moe.py` in the graph; `routing.py`, without MindSpore,
+has the arithmetic of the routing):
 
 ==================  ==================================================  ==================================
 kernel              call                                                returns
@@ -27,20 +27,20 @@ Permute             (x_ND, token_R, row_Nk)                             the rows
 Unpermute           (y_RD, gates_Nk, token_R, row_Nk)                   sum of each token's rows, [N, D]
 ==================  ==================================================  ==================================
 
-On a CPU `trainer.arrays` computes whole layers in the place of all of them, but for `context.mode` 1, which runs the
-plain kernels operator by operator.
+On a CPU, the array engine (`trainer.arrays`) computes whole layers instead of these kernels. Only `context.mode` 1 runs
+the plain kernels there, operator by operator.
 
-Where several ranks of an Ascend share the tokens of a sequence, `context.py` puts attention over gathered keys and
-values (`ascend/context.py`) in the place of `Attention`.
+With context parallelism on an Ascend, `context.py` replaces `Attention` by attention over gathered keys and values
+(`ascend/context.py`).
 
-`precision.py` (no MindSpore) says which dtype each part computes in; `kernel_set.py` builds every kernel in its dtype.
-x, y and what flows between kernels have the dtype of the matrix products; weights, their gradients and the residual
-stream are float32.
+`precision.py` (without MindSpore) gives the dtype of each part; `kernel_set.py` builds every kernel in its dtype. x, y
+and other values between kernels have the dtype of the matrix products. Weights, their gradients and the residual stream
+are float32.
 
-N = B * T tokens of a micro-batch of B sequences of T tokens; C = heads * d; K = key/value heads * d; r columns of the d
-of a head are rotated.
+N = B * T tokens of a micro-batch of B sequences of T tokens; C = heads * d; K = key/value heads * d; d is the size of a
+head, and r of its columns are rotated.
 
-Every call site owns its own instance: one `nn.Cell` with a `bprop` that is called twice inside one compiled function
-makes MindSpore 2.10 mix up the two forward results in the backward pass, without an error
+Every call site has its own instance of a kernel. If one `nn.Cell` with a `bprop` is called twice inside one compiled
+function, MindSpore 2.10 mixes up the two forward results in the backward pass, without an error
 (tests/parity/test_kernels.py shows it).
 """

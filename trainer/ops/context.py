@@ -1,4 +1,4 @@
-"""The kernels of a rank of an Ascend that shares sequences with others (context parallelism)."""
+"""Kernels for context parallelism on an Ascend: several ranks share the tokens of each sequence."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from trainer.parallel.collectives import AllGather
 from trainer.parallel.process_groups import ProcessGroups
 
 
-def context_parallel_kernels(kernels: KernelSet, groups: ProcessGroups, part: ContextShard) -> KernelSet:
-    """The kernels of a rank that has this part of sequences which it shares with the ranks of `groups.cp`.
+def context_parallel_kernels(kernels: KernelSet, groups: ProcessGroups, shard: ContextShard) -> KernelSet:
+    """Replaces the attention kernels by those of a rank that has one shard of each sequence.
 
-    Masks of attention are then made for whole sequences: `attention_masks` takes the documents of all T tokens. All
-    else takes the rank's tokens. A ring is a gather, see `ascend/context.py`, and there is no Ulysses attention:
-    `trainer.plan.ascend` refuses it.
+    The ranks of `groups.cp` share the sequences. `attention_masks` of the result takes the documents of all T tokens of
+    a sequence; all other kernels take the tokens of this rank. A ring becomes a gather (see `ascend/context.py`), and
+    `trainer.plan.ascend` refuses Ulysses attention.
     """
+    assert isinstance(kernels.attention, partial) and groups.cp is not None
     dtypes = {name: kernels.attention.keywords[name] for name in ("dtype", "softmax_dtype")}
     return replace(
         kernels,
-        attention=partial(GatheredAttention, part=part, gather=partial(AllGather, groups.cp), **dtypes),
-        attention_masks=partial(AttentionMasks, part=part),
+        attention=partial(GatheredAttention, shard=shard, gather=partial(AllGather, groups.cp), **dtypes),
+        attention_masks=partial(AttentionMasks, shard=shard),
     )

@@ -1,4 +1,4 @@
-"""The oneDNN library that MindSpore brings along, and what it computes on this processor. Without MindSpore."""
+"""Loads the oneDNN library of the installed MindSpore, without importing MindSpore."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import importlib.util
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-_VERSION = (3, 10)  # the interface that `trainer.arrays.onednn` calls is that of these releases
-# dnnl_cpu_isa_t: sets of instructions, each with the bits of those that it contains.
+_VERSION = (3, 10)  # releases with the interface that `trainer.arrays.onednn` calls
+# dnnl_cpu_isa_t: the value of an instruction set includes the bits of the sets that it contains.
 _AVX512 = 0x27
 _BFLOAT16 = 0xE7
 
 
 class OneDnn(NamedTuple):
-    """The library, and what it is; or None, and why there is none."""
+    """The library and its name; or None and the reason why it cannot be used."""
 
     library: ctypes.CDLL | None
     text: str
@@ -23,17 +23,17 @@ class OneDnn(NamedTuple):
 
 @functools.cache
 def find_onednn() -> OneDnn:
-    """Loads it, in a hundredth of a second."""
+    """Loads oneDNN, which takes a hundredth of a second; later calls return the same value."""
     spec = importlib.util.find_spec("mindspore")
     if spec is None or spec.origin is None:
         return OneDnn(None, "MindSpore is not installed")
     path = Path(spec.origin).parent / "lib" / "libdnnl.so.3"
     try:
-        found = ctypes.CDLL(str(path))
-        found.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
-        version = tuple(found.dnnl_version().contents)
+        onednn = ctypes.CDLL(str(path))
+        onednn.dnnl_version.restype = ctypes.POINTER(ctypes.c_int * 3)
+        version = tuple(onednn.dnnl_version().contents)
         for name in ("dnnl_threadpool_interop_stream_create", "dnnl_threadpool_interop_sgemm"):
-            getattr(found, name)  # built with other threads, it does not have them
+            getattr(onednn, name)  # missing in a build with another threading runtime
     except OSError:
         return OneDnn(None, f"MindSpore's {path.name} cannot be loaded")
     except AttributeError:
@@ -41,29 +41,32 @@ def find_onednn() -> OneDnn:
     name = f"oneDNN {'.'.join(map(str, version))}"
     if version[:2] != _VERSION:
         return OneDnn(None, f"MindSpore brings {name} instead of {'.'.join(map(str, _VERSION))}")
-    return OneDnn(found, f"MindSpore's {name}")
+    return OneDnn(onednn, f"MindSpore's {name}")
 
 
 def library() -> ctypes.CDLL | None:
-    """oneDNN; None where it is missing or of another version."""
+    """Returns oneDNN; None if it is missing or has another version."""
     return find_onednn().library
 
 
 def has_bfloat16_casts() -> bool:
-    """Whether oneDNN casts between float32 and bfloat16 with vector instructions; otherwise one number at a time."""
-    return _has(_AVX512)
+    """Returns whether oneDNN casts between float32 and bfloat16 with vector instructions, not number by number."""
+    return _has_instructions(_AVX512)
 
 
 def bfloat16_products() -> Literal["oneDNN", "emulated", ""]:
-    """Who multiplies numbers in bfloat16: oneDNN, or where the processor has no instructions for it its float32
-    products of rounded numbers; empty where there is no library."""
+    """Returns how bfloat16 matrices are multiplied on this processor.
+
+    "oneDNN": with bfloat16 instructions. "emulated": with float32 products of rounded numbers, because the processor
+    has no such instructions. An empty text: oneDNN is missing.
+    """
     if library() is None:
         return ""
-    if _has(_BFLOAT16):
+    if _has_instructions(_BFLOAT16):
         return "oneDNN"
     return "emulated"
 
 
-def _has(instructions: int) -> bool:
-    found = library()
-    return found is not None and found.dnnl_get_effective_cpu_isa() & instructions == instructions
+def _has_instructions(instructions: int) -> bool:
+    onednn = library()
+    return onednn is not None and onednn.dnnl_get_effective_cpu_isa() & instructions == instructions

@@ -1,14 +1,15 @@
-"""Builds the kernels from their choices (`select.py`) and dtypes (`precision.py`), plain and fused."""
+"""Builds the kernels, plain or fused, from their choices (`select.py`) and dtypes (`precision.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING
 
+from mindspore import Tensor, nn
 from mindspore import dtype as mstype
-from mindspore import nn
 from mindspore.ops import operations as P
 
 from trainer.ops import plain, plain_moe
@@ -22,16 +23,16 @@ from trainer.ops.select import KernelChoice
 from trainer.ops.vocabulary import VocabShardRows
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
 
 MakeCell = Callable[..., nn.Cell]
 
 
 class InDtype(nn.Cell):
-    """A kernel in a dtype of its own: kernel(inputs as `inside`) as `outside`. The kernel takes tensors only.
+    """Casts the inputs of a kernel to `inside`, and its result to `outside`. The kernel takes only tensors.
 
-    The automatic gradient of a cast brings a gradient back to the dtype of the cast's input, so the gradient of a
-    float32 weight is float32 whatever the kernel computes in. With `first`, only the first input is cast.
+    The automatic gradient of a cast has the dtype of the cast's input. So a float32 weight gets a float32 gradient,
+    whatever dtype the kernel computes in. With `first`, only the first input is cast.
     """
 
     def __init__(self, kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> None:
@@ -42,7 +43,7 @@ class InDtype(nn.Cell):
         self.first = first
         self.cast = P.Cast()
 
-    def construct(self, *tensors):
+    def construct(self, *tensors: Tensor) -> Tensor:
         if self.first:
             result = self.kernel(self.cast(tensors[0], self.inside), *tensors[1:])
         else:
@@ -50,24 +51,24 @@ class InDtype(nn.Cell):
         return self.cast(result, self.outside)
 
     def shard_over(self, *degrees: int, **named: int) -> None:
-        """Shards the kernel, where it is one of semi-automatic mode. Casts follow their inputs."""
+        """Shards the kernel, in semi-automatic mode. Casts are sharded like their inputs."""
         self.kernel.shard_over(*degrees, **named)
 
 
-def rounded(kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> nn.Cell:
-    """kernel(inputs rounded to `inside`) in float32, the result rounded to `inside` and cast to `outside`.
+def round_kernel(kernel: nn.Cell, inside: mstype.Type, outside: mstype.Type, *, first: bool = False) -> nn.Cell:
+    """Returns a kernel that rounds its inputs and its result to `inside` and computes in float32 in between.
 
-    What a fused operator does with half-precision inputs: its arithmetic is float32. On a CPU it is also the faster
-    way by far: there element-wise operators take 20 to 30 times as long in float16 as in float32, a cast 3 times.
+    The result is cast to `outside`. Fused operators compute in this way with half-precision inputs. On a CPU it is also
+    much faster: element-wise operators take 20 to 30 times as long in float16 as in float32, casts 3 times.
     """
     return InDtype(InDtype(kernel, mstype.float32, inside, first=first), inside, outside, first=first)
 
 
 @dataclass(frozen=True)
 class KernelSet:
-    """The kernels that a model is built from. Cells are made: one instance for every call site.
+    """The kernels of a model. Fields with cells are functions that make one, because each call site needs an instance.
 
-    `compute_dtype` is the dtype in which kernels hand their results to each other.
+    `compute_dtype` is the dtype of the values that kernels pass to each other.
     """
 
     linear: MakeCell
@@ -99,18 +100,25 @@ class KernelSet:
     cached_attention: Callable
     compute_dtype: mstype.Type = mstype.float32
     host_layers: bool = False
-    """Whether a decoder computes whole layers on arrays (`trainer.arrays`) in the place of these kernels."""
+    """Whether native CPU layers (`trainer.arrays`) compute a decoder instead of these kernels."""
     host_dtype: str = "float32"
-    """Dtype of the products of these layers."""
+    """Dtype of the matrix products of native CPU layers."""
 
     def window(self, settings: ModelConfig, layer: int) -> int | None:
-        """The window that the attention of a layer must know; None where it has none or the mask has it."""
-        knows = self.attention_options is ascend_attention.attention_options and settings.has_window(layer)
-        return settings.sliding_window if knows else None
+        """Returns the `window` argument of a layer's attention; None if it has no window or the mask contains it."""
+        needs_window = self.attention_options is ascend_attention.attention_options and settings.has_window(layer)
+        if needs_window:
+            return settings.sliding_window
+        return None
 
     def mask_form(self, shape: tuple[int, ...], of_scores: bool = False) -> tuple[tuple[int, ...], str]:
-        """Shape and dtype of what `draw_mask`, or `draw_attention_mask`, draws for numbers of this shape."""
-        draw = self.draw_attention_mask if of_scores else self.draw_mask
+        """Returns shape and dtype of the dropout mask for numbers of this shape.
+
+        With `of_scores` it is the mask of `draw_attention_mask`, otherwise that of `draw_mask`.
+        """
+        draw = self.draw_mask
+        if of_scores:
+            draw = self.draw_attention_mask
         if draw is ascend_dropout.draw_mask:
             return (ascend_dropout.mask_bytes(shape),), "uint8"
         if draw is ascend_dropout.draw_attention_mask:
@@ -125,94 +133,124 @@ def load_kernels(
     is_sharded: bool = False,
     host_layers: bool = False,
 ) -> KernelSet:
-    """The chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
+    """Returns the chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
 
     Args:
-        is_sharded: Whether MindSpore shards the graph that they are for.
-        host_layers: Whether native layers compute in the place of these kernels, see `trainer.ops.select.on_arrays`.
+        choices: The result of `select_kernels`; none for a classifier.
+        is_sharded: Whether the kernels are for a graph that MindSpore shards.
+        host_layers: Whether native CPU layers compute instead of these kernels; see `trainer.ops.select.on_arrays`.
     """
-    fused = {choice.kernel for choice in choices if choice.fused}  # none for a classifier
-    # A dense model has no choices for experts either, and makes none of their kernels.
-    experts = moe_ascend if "grouped_matmul" in fused else plain_moe
-    sorting = moe_ascend.FusedPermute, moe_ascend.FusedUnpermute
-    if "token_permute" not in fused:
-        sorting = experts.Permute, experts.Unpermute
-    # A CPU has no cells in bfloat16: beside layers on arrays that multiply in it they are float32.
-    own_of = FLOAT32 if precision.by else precision
-    dtypes = own_of.compute, own_of.norm, own_of.softmax, own_of.rotary
-    compute, norm, softmax, rotary = (getattr(mstype, part.dtype) for part in dtypes)
+    fused = {choice.kernel for choice in choices if choice.fused}
+    # A dense model has no choices for experts and uses none of their kernels.
+    experts: ModuleType = plain_moe
+    if "grouped_matmul" in fused:
+        experts = moe_ascend
+    permute: MakeCell = experts.Permute
+    unpermute: MakeCell = experts.Unpermute
+    if "token_permute" in fused:
+        permute = moe_ascend.FusedPermute
+        unpermute = moe_ascend.FusedUnpermute
+    host_dtype = "float32"
+    if host_layers:
+        host_dtype = precision.compute.dtype
+    # The array engine multiplies in half precision, but a CPU has no such cells: they compute in float32.
+    if precision.by:
+        precision = FLOAT32
+    parts = (precision.compute, precision.norm, precision.softmax, precision.rotary)
+    compute, norm, softmax, rotary = (getattr(mstype, part.dtype) for part in parts)
 
     on_ascend = "rms_norm" in fused  # it is fused on every Ascend
-    drawing = ascend_dropout if on_ascend else plain
+    rows: ModuleType = plain
+    dropout: ModuleType = plain
+    piecewise_loss = None
+    if on_ascend:
+        rows = ascend
+        dropout = ascend_dropout
+        piecewise_loss = partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute)
+    attention: ModuleType = plain
+    draw_attention_mask = dropout.draw_factors
     if "attention" in fused:
         attention = ascend_attention
         draw_attention_mask = ascend_dropout.draw_attention_mask
-        attention_options = attention.sharded_attention_options if is_sharded else attention.attention_options
-    else:
-        attention = plain
-        draw_attention_mask = drawing.draw_factors
-        attention_options = ascend_dropout.plain_attention_options if is_sharded else plain.attention_options
 
-    product = partial(_product, compute=compute)
-    part = partial(_part, fused, compute=compute)
+    elementwise = partial(_elementwise, fused, compute=compute)
+    rms_norm: MakeCell = partial(_ascend_norm, inside=norm, outside=compute, is_sharded=is_sharded)
     if not on_ascend:
-        rms_norm = part("rms_norm", "RmsNorm", norm)
-    elif is_sharded:
-        rms_norm = partial(_sharded_norm, inside=norm, outside=compute)
-    else:
-        rms_norm = partial(ascend.RmsNorm, inside=norm, outside=compute)
-    gather_rows = ascend.gather_rows if on_ascend else plain.gather_rows
+        rms_norm = elementwise("rms_norm", "RmsNorm", norm)
+    linear: MakeCell = plain.Linear
+    if compute != mstype.float32:
+        linear = partial(_linear_in, compute)
     return KernelSet(
-        linear=product(plain.Linear),
+        linear=linear,
         rms_norm=rms_norm,
         head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
-        rotary=part("rotary_embedding", "Rotary", rotary, first=True),
-        swiglu=part("swiglu", "SwiGLU", compute),
+        rotary=elementwise("rotary_embedding", "Rotary", rotary, first=True),
+        swiglu=elementwise("swiglu", "SwiGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
-        piecewise_loss=partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute) if on_ascend else None,
+        piecewise_loss=piecewise_loss,
         router_linear=plain.Linear,
         route=experts.Route,
         grouped_matmul=experts.GroupedMatmul,
-        permute=sorting[0],
-        unpermute=sorting[1],
-        gather_rows=gather_rows,
-        vocabulary_rows=partial(VocabShardRows, gather_rows=gather_rows),
+        permute=permute,
+        unpermute=unpermute,
+        gather_rows=rows.gather_rows,
+        vocabulary_rows=partial(VocabShardRows, gather_rows=rows.gather_rows),
         one_hot=plain.OneHot,
         split_heads=plain.SplitHeads,
         join_heads=plain.JoinHeads,
-        write_rows=ascend.write_rows if on_ascend else plain.write_rows,
+        write_rows=rows.write_rows,
         rotary_tables=partial(plain.rotary_tables, dtype=rotary, fused="rotary_embedding" in fused),
         attention_masks=attention.AttentionMasks,
-        attention_options=attention_options,
-        dropout=ascend_dropout.ShardedDropout if is_sharded else drawing.Dropout,
-        draw_mask=drawing.draw_mask,
+        attention_options=_attention_options("attention" in fused, is_sharded),
+        dropout=ascend_dropout.ShardedDropout if is_sharded else dropout.Dropout,
+        draw_mask=dropout.draw_mask,
         draw_attention_mask=draw_attention_mask,
         cached_mask=plain.cached_mask,
         cached_attention=partial(plain.cached_attention, softmax_dtype=softmax),
         compute_dtype=compute,
         host_layers=host_layers,
-        host_dtype=precision.compute.dtype if host_layers else "float32",
+        host_dtype=host_dtype,
     )
 
 
-def _product(kernel: MakeCell, compute: mstype.Type) -> MakeCell:
-    """A product in the dtype of products."""
-    return kernel if compute == mstype.float32 else lambda: InDtype(kernel(), compute, compute)
+def _attention_options(is_fused: bool, is_sharded: bool) -> Callable:
+    """Returns the function that makes the arguments of `Attention` beside its sizes."""
+    if is_fused and is_sharded:
+        return ascend_attention.sharded_attention_options
+    if is_fused:
+        return ascend_attention.attention_options
+    if is_sharded:
+        return ascend_dropout.plain_attention_options
+    return plain.attention_options
 
 
-def _sharded_norm(size: int, eps: float, inside: mstype.Type, outside: mstype.Type) -> nn.Cell:
-    """An Ascend's norm in a graph that MindSpore shards."""
+def _linear_in(dtype: mstype.Type) -> nn.Cell:
+    """Returns a `Linear` that multiplies in this dtype."""
+    return InDtype(plain.Linear(), dtype, dtype)
+
+
+def _ascend_norm(size: int, eps: float, *, inside: mstype.Type, outside: mstype.Type, is_sharded: bool) -> nn.Cell:
+    """Returns an Ascend's norm that computes in `inside` and gives `outside`."""
+    if not is_sharded:
+        return ascend.RmsNorm(size, eps, inside, outside)
     norm = ascend.RmsNorm(size, eps, is_sharded=True)
-    return norm if inside == outside == mstype.float32 else InDtype(norm, inside, outside)
+    if inside == outside == mstype.float32:
+        return norm
+    return InDtype(norm, inside, outside)
 
 
-def _part(
+def _elementwise(
     fused: Collection[str], kernel: str, name: str, inside: mstype.Type, *, compute: mstype.Type, first: bool = False
 ) -> MakeCell:
-    """What is no product: half precision where a fused operator takes it, else float32 between rounded values."""
+    """Returns what makes the kernel `name`, which is not a matrix product.
+
+    A fused operator takes half precision; a plain kernel computes in float32 between rounded values.
+    """
     make = getattr(ascend if kernel in fused else plain, name)
     if inside == compute == mstype.float32:
         return make
-    wrap = InDtype if kernel in fused or inside == mstype.float32 else rounded
+    wrap: Callable[..., nn.Cell] = round_kernel
+    if kernel in fused or inside == mstype.float32:
+        wrap = InDtype
     return lambda *sizes: wrap(make(*sizes), inside, compute, first=first)

@@ -1,4 +1,4 @@
-"""Where a step computes what it reports, and how the host reads it: once a step, all together."""
+"""The functions that compute the metrics of a step, and one transfer that brings the results to the host."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import numpy as np
 from mindspore import Tensor, ops
 from mindspore import dtype as mstype
 
-from trainer.arrays import measures as of_host
-from trainer.ops.ascend import measures as of_device
+from trainer.arrays import measures as cpu_measures
+from trainer.ops.ascend import measures as ascend_measures
 
 
-def device_measures() -> ModuleType:
-    """The functions for the current device: a CPU's compute arrays, those of other devices leave tensors there."""
+def metric_functions() -> ModuleType:
+    """Returns the module of metric functions for the current device.
+
+    On a CPU they return NumPy arrays; on other devices they return tensors, which stay on the device.
+    """
     if mindspore.get_context("device_target") == "CPU":
-        return of_host
-    return of_device
+        return cpu_measures
+    return ascend_measures
 
 
 def read_together(values: Sequence[Tensor | np.ndarray | float]) -> list[np.ndarray]:
-    """The values on the host. Tensors travel as one float32 tensor: the host waits once for the device."""
+    """Returns the values as arrays on the host. Tensors are copied as one float32 tensor: the host waits only once."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     if tensors:
         packed = ops.concat([tensor.reshape(-1).astype(mstype.float32) for tensor in tensors]).asnumpy()
-        parts = iter(np.split(packed, np.cumsum([tensor.size for tensor in tensors])[:-1]))
-    return [
-        next(parts).reshape(value.shape) if isinstance(value, Tensor) else np.asarray(value) for value in values
-    ]
+        pieces = iter(np.split(packed, np.cumsum([tensor.size for tensor in tensors])[:-1]))
+    arrays = []
+    for value in values:
+        if isinstance(value, Tensor):
+            arrays.append(next(pieces).reshape(value.shape))
+        else:
+            arrays.append(np.asarray(value))
+    return arrays

@@ -1,15 +1,15 @@
 """Plain kernels: MindSpore's own operators, for every device and for graphs that MindSpore shards.
 
-They compute what has no fused operator, `context.mode 1` on a CPU and the classifier. Every operator has a sharding
-rule in MindSpore, and a current kernel (aclnn) on an Ascend except P.OneHot of the loss and P.Gather of the tables in a
-graph. Semi-automatic mode shards the operators of the forward pass and derives the backward pass from the shards, so no
-gradient is written by hand here.
+They are used where no fused operator exists, for `context.mode 1` on a CPU, and for the classifier. MindSpore has a
+sharding rule for every operator here. On an Ascend all have a current kernel (aclnn), except P.OneHot of the loss and
+P.Gather of the tables in a graph. Semi-automatic mode shards the operators of the forward pass and derives the backward
+pass from the shards, so almost no gradient is written by hand here.
 
-What SplitWithSize gives must not go into a concatenation as it is, or through a reshape alone: operator by operator on
-a CPU, MindSpore 2.10 then computes wrong gradients, without an error (tests/parity/test_kernels.py shows it).
+A result of SplitWithSize must not be concatenated directly, or after a reshape alone: in eager mode on a CPU,
+MindSpore 2.10 then computes wrong gradients, without an error (tests/parity/test_kernels.py shows it).
 
-Legend: N tokens (B rows x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K key/value
-heads, G = H / K, d width of a query or key, C = H * d, S cached tokens, Q new ones of a prediction.
+Legend: N tokens (B sequences x T), D hidden, I/O in/out features, F feed-forward, V vocabulary, H query heads, K
+key/value heads, G = H / K, d width of a query or key, C = H * d, S cached tokens, Q new tokens of a prediction.
 """
 
 from __future__ import annotations
@@ -27,45 +27,49 @@ from trainer.models.spec.visibility import attention_bias, visible_keys
 from trainer.ops.dropout import DropoutKey, LocalHeads, MaskShard, dropout_mask, scores_mask
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
 
 
 _QUARTERS = 4
-"""Parts of a sequence whose scores `Attention` computes by themselves."""
+"""The number of parts of a sequence whose scores `Attention` computes separately."""
 
 
 def shard_operators(cell: nn.Cell, axes: Mapping[str, str], **degrees: int) -> None:
-    """Gives operators of a cell their strategies.
+    """Sets the strategies of a cell's operators.
 
     Args:
-        axes: Names of operators, or of tuples of them -> the axes of their inputs, separated by commas, and after ">"
-            those of the result. Each axis is a letter; an input without axes is a number.
-        degrees: Letter of an axis -> over how many ranks it is sharded; any other letter: it is whole.
+        axes: For each name of an operator, or of a tuple of operators, the axes of its inputs, separated by commas, and
+            after ">" those of the result. Each axis is a letter; an input without axes is a number.
+        degrees: For each letter the number of ranks that shard the axis. Axes with other letters are not sharded.
     """
 
     def strategy(letters: str) -> tuple[int, ...]:
         return tuple(degrees.get(letter, 1) for letter in letters)
 
-    for names, written in axes.items():
-        inputs, _, result = written.partition(">")
-        more = {"out_strategy": (strategy(result),)} if result else {}
+    for names, text in axes.items():
+        inputs, _, result = text.partition(">")
+        options = {}
+        if result:
+            options["out_strategy"] = (strategy(result),)
         for name in names.split():
-            named = getattr(cell, name)
-            for operator in named if isinstance(named, tuple) else (named,):
-                operator.shard(tuple(map(strategy, inputs.split(","))), **more)
+            operators = getattr(cell, name)
+            if not isinstance(operators, tuple):
+                operators = (operators,)
+            for operator in operators:
+                operator.shard(tuple(map(strategy, inputs.split(","))), **options)
 
 
 class Sharded(nn.Cell):
     """A cell whose operators MindSpore can shard.
 
     Attributes:
-        axes: As `shard_operators` takes them, with "d" for the batch and "t" for columns or heads.
+        axes: The argument of `shard_operators`, with "d" for the batch and "t" for columns or heads.
     """
 
     axes: ClassVar[Mapping[str, str]] = {}
 
     def shard_over(self, data: int, tensor: int = 1) -> None:
-        """Shards the batch over `data` and columns or heads over `tensor` ranks."""
+        """Shards the batch over `data` ranks, and columns or heads over `tensor` ranks."""
         shard_operators(self, self.axes, d=data, t=tensor)
 
 
@@ -77,14 +81,15 @@ class Linear(nn.Cell):
         self.product = P.MatMul(transpose_b=True)
         self.bias_add = P.Add()
 
-    def construct(self, x_NI, weight_OI, bias_O=None):
+    def construct(self, x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         y_NO = self.product(x_NI, weight_OI)
         return y_NO if bias_O is None else self.bias_add(y_NO, bias_O)
 
     def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0) -> None:
         """Shards N over `data` ranks, and the weight's O over `columns` ranks or its I over `rows` ranks.
 
-        N of the result is sharded over `tokens` ranks where that is more: the sum over `rows` ranks is a ReduceScatter.
+        If `tokens` is larger than `data`, N of the result is sharded over `tokens` ranks: the sum over `rows` ranks
+        becomes a ReduceScatter.
         """
         result = ">nc" if tokens > data else ""
         axes = {"product": f"dr,cr{result}", "bias_add": "nc,c"}
@@ -104,19 +109,19 @@ class RmsNorm(nn.Cell):
         self.scale = P.Mul()
         self.weigh = P.Mul()
 
-    def construct(self, x_ND, weight_D):
+    def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
         rstd_N1 = self.rsqrt(self.add(self.mean(self.square(x_ND), (-1,), True), self.eps))
         return self.weigh(self.scale(x_ND, rstd_N1), weight_D)
 
     def shard_over(self, *degrees: int) -> None:
-        """Shards all axes but the last."""
+        """Shards all axes except the last; `degrees` has the number of ranks for each."""
         x = "dt"[: len(degrees)] + "."
         axes = {"square mean rsqrt": x, "add": f"{x},", "scale": f"{x},{x}", "weigh": f"{x},."}
         shard_operators(self, axes, **dict(zip("dt", degrees, strict=False)))
 
 
 class HeadNorm(nn.Cell):
-    """A norm of every head by itself: (x_NC, weight_d) -> [N, C]."""
+    """Normalizes each head separately: (x_NC, weight_d) -> [N, C]."""
 
     def __init__(self, norm: nn.Cell, head_size: int) -> None:
         super().__init__()
@@ -124,21 +129,22 @@ class HeadNorm(nn.Cell):
         self.head_size = head_size
         self.reshape = P.Reshape()
 
-    def construct(self, x_NC, weight_d):
+    def construct(self, x_NC: Tensor, weight_d: Tensor) -> Tensor:
         tokens, columns = x_NC.shape
         x_NHd = self.reshape(x_NC, (tokens, columns // self.head_size, self.head_size))
         return self.reshape(self.norm(x_NHd, weight_d), (tokens, columns))
 
     def shard_over(self, data: int, tensor: int) -> None:
+        """Shards tokens over `data` ranks and heads over `tensor` ranks."""
         self.norm.shard_over(data, tensor)
 
 
 class Rotary(Sharded):
-    """x cos + turned(x) sin for every head (Su et al. 2021, equation 34): turned is (-second, first) of each pair.
+    """Rotary embedding of every head: x cos + (-second, first) sin for each pair (Su et al. 2021, equation 34).
 
-    The pairs are numbers i and i + half (Llama), or with `interleaved` the neighbours 2i and 2i + 1, as in the paper.
-    Where only the first `rotated_size` columns of a head turn, the others have a cosine of 1 and a sine of 0. Tables
-    are [B, T, 1, d], or [1, N, 1, d].
+    The pairs are columns i and i + half (Llama), or with `interleaved` the neighbours 2i and 2i + 1, as in the paper.
+    If only the first `rotated_size` columns of a head are rotated, the others have a cosine of 1 and a sine of 0.
+    Tables are [B, T, 1, d] or [1, N, 1, d].
     """
 
     axes: ClassVar = {
@@ -150,9 +156,9 @@ class Rotary(Sharded):
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         self.head_size = head_size
-        self.turned_size = rotated_size or head_size
-        self.pairs = (self.turned_size // 2, 2) if interleaved else (2, self.turned_size // 2)
-        self.axis = 4 if interleaved else 3  # of the two numbers of a pair
+        self.rotated_size = rotated_size or head_size
+        self.pairs = (self.rotated_size // 2, 2) if interleaved else (2, self.rotated_size // 2)
+        self.axis = 4 if interleaved else 3  # the axis of the two columns of a pair
         self.reshape = P.Reshape()
         self.with_cos = P.Mul()
         self.add = P.Add()
@@ -167,32 +173,33 @@ class Rotary(Sharded):
         self.with_second = P.Mul()
         self.join = P.Concat(self.axis)
 
-    def construct(self, x_NC, cos_BT1d, sin_BT1d):
+    def construct(self, x_NC: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
         cos_BT1d = ops.stop_gradient(cos_BT1d)
         sin_BT1d = ops.stop_gradient(sin_BT1d)
         rows = cos_BT1d.shape[0]
         length = cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
-        out_BTHd = self.add(self.with_cos(x_BTHd, cos_BT1d), self.turned(x_BTHd, sin_BT1d))
+        out_BTHd = self.add(self.with_cos(x_BTHd, cos_BT1d), self.multiply_by_sines(x_BTHd, sin_BT1d))
         return self.reshape(out_BTHd, x_NC.shape)
 
-    def turned(self, x_BTHd, sin_BT1d):
-        """(-second, first) of the pairs times the sines, and zeros for the columns that do not turn."""
-        if self.turned_size == self.head_size:
-            return self.turned_pairs(x_BTHd, sin_BT1d)
-        sizes = (self.turned_size, self.head_size - self.turned_size)
+    def multiply_by_sines(self, x_BTHd: Tensor, sin_BT1d: Tensor) -> Tensor:
+        """Returns (-second, first) of each pair times the sines, with zeros for columns that are not rotated."""
+        if self.rotated_size == self.head_size:
+            return self.multiply_pairs(x_BTHd, sin_BT1d)
+        sizes = (self.rotated_size, self.head_size - self.rotated_size)
         first, rest = self.cut(x_BTHd, sizes, 3)
-        return self.concat((self.turned_pairs(first, self.cut_table(sin_BT1d, sizes, 3)[0]), self.clear(rest, 0.0)))
+        return self.concat((self.multiply_pairs(first, self.cut_table(sin_BT1d, sizes, 3)[0]), self.clear(rest, 0.0)))
 
-    def turned_pairs(self, x_BTHr, sin_BT1r):
+    def multiply_pairs(self, x_BTHr: Tensor, sin_BT1r: Tensor) -> Tensor:
+        """Returns (-second, first) of each pair times the sines; all r columns are rotated."""
         first, second = self.halves(self.reshape(x_BTHr, (*x_BTHr.shape[:3], *self.pairs)), (1, 1), self.axis)
-        of_table = self.halves_of_table(self.reshape(sin_BT1r, (*sin_BT1r.shape[:3], *self.pairs)), (1, 1), self.axis)
-        turned = self.with_second(second, self.negate(of_table[0])), self.with_first(first, of_table[1])
-        return self.reshape(self.join(turned), x_BTHr.shape)
+        sines = self.halves_of_table(self.reshape(sin_BT1r, (*sin_BT1r.shape[:3], *self.pairs)), (1, 1), self.axis)
+        products = self.with_second(second, self.negate(sines[0])), self.with_first(first, sines[1])
+        return self.reshape(self.join(products), x_BTHr.shape)
 
 
 class SplitHeads(Sharded):
-    """x_NC -> the first columns of every head [N, heads * first], and the others."""
+    """x_NC -> the first columns of every head, [N, heads * first], and its other columns."""
 
     axes: ClassVar = {"cut": "dt.", "same": "d.,"}
 
@@ -204,20 +211,20 @@ class SplitHeads(Sharded):
         self.cut = SplitWithSize()
         self.same = P.Mul()
 
-    def construct(self, x_NC):
+    def construct(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x_NC.shape[0]
         width = x_NC.shape[1] // self.heads
         x_NHw = self.reshape(x_NC, (tokens, self.heads, width))
         first, rest = self.cut(x_NHw, (self.first, width - self.first), 2)
         first = self.reshape(first, (tokens, -1))
         rest = self.reshape(rest, (tokens, -1))
-        if self.heads == 1:  # they may be concatenated with others; of several heads the reshapes copy
+        if self.heads == 1:  # a result may be concatenated; with several heads the reshapes make a copy
             return self.same(first, 1.0), self.same(rest, 1.0)
         return first, rest
 
 
 class JoinHeads(Sharded):
-    """(x_NA, y_NB) -> for every head its columns of x, then its columns of y, or with `shared` all of y: [N, C]."""
+    """(x_NA, y_NB) -> [N, C]: for every head its columns of x, then its columns of y, or all of y with `shared`."""
 
     axes: ClassVar = {"repeat": "dt.", "concat": "dt.,dt."}
 
@@ -229,7 +236,7 @@ class JoinHeads(Sharded):
         self.repeat = P.Tile()
         self.concat = P.Concat(2)
 
-    def construct(self, x_NA, y_NB):
+    def construct(self, x_NA: Tensor, y_NB: Tensor) -> Tensor:
         tokens = x_NA.shape[0]
         x_NHa = self.reshape(x_NA, (tokens, self.heads, x_NA.shape[1] // self.heads))
         if self.shared:
@@ -241,7 +248,7 @@ class JoinHeads(Sharded):
 
 
 class SwiGLU(Sharded):
-    """silu(gate) * up (Shazeer 2020, equation 5). Saves its two inputs only."""
+    """silu(gate) * up (Shazeer 2020, equation 5). Only the two inputs are saved for the backward pass."""
 
     axes: ClassVar = {"silu": "dt", "multiply": "dt,dt"}
 
@@ -251,27 +258,27 @@ class SwiGLU(Sharded):
         self.multiply = P.Mul()
         self.silu_grad = SiLUGrad()
 
-    def construct(self, gate_NF, up_NF):
+    def construct(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         return self.multiply(self.silu(gate_NF), up_NF)
 
-    def bprop(self, gate_NF, up_NF, out, grad_NF):
+    def bprop(self, gate_NF: Tensor, up_NF: Tensor, out: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor]:
         return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
 
 
 class Attention(Sharded):
     """softmax(scale q k^T + bias) v for grouped query heads, causal, without repeating keys and values.
 
-    The rows of the scores [B, K, T*G, T] of a key head are those of the G query heads that share it, token by token.
-    No query sees a later key, so the scores of a quarter of the tokens have the keys up to its end alone. That saves
-    three eighths of the work and of the memory.
+    The scores are [B, K, T*G, T]: the G query heads that share a key head are neighbours, token by token. No query sees
+    a later key, so each quarter of the tokens computes scores only for the keys up to its end. That saves three eighths
+    of the work and of the memory.
 
     Args:
         heads, kv_heads, head_size: H, K, d.
         dtype: Dtype of q, k, v, the products and the result.
-        softmax_dtype: Input and output of the softmax are rounded to it; bias and arithmetic are float32.
+        softmax_dtype: Dtype to which input and output of the softmax are rounded; bias and arithmetic are float32.
         value_size: Width of a head's values and of its result. Default None: d.
-        scale: Default None: 1 / sqrt(d).
-        draw: Makes the dropout mask [B, K, T*G, T] of what `dropout` is. Default None: it is the mask, [B*K, T*G, T].
+        scale: Factor of the scores. Default None: 1 / sqrt(d).
+        draw: Makes the dropout mask [B, K, T*G, T] from `dropout`. Default None: `dropout` is the mask, [B*K, T*G, T].
     """
 
     axes: ClassVar = {
@@ -281,8 +288,9 @@ class Attention(Sharded):
     }  # fmt: skip
 
     def __init__(
-        self, heads: int, kv_heads: int, head_size: int, dtype=mstype.float32, softmax_dtype=mstype.float32,
-        value_size: int | None = None, scale: float | None = None, draw: nn.Cell | None = None,
+        self, heads: int, kv_heads: int, head_size: int, dtype: mstype.Type = mstype.float32,
+        softmax_dtype: mstype.Type = mstype.float32, value_size: int | None = None, scale: float | None = None,
+        draw: nn.Cell | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.heads = heads
@@ -306,7 +314,9 @@ class Attention(Sharded):
         self.cut_bias = SplitWithSize()
         self.join = P.Concat(2)
 
-    def construct(self, q_NC, k_NK, v_NK, bias_B1TT, more_mask, dropout):
+    def construct(
+        self, q_NC: Tensor, k_NK: Tensor, v_NK: Tensor, bias_B1TT: Tensor, more_mask: None, dropout: Tensor | None
+    ) -> Tensor:
         rows = bias_B1TT.shape[0]
         length = bias_B1TT.shape[2]
         group = self.heads // self.kv_heads
@@ -317,28 +327,28 @@ class Attention(Sharded):
         q = self.reshape(q, (rows, self.kv_heads, length * group, k.shape[3]))
         mask = None
         if dropout is not None:
-            of_scores = (rows, self.kv_heads, length * group, length)
-            mask = self.reshape(dropout, of_scores) if self.draw is None else self.draw(dropout)
+            shape = (rows, self.kv_heads, length * group, length)
+            mask = self.reshape(dropout, shape) if self.draw is None else self.draw(dropout)
             mask = ops.stop_gradient(mask)
-        out = self.attend(q, k, v, bias, mask) if length < _QUARTERS else self.in_quarters(q, k, v, bias, mask)
+        out = self.attend(q, k, v, bias, mask) if length < _QUARTERS else self.attend_in_quarters(q, k, v, bias, mask)
         out = self.reshape(out, (rows, self.kv_heads, length, group * self.value_size))
         return self.reshape(self.from_heads(out, (0, 2, 1, 3)), (rows * length, self.heads * self.value_size))
 
-    def split(self, x_NC, rows):
-        """[B*T, K*w] -> [B, K, T, w], w being the columns of all query heads that share a key head."""
+    def split(self, x_NC: Tensor, rows: int) -> Tensor:
+        """Reshapes [B*T, K*w] to [B, K, T, w]; w columns belong to the query heads that share a key head."""
         width = x_NC.shape[1] // self.kv_heads
         return self.to_heads(self.reshape(x_NC, (rows, -1, self.kv_heads, width)), (0, 2, 1, 3))
 
-    def in_quarters(self, q, k, v, bias, mask):
-        """Each quarter of the tokens with the keys up to its end; the last one has what is left of a division."""
+    def attend_in_quarters(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+        """Attends in four parts, each with the keys up to its end; the last one has the remainder of the division."""
         length = k.shape[2]
         group = self.heads // self.kv_heads
         quarter = length // _QUARTERS
         sizes = (quarter, quarter, quarter, length - 3 * quarter)
-        of_rows = (quarter * group, quarter * group, quarter * group, sizes[3] * group)
-        q_parts = self.cut(q, of_rows, 2)
+        rows = (quarter * group, quarter * group, quarter * group, sizes[3] * group)
+        q_parts = self.cut(q, rows, 2)
         bias_parts = self.cut_bias(bias, sizes, 2)
-        mask_parts = (None,) * _QUARTERS if mask is None else self.cut(mask, of_rows, 2)
+        mask_parts = (None,) * _QUARTERS if mask is None else self.cut(mask, rows, 2)
         out = ()
         for part in range(_QUARTERS - 1):
             keys = ((part + 1) * quarter, length - (part + 1) * quarter)
@@ -349,30 +359,32 @@ class Attention(Sharded):
             out += (self.attend(q_parts[part], k_part, v_part, bias_part, mask_part),)
         return self.join((*out, self.attend(q_parts[3], k, v, bias_parts[3], mask_parts[3])))
 
-    def attend(self, q, k, v, bias, mask):
-        """[B, K, q*G, width of values] of q tokens and s keys, whose bias is [B, 1, q, 1, s]."""
-        scores = self.rounded(self.score(q, k))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor | None) -> Tensor:
+        """Returns [B, K, q*G, width of values] for q tokens and s keys; the bias is [B, 1, q, 1, s]."""
+        scores = self.round(self.score(q, k))
         by_token = (q.shape[0], self.kv_heads, bias.shape[2], self.heads // self.kv_heads, bias.shape[4])
         biased = self.add_bias(self.reshape(scores, by_token), bias)
-        probabilities = self.rounded(self.softmax(self.reshape(biased, scores.shape)))
+        probabilities = self.round(self.softmax(self.reshape(biased, scores.shape)))
         if mask is not None:
             probabilities = self.drop(probabilities, mask)
         return self.mix(self.cast(probabilities, self.dtype), v)
 
-    def rounded(self, x):
+    def round(self, x: Tensor) -> Tensor:
+        """Rounds scores or probabilities to `softmax_dtype`; the result is float32."""
         return self.cast(self.cast(x, self.softmax_dtype), mstype.float32)
 
-    def shard_over(self, data: int, tensor: int) -> None:
+    def shard_over(self, data: int, tensor: int = 1) -> None:
+        """Shards the batch over `data` ranks and heads over `tensor` ranks."""
         super().shard_over(data, tensor)
         if self.draw is not None:
             self.draw.shard_over(data, tensor)
 
 
 class CrossEntropy(Sharded):
-    """Sum over valid tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
+    """Sum over loss tokens of logsumexp(logits) - logits[label], with logits = x weight^T.
 
-    The vocabulary is sharded like columns, so that no rank has all logits of a token. log(s) of the sum s of
-    exp(logit - largest) is log1p(s - 1), because the bits of MindSpore's Log on a CPU depend on how it divides the
+    The vocabulary is sharded like columns, so no rank has all logits of a token. The logarithm of s, the sum of
+    exp(logit - largest), is computed as log1p(s - 1): the bits of MindSpore's Log on a CPU depend on how it divides the
     elements among threads, which it decides by timing itself.
 
     Args:
@@ -384,7 +396,7 @@ class CrossEntropy(Sharded):
         "one_hot": "dt,,", "pick": "dt,dt", "difference weigh": "d.,d.", "sum": "d.",
     }  # fmt: skip
 
-    def __init__(self, dtype=mstype.float32) -> None:
+    def __init__(self, dtype: mstype.Type = mstype.float32) -> None:
         super().__init__()
         self.dtype = dtype
         self.cast = P.Cast()
@@ -404,7 +416,7 @@ class CrossEntropy(Sharded):
         self.on = Tensor(1.0, mstype.float32)
         self.off = Tensor(0.0, mstype.float32)
 
-    def construct(self, x_ND, weight_VD, labels_N, valid_N1):
+    def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
         logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
         logits_NV = self.cast(logits_NV, mstype.float32)
         # A constant shift: no gradient goes through it.
@@ -416,34 +428,34 @@ class CrossEntropy(Sharded):
 
 
 class Dropout(nn.Cell):
-    """(x, mask) -> x times the mask. The mask has the rate in it."""
+    """(x, mask) -> x times the mask, whose elements are 0 or 1 / (1 - rate)."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.multiply = P.Mul()
 
-    def construct(self, x, mask):
+    def construct(self, x: Tensor, mask: Tensor) -> Tensor:
         return self.multiply(x, mask)
 
 
 class OneHot(nn.Cell):
-    """index -> float32 [..., size], 1 at the index."""
+    """index [...] -> float32 [..., size]: 1 at the index and 0 elsewhere."""
 
     def __init__(self, size: int) -> None:
         super().__init__(auto_prefix=False)
         self.numbers = Tensor(np.arange(size, dtype=np.int32))
 
-    def construct(self, index):
+    def construct(self, index: Tensor) -> Tensor:
         return (index.expand_dims(-1) == self.numbers).astype(mstype.float32)
 
 
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
-    """x[index], [N, D]."""
+    """Returns x[index], [N, D]."""
     return ops.gather(x_RD, index_N, 0)
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
-    """Writes store[index] = x in place, for the cache of a prediction."""
+    """Writes store[index] = x in place, for the KV cache."""
     P.ScatterUpdate()(store_RD, index_N, x_ND)
 
 
@@ -451,110 +463,59 @@ def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
 
 
 def rotary_tables(
-    cos_Nd: np.ndarray, sin_Nd: np.ndarray, dtype=mstype.float32, fused: bool = False
+    cos_Nd: np.ndarray, sin_Nd: np.ndarray, dtype: mstype.Type = mstype.float32, fused: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tables that `Rotary` takes for any number of heads, [1, N, 1, d], rounded to `dtype`; only the fused
-    operator takes them in it, otherwise they are float32."""
-    tables = (Tensor(table[None, :, None, :], dtype) for table in (cos_Nd, sin_Nd))
-    return tuple(table if fused or dtype == mstype.float32 else table.astype(mstype.float32) for table in tables)
+    """Returns the tables of `Rotary` for any number of heads, [1, N, 1, d], rounded to `dtype`.
+
+    They have this dtype for the fused operator, and float32 for the plain one.
+    """
+    cos = Tensor(cos_Nd[None, :, None, :], dtype)
+    sin = Tensor(sin_Nd[None, :, None, :], dtype)
+    if fused or dtype == mstype.float32:
+        return cos, sin
+    return cos.astype(mstype.float32), sin.astype(mstype.float32)
 
 
 class AttentionMasks:
-    """Makes the bias that `Attention` takes from the documents that the tokens belong to."""
+    """Makes the bias argument of `Attention` from the document numbers of the tokens."""
 
     def __init__(self, settings: ModelConfig) -> None:
         self.heads = settings.num_heads
         self.kv_heads = settings.kv_heads
 
     def __call__(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[Tensor, None]:
-        """Causal and within a document: float32 [B, 1, T, T], 0 where a query sees a key; and None.
+        """Returns a float32 bias [B, 1, T, T], 0 where a query sees a key, and None.
 
-        With `window` each token sees so many tokens, itself included.
+        A query sees earlier tokens of its own document and itself; with `window` only the last `window` of them.
         """
         tokens = np.arange(segment_ids_BT.shape[1])
         return Tensor(attention_bias(visible_keys(tokens, tokens, window, segment_ids_BT))[:, None]), None
 
     def scores_shape(self, rows: int, length: int) -> tuple[int, ...]:
-        """Shape of the attention's probabilities, [B*K, T*G, T]."""
+        """Returns the shape of the attention's probabilities, [B*K, T*G, T]."""
         return rows * self.kv_heads, length * (self.heads // self.kv_heads), length
 
 
 def attention_options(settings: ModelConfig, window: int | None) -> dict[str, Any]:
-    """What `Attention` must know beside its sizes: nothing, its masks tell it."""
+    """Returns no further arguments for `Attention`: its masks contain all that differs from layer to layer."""
     return {}
 
 
 def draw_mask(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, part: MaskShard | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, shard: MaskShard | None = None
 ) -> Tensor:
-    """A mask as `Dropout` takes it, drawn on the host."""
-    return Tensor(dropout_mask(key, site, shape, rate, part))
+    """Draws a mask for `Dropout` on the host."""
+    return Tensor(dropout_mask(key, site, shape, rate, shard))
 
 
 def draw_factors(
-    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, own: LocalHeads | None = None
+    key: DropoutKey, site: int, shape: tuple[int, ...], rate: float, local: LocalHeads | None = None
 ) -> Tensor:
-    """A mask as `Attention` takes it."""
-    return Tensor(scores_mask(key, site, shape, rate, own))
+    """Draws a dropout mask for `Attention` on the host."""
+    return Tensor(scores_mask(key, site, shape, rate, local))
 
 
-# ---- the same for a graph that MindSpore shards ----------------------------------------------------------------------
-
-
-class RotaryTables(Sharded):
-    """(cos_Pd, sin_Pd of all positions, positions_BT) -> cos and sin [B, T, 1, d], in `dtype`, then float32 where no
-    fused operator takes them."""
-
-    axes: ClassVar = {"gather": "..,d."}
-
-    def __init__(self, fused: bool, dtype: mstype.Type) -> None:
-        super().__init__(auto_prefix=False)
-        self.fused = fused
-        self.dtype = dtype
-        self.gather = P.Gather()
-        self.reshape = P.Reshape()
-        self.cast = P.Cast()
-
-    def construct(self, cos_Pd, sin_Pd, positions_BT):
-        return self.table(cos_Pd, positions_BT), self.table(sin_Pd, positions_BT)
-
-    def table(self, table_Pd, positions_BT):
-        rows, length = positions_BT.shape
-        table_Pd = self.cast(table_Pd, self.dtype)
-        table_BTd = self.gather(table_Pd if self.fused else self.cast(table_Pd, mstype.float32), positions_BT, 0)
-        return self.reshape(table_BTd, (rows, length, 1, table_Pd.shape[1]))
-
-
-class AttentionMask(Sharded):
-    """segment_ids_BT -> [B, 1, T, T]: for the fused operator True where a position must not be seen, else a float32
-    bias of 0 or the least number. A token sees no more than `window` tokens, itself included; None: all before it."""
-
-    axes: ClassVar = {"differs": "d...,d...", "either": "d...,....", "bias": "d...,"}
-
-    def __init__(self, fused: bool, length: int, window: int | None = None) -> None:
-        super().__init__(auto_prefix=False)
-        self.fused = fused
-        self.length = length
-        tokens = np.arange(length)
-        self.hidden_11TT = Tensor(~visible_keys(tokens, tokens, window)[None, None])
-        # fmt: skip
-        self.reshape = P.Reshape()
-        self.differs = P.NotEqual()
-        self.either = P.LogicalOr()
-        self.cast = P.Cast()
-        self.bias = P.Mul()
-        self.least = float(np.finfo(np.float32).min)
-
-    def construct(self, segment_ids_BT):
-        rows, length = segment_ids_BT.shape
-        other_B1TT = self.differs(
-            self.reshape(segment_ids_BT, (rows, 1, length, 1)), self.reshape(segment_ids_BT, (rows, 1, 1, length))
-        )
-        hidden_B1TT = self.either(other_B1TT, self.hidden_11TT)
-        return hidden_B1TT if self.fused else self.bias(self.cast(hidden_B1TT, mstype.float32), self.least)
-
-
-# ---- prediction, on a device -----------------------------------------------------------------------------------------
+# ---- prediction on a device ------------------------------------------------------------------------------------------
 
 
 def cached_mask(visible_BQS: np.ndarray) -> Tensor:
@@ -563,24 +524,29 @@ def cached_mask(visible_BQS: np.ndarray) -> Tensor:
 
 
 def cached_attention(
-    q_BQC: Tensor, k_BSK: Tensor, v_BSV: Tensor, bias: Tensor, heads: int, kv_heads: int, softmax_dtype=mstype.float32,
-    scale: float | None = None,
+    q_BQC: Tensor, k_BSK: Tensor, v_BSV: Tensor, bias: Tensor, heads: int, kv_heads: int,
+    softmax_dtype: mstype.Type = mstype.float32, scale: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of Q new tokens over S cached ones (prediction: forward only), [B, Q, H * width of a head's values].
+    """Computes attention of Q new tokens over S cached tokens, [B, Q, H * width of a head's values], forward only.
 
-    The result has the dtype of the queries. Keys and values that `bias`, made by `cached_mask`, excludes may hold
-    anything finite. `scale` is None for 1 / sqrt(d).
+    Args:
+        bias: The result of `cached_mask`. Keys and values that it excludes may contain any finite number.
+        scale: Factor of the scores. Default None: 1 / sqrt(d).
+
+    Returns:
+        A tensor with the dtype of the queries.
     """
     rows, queries, width = q_BQC.shape
-    scale = (width // heads) ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = (width // heads) ** -0.5
     q, k, v = (
         ops.transpose(x.reshape(rows, -1, kv_heads, x.shape[-1] // kv_heads), (0, 2, 1, 3))
         for x in (q_BQC * scale, k_BSK, v_BSV)
     )
     q = q.reshape(rows, kv_heads, -1, width // heads)
-    of_scores = (rows, kv_heads, queries, heads // kv_heads, -1)
+    by_query = (rows, kv_heads, queries, heads // kv_heads, -1)
     scores = ops.matmul(q, ops.transpose(k, (0, 1, 3, 2))).astype(softmax_dtype).astype(mstype.float32)
-    probabilities = ops.softmax(scores.reshape(of_scores) + bias, -1).astype(softmax_dtype).astype(v.dtype)
+    probabilities = ops.softmax(scores.reshape(by_query) + bias, -1).astype(softmax_dtype).astype(v.dtype)
     out = ops.matmul(probabilities.reshape(rows, kv_heads, -1, k.shape[2]), v)
     out = ops.transpose(out.reshape(rows, kv_heads, queries, -1), (0, 2, 1, 3))
     return out.reshape(rows, queries, -1)

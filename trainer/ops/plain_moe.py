@@ -1,8 +1,8 @@
-"""Plain kernels of experts, computed on the host: for context.mode 1, and where the audit counts what they replace.
+"""Plain kernels of experts, computed on the host: for `context.mode` 1, and for the audit, which counts operators.
 
-How many rows an expert has changes from call to call. To MindSpore every number of rows is a new shape, so these cells
-run operator by operator only. MindSpore runs `construct` and `bprop` of a cell with a `bprop` without recording them.
-Arithmetic is float32; what leaves has the dtype of what came in.
+The number of an expert's rows changes from call to call. To MindSpore every number of rows is a new shape, so these
+cells run only in eager mode. MindSpore runs `construct` and `bprop` of a cell with a `bprop` without recording them.
+Arithmetic is float32; results have the dtype of the inputs.
 
 Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each token, D hidden, I/O in/out features.
 """
@@ -26,22 +26,24 @@ class Route(nn.Cell):
     def construct(
         self, scores_NE: Tensor, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
     ) -> Routing:
-        bias = None if bias_E is None else host_array(bias_E)
+        bias = None
+        if bias_E is not None:
+            bias = host_array(bias_E)
         return Routing(*map(Tensor.from_numpy, route(self.rule, host_array(scores_NE), bias, capacity, drop_policy)))
 
 
 class GroupedMatmul(nn.Cell):
-    """Every expert's rows times its weight: y_RO from (x_RI, weight_EOI, counts_E).
+    """(x_RI, weight_EOI, counts_E) -> y_RO: the rows of each expert times its weight.
 
-    The gradient of an expert without rows is zero. Rows after the last expert's give zeros, and zero gradients. The
-    weight is rounded to the dtype of x; its gradient is not.
+    An expert without rows gets a zero gradient. Rows after the last expert's rows give zeros and get zero gradients.
+    The weight is rounded to the dtype of x; its gradient is not.
     """
 
     def __init__(self, fills_rows: bool = False, reaches_all: bool = False) -> None:
-        """Whether every row is one of an expert, and every expert has one, is for an Ascend."""
+        """Accepts the arguments of `trainer.ops.ascend.moe.GroupedMatmul` and ignores them."""
         super().__init__(auto_prefix=False)
 
-    def construct(self, x_RI, weight_EOI, counts_E):
+    def construct(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
         x = host_array(x_RI)
         weight = host_array(weight_EOI, x_RI.dtype)
         y = np.zeros((len(x), weight.shape[1]), np.float32)
@@ -49,7 +51,9 @@ class GroupedMatmul(nn.Cell):
             y[rows] = x[rows] @ weight[expert].T
         return cast(Tensor.from_numpy(y), x_RI.dtype)
 
-    def bprop(self, x_RI, weight_EOI, counts_E, out, grad_RO):
+    def bprop(
+        self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, out: Tensor, grad_RO: Tensor
+    ) -> tuple[Tensor, Tensor, None]:
         x = host_array(x_RI)
         weight = host_array(weight_EOI, x_RI.dtype)
         grad = host_array(grad_RO)
@@ -62,30 +66,34 @@ class GroupedMatmul(nn.Cell):
 
 
 class Permute(nn.Cell):
-    """rows_RD from (x_ND, token_R, row_Nk of a routing): each row is the one of its token, or zeros without one."""
+    """(x_ND, token_R, row_Nk) -> rows_RD: each row is a copy of its token, or zeros for a row without a token."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
 
-    def construct(self, x_ND, token_R, row_Nk):
+    def construct(self, x_ND: Tensor, token_R: Tensor, row_Nk: Tensor) -> Tensor:
         return cast(Tensor.from_numpy(_rows_of_tokens(host_array(x_ND), token_R.asnumpy())), x_ND.dtype)
 
-    def bprop(self, x_ND, token_R, row_Nk, out, grad_RD):
+    def bprop(
+        self, x_ND: Tensor, token_R: Tensor, row_Nk: Tensor, out: Tensor, grad_RD: Tensor
+    ) -> tuple[Tensor, None, None]:
         grad_x = host_array(grad_RD)[row_Nk.asnumpy()].sum(1)
         return cast(Tensor.from_numpy(grad_x), x_ND.dtype), None, None
 
 
 class Unpermute(nn.Cell):
-    """out_ND from (y_RD, gates_Nk, token_R, row_Nk): the sum of each token's rows, weighted by their gates."""
+    """(y_RD, gates_Nk, token_R, row_Nk) -> out_ND: the sum of each token's rows, weighted by its gates."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
 
-    def construct(self, y_RD, gates_Nk, token_R, row_Nk):
+    def construct(self, y_RD: Tensor, gates_Nk: Tensor, token_R: Tensor, row_Nk: Tensor) -> Tensor:
         sums = (host_array(y_RD)[row_Nk.asnumpy()] * host_array(gates_Nk)[..., None]).sum(1)
         return cast(Tensor.from_numpy(sums), y_RD.dtype)
 
-    def bprop(self, y_RD, gates_Nk, token_R, row_Nk, out, grad_ND):
+    def bprop(
+        self, y_RD: Tensor, gates_Nk: Tensor, token_R: Tensor, row_Nk: Tensor, out: Tensor, grad_ND: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
         y = host_array(y_RD)
         row = row_Nk.asnumpy()
         gate_R = np.zeros(len(y), np.float32)

@@ -1,7 +1,7 @@
-"""The dtype that each part of the model computes in on a device, and why. Pure Python: `plan` prints it.
+"""The dtype that each part of the model computes in on a device, and the reason. Pure Python: `plan` prints both.
 
-What each `amp_level` means is in `trainer.config.precision`. Always float32: parameters and their gradients, the
-residual stream, the softmax of the loss and the loss, norms of gradients, the optimizer.
+`trainer.config.precision` documents each `amp_level`. Always float32: parameters and their gradients, the residual
+stream, the loss and its softmax, gradient norms, the optimizer.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from trainer.config.precision import requested_dtype
 from trainer.config.schema.classifier import ClassifierConfig
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
 
 
 class PartDtype(NamedTuple):
-    """Dtype of one part ("float32", "float16" or "bfloat16") and the reason."""
+    """The dtype of one part ("float32", "float16" or "bfloat16") and the reason."""
 
     dtype: str
     why: str
 
 
 class NarrowProducts(NamedTuple):
-    """Who multiplies in half precision on a CPU, "oneDNN" or "emulated", and how; or why nobody does in bfloat16."""
+    """How a CPU multiplies matrices in half precision.
+
+    Attributes:
+        by: "oneDNN", "emulated" or, if bfloat16 is not available, empty.
+        why: How the products are computed, or why bfloat16 is not available.
+        nothing_else: Whether all parts are float32, even those with float16.
+    """
 
     by: str = ""
     why: str = "of which a CPU has no kernels"
     nothing_else: bool = False
-    """Whether nothing else is in half precision either, float16 included."""
 
 
 _DEFAULT = PartDtype("float32", "the default")
@@ -37,17 +42,17 @@ _DEFAULT = PartDtype("float32", "the default")
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype of each part.
+    """The dtype of each part.
 
-    Only products and fused operators compute in half precision. A reference kernel of another part rounds what it takes
-    and what it gives to its dtype and computes in float32 in between, as fused operators do.
+    Only matrix products and fused operators compute in half precision. The plain kernels of other parts round their
+    inputs and results to their dtype and compute in float32 in between, as fused operators do.
 
     Attributes:
-        compute: Matrix products, SwiGLU, and what flows between them inside a block.
+        compute: Matrix products, SwiGLU, and the values between them inside a block.
         norm: RMSNorm with its weight.
         softmax: The attention's softmax.
         rotary: Rotary tables and the rotation.
-        by: Who multiplies, where native layers of a CPU have products in half precision.
+        by: `NarrowProducts.by` if native CPU layers multiply in half precision, else empty.
     """
 
     compute: PartDtype = _DEFAULT
@@ -63,10 +68,10 @@ FLOAT32 = Precision()
 def resolve_precision(
     settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str, narrow: NarrowProducts | None = None
 ) -> Precision:
-    """The dtype that each part computes in, by `amp_level` and the keys of the parts.
+    """Returns the dtype of each part, from `amp_level` and the keys of the parts.
 
-    On a CPU only matrix products compute in half precision, those of native layers (`narrow.by`); beside such products
-    all is float32. Elsewhere on a CPU what asks for bfloat16 is float32.
+    On a CPU, only the matrix products of native layers have half precision (`narrow.by`). All other parts are then
+    float32. Without such products, a CPU computes parts with bfloat16 in float32.
     """
     if isinstance(settings, ClassifierConfig):
         return FLOAT32
@@ -77,13 +82,11 @@ def resolve_precision(
 
     def part(key: str) -> PartDtype:
         dtype = requested_dtype(settings, amp_level, key)
+        why = _DEFAULT.why
         if getattr(settings, key) is not None:
             why = key
-        else:
-            if amp_level:
-                why = f"amp_level {amp_level}"
-            else:
-                why = _DEFAULT.why
+        elif amp_level:
+            why = f"amp_level {amp_level}"
         if has_narrow_products and key == "compute_dtype":
             return PartDtype(dtype, f"{why}; {narrow.why}")
         if has_narrow_products and dtype != "float32":
@@ -91,10 +94,9 @@ def resolve_precision(
         if dtype != "float32" and narrow.nothing_else:
             return PartDtype("float32", f"{why} asks for {dtype}, {narrow.why}")
         if dtype == "bfloat16" and device == "CPU":
+            reason = narrow.why
             if narrow.by:
                 reason = "of which a CPU has matrix products alone"
-            else:
-                reason = narrow.why
             return PartDtype("float32", f"{why} asks for bfloat16, {reason}")
         return PartDtype(dtype, why)
 

@@ -1,8 +1,8 @@
-"""Which expert computes which token: the choice, the capacity, and the order in which the tokens stand. NumPy only.
+"""Routing of tokens to experts: the choice of experts, the expert capacity and the order of the rows. NumPy only.
 
-Legend: N tokens of a micro-batch, E experts, k experts chosen by each token, R rows that the experts compute, L layers
-with experts, G groups of experts. An assignment is one token at one of its k experts; they count in token order, then
-in the order of choice.
+Legend: N tokens of a micro-batch, E experts, k experts chosen by each token, R rows that the experts compute, L MoE
+layers, G groups of experts. An assignment is one token at one of its k experts. Assignments are in the order of tokens,
+and those of a token in the order of choice.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ GroupScore = Literal["best", "two_best"]
 
 
 class Routing(NamedTuple):
-    """Where the tokens of a micro-batch go. Arrays here, tensors of the same dtypes in a model.
+    """The experts and rows of the tokens of a micro-batch: arrays here, tensors of the same dtypes in a model.
 
-    Rows are sorted by expert, those of an expert in token order. Rows of dropped assignments stand after all that an
-    expert computes, in no expert's group.
+    Rows are sorted by expert, and the rows of an expert are in token order. Rows of dropped assignments are last, after
+    the rows of all experts.
 
     Attributes:
         experts_Nk: Chosen experts, the best first, int32.
         row_Nk: The row of each assignment, int32.
-        token_R: The token of each row, N for a row of zeros, int32. R is N k, and E more with safe tokens.
-        counts_E: Rows that each expert computes, one after the other from row 0, int64.
+        token_R: The token of each row, N for a row of zeros, int32. R is N k, or N k + E with safe tokens.
+        counts_E: The number of rows of each expert, int64. The rows of expert 0 begin at row 0.
         requested_E: Assignments to each expert before dropping, int64.
         kept_E: Assignments that each expert computes, int64: counts_E without safe tokens.
     """
@@ -50,10 +50,12 @@ class RoutingRule:
     Attributes:
         experts: E.
         chosen: k.
-        groups, chosen_groups: Experts stand in so many groups of neighbours, and a token goes to experts of its best
-            `chosen_groups` only (DeepSeek-AI 2024, DeepSeek-V2, section 2.2.2). 1 or 0 groups: no such bound.
-        group_score: What a group is worth: its best expert (DeepSeek-V2), or its two best together (DeepSeek-V3).
-        safe_tokens: Give each expert without tokens a row of zeros.
+        groups: The number of groups of neighbouring experts; 0 or 1: no groups.
+        chosen_groups: A token chooses among the experts of its best `chosen_groups` groups only (DeepSeek-AI 2024,
+            DeepSeek-V2, section 2.2.2).
+        group_score: The score of a group: that of its best expert (DeepSeek-V2), or the sum of its two best
+            (DeepSeek-V3).
+        safe_tokens: Whether each expert without tokens gets a row of zeros.
     """
 
     experts: int
@@ -64,8 +66,8 @@ class RoutingRule:
     safe_tokens: bool = False
 
     @classmethod
-    def of(cls, moe: MoEConfig) -> RoutingRule:
-        """The rule that `moe_config` asks for."""
+    def from_config(cls, moe: MoEConfig) -> RoutingRule:
+        """Returns the rule of the section `moe_config`."""
         groups = moe.n_group or 1
         safe_tokens = bool(moe.use_gmm) and moe.enable_gmm_safe_tokens
         chosen_groups = moe.topk_group or groups
@@ -73,7 +75,7 @@ class RoutingRule:
 
     @property
     def is_grouped(self) -> bool:
-        """Whether the groups rule any expert out."""
+        """Whether a token chooses among the experts of some groups only."""
         return 1 <= self.chosen_groups < self.groups
 
 
@@ -81,10 +83,10 @@ class SharedTokens(NamedTuple):
     """The tokens of a micro-batch that several ranks share, n each.
 
     Attributes:
-        rows_Sn: For each rank which of the micro-batch's tokens it has, those of a sequence together.
-        rank: This one.
-        length: Tokens of a sequence.
-        gather: An array of each rank, of one shape -> [S, ...].
+        rows_Sn: The indices of each rank's tokens in the micro-batch; tokens of one sequence are neighbours.
+        rank: The number of this rank among them.
+        length: The number of tokens of a sequence.
+        gather: Gathers an array of each rank, all of one shape: [...] -> [S, ...].
     """
 
     rows_Sn: np.ndarray
@@ -93,18 +95,20 @@ class SharedTokens(NamedTuple):
     gather: Callable[[np.ndarray], np.ndarray]
 
     @property
-    def own_n(self) -> np.ndarray:
+    def local_n(self) -> np.ndarray:
+        """The indices of this rank's tokens in the micro-batch, [n]."""
         return self.rows_Sn[self.rank]
 
-    def whole(self, own_nX: np.ndarray) -> np.ndarray:
-        """What the ranks have for each token, in the order of the micro-batch's tokens."""
-        every_SnX = self.gather(own_nX)
-        whole_NX = np.empty((self.rows_Sn.size, *own_nX.shape[1:]), own_nX.dtype)
-        whole_NX[self.rows_Sn] = every_SnX
-        return whole_NX
+    def unshard(self, local_nX: np.ndarray) -> np.ndarray:
+        """Gathers the values of all tokens in the order of the micro-batch: local_nX of each rank -> [N, X]."""
+        gathered_SnX = self.gather(local_nX)
+        unsharded_NX = np.empty((self.rows_Sn.size, *local_nX.shape[1:]), local_nX.dtype)
+        unsharded_NX[self.rows_Sn] = gathered_SnX
+        return unsharded_NX
 
-    def sum(self, own: np.ndarray) -> np.ndarray:
-        return self.gather(own).sum(0)
+    def sum(self, local: np.ndarray) -> np.ndarray:
+        """Sums an array over the ranks."""
+        return self.gather(local).sum(0)
 
 
 def route(
@@ -115,15 +119,16 @@ def route(
     drop_policy: DropPolicy = "position",
     shared: SharedTokens | None = None,
 ) -> Routing:
-    """Experts, rows and counts of a micro-batch, or of the tokens of it that a rank has.
+    """Computes the routing of a micro-batch, or of a rank's share of its tokens.
 
     Args:
         scores_NE: The router's scores, float32.
-        bias_E: Added to the scores for the choice only (Wang et al. 2024, loss-free balancing).
-        capacity: Most tokens that an expert computes; None: no bound.
-        drop_policy: Over capacity an expert keeps its first tokens (position) or those with the best scores, the
-            first ones among equals (probability).
-        shared: The capacity is one for the tokens of all these ranks; None: this rank has all tokens.
+        bias_E: Is added to the scores for the choice only (Wang et al. 2024, loss-free balancing).
+        capacity: The maximum number of tokens of an expert. Default None: no maximum.
+        drop_policy: An expert over capacity keeps its first tokens ("position") or those with the best scores
+            ("probability"; among equal ones the first).
+        shared: Several ranks share the micro-batch, and `capacity` counts the tokens of all of them. Default None: this
+            rank has all tokens.
     """
     experts_Nk = choose_experts(rule, scores_NE, bias_E)
     flat = experts_Nk.ravel()
@@ -133,8 +138,8 @@ def route(
         probability_Nk = None
         if drop_policy == "probability":
             probability_Nk = np.take_along_axis(scores_NE, experts_Nk, 1)
-        over = _over_capacity(experts_Nk, rule.experts, capacity, probability_Nk, shared)
-        groups = np.where(over, rule.experts, flat)
+        is_over = _is_over_capacity(experts_Nk, rule.experts, capacity, probability_Nk, shared)
+        groups = np.where(is_over, rule.experts, flat)
     kept_E = np.bincount(groups, minlength=rule.experts)[: rule.experts]
     counts_E = kept_E
     if rule.safe_tokens:
@@ -144,7 +149,7 @@ def route(
 
 
 def choose_experts(rule: RoutingRule, scores_NE: np.ndarray, bias_E: np.ndarray | None = None) -> np.ndarray:
-    """The k best experts of each token, [N, k] int32, the best first; of equal ones that with the lower number."""
+    """Returns the k best experts of each token, [N, k] int32, the best first; equal ones in the order of numbers."""
     if bias_E is None:
         choice_NE = np.array(scores_NE)
     else:
@@ -161,7 +166,7 @@ def choose_experts(rule: RoutingRule, scores_NE: np.ndarray, bias_E: np.ndarray 
 
 
 def _best(scores: np.ndarray, number: int) -> np.ndarray:
-    """Indices of the best scores in each row, int32. Overwrites the scores."""
+    """Returns the indices of the `number` best scores of each row, int32. Overwrites the scores."""
     indices = np.empty((len(scores), number), np.int32)
     rows = np.arange(len(scores))
     for choice in range(number):
@@ -170,46 +175,45 @@ def _best(scores: np.ndarray, number: int) -> np.ndarray:
     return indices
 
 
-def _over_capacity(
+def _is_over_capacity(
     experts_Nk: np.ndarray,
-    number: int,
+    experts: int,
     capacity: int,
     probability_Nk: np.ndarray | None,
     shared: SharedTokens | None,
 ) -> np.ndarray:
-    """Whether each assignment finds its expert full, one of so many."""
+    """Returns for each assignment whether its expert, one of `experts`, is already full, [N k] bool."""
     if shared is not None:
-        if probability_Nk is None:
-            whole_Nk = None
-        else:
-            whole_Nk = shared.whole(probability_Nk)
-        over = _over_capacity(shared.whole(experts_Nk), number, capacity, whole_Nk, None)
-        return over.reshape(-1, experts_Nk.shape[1])[shared.own_n].ravel()
-    experts = experts_Nk.ravel()
-    requested_E = np.bincount(experts, minlength=number)
+        unsharded_Nk = None
+        if probability_Nk is not None:
+            unsharded_Nk = shared.unshard(probability_Nk)
+        is_over = _is_over_capacity(shared.unshard(experts_Nk), experts, capacity, unsharded_Nk, None)
+        return is_over.reshape(-1, experts_Nk.shape[1])[shared.local_n].ravel()
+    flat = experts_Nk.ravel()
+    requested_E = np.bincount(flat, minlength=experts)
     if requested_E.max(initial=0) <= capacity:
-        return np.zeros(len(experts), bool)
+        return np.zeros(len(flat), bool)
     if probability_Nk is None:
-        order = _sorted_by_expert(experts, len(requested_E))
+        order = _order_by_expert(flat, len(requested_E))
     else:
-        order = np.lexsort((-probability_Nk.ravel(), experts))  # stable: the first token among equals
-    place_in_expert = np.arange(len(experts)) - np.repeat(np.cumsum(requested_E) - requested_E, requested_E)
-    over = np.empty(len(experts), bool)
-    over[order] = place_in_expert >= capacity
-    return over
+        order = np.lexsort((-probability_Nk.ravel(), flat))  # stable: the first token among equals
+    position_in_expert = np.arange(len(flat)) - np.repeat(np.cumsum(requested_E) - requested_E, requested_E)
+    is_over = np.empty(len(flat), bool)
+    is_over[order] = position_in_expert >= capacity
+    return is_over
 
 
-def _sorted_by_expert(experts: np.ndarray, number: int) -> np.ndarray:
-    """Stable order. NumPy sorts small integers in linear time."""
-    return np.argsort(experts.astype(np.min_scalar_type(number)), kind="stable")
+def _order_by_expert(assigned: np.ndarray, experts: int) -> np.ndarray:
+    """Returns the stable order by expert. NumPy sorts small integers in linear time."""
+    return np.argsort(assigned.astype(np.min_scalar_type(experts)), kind="stable")
 
 
 def _rows(
     groups: np.ndarray, kept_E: np.ndarray, counts_E: np.ndarray, tokens: int, rule: RoutingRule
 ) -> tuple[np.ndarray, np.ndarray]:
-    """row_Nk and token_R of assignments to `groups`: an expert, or E where an assignment is dropped."""
-    order = _sorted_by_expert(groups, rule.experts)
-    # How many safe tokens stand before an expert's rows, and before those of dropped assignments.
+    """Returns row_Nk and token_R of assignments to `groups`: experts, or E for a dropped assignment."""
+    order = _order_by_expert(groups, rule.experts)
+    # The number of safe tokens before the rows of each expert, and before the rows of dropped assignments.
     shift = np.concatenate(([0], np.cumsum(counts_E - kept_E)))
     row = np.empty(len(groups), np.int32)
     row[order] = np.arange(len(groups))
@@ -219,28 +223,31 @@ def _rows(
     return row.reshape(-1, rule.chosen), token_R
 
 
-def routing_of_some(experts_Nk: np.ndarray, rank: int, number: int) -> Routing:
-    """The routing of all ranks' tokens to the `number` experts of one of them.
+def local_routing(experts_Nk: np.ndarray, rank: int, number: int) -> Routing:
+    """Returns the routing of all ranks' tokens to the `number` experts of one rank.
 
     Args:
-        experts_Nk: Of all experts, or one more than the last where an assignment is dropped.
+        experts_Nk: The expert of each assignment among all experts; the number of all experts for a dropped one.
     """
-    own_Nk = experts_Nk - np.int32(rank * number)
-    own_Nk[(own_Nk < 0) | (own_Nk >= number)] = number
-    counts_e = np.bincount(own_Nk.ravel(), minlength=number)[:number]
-    row_Nk, token_R = _rows(own_Nk.ravel(), counts_e, counts_e, len(own_Nk), RoutingRule(number, own_Nk.shape[1]))
-    return Routing(own_Nk, row_Nk, token_R, counts_e, counts_e, counts_e)
+    local_Nk = experts_Nk - np.int32(rank * number)
+    local_Nk[(local_Nk < 0) | (local_Nk >= number)] = number
+    flat = local_Nk.ravel()
+    counts_e = np.bincount(flat, minlength=number)[:number]
+    row_Nk, token_R = _rows(flat, counts_e, counts_e, len(local_Nk), RoutingRule(number, local_Nk.shape[1]))
+    return Routing(local_Nk, row_Nk, token_R, counts_e, counts_e, counts_e)
 
 
-def rows_of_experts(counts_Se: np.ndarray) -> Routing:
-    """Where rows go that come from S ranks, from each one sorted by expert: the routing of Q rows to e experts, one
-    each, all of them computed. Of each expert the rows of the first rank come first.
+def route_received_rows(counts_Se: np.ndarray) -> Routing:
+    """Returns the routing of Q rows that come from S ranks to e experts.
+
+    Each rank sends its rows sorted by expert. Each row has one expert, and none is dropped. The rows of an expert are
+    in the order of the ranks.
 
     Args:
-        counts_Se: How many rows of each rank there are for each expert.
+        counts_Se: The number of rows from each rank for each expert.
     """
     expert_Q = np.repeat(np.tile(np.arange(counts_Se.shape[1], dtype=np.int32), len(counts_Se)), counts_Se.ravel())
-    token_Q = _sorted_by_expert(expert_Q, counts_Se.shape[1]).astype(np.int32)
+    token_Q = _order_by_expert(expert_Q, counts_Se.shape[1]).astype(np.int32)
     row_Q = np.empty_like(token_Q)
     counts_e = counts_Se.sum(0)
     row_Q[token_Q] = np.arange(len(token_Q), dtype=np.int32)
@@ -251,10 +258,10 @@ def rows_of_experts(counts_Se: np.ndarray) -> Routing:
 class RoutingCounts:
     """What the routers of all layers decided for the micro-batches of a step.
 
-    They are arrays, or tensors on a device that counts there; rates are those of arrays.
+    The values are arrays on a CPU and tensors on other devices. The properties need arrays.
 
     Attributes:
-        layers: Numbers of the layers; multi-token prediction modules follow the last layer.
+        layers: Numbers of the MoE layers; MTP modules follow the last layer.
         kept: Assignments that each expert computed, [L, E].
         requested: Assignments before dropping, [L, E].
         entropy_sum: Entropy of a token's scores in nats, a mean over tokens, times the layer's assignments, [L].
@@ -266,7 +273,7 @@ class RoutingCounts:
     entropy_sum: Any
 
     def __add__(self, other: RoutingCounts) -> RoutingCounts:
-        """Both together."""
+        """Adds the counts of other micro-batches."""
         return RoutingCounts(
             self.layers,
             self.kept + other.kept,
@@ -276,25 +283,25 @@ class RoutingCounts:
 
     @property
     def entropy(self) -> np.ndarray:
-        """Entropy of a token's scores, a mean over tokens, [L], nats."""
+        """The entropy of a token's scores, a mean over tokens, [L], in nats."""
         return self.entropy_sum / np.maximum(self.requested.sum(1), 1)
 
     @property
     def drop_rate(self) -> np.ndarray:
-        """Part of the assignments that no expert computed, [L]; 0 where there were none."""
+        """The share of dropped assignments, [L]; 0 for a layer without assignments."""
         requested_L = self.requested.sum(1)
         return (requested_L - self.kept.sum(1)) / np.maximum(requested_L, 1)
 
     @property
     def load_imbalance(self) -> np.ndarray:
-        """Assignments to the busiest expert over those to the average one, [L]; 1 where there were none."""
+        """The load of the busiest expert divided by the mean load, [L]; 1 for a layer without assignments."""
         total_L = self.requested.sum(1)
         busiest_L = self.requested.max(1) * self.requested.shape[1]
         return np.where(total_L > 0, busiest_L / np.maximum(total_L, 1), 1.0)
 
 
 class RouterRates(NamedTuple):
-    """Rates of a step as the host reads them, each [L]; see `RoutingCounts`."""
+    """The rates of `RoutingCounts` for a step, as arrays on the host, [L] each."""
 
     layers: tuple[int, ...]
     drop_rate: np.ndarray
@@ -303,13 +310,14 @@ class RouterRates(NamedTuple):
 
 
 class StepExpertLoad:
-    """How many of a step's assignments each expert has had: in the micro-batches up to this one, on all ranks.
+    """Accumulates the load of each expert over the micro-batches of a step and over all ranks.
 
-    The load of gbs_aux_loss (Qiu et al. 2025, "Demons in the Detail", section 3), which Megatron-LM calls
-    global_aux_loss. The load of the whole step is known at its last micro-batch only; each takes what is known by then.
+    gbs_aux_loss uses this load (Qiu et al. 2025, "Demons in the Detail", section 3); Megatron-LM calls the loss
+    global_aux_loss. The load of the whole step is known only at its last micro-batch, so each micro-batch uses the load
+    up to and including itself.
 
     Args:
-        sums: Sums arrays, or tensors, over the ranks; every rank calls it equally often.
+        sums: Sums arrays, or tensors, over the ranks. All ranks must call it equally often.
     """
 
     def __init__(self, sums: Callable[[Sequence[Any]], list[Any]]) -> None:
@@ -317,13 +325,16 @@ class StepExpertLoad:
         self.requested = dict[int, Any]()
 
     def start(self) -> None:
-        """Begins a step."""
+        """Resets the counts, at the beginning of a step."""
         self.requested = {}
 
-    def of_layer(self, layer: int) -> Callable[[Any], Any]:
-        """A function of a micro-batch: assignments of the layer to each expert, [E] -> the shares of the step, [E],
-        which sum to 1: an array in float64 from an array, a float32 tensor from a tensor. A second call, of a
-        recomputation, counts nothing and returns the same."""
+    def layer_load(self, layer: int) -> Callable[[Any], Any]:
+        """Returns a function for one micro-batch that adds the layer's assignments and returns the load of the step.
+
+        The function takes the number of assignments to each expert, [E], and returns each expert's share of all, [E]:
+        a float64 array from an array, a float32 tensor from a tensor. A second call, by recomputation, adds nothing and
+        returns the same shares.
+        """
         known: list[Any] = []
 
         def shares(requested_E: Any) -> Any:

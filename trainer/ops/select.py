@@ -1,4 +1,4 @@
-"""Selects the implementation of each kernel for a device and says why. `plan` prints it without MindSpore."""
+"""Selects the implementation of each kernel for a device, with the reason. `plan` prints it without MindSpore."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from trainer.ops.precision import NarrowProducts, PartDtype, Precision, resolve_
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
+    from trainer.config.schema.moe import MoEConfig
 
 REFERENCE = "reference"
 _MODEL = "model.model_config"
@@ -24,7 +26,7 @@ _MODEL = "model.model_config"
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """One kernel: what the configuration asked for, what it gets, and the reason."""
+    """One kernel: the requested implementation (`asked`), the chosen one, and the reason."""
 
     kernel: str
     asked: str
@@ -33,17 +35,18 @@ class KernelChoice:
 
     @property
     def fused(self) -> bool:
+        """Whether a fused operator is chosen."""
         return self.chosen != REFERENCE
 
 
-# kernel, the configuration's switch (None: always fused where it exists), the Ascend operator
+# Kernel, key that switches it on (None: always fused where the operator exists), operator of Ascend.
 _KERNELS = (
     ("rotary_embedding", "use_fused_rope", "rotary_position_embedding"),
     ("swiglu", "use_fused_swiglu", "swiglu"),
     ("attention", "use_flash_attention", "flash_attention_score"),
     ("rms_norm", None, "RmsNorm"),
 )
-# The same for models with experts; their switches stand in moe_config.
+# Further kernels of models with experts; their keys are in moe_config.
 _EXPERT_KERNELS = (
     ("grouped_matmul", "use_gmm", "GroupedMatmulV4"),
     ("token_permute", "use_fused_ops_permute", "moe_token_permute"),
@@ -53,10 +56,9 @@ _EXPERT_KERNELS = (
 def select_kernels(
     settings: ModelConfig | ClassifierConfig, device: str, precision: Precision | None = None
 ) -> tuple[KernelChoice, ...]:
-    """The implementation of every kernel; a classifier has none to choose.
+    """Selects the implementation of every kernel, by the `use_*` keys of the model section; none for a classifier.
 
-    The `use_*` switches of the model section say what was asked for. Without `precision` the model section alone sets
-    the dtypes.
+    Without `precision`, the model section alone sets the dtypes.
     """
     if isinstance(settings, ClassifierConfig):
         return ()
@@ -71,34 +73,33 @@ def select_kernels(
 def _choose(
     kernel: str, switch: str | None, operator: str, settings: ModelConfig, device: str, precision: Precision
 ) -> KernelChoice:
-    section = settings
+    section: ModelConfig | MoEConfig | None = settings
     if (kernel, switch, operator) in _EXPERT_KERNELS:
         section = settings.experts
-    wanted = switch is None or bool(getattr(section, switch))
-    asked = "(automatic)"
+    is_requested = switch is None or bool(getattr(section, switch))
+    requested = "(automatic)"
     if switch:
-        asked = f"{switch}: {wanted}"
+        requested = f"{switch}: {is_requested}"
     if device != "Ascend":
-        if wanted:
+        why = f"{switch} is off"
+        if is_requested:
             why = f"{operator} exists only on Ascend"
-        else:
-            why = f"{switch} is off"
-        return KernelChoice(kernel, asked, REFERENCE, f"{why}; device is {device}")
-    if not wanted and kernel != "grouped_matmul":
-        return KernelChoice(kernel, asked, REFERENCE, f"{switch} is off")
-    obstacle = _obstacle(kernel, settings, precision)
-    if obstacle:
-        return KernelChoice(kernel, asked, REFERENCE, obstacle)
-    more = ""
-    if kernel == "attention":
-        more = "; its softmax is float32"
-    if not wanted:
-        more = f"; {switch} False only keeps the capacity, experts never compute on the host"
-    return KernelChoice(kernel, asked, operator, f"fused operator of {device}{more}")
+        return KernelChoice(kernel, requested, REFERENCE, f"{why}; device is {device}")
+    if not is_requested and kernel != "grouped_matmul":
+        return KernelChoice(kernel, requested, REFERENCE, f"{switch} is off")
+    limitation = _limitation(kernel, settings, precision)
+    if limitation:
+        return KernelChoice(kernel, requested, REFERENCE, limitation)
+    why = f"fused operator of {device}"
+    if not is_requested:
+        why += f"; {switch} False only keeps the capacity, experts never compute on the host"
+    elif kernel == "attention":
+        why += "; its softmax is float32"
+    return KernelChoice(kernel, requested, operator, why)
 
 
-def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
-    """Why the fused operator cannot compute this part of the model; empty if it can."""
+def _limitation(kernel: str, settings: ModelConfig, precision: Precision) -> str:
+    """Returns why the fused operator cannot compute this part of the model; an empty text if it can."""
     if kernel == "attention" and settings.attention_dropout > 0 and settings.seq_length % 16:
         return f"flash_attention_score drops with sequences of a multiple of 16 tokens, here {settings.seq_length}"
     if kernel == "attention" and precision.compute.dtype == "float32":
@@ -118,18 +119,19 @@ def _obstacle(kernel: str, settings: ModelConfig, precision: Precision) -> str:
     if kernel == "rotary_embedding" and (turned >= 896 or settings.num_heads >= 1000):
         here = f"here {settings.num_heads} of {turned}"
         return f"rotary_position_embedding takes fewer than 1000 heads, of less than 896 numbers, {here}"
-    if kernel == "token_permute" and not settings.experts.use_gmm:
+    experts = settings.experts
+    if kernel == "token_permute" and experts is not None and not experts.use_gmm:
         return "use_gmm is off"
-    if kernel == "token_permute" and settings.experts.enable_gmm_safe_tokens:
+    if kernel == "token_permute" and experts is not None and experts.enable_gmm_safe_tokens:
         return "enable_gmm_safe_tokens adds rows that belong to no token; moe_token_permute makes none"
     return ""
 
 
 def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> bool:
-    """Whether native CPU layers compute the model: every decoder on a CPU in explicit mode.
+    """Returns whether native CPU layers compute the model: that of every decoder on a CPU in explicit mode.
 
-    context.mode 1 trains and evaluates with MindSpore's operators, one by one, where each rank computes whole layers.
-    It predicts with native layers, too. Ranks share weights (level3) in native layers alone.
+    The exception is training and evaluation with `context.mode` 1, which run MindSpore's operators one by one. They use
+    native layers nevertheless if ranks shard the layers or the weights (level3), which only native layers support.
     """
     if device != "CPU" or config.classifier is not None or runs_semi_auto(config, world):
         return False
@@ -140,28 +142,28 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
 
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:
-    """The dtype that each part of a run computes in."""
+    """Returns the dtype of each part for a run of this configuration on a device."""
     if device == "CPU" and config.classifier is None:
         return precision_on_cpu(config, on_arrays(config, device, world))
     return resolve_precision(config.network, config.amp_level, device)
 
 
 def precision_on_cpu(config: Config, native: bool) -> Precision:
-    """The dtype that each part of a decoder computes in on a CPU, with native layers or without."""
-    asked = requested_dtype(config.decoder, config.amp_level, "compute_dtype")
-    narrow = _narrow_products(asked, native, config.context.mode == 0)
+    """Returns the dtype of each part of a decoder on a CPU; `native` tells whether native CPU layers compute it."""
+    requested = requested_dtype(config.decoder, config.amp_level, "compute_dtype")
+    narrow = _narrow_products(requested, native, config.context.mode == 0)
     if config.run_mode in ("predict", "chat"):
         narrow = NarrowProducts("", "and a CPU predicts in float32", nothing_else=True)
     return resolve_precision(config.network, config.amp_level, "CPU", narrow)
 
 
 def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts:
-    """Who multiplies numbers of a narrow dtype on a CPU; only native layers do so in bfloat16."""
+    """Returns how a CPU multiplies matrices of this dtype; only native layers multiply in bfloat16."""
     if not native:
-        what = "context.mode 1"
+        mode = "context.mode 1"
         if compiled:
-            what = "MindSpore's semi-automatic mode"
-        return NarrowProducts("", f"which a CPU does not compute with {what}")
+            mode = "MindSpore's semi-automatic mode"
+        return NarrowProducts("", f"which a CPU does not compute with {mode}")
     if dtype == "float16":
         return NarrowProducts("emulated", "float32 products of rounded numbers")
     by = bfloat16_products()
@@ -173,25 +175,27 @@ def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts
     return NarrowProducts(by, why[by])
 
 
-def _asked(config: Config) -> dict[str, str]:
-    """The dtypes that the configuration asks for."""
+def _requested_dtypes(config: Config) -> dict[str, str]:
+    """Returns the requested dtype of each part, by its key."""
     if config.classifier is not None:
         return {}
     return {key: requested_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
 
 
 def dtype_notes(config: Config, precision: Precision, device: str) -> Iterator[Note]:
-    """Notes about parts that asked for half precision and get something else on a CPU, or get it slowly."""
-    asked = _asked(config)
-    if device != "CPU" or not {"bfloat16", "float16"} & set(asked.values()):
+    """Yields notes about parts on a CPU whose requested half precision is not available, or is slow."""
+    requested = _requested_dtypes(config)
+    if device != "CPU" or not {"bfloat16", "float16"} & set(requested.values()):
         return
-    found = zip(PART_KEYS, (precision.compute, precision.norm, precision.softmax, precision.rotary), strict=True)
-    others: dict[str, list[str]] = {}
-    for key, part in found:
-        if part.dtype != asked[key]:
-            own = getattr(config.decoder, key) is not None
-            others.setdefault(part.why, []).append(f"{_MODEL}.{key}" if own else "amp_level")
-    for why, names in others.items():
+    parts = (precision.compute, precision.norm, precision.softmax, precision.rotary)
+    keys_by_reason: dict[str, list[str]] = {}
+    for key, part in zip(PART_KEYS, parts, strict=True):
+        if part.dtype != requested[key]:
+            name = "amp_level"
+            if getattr(config.decoder, key) is not None:
+                name = f"{_MODEL}.{key}"
+            keys_by_reason.setdefault(part.why, []).append(name)
+    for why, names in keys_by_reason.items():
         yield Note(f"{', '.join(dict.fromkeys(names))}: computes in float32; {why}", "dtype")
     compute = precision.compute.dtype
     if precision.by == "emulated":
@@ -204,9 +208,11 @@ def dtype_notes(config: Config, precision: Precision, device: str) -> Iterator[N
 
 
 def kernel_notes(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
-    """Notes about kernels of experts that were asked for and do not exist on the device."""
-    asked = {choice.asked for choice in choices}
-    for choice in choices if "use_gmm: True" in asked else ():
+    """Yields notes about requested kernels of experts that the device does not have."""
+    requested = {choice.asked for choice in choices}
+    if "use_gmm: True" not in requested:
+        return
+    for choice in choices:
         if choice.asked == "use_fused_ops_permute: True" and not choice.fused:
             yield f"use_fused_ops_permute: the reference sorts the tokens, {choice.why}"
 
@@ -214,14 +220,16 @@ def kernel_notes(choices: tuple[KernelChoice, ...]) -> Iterator[str]:
 def part_dtypes(
     settings: ModelConfig | ClassifierConfig, precision: Precision, choices: tuple[KernelChoice, ...]
 ) -> dict[str, PartDtype]:
-    """The dtype of each part and its reason, by the names that `plan` shows."""
+    """Returns the dtype of each part and the reason, by the names that `plan` shows."""
     always = PartDtype("float32", "always")
     if isinstance(settings, ClassifierConfig):
         return {name: always for name in ("parameters, matrix products, loss", "gradients, optimizer state")}
-    asked = settings.param_init_type
-    master = PartDtype("float32", f"master weights (asked: {asked})")
-    fused_softmax = PartDtype("float32", "inside flash_attention_score")
-    fused = any(choice.kernel == "attention" and choice.fused for choice in choices)
+    parameters = always
+    if settings.param_init_type != "float32":
+        parameters = PartDtype("float32", f"master weights (asked: {settings.param_init_type})")
+    softmax = precision.softmax
+    if any(choice.kernel == "attention" and choice.fused for choice in choices):
+        softmax = PartDtype("float32", "inside flash_attention_score")
     products = precision.compute
     others = {}
     if precision.by:
@@ -229,11 +237,11 @@ def part_dtypes(
             others = {"routed experts": PartDtype("float32", f"a CPU has no {products.dtype} kernels of them")}
         products = PartDtype(f"{products.dtype} ({precision.by})", products.why)
     return {
-        "parameters": always if asked == "float32" else master,
+        "parameters": parameters,
         "matrix products": products,
         **others,
         "norms": precision.norm,
-        "softmax": fused_softmax if fused else precision.softmax,
+        "softmax": softmax,
         "rotary tables": precision.rotary,
         "residual stream, loss": always,
         "gradients, optimizer state": always,

@@ -13,7 +13,7 @@ from mindspore.common.initializer import initializer
 from mindspore.ops import operations as P
 from mindspore.ops.auto_generate import SumExt
 
-from trainer.models.classifier import Layers
+from trainer.models.classifier import FullyConnected
 from trainer.models.spec.shapes import classifier_names, parameter_shapes
 from trainer.ops.plain import shard_operators
 from trainer.optim.freeze import trained_shapes
@@ -39,7 +39,7 @@ class ImageLossCell(nn.Cell):
         }
         ordered = [name for pair in classifier_names(settings) for name in pair]
         self.weights = ParameterTuple([self.by_name[name] for name in ordered])
-        self.layers = Layers(settings, kernels)
+        self.layers = FullyConnected(settings, kernels)
         self.classes = settings.classes
         self.count = len(ordered)
         # fmt: skip

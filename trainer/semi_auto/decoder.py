@@ -24,7 +24,7 @@ from trainer.ops.plain import shard_operators
 from trainer.semi_auto.graph_parts import graph_parts
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.semi_auto.experts import ExpertCells
 
@@ -82,7 +82,7 @@ class SemiAutoDecoder(DecoderForward):
         self.balances = self.aux_factor > 0 or self.z_factor > 0
         self.weigh = P.Mul()
         self.no_loss_11 = None
-        self.aux_factor = self.z_factor = 0.0  # `RouterLosses` multiplies by them
+        self.aux_factor = self.z_factor = 0.0  # `GraphRouterLosses` multiplies by them
         if experts is not None:
             self.no_loss_11 = Tensor(np.zeros((1, 1), np.float32))
 

@@ -12,7 +12,7 @@ from mindspore.parallel.auto_parallel import AutoParallel
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.models.inputs import LossSums
 from trainer.semi_auto.network import set_parallelism
-from trainer.semi_auto.step import Window, graph_mode, own_rows
+from trainer.semi_auto.step import GraphBatch, graph_mode, local_rows
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -47,7 +47,7 @@ class GraphEvaluator:
         self.config = config
         self.world = world
         self.degrees = parallel_degrees(config, world)
-        self.window: Window | None = None
+        self.window: GraphBatch | None = None
 
     @cached_property
     def network(self) -> AutoParallel:
@@ -62,18 +62,18 @@ class GraphEvaluator:
         if self.window is None:
             data = self.degrees.data_parallel
             rows = -(-len(batch.labels) // data) * data
-            self.window = Window(rows, self.config.network, own_rows(self.config, self.world, rows, 1))
+            self.window = GraphBatch(rows, self.config.network, local_rows(self.config, self.world, rows, 1))
         with graph_mode():
             found = self.network(*self.window.tensors([batch], 1.0))
         if self.config.classifier is not None:
             loss, correct = found
             return LossSums(loss, loss, correct=correct)
         stages = self.degrees.pipeline_stage
-        total = own_share(found, self.world.rank // (self.world.size // stages), stages)
+        total = contribution_to_mean(found, self.world.rank // (self.world.size // stages), stages)
         return LossSums(total, total)
 
 
-def own_share(loss: Tensor, stage: int, stages: int) -> Tensor:
+def contribution_to_mean(loss: Tensor, stage: int, stages: int) -> Tensor:
     """What a rank of a stage adds to the mean over all ranks, which is to be the loss.
 
     In a pipeline only the ranks of the last stage have the loss; what the others get has no meaning and may be NaN.

@@ -36,7 +36,7 @@ from trainer.models.moe import Gates, Router, SharedExperts
 from trainer.models.spec.names import EXPERT_BIAS, layer_prefix
 from trainer.models.spec.shapes import balanced_layers, moe_shapes
 from trainer.ops.ascend.moe import Permute, Unpermute, stable_order
-from trainer.ops.measures import device_measures
+from trainer.ops.measures import metric_functions
 from trainer.ops.plain import Sharded, shard_operators
 from trainer.ops.routing import RoutingCounts, RoutingRule
 from trainer.optim.freeze import frozen_names
@@ -44,7 +44,8 @@ from trainer.parallel.collectives import all_to_all, all_to_all_rows, has_all_op
 from trainer.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.communicator import Communicator
     from trainer.parallel.mesh import Degrees
@@ -77,7 +78,7 @@ def expert_group(degrees: Degrees, rank: int) -> tuple[str, range]:
     return f"{len(ranks)}-experts-{ranks[0]}", ranks
 
 
-def statistics_of(prefix: str, experts: int) -> list[Parameter]:
+def make_statistics(prefix: str, experts: int) -> list[Parameter]:
     """A layer's `STATISTICS`, summed over the micro-batches of a step and over all ranks."""
     zeros = initializer("zeros", (1, experts), mstype.float32)
     names = [f"{prefix}mlp.gate.{name}" for name in STATISTICS]
@@ -91,7 +92,7 @@ class ExpertChoice(nn.Cell):
         super().__init__(auto_prefix=False)
         moe = settings.experts
         # This mode sends a row of zeros to every expert.
-        self.route = kernels.route(replace(RoutingRule.of(moe), safe_tokens=False))
+        self.route = kernels.route(replace(RoutingRule.from_config(moe), safe_tokens=False))
         self.capacity = capacity
         self.policy = moe.drop_policy
         self.length = settings.seq_length
@@ -147,7 +148,7 @@ class RoutedExperts(nn.Cell):
         self.chosen = moe.num_experts_chosen
         self.ranks = ranks.expert
         self.group = ranks.group
-        self.own = moe.expert_num // ranks.expert
+        self.local_experts = moe.expert_num // ranks.expert
         self.is_dry = ranks.is_dry
         self.every_E = Tensor(np.arange(self.experts, dtype=np.int32))
         self.permute = Permute(has_safe_tokens=True)
@@ -187,13 +188,13 @@ class RoutedExperts(nn.Cell):
 
     def exchanged(self, rows_AD, expert_A, counts_E, weights):
         """The same rows, computed where their experts are."""
-        counts_Se = counts_E.reshape(self.ranks, self.own)
+        counts_Se = counts_E.reshape(self.ranks, self.local_experts)
         received_counts_Se = all_to_all(counts_Se, self.group, self.ranks)
         send = self.rows_of_ranks(counts_Se, rows_AD)
         receive = self.rows_of_ranks(received_counts_Se, rows_AD)
         rows_RD = all_to_all_rows(rows_AD, send, receive, self.group)
-        own_A1 = ops.floor_mod(expert_A, self.own).astype(mstype.float32).reshape(-1, 1)
-        order_R = stable_order(all_to_all_rows(own_A1, send, receive, self.group).reshape(-1))
+        local_A1 = ops.floor_mod(expert_A, self.local_experts).astype(mstype.float32).reshape(-1, 1)
+        order_R = stable_order(all_to_all_rows(local_A1, send, receive, self.group).reshape(-1))
         inverse_R = stable_order(order_R)
         counts_e = received_counts_Se.sum(0).astype(mstype.int64)
         out_RD = self.products(self.reorder(rows_RD, order_R, inverse_R), counts_e, *weights)
@@ -247,7 +248,7 @@ class GroupWeights(Sharded):
         return self.sum(self.reshape(weight_N1, (-1, self.tokens, 1)), (1,))
 
 
-class RouterLosses(nn.Cell):
+class GraphRouterLosses(nn.Cell):
     """(logits_NE, scores_NE, load_GE, weight_N1, weight_G1, loss_11) -> loss_11 and the losses of this router, each
     times its factor.
 
@@ -324,7 +325,7 @@ class RouterLosses(nn.Cell):
 
 
 class ExpertLayer(nn.Cell):
-    """(x_ND, weight_N1, weight_G1, loss_11, seeds_B1 or None) -> residual stream and `RouterLosses`.
+    """(x_ND, weight_N1, weight_G1, loss_11, seeds_B1 or None) -> residual stream and `GraphRouterLosses`.
 
     It takes the place of a feed-forward sublayer. In evaluation it gives x_ND alone.
 
@@ -365,7 +366,7 @@ class ExpertLayer(nn.Cell):
         self.assigned = 1.0 / (settings.seq_length * moe.num_experts_chosen)
         self.router = Router(settings, kernels)
         self.gates = Gates(settings)
-        self.losses = RouterLosses(settings, ranks)
+        self.losses = GraphRouterLosses(settings, ranks)
         self.choice = ExpertChoice(settings, local, ranks, moe.capacity(ranks.tokens))
         self.choice_of_all = ExpertChoice(settings, local, ranks, None)  # an evaluation drops nothing
         self.experts = RoutedExperts(settings, local, ranks)
@@ -463,7 +464,8 @@ def expert_cells(config: Config, world: World, kernels: KernelSet, local: Kernel
     ranks = ExpertRanks(degrees.data_parallel, degrees.model_parallel, degrees.expert_parallel, group, tokens, is_dry)
 
     def make(prefix: str, weights: Sequence[Parameter]) -> ExpertLayer:
-        return ExpertLayer(settings, kernels, local, weights, statistics_of(prefix, settings.experts.expert_num), ranks)
+        statistics = make_statistics(prefix, settings.experts.expert_num)
+        return ExpertLayer(settings, kernels, local, weights, statistics, ranks)
 
     return ExpertCells(make, GroupWeights(group_tokens(settings, ranks)))
 
@@ -491,14 +493,14 @@ class GraphRouters:
         self.communicator = communicator
         self.speaks = speaks
         layers = {layer: decoder.layers[layer].experts.statistics for layer in self.layers}
-        self.own = {layer: found for layer, found in layers.items() if found[0].name in parameters.sums}
-        balanced = set(balanced_layers(settings, frozen_names(config))) & self.own.keys()
-        self.biases = {layer: parameters.own[layer_prefix(layer) + EXPERT_BIAS] for layer in sorted(balanced)}
+        self.local = {layer: found for layer, found in layers.items() if found[0].name in parameters.sums}
+        balanced = set(balanced_layers(settings, frozen_names(config))) & self.local.keys()
+        self.biases = {layer: parameters.local[layer_prefix(layer) + EXPERT_BIAS] for layer in sorted(balanced)}
 
     def counts(self) -> RoutingCounts:
         """Over all ranks and micro-batches."""
         zeros = Tensor(np.zeros((len(STATISTICS), self.moe.expert_num), np.float32))
-        of_layers = [ops.concat(tuple(self.own[layer])) if layer in self.own else zeros for layer in self.layers]
+        of_layers = [ops.concat(tuple(self.local[layer])) if layer in self.local else zeros for layer in self.layers]
         counted_LSE = ops.stack(of_layers)
         if self.speaks is not None:
             counted_LSE = self.communicator.all_reduce([counted_LSE * float(self.speaks)])[0]
@@ -511,9 +513,9 @@ class GraphRouters:
         """As `Decoder.update_expert_bias`."""
         for layer, bias_E in self.biases.items():
             requested_E = counts.requested[self.layers.index(layer)]
-            device_measures().update_expert_bias(bias_E, requested_E, self.moe.topk_bias_update_rate)
+            metric_functions().update_expert_bias(bias_E, requested_E, self.moe.topk_bias_update_rate)
 
     def clear(self) -> None:
         """Before the next step."""
-        for parameter in itertools.chain(*self.own.values()):
+        for parameter in itertools.chain(*self.local.values()):
             ops.assign(parameter, ops.zeros_like(parameter))

@@ -11,7 +11,7 @@ from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, M
 from trainer.models.spec.shapes import block_weights, moe_shapes
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
 
 T = TypeVar("T")
 

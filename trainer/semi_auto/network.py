@@ -37,7 +37,7 @@ from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.ascend.kernels import RmsNorm, SeparateNorm
 from trainer.ops.kernel_set import InDtype, load_kernels
-from trainer.ops.plain import AttentionMask, RotaryTables, shard_operators
+from trainer.ops.plain import shard_operators
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.optim.freeze import trained_shapes
@@ -46,11 +46,13 @@ from trainer.semi_auto.cells import GradientCell, SemiAuto
 from trainer.semi_auto.classifier import ImageLossCell, LazyImageLossCell
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
+from trainer.semi_auto.positions import AttentionMask, RotaryTables
 from trainer.semi_auto.rules import semi_auto_notes, semi_auto_problems, speed_up_file
-from trainer.semi_auto.step import drops
+from trainer.semi_auto.step import uses_dropout
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.mesh import Degrees
 
@@ -137,7 +139,7 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
     degrees = parallel_degrees(config, world)
     if world.size > 1:
         inputs = _BATCH_INPUTS if config.classifier is None else _IMAGE_INPUTS
-        rows = ((degrees.data_parallel, 1),) * (inputs + (drops(config.decoder) and trains))
+        rows = ((degrees.data_parallel, 1),) * (inputs + (uses_dropout(config.decoder) and trains))
         network.dataset_strategy("full_batch" if parallel.full_batch else rows)
     if degrees.pipeline_stage > 1:
         order = parallel.pipeline_config

@@ -57,7 +57,7 @@ def semi_auto_notes(config: Config) -> Iterator[str]:
 
 def semi_auto_problems(config: Config, world: World) -> list[ConfigError]:
     """What keeps this job from running in semi-automatic mode."""
-    return list(_cannot(config, world)) or fit_problems(config, world)
+    return list(_unsupported(config, world)) or fit_problems(config, world)
 
 
 def speed_up_file(config: Config) -> Path | None:
@@ -85,7 +85,7 @@ def semi_auto_without_device(config: Config) -> UserError:
     return problem(config, "parallel.parallel_mode", rule, fix).error
 
 
-def _cannot(config: Config, world: World) -> Iterator[ConfigError]:
+def _unsupported(config: Config, world: World) -> Iterator[ConfigError]:
     """What the mode cannot do."""
     if not config.trains:
         fix = "run it alone, without launch, or add --parallel_fallback explicit"

@@ -13,7 +13,7 @@ from mindspore import Parameter, Tensor
 
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import all_shapes, parameter_specs
-from trainer.ops.measures import device_measures
+from trainer.ops.measures import metric_functions
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.communicator import check_same_values
 from trainer.parallel.sharding import Shard, ShardSpec
@@ -68,7 +68,7 @@ def first_rank_per_shard(shards: Sequence[Shard | None]) -> dict[int, Shard]:
     return found
 
 
-def gather_whole(
+def gather_arrays(
     shapes: Mapping[str, tuple[int, ...]],
     holders: Mapping[str, Mapping[int, Shard]],
     parts: Mapping[str, np.ndarray],
@@ -134,7 +134,7 @@ class ShardedParameters:
             }
         self.trained = list(trained_shapes(config))
         self.shards = {name: found[name] for name in self.shapes if name in found}
-        self.own = {name: by_name[name] for name in self.shards}
+        self.local = {name: by_name[name] for name in self.shards}
         # The sums over micro-batches are sharded like the weights, but never further, like optimizer state.
         self.sums = {name: (by_name[name], where.shape) for name, where in found.items() if name not in self.shapes}
         every = [json.loads(data) for data in communicator.gather_bytes(json.dumps(self.shards).encode())]
@@ -153,7 +153,7 @@ class ShardedParameters:
         seed = self.config.seed
         sums = {}
         specs = parameter_specs(settings)
-        for name, parameter in self.own.items():
+        for name, parameter in self.local.items():
             if weights is None:
                 whole = initial_value(specs[name], settings, seed)
             else:
@@ -168,9 +168,9 @@ class ShardedParameters:
         """This rank's shard of a whole array that is sharded like this parameter."""
         return read_shard(whole, ShardSpec(self.shapes[name], self.shards[name]))
 
-    def whole(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    def gather(self, names: Iterable[str], parts: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Gathers arrays that are sharded like these parameters, on rank 0; all ranks must call it."""
-        return gather_whole({name: self.shapes[name] for name in names}, self.holders, parts, self.communicator)
+        return gather_arrays({name: self.shapes[name] for name in names}, self.holders, parts, self.communicator)
 
     def squares(self, names: Sequence[str], squares_P: np.ndarray | Tensor) -> np.ndarray | Tensor:
         """What this rank adds to the sums of squares of whole gradients, in the order of `trained`.
@@ -182,7 +182,7 @@ class ShardedParameters:
         place = {name: number for number, name in enumerate(names)}
         copies = np.array([self.copies[name] for name in names], np.float32)
         places = [place.get(name, len(names)) for name in self.trained]  # the last number: zero
-        return device_measures().scatter_squares(squares_P, 1 / copies, places)
+        return metric_functions().scatter_squares(squares_P, 1 / copies, places)
 
 
 def _set(parameter: Parameter, part: np.ndarray) -> None:

@@ -21,7 +21,7 @@ from trainer.data.source.mnist import ImageBatch, padding_images
 from trainer.models.classifier import ImageInputBuilder
 from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed
-from trainer.ops.measures import device_measures, read_together
+from trainer.ops.measures import metric_functions, read_together
 from trainer.ops.routing import RouterRates
 from trainer.step.accumulate import RankFlags, StepGradients, count_loss_tokens
 from trainer.step.clip import norm_groups
@@ -49,7 +49,7 @@ def graph_mode() -> Iterator[None]:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
 
 
-def drops(settings: ModelConfig) -> bool:
+def uses_dropout(settings: ModelConfig) -> bool:
     """Whether a training draws dropout masks."""
     adapter = adapter_spec(settings)
     of_adapters = 0
@@ -65,7 +65,7 @@ class MaskSeeds(NamedTuple):
     micro_batches: int
     ranks: int
 
-    def of_rows(self, step: int, rows: int) -> np.ndarray:
+    def for_rows(self, step: int, rows: int) -> np.ndarray:
         """int64 [rows, 1], below 2^61: a layer adds the number of its mask, a tensor-parallel rank its own number."""
         keys = [
             DropoutKey(self.seed, rank, step, number)
@@ -76,12 +76,12 @@ class MaskSeeds(NamedTuple):
         return np.repeat(seeds, rows // len(keys))[:, None]
 
 
-class Window(NamedTuple):
+class GraphBatch(NamedTuple):
     """The batch of a step: all micro-batches stacked, padded with sequences without labels."""
 
     rows: int
     settings: ModelConfig | ClassifierConfig
-    own: slice | np.ndarray = slice(None)
+    local_rows: slice | np.ndarray = slice(None)
     """The rows that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel rank."""
     mask_seeds: MaskSeeds | None = None
     """Of a model with dropout."""
@@ -100,12 +100,12 @@ class Window(NamedTuple):
         arrays = [np.concatenate(parts) for parts in zip(*filled, strict=True)]
         arrays.append(np.full((self.rows, 1), share, np.float32))
         if self.mask_seeds is not None:
-            arrays.append(self.mask_seeds.of_rows(step, self.rows))
-        return [Tensor(np.ascontiguousarray(array[self.own])) for array in arrays]
+            arrays.append(self.mask_seeds.for_rows(step, self.rows))
+        return [Tensor(np.ascontiguousarray(array[self.local_rows])) for array in arrays]
 
 
-def own_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
-    """The rows of a window that a rank passes to the graph, for `Window.own`: its part of every micro-batch."""
+def local_rows(config: Config, world: World, rows: int, micro_batches: int) -> slice | np.ndarray:
+    """Returns `GraphBatch.local_rows`: the part of every micro-batch that a rank passes to the graph."""
     degrees = parallel_degrees(config, world)
     if config.parallel.full_batch:
         return slice(None)
@@ -140,7 +140,7 @@ class GraphStep:
         schedule: Callable[[int], float],
         wrapper: RunnerWrapper,
         *,
-        window: Window,
+        window: GraphBatch,
         parameters: ShardedParameters,
         communicator: Communicator,
         model: Callable[[Batch], LossSums] | None = None,
@@ -161,7 +161,7 @@ class GraphStep:
         self.model = model
         self.guards = UpdateGuard(wrapper, stop_at_bad_loss)
         sums = {total.name.removeprefix("accu_grads."): total for total in cell.sums}
-        self.sums = {name: sums[name] for name in sums if name in parameters.own}  # others are of other stages
+        self.sums = {name: sums[name] for name in sums if name in parameters.local}  # others are of other stages
 
     def __call__(self, micro_batches: Sequence[Batch], rank_flags: RankFlags | None = None) -> StepResult:
         """As `TrainStep`; all ranks get the same micro-batches, and each passes its own rows to the graph."""
@@ -197,17 +197,17 @@ class GraphStep:
         own = [by_name[name] for name in self.optimizer.parameters]
         # In a pipeline only the ranks of the last stage have the loss.
         if self.reports_loss:
-            own_loss = [device_measures().keep_scalar(loss), 1.0]
+            own_loss = [metric_functions().keep_scalar(loss), 1.0]
         else:
             own_loss = [0.0, 0.0]
-        squares = self.parameters.squares(list(self.optimizer.parameters), device_measures().squares(own))
+        squares = self.parameters.squares(list(self.optimizer.parameters), metric_functions().squares(own))
         if rank_flags is None:
             own_votes = []
         else:
             own_votes = [np.array(rank_flags(), np.float64)]
         total, count, squares, *all_votes = self.communicator.all_reduce([*own_loss, squares, *own_votes])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
-        sums = device_measures().square_sums(squares, list(groups.groups.values()), groups.each)
+        sums = metric_functions().square_sums(squares, list(groups.groups.values()), groups.each)
         if self.routers is None:
             routing = None
         else:
@@ -215,7 +215,7 @@ class GraphStep:
         if routing is None:
             rates = []
         else:
-            rates = [device_measures().router_rates(routing)]
+            rates = [metric_functions().router_rates(routing)]
         total, count, sums, *others = read_together([total, count, sums, *rates, *all_votes])
         return StepGradients(
             float(total) / max(float(count), 1) / scale,
@@ -233,26 +233,26 @@ class GraphStep:
 
         Of a pipeline's weights MindSpore leaves out those of other stages, and keeps the order of the rest.
         """
-        own = {weight.name: weight.shape for weight in self.cell.weights if weight.name in self.parameters.own}
+        own = {weight.name: weight.shape for weight in self.cell.weights if weight.name in self.parameters.local}
         assert list(own.values()) == [gradient.shape for gradient in gradients], "not the gradients of this rank"
         return dict(zip(own, gradients, strict=True))
 
     def load_optimizer(self, arrays: Mapping[str, np.ndarray], updates: int) -> None:
         """As `TrainStep.load_optimizer`."""
         named = ((key, key.split(".", 1)[1]) for key in arrays)
-        own = self.parameters.own
+        own = self.parameters.local
         part = self.parameters.part
         self.optimizer.load_state({key: part(name, arrays[key]) for key, name in named if name in own}, updates)
 
     def state_dict_shard(self) -> CheckpointShard:
         """As `TrainStep.state_dict_shard`; rank 0 gathers the arrays, one after the other."""
-        own = {name: each.asnumpy() for name, each in self.parameters.own.items()}
-        weights = self.parameters.whole(self.parameters.shapes, own)
+        own = {name: each.asnumpy() for name, each in self.parameters.local.items()}
+        weights = self.parameters.gather(self.parameters.shapes, own)
         state = self.optimizer.state_arrays()
         found = {}
         for kind in self.optimizer.state:
             parts = {name: state[f"{kind}.{name}"] for name in self.optimizer.parameters}
-            whole = self.parameters.whole(self.optimizer.group_of, parts)
+            whole = self.parameters.gather(self.optimizer.group_of, parts)
             found |= {f"{kind}.{name}": array for name, array in whole.items()}
         return CheckpointShard(weights, found, self.optimizer.updates)
 

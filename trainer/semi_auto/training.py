@@ -21,7 +21,7 @@ from trainer.semi_auto.experts import GraphRouters, expert_group
 from trainer.semi_auto.network import build_semi_auto
 from trainer.semi_auto.rules import data_config
 from trainer.semi_auto.shards import ShardedParameters
-from trainer.semi_auto.step import GraphStep, MaskSeeds, Window, drops, graph_mode, own_rows
+from trainer.semi_auto.step import GraphBatch, GraphStep, MaskSeeds, graph_mode, local_rows, uses_dropout
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -53,14 +53,14 @@ def open_semi_auto_training(
     if degrees.expert_parallel > 1:
         make_group(*expert_group(degrees, world.rank))
     built = build_semi_auto(config, world, device)
-    window = window_of(config, world)
+    window = graph_batch(config, world)
     with graph_mode():
         built.network.compile(*window.tensors([], 0.0))
     parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
     parameters.start(weights)
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    trained = {name: parameter for name, parameter in parameters.own.items() if name in shapes}  # this rank's parts
+    trained = {name: parameter for name, parameter in parameters.local.items() if name in shapes}  # this rank's parts
     stages = degrees.pipeline_stage
     routers = None
     if config.network.moe_layers:
@@ -84,15 +84,15 @@ def open_semi_auto_training(
     )
 
 
-def window_of(config: Config, world: World) -> Window:
+def graph_batch(config: Config, world: World) -> GraphBatch:
     """The batch of a step, and which of its rows this rank hands to the graph."""
     read = data_config(config, world).runner_config
     rows = read.batch_size * read.gradient_accumulation_steps
-    own = own_rows(config, world, rows, read.gradient_accumulation_steps)
+    own = local_rows(config, world, rows, read.gradient_accumulation_steps)
     seeds = None
-    if drops(config.decoder):
+    if uses_dropout(config.decoder):
         seeds = MaskSeeds(config.seed, read.gradient_accumulation_steps, parallel_degrees(config, world).data_parallel)
-    return Window(rows, config.network, own, seeds)
+    return GraphBatch(rows, config.network, own, seeds)
 
 
 def _place_in_group(group: str) -> tuple[int, int]:

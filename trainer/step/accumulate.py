@@ -15,7 +15,7 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
-from trainer.ops.measures import device_measures, read_together
+from trainer.ops.measures import metric_functions, read_together
 from trainer.ops.routing import RouterRates, RoutingCounts
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.gradients import GradientReducer, ReducedGradients
@@ -186,7 +186,7 @@ class MicroBatchTotals:
 
     def add(self, part: MicroBatch) -> None:
         """A part of a pipeline gives the losses that it computes; None for the token losses of another one."""
-        keep = device_measures().keep_scalar
+        keep = metric_functions().keep_scalar
         if part.loss_sum is not None:
             self.losses.append(keep(part.loss_sum))
         for name, (value, weight) in part.other_sums.items():
@@ -209,7 +209,7 @@ def _window(
     norm_contribution: NormContribution | None,
 ) -> StepGradients:
     """Sums the results over the ranks and reads what the host needs of them."""
-    measures = device_measures()
+    measures = metric_functions()
     others = results.others
     routing = results.routing
     sums = {name: measures.sum_scalars([value for value, _ in pairs]) for name, pairs in others.items()}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
-from trainer.ops.measures import device_measures, read_together
+from trainer.ops.measures import metric_functions, read_together
 from trainer.parallel.communicator import Communicator
 from trainer.step.accumulate import count_loss_tokens
 
@@ -45,7 +45,7 @@ def evaluate(
     if communicator is None:
         communicator = Communicator()
     began = time.perf_counter()
-    measures = device_measures()
+    measures = metric_functions()
     losses = []
     hits = []
     tokens = 0

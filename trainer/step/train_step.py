@@ -25,7 +25,7 @@ from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, RouterStatistics, mtp_labels
 from trainer.ops.dropout import DropoutKey
-from trainer.ops.measures import device_measures
+from trainer.ops.measures import metric_functions
 from trainer.ops.routing import RouterRates, RoutingCounts, StepExpertLoad
 from trainer.optim.groups import parameter_of
 from trainer.parallel.communicator import Communicator
@@ -235,7 +235,7 @@ class TrainStep:
             others = self.other_sums(batches[place], sums, gives)
             routing = None
             if is_last and settings.moe_layers:  # the routers of all chunks have decided
-                routing = device_measures().pad_to_all_layers(
+                routing = metric_functions().pad_to_all_layers(
                     call.statistics.counts(), settings.moe_layers, settings.experts.expert_num
                 )
             results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.arrays.memory import MOST_MOVED, combine_expert_rows, empty, host_threads, row_blocks, take_tokens
 from trainer.arrays.moe.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
 from trainer.data.batches.context import ContextShard
-from trainer.ops.routing import Routing, SharedTokens, routing_of_some, rows_of_experts
+from trainer.ops.routing import Routing, SharedTokens, local_routing, route_received_rows
 
 if TYPE_CHECKING:
     from trainer.config.schema.moe import MoEConfig
@@ -67,7 +67,7 @@ class AllToAllExperts:
         send_S = sent_Se.sum(1)
         receive_S = received_Se.sum(1)
         rows_QD = self._exchange(rows_RD, send_S, receive_S, int(receive_S.sum()))
-        local = rows_of_experts(received_Se)
+        local = route_received_rows(received_Se)
         out_QD, saved = self.experts.forward(rows_QD, np.ones((len(rows_QD), 1), np.float32), weights, local)
         out_RD = self._exchange(out_QD, receive_S, send_S, len(rows_RD))
         out_ND = empty(*x_ND.shape)[1]
@@ -131,7 +131,7 @@ class AllGatherExperts:
         experts = len(routing.counts_E)
         kept_Nk = np.where(routing.row_Nk < routing.counts_E.sum(), routing.experts_Nk, np.int32(experts))
         every_Mk = self.group.all_gather_rows(kept_Nk)
-        local = routing_of_some(every_Mk, self.group.rank, experts // self.group.size)
+        local = local_routing(every_Mk, self.group.rank, experts // self.group.size)
         x_MD = self.group.all_gather_rows(x_ND)
         gates_Mk = self.group.all_gather_rows(gates_Nk)
         out_MD, saved = self.experts.forward(x_MD, gates_Mk, weights, local)

@@ -196,7 +196,7 @@ def _sequences(labels: RouterLabels) -> tuple[int, np.ndarray]:
         length = len(labels.valid_N1) // rows
         return length, np.full(rows, length)
     length = labels.shared.length
-    return length, np.bincount(labels.shared.own_n // length, minlength=rows)
+    return length, np.bincount(labels.shared.local_n // length, minlength=rows)
 
 
 def _through_quotient(grad: np.ndarray, quotient: np.ndarray, divisor_N1: np.ndarray) -> np.ndarray:

@@ -23,7 +23,7 @@ from trainer.arrays.moe.router import CpuRouter, sigmoid
 from trainer.arrays.tiles import RmsNorm, SublayerCall, WeightGradients
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
-from trainer.ops.routing import Routing, RoutingRule, route, routing_of_some
+from trainer.ops.routing import Routing, RoutingRule, local_routing, route
 
 if TYPE_CHECKING:
     from trainer.arrays.moe.router import RoutedTokens, RouterLabels, Shares
@@ -132,7 +132,7 @@ class CpuMoe:
         )
         experts = _expert_weights(weights)
         if self.group is not None:
-            routing = routing_of_some(routing.experts_Nk, self.group.rank, len(experts.gate))
+            routing = local_routing(routing.experts_Nk, self.group.rank, len(experts.gate))
         added_ND = self.experts.predict(y_ND, gates_Nk, experts, routing, thread)
         if self.group is not None:
             added_ND = self.group.all_reduce(added_ND)

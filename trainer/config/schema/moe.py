@@ -112,7 +112,7 @@ class MoEConfig(Section):
         return self.balance_via_topk_bias or self.topk_method == "noaux_tc"
 
     @property
-    def group_score(self) -> str:
+    def group_score(self) -> Literal["best", "two_best"]:
         """How a group of experts is scored: by its two best experts together, or by its best."""
         if self.has_expert_bias or self.score_function == "sigmoid":
             return "two_best"

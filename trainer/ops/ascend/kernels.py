@@ -1,8 +1,7 @@
-"""Ascend kernels: MindSpore's fused operators behind the signatures of `plain.py`.
+"""Ascend kernels: MindSpore's fused operators with the signatures of `plain.py`.
 
-These operators have no CPU kernel. What can be checked without an Ascend is that MindSpore's front end accepts them,
-forward and backward: tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and
-its gradient.
+These operators have no CPU kernel. Without an Ascend, only MindSpore's front end can be tested, forward and backward:
+tests/parity/test_ascend_kernels.py exports each as a graph and looks for the fused operator and its gradient.
 
 Legend: as in trainer/ops/plain.py.
 """
@@ -25,63 +24,64 @@ from mindspore.ops.auto_generate import (
 
 from trainer.ops.plain import Sharded, shard_operators
 
-# Gradients by hand save fewer activations than automatic ones: the inputs as they came, without their casts. In a graph
-# that MindSpore shards, a `bprop` computes with local shards, so it must not depend on their shapes.
+# A gradient written by hand saves fewer activations than an automatic one: only the inputs before their casts. In a
+# graph that MindSpore shards, a `bprop` computes with local shards, so it must not depend on their shapes.
 
 
 class RmsNorm(nn.Cell):
     """RmsNorm: y = x / sqrt(mean(x^2) + eps) * weight.
 
     Args:
-        inside: Dtype that it computes in. Default None: that of its inputs.
+        inside: Dtype of the computation. Default None: that of the inputs.
         outside: Dtype of the result. Default None: `inside`.
-        is_sharded: Whether MindSpore shards the graph. It then derives the gradient, because it sums that of a weight
-            over the ranks only where it derives it; the dtypes are those of the inputs.
+        is_sharded: Whether MindSpore shards the graph. MindSpore then derives the gradient, because it sums a weight's
+            gradient over the ranks only if it has derived it; the dtypes are those of the inputs.
     """
 
     def __init__(
-        self, size: int, eps: float, inside: mstype.Type = None, outside: mstype.Type = None, *,
+        self, size: int, eps: float, inside: mstype.Type | None = None, outside: mstype.Type | None = None, *,
         is_sharded: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.norm = FusedNorm(eps) if is_sharded else _RmsNormCore(eps, inside, outside or inside)
+        self.norm = FusedNorm(eps) if is_sharded else _NormAndFactor(eps, inside, outside or inside)
 
-    def construct(self, x_ND, weight_D):
+    def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
         return self.norm(x_ND, weight_D)[0]
 
     def shard_over(self, *degrees: int) -> None:
-        """Shards all axes but the last."""
+        """Shards all axes except the last; `degrees` has the number of ranks for each."""
         shard_operators(self, {"norm": "dt"[: len(degrees)] + ".,."}, **dict(zip("dt", degrees, strict=False)))
 
 
-class _RmsNormCore(nn.Cell):
-    """Returns (y, 1 / sqrt(...)): the second output is kept for the backward pass."""
+class _NormAndFactor(nn.Cell):
+    """(x_ND, weight_D) -> (y, 1 / sqrt(...)); the backward pass needs the second result."""
 
-    def __init__(self, eps: float, inside: mstype.Type, outside: mstype.Type) -> None:
+    def __init__(self, eps: float, inside: mstype.Type | None, outside: mstype.Type | None) -> None:
         super().__init__()
         self.inside = inside
         self.outside = outside
         self.norm = FusedNorm(eps)
         self.grad = RmsNormGrad()
 
-    def construct(self, x_ND, weight_D):
+    def construct(self, x_ND: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
         y_ND, rstd_N1 = self.norm(self.cast(x_ND), self.cast(weight_D))
         return y_ND if self.outside is None else y_ND.astype(self.outside), rstd_N1
 
-    def bprop(self, x_ND, weight_D, out, grads):
+    def bprop(self, x_ND: Tensor, weight_D: Tensor, out: Tensor, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         grad_x_ND, grad_D = self.grad(self.cast(grads[0]), self.cast(x_ND), out[1], self.cast(weight_D))
         return grad_x_ND.astype(x_ND.dtype), grad_D.astype(weight_D.dtype)
 
-    def cast(self, x):
+    def cast(self, x: Tensor) -> Tensor:
+        """Casts to the dtype of the computation."""
         return x if self.inside is None else x.astype(self.inside)
 
 
 class SeparateNorm(nn.Cell):
-    """Computes a norm of [N, D] for a graph that computes norms again in the backward pass, its result as `outside`.
+    """Computes a norm of [N, D], with its result in dtype `outside`, for a graph that recomputes norms.
 
-    MindSpore 2.10 joins an addition and the norm of its result to one operator, AddRmsNorm. Where the norm is one that
-    is computed again, the addition would wait for the gradients ("Graph cycle exists"). The reshapes keep them apart.
-    The cast stands before the second one, after which MindSpore gathers the tokens of other ranks.
+    MindSpore 2.10 fuses an addition and the norm of its result into one operator, AddRmsNorm. If the norm is
+    recomputed, the addition would wait for the gradients ("Graph cycle exists"). The reshapes prevent the fusion. The
+    cast is before the second reshape, after which MindSpore gathers the tokens of other ranks.
     """
 
     def __init__(self, norm: nn.Cell, outside: mstype.Type) -> None:
@@ -91,19 +91,20 @@ class SeparateNorm(nn.Cell):
         self.cast = P.Cast()
         self.reshape = P.Reshape()
 
-    def construct(self, x_ND, weight_D):
+    def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
         tokens, features = x_ND.shape
         y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)
         return self.reshape(self.cast(y_N1D, self.outside), (tokens, features))
 
     def shard_over(self, data: int) -> None:
+        """Shards N over `data` ranks."""
         self.norm.shard_over(data, 1)
 
 
 class Rotary(nn.Cell):
-    """RotaryPositionEmbedding, mode 0: the first half of a head is paired with the second. One dtype for all.
+    """RotaryPositionEmbedding, mode 0: the first half of a head is paired with the second. All inputs have one dtype.
 
-    The operator itself: MindSpore 2.10 deprecates the function `ops.rotary_position_embedding` around it.
+    The cell uses the operator because MindSpore 2.10 deprecates the function `ops.rotary_position_embedding`.
     """
 
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
@@ -113,7 +114,7 @@ class Rotary(nn.Cell):
         self.core = _RotaryCore()
         self.reshape = P.Reshape()
 
-    def construct(self, x_NC, cos_BT1d, sin_BT1d):
+    def construct(self, x_NC: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
         rows = cos_BT1d.shape[0]
         length = cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
@@ -132,17 +133,19 @@ class _RotaryCore(Sharded):
         self.rotate = RotaryPositionEmbedding()
         self.grad = RotaryPositionEmbeddingGrad()
 
-    def construct(self, x_BTHd, cos_BT1d, sin_BT1d):
+    def construct(self, x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
         return self.rotate(x_BTHd, cos_BT1d, sin_BT1d, 0)
 
-    def bprop(self, x_BTHd, cos_BT1d, sin_BT1d, out, grad_BTHd):
+    def bprop(
+        self, x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, out: Tensor, grad_BTHd: Tensor
+    ) -> tuple[Tensor, ...]:
         grad_x = self.grad(grad_BTHd, cos_BT1d, sin_BT1d, None, 0)[0]  # None: no gradients of the tables
         no_grad = ops.zeros(cos_BT1d.shape, cos_BT1d.dtype)
         return grad_x, no_grad, no_grad
 
 
 class SwiGLU(Sharded):
-    """swiglu: silu(gate) * up, of both side by side in an axis of their own, which is not sharded."""
+    """swiglu: silu(gate) * up. The operator takes both in one tensor; the axis that joins them is not sharded."""
 
     axes: ClassVar = {"concat": "d.t,d.t", "swiglu": "d.t"}
 
@@ -153,24 +156,24 @@ class SwiGLU(Sharded):
         self.swiglu = Swiglu()
         self.grad = SwigluGrad()
 
-    def construct(self, gate_NF, up_NF):
+    def construct(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
         tokens, features = gate_NF.shape
         both = self.reshape(gate_NF, (tokens, 1, features)), self.reshape(up_NF, (tokens, 1, features))
         return self.reshape(self.swiglu(self.concat(both), 1), (tokens, features))
 
-    def bprop(self, gate_NF, up_NF, out, grad_NF):
+    def bprop(self, gate_NF: Tensor, up_NF: Tensor, out: Tensor, grad_NF: Tensor) -> tuple[Tensor, ...]:
         grad = self.grad(grad_NF, ops.concat((gate_NF, up_NF), -1), -1)
         return mint.chunk(grad, 2, 1)
 
 
-# Always chosen: on an Ascend the plain operator is a legacy one (ACLOP), which is compiled for each shape.
+# Always used on an Ascend: the plain operators are legacy ones (ACLOP), which are compiled for each shape.
 
 
 def gather_rows(x_RD: Tensor, index_N: Tensor) -> Tensor:
-    """As in plain.py. The gradient is EmbeddingDenseBackward."""
+    """Returns x[index], [N, D]. The gradient is EmbeddingDenseBackward."""
     return mint.nn.functional.embedding(index_N, x_RD)
 
 
 def write_rows(store_RD: Parameter, index_N: Tensor, x_ND: Tensor) -> None:
-    """Writes store[index] = x in place, for the cache of a prediction."""
+    """Writes store[index] = x in place, for the KV cache."""
     store_RD.index_copy_(0, index_N.astype(mstype.int64), x_ND)

@@ -1,6 +1,7 @@
-"""What a step reports of losses, gradients and routers, as float32 tensors that stay on the device.
+"""Computes the metrics of a step (losses, gradient norms, routers) as float32 tensors that stay on the device.
 
-`trainer/arrays/measures.py` says what the functions return. A step reads the results together, in one small tensor.
+`trainer/arrays/measures.py` has the same functions for a CPU, and documents them. The host reads all results of a step
+together, in one small tensor.
 
 Legend: as in trainer/arrays/measures.py.
 """
@@ -23,7 +24,7 @@ def keep_scalar(scalar: Tensor) -> Tensor:
 
 
 def sum_scalars(kept: Sequence[Tensor | float]) -> Tensor | float:
-    if not isinstance(kept[0], Tensor):  # zeros: another rank has the losses
+    if not isinstance(kept[0], Tensor):  # zeros: the losses are on another rank
         return sum(kept)
     if len(kept) == 1:
         return kept[0]
@@ -31,7 +32,7 @@ def sum_scalars(kept: Sequence[Tensor | float]) -> Tensor | float:
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
-    if not gradients:  # on a stage of a pipeline in which nothing is trained; `spread` does not read it
+    if not gradients:  # a pipeline stage without trainable parameters; `scatter_squares` does not read the result
         return mint.zeros(1)
     # One operator without a copy of the gradient; its square overflows only where the sum of squares would.
     norms_P = mint.stack([mint.norm(gradient, dtype=mstype.float32) for gradient in gradients])
@@ -42,15 +43,18 @@ def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) 
     number = squares_P.shape[0]
     from_end_P = Tensor(np.arange(number, 0, -1, dtype=np.float32))
     bad = mint.max(mint.where(mint.isfinite(squares_P), mint.zeros_like(squares_P), from_end_P))
-    of_groups = [mint.sum(mint.index_select(squares_P, 0, Tensor(np.array(group, np.int32)))) for group in groups]
-    return mint.cat([mint.stack([mint.sum(squares_P), bad, *of_groups]), *([squares_P] if each else [])])
+    group_sums = [mint.sum(mint.index_select(squares_P, 0, Tensor(np.array(group, np.int32)))) for group in groups]
+    parts = [mint.stack([mint.sum(squares_P), bad, *group_sums])]
+    if each:
+        parts.append(squares_P)
+    return mint.cat(parts)
 
 
 def scatter_squares(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[int]) -> Tensor:
-    parts = mint.zeros(1)
+    scaled = mint.zeros(1)
     if len(factors_P):
-        parts = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), parts])
-    return mint.index_select(parts, 0, Tensor(np.array(places, np.int32)))
+        scaled = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), scaled])
+    return mint.index_select(scaled, 0, Tensor(np.array(places, np.int32)))
 
 
 def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: Sequence[Tensor]) -> RoutingCounts:
@@ -62,20 +66,17 @@ def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: S
 
 def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
     if counts is None:
-        own = ()
-    else:
-        own = counts.layers
-    places = Tensor(np.array([own.index(layer) if layer in own else len(own) for layer in layers], np.int32))
+        zeros_LE = mint.zeros((len(layers), experts))
+        return RoutingCounts(tuple(layers), zeros_LE, zeros_LE, mint.zeros(len(layers)))
+    numbers = {layer: number for number, layer in enumerate(counts.layers)}
+    indices = Tensor(np.array([numbers.get(layer, len(numbers)) for layer in layers], np.int32))
 
-    def rows(values: Tensor | None, *shape: int) -> Tensor:
-        zeros = mint.zeros((1, *shape))
-        return mint.index_select(zeros if values is None else mint.cat([values, zeros]), 0, places)
+    def pad(values: Tensor, *shape: int) -> Tensor:
+        return mint.index_select(mint.cat([values, mint.zeros((1, *shape))]), 0, indices)
 
-    if counts is None:
-        values = (None,) * 3
-    else:
-        values = (counts.kept, counts.requested, counts.entropy_sum)
-    return RoutingCounts(tuple(layers), rows(values[0], experts), rows(values[1], experts), rows(values[2]))
+    return RoutingCounts(
+        tuple(layers), pad(counts.kept, experts), pad(counts.requested, experts), pad(counts.entropy_sum)
+    )
 
 
 def _entropy(scores_NE: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""What is known of Ascend's operators without an Ascend. Pure Python.
+"""Dtypes and kernels of Ascend's operators, as far as they are known without an Ascend. Pure Python.
 
-The dtypes are those of MindSpore 2.10's documentation (the docstrings of the functions that `says` names; a test reads
-them). Which operators have a kernel is read from the Ascend libraries that the Linux wheel of MindSpore carries even
-where they cannot run.
+The dtypes are those of MindSpore 2.10's documentation: `documented_by` names functions, whose docstrings a test reads.
+The operators with a kernel are read from the Ascend libraries, which the Linux wheel of MindSpore contains even for
+machines that cannot run them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _INDEX = frozenset({"int32", "int64"})
 
 
 class Support(NamedTuple):
-    """Dtypes of an operator's inputs, in the names of exported files (`float` is float32)."""
+    """Dtypes of an operator's inputs, with the names of exported files (`float` is float32)."""
 
     inputs: tuple[frozenset[str], ...]
-    """For each input; nothing is known of those that follow, and of those without any."""
+    """The dtypes of each input; an empty set, or no set for the last inputs, if they are not documented."""
     alike: int
-    """The number of first inputs that must have the same dtype."""
-    says: str
-    """The function of `mindspore.ops` whose documentation says so."""
+    """How many of the first inputs must have the same dtype."""
+    documented_by: str
+    """The function of `mindspore.ops` whose docstring documents the dtypes."""
 
 
 SUPPORT: Mapping[str, Support] = {
@@ -49,11 +49,11 @@ SUPPORT: Mapping[str, Support] = {
 
 
 def dtype_problem(operator: str, inputs: Sequence[str]) -> str:
-    """What the documentation does not promise of these inputs; empty where all is well."""
+    """Returns how the dtypes of these inputs differ from the documented ones; an empty text if they do not."""
     support = SUPPORT[operator]
-    for place, (found, allowed) in enumerate(zip(inputs, support.inputs, strict=False), 1):
-        if allowed and found not in allowed:
-            return f"input {place} is {found}, documented: {', '.join(sorted(allowed))}"
+    for number, (dtype, allowed) in enumerate(zip(inputs, support.inputs, strict=False), 1):
+        if allowed and dtype not in allowed:
+            return f"input {number} is {dtype}, documented: {', '.join(sorted(allowed))}"
     if len(set(inputs[: support.alike])) > 1:
         return f"the first {support.alike} inputs must have one dtype, here {', '.join(inputs[: support.alike])}"
     return ""
@@ -70,15 +70,20 @@ NONE = "none"
 
 
 def kernel_sources(operators: Collection[str], libraries: Path | None = None) -> dict[str, str] | None:
-    """Who computes each operator on Ascend, as far as MindSpore's folder `lib` tells; None without Ascend libraries.
+    """Finds out from MindSpore's folder `lib` what computes each operator on Ascend.
+
+    Args:
+        libraries: The folder. Default None: that of the installed MindSpore.
 
     Returns:
-        For each: "kernel" (a kernel of MindSpore calls CANN's function for it), "CANN" (MindSpore knows the operator
-        and hands it to CANN, whose libraries decide whether it runs on the AI cores or on the AI CPUs of the device),
-        "host" (Python) or "none", where the libraries do not mention it.
+        None if the folder has no Ascend libraries. Otherwise for each operator "kernel" (a kernel of MindSpore calls
+        CANN's function for it), "CANN" (MindSpore passes the operator to CANN, whose libraries decide whether it runs
+        on the AI cores or on the AI CPUs of the device), "host" (Python) or "none" (the libraries do not mention it).
     """
+    folder = libraries
     installed = importlib.util.find_spec("mindspore")
-    folder = libraries or (Path(installed.origin).with_name("lib") if installed and installed.origin else None)
+    if folder is None and installed and installed.origin:
+        folder = Path(installed.origin).with_name("lib")
     if folder is None or not (folder / _KERNELS).is_file():
         return None
     kernels, known = _names_in(folder)
@@ -86,7 +91,7 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
     def source(operator: str) -> str:
         if operator in _ON_HOST:
             return HOST
-        # A view (SplitWithSizeView) computes nothing by itself, and has the kernel of its operator where it must copy.
+        # A view (SplitWithSizeView) computes nothing; if it must copy, it uses the kernel of its operator.
         if {operator.lower(), operator.removesuffix("View").lower()} & kernels:
             return KERNEL
         if operator in known:
@@ -98,11 +103,11 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
 
 @functools.cache
 def _names_in(folder: Path) -> tuple[frozenset[str], frozenset[str]]:
-    """What the installed libraries have a kernel for, in lower case, and every operator that they mention."""
-    own = (folder / _KERNELS).read_bytes()
-    # Mangled names of kernel classes (their length, the name, Ascend) and the names of CANN's functions.
-    classes = re.findall(rb"\d([A-Z]\w*?)AscendE", own)
-    functions = re.findall(rb"\0aclnn(\w+)(?=\0)", own)
+    """Returns the operators with a kernel in the libraries, in lower case, and all operators that they mention."""
+    kernels = (folder / _KERNELS).read_bytes()
+    # Mangled names of kernel classes (their length, the name, "Ascend") and the names of CANN's functions.
+    classes = re.findall(rb"\d([A-Z]\w*?)AscendE", kernels)
+    functions = re.findall(rb"\0aclnn(\w+)(?=\0)", kernels)
     mentioned = {
         name
         for library in (_KERNELS, *_FURTHER)

@@ -1,10 +1,10 @@
-"""The update of AdamW: on an Ascend by its fused operator, on a CPU on arrays, one cache-sized block at a time.
+"""The update of AdamW: on an Ascend by its fused operator, on a CPU with NumPy, one cache-sized block at a time.
 
-On a CPU it is bound by memory bandwidth: it reads four arrays and writes three. MindSpore's operators make one pass for
-the clip factor, one for the decay and one for Adam, and each call costs 0.15 ms, half of the time for a tensor of
-100,000 numbers. Here a block is read once and all of the arithmetic happens in the cache. NumPy releases Python's lock,
-so that threads run in parallel; each takes the next block when it is done. Every operation is elementwise, so the
-bits depend neither on the blocks nor on the threads.
+On a CPU the update is bound by memory bandwidth: it reads four arrays and writes three. MindSpore's operators make one
+pass for the clip factor, one for the decay and one for Adam. Each call costs 0.15 ms, half of the time for a tensor of
+100,000 numbers. Here a block is read once, and all arithmetic happens in the cache. NumPy releases Python's lock, so
+threads run in parallel; each takes the next block when it has finished one. All operations are elementwise, so results
+have the same bits for any block size and number of threads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from trainer.ops.ascend.optim import FusedAdamW
 
-_BLOCK = 1 << 17  # numbers; shorter blocks are bound by NumPy's call overhead, longer ones exceed the cache
+_BLOCK = 1 << 17  # numbers; NumPy's call overhead slows down shorter blocks, and longer ones exceed the cache
 
 
 class AdamWItem(NamedTuple):
-    """A parameter to update in float32: flat arrays on a CPU. Weight and moments are changed in place."""
+    """A parameter to update, in float32. On a CPU all are flat arrays. Weight and moments are changed in place."""
 
     weight: np.ndarray | Parameter
     first: np.ndarray | Parameter
@@ -37,7 +37,7 @@ class AdamWItem(NamedTuple):
 
 
 def load_adamw(betas: tuple[float, float], eps: float, device: str | None = None) -> HostAdamW | FusedAdamW:
-    """The update for a device; None: MindSpore's current target."""
+    """Returns the update for a device. Default None: MindSpore's current device."""
     if (device or mindspore.get_context("device_target")) == "CPU":
         return HostAdamW(betas, eps)
     from trainer.ops.ascend.optim import FusedAdamW
@@ -46,9 +46,9 @@ def load_adamw(betas: tuple[float, float], eps: float, device: str | None = None
 
 
 class HostAdamW:
-    """Updates parameters with `threads` threads; None: as many as this process has cores.
+    """Updates parameters with `threads` threads. Default None: one for each core of this process.
 
-    The bias corrections are applied to the scalars instead of the arrays, which gives the same value:
+    The bias corrections are applied to scalars instead of arrays, which gives the same value:
     p - lr' m / (sqrt(v) + eps') with lr' = lr sqrt(1 - b2^t) / (1 - b1^t) and eps' = eps sqrt(1 - b2^t).
     """
 
@@ -62,7 +62,7 @@ class HostAdamW:
         self.scratch = [(np.empty(_BLOCK, np.float32), np.empty(_BLOCK, np.float32)) for _ in range(count)]
 
     def __call__(self, items: Iterable[AdamWItem], lr: float, updates: int) -> None:
-        """Updates the parameters; `updates` counts this one too."""
+        """Updates the parameters. `updates` is the number of updates, including this one."""
         root2 = (1 - self.betas[1] ** updates) ** 0.5
         rate = lr * root2 / (1 - self.betas[0] ** updates)
         eps = self.eps * root2
@@ -77,7 +77,7 @@ class HostAdamW:
 
 def _update_block(
     item: AdamWItem,
-    part: slice,
+    block: slice,
     scratch: tuple[np.ndarray, np.ndarray],
     rate: float,
     eps: float,
@@ -85,10 +85,10 @@ def _update_block(
     keep: float,
 ) -> None:
     """Adds the gradient to m and v; then w = keep w - rate m / (sqrt(v) + eps)."""
-    weight = item.weight[part]
-    first = item.first[part]
-    second = item.second[part]
-    gradient = item.gradient[part]
+    weight = item.weight[block]
+    first = item.first[block]
+    second = item.second[block]
+    gradient = item.gradient[block]
     x, scaled = (array[: weight.size] for array in scratch)
     if item.scale != 1.0:
         gradient = np.multiply(gradient, np.float32(item.scale), out=scaled)

@@ -1,6 +1,6 @@
 """Gradient descent with momentum, PyTorch's arithmetic: d = g + decay p; b = momentum b + d; p = p - lr b.
 
-With nesterov the last step is p = p - lr (d + momentum b).
+With nesterov the last equation is p = p - lr (d + momentum b).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from mindspore.ops import operations as P
 
 
 def load_momentum(momentum: float, nesterov: bool) -> Callable[[Parameter, Parameter, Tensor, float, float], None]:
-    """The update for MindSpore's current target, in place: (parameter, buffer, gradient, lr, decay) -> nothing."""
+    """Returns the in-place update for MindSpore's current device: (parameter, buffer, gradient, lr, decay) -> None."""
     if mindspore.get_context("device_target") != "CPU":
         from trainer.ops.ascend.optim import momentum_update
 
