@@ -53,7 +53,7 @@ def test_experts_with_a_module_for_another_token_on_megatron_data(tmp_path, caps
     printed = capsys.readouterr().out
     assert code == 0 and "PASS (" in printed
     assert "parallel_config.expert_parallel  " in printed and "one process; --ranks starts several" in printed
-    assert "resumed after step 1: step 2 has the loss" in printed
+    assert "resume check: step 2 has loss" in printed
 
 
 def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
@@ -72,7 +72,7 @@ def test_a_training_that_fails_is_exit_code_1(tmp_path, capsys):
         ("run_mode: finetune", "run_mode: {", "not valid YAML"),
         ("hidden_size: 3584", "hiden_size: 3584", "you probably mean model.model_config.hidden_size"),
         ("num_heads: 28", "num_heads: 27", "must divide hidden_size"),
-        ("run_mode: finetune", "run_mode: eval", "smoke is for trainings"),
+        ("run_mode: finetune", "run_mode: eval", "smoke supports only run_mode train and finetune"),
     ],
 )
 def test_a_wrong_file_is_exit_code_2_with_the_messages_of_its_plan(tmp_path, capsys, old, new, says):

@@ -17,7 +17,7 @@ from trainer.optim.freeze import frozen_names
 from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Setup, smoke_text
 from trainer.smoke.data import sections_read
-from trainer.smoke.degrees import KINDS, layouts
+from trainer.smoke.degrees import KINDS, possible_layouts
 from trainer.smoke.run import smoke_changes
 
 
@@ -135,7 +135,7 @@ def test_a_kind_that_is_refused_is_left_out_with_the_reason(monkeypatch):
 
 def test_layouts_keep_as_many_kinds_as_there_are_ranks_for():
     def best(ranks: int, *asked: str) -> list[int]:
-        found = layouts(asked, ranks)
+        found = possible_layouts(asked, ranks)
         assert all(one.degrees.ranks == ranks for one in found)
         assert found[-1].degrees == Degrees(data_parallel=ranks)
         return list(found[0].degrees)
@@ -152,7 +152,7 @@ def test_layouts_keep_as_many_kinds_as_there_are_ranks_for():
     assert best(6, pipeline, tensor) == [2, 3, 1, 1, 1]
     assert best(3, pipeline, tensor, experts, data) == [1, 3, 1, 1, 1]
     assert best(1, *KINDS) == [1, 1, 1, 1, 1]
-    assert [one.shares for one in layouts([data, sharing], 2)] == [True, False]
+    assert [one.shares for one in possible_layouts([data, sharing], 2)] == [True, False]
 
 
 def test_micro_batches_of_a_pipeline_are_accumulated():

@@ -16,7 +16,7 @@ from trainer.errors import RunError, UserError
 from trainer.run.mindrecord import write_mindrecord
 from trainer.smoke.execute import CONFIG
 from trainer.smoke.report import outcome_lines
-from trainer.smoke.run import Verdict, _judge, _prepare, _setup, smoke, smoke_changes
+from trainer.smoke.run import SmokeResult, _check_result, _prepare, _setup, smoke, smoke_changes
 
 SIZES = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 1000, seq_length: 64"
 MODEL = f"model: {{model_config: {{{SIZES}}}}}\nrunner_config: {{batch_size: 2}}\n"
@@ -128,19 +128,19 @@ def test_another_smoke_run_replaces_the_folder_and_nothing_else(tmp_path):
         ({1: 6.0, 2: 5.0}, 5.0, 5.5, ""),
         ({1: 6.0, 2: None}, 5.0, 5.5, "step 2 of 2 has no finite loss"),
         ({1: 6.0}, 5.0, 5.5, "step 2 of 2 has no finite loss"),
-        ({1: 6.0, 2: 5.0}, 5.1, 5.5, "resumed from step 1 it has 5.1"),
+        ({1: 6.0, 2: 5.0}, 5.1, 5.5, "5.1 after resuming from step 1"),
         ({1: 6.0, 2: 5.0}, None, 5.5, "has no step 2"),
         ({1: 6.0, 2: 5.0}, 5.0, None, "the evaluation has no finite loss"),
     ],
 )
 def test_the_verdict(losses, again, evaluation, says):
-    verdict = Verdict("a.yaml", "out", 1, [], [], losses=losses, resumed_loss=again, eval_loss=evaluation)
-    _judge(verdict, 2, evaluates=True)
+    verdict = SmokeResult("a.yaml", "out", 1, [], [], losses=losses, resumed_loss=again, eval_loss=evaluation)
+    _check_result(verdict, 2, evaluates=True)
     assert (says in verdict.problem) if says else verdict.problem == ""
 
 
 def test_the_last_lines_say_which_kinds_of_parallelism_ran():
-    verdict = Verdict("a.yaml", "out", 8, [], [], ["pipeline_stage", "data_parallel"], ["context_parallel"])
+    verdict = SmokeResult("a.yaml", "out", 8, [], [], ["pipeline_stage", "data_parallel"], ["context_parallel"])
     assert "parallelism: pipeline_stage, data_parallel; left out: context_parallel" in outcome_lines(verdict)
     verdict.left_out = []
     assert "parallelism: pipeline_stage, data_parallel" in outcome_lines(verdict)
@@ -161,7 +161,7 @@ def test_a_small_copy_that_is_not_valid_is_a_failure(tmp_path):
 
 
 def test_of_much_text_the_first_records_are_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.smoke.rows._LARGE_BYTES", 1000)
+    monkeypatch.setattr("trainer.smoke.synthetic_data._LARGE_BYTES", 1000)
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     lines = [json.dumps({"question": f"what is {number}?", "completion": f"it is {number}"}) for number in range(900)]

@@ -366,29 +366,35 @@ def _smoke(
     if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
         receive_signals_in_a_thread()
     from trainer.plan.render import print_sections
-    from trainer.smoke.report import changes_section, outcome_lines, verdict_dict
+    from trainer.smoke.report import changes_section, outcome_lines, result_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
 
     for key, value, least in (("--ranks", ranks, 1), ("--steps", steps, FEWEST_STEPS)):
         if value < least:
             fix = f"write {key} {least} or more"
             raise UserError(f"must be at least {least}", where=f"flag {key}", key=key, value=value, fix=fix)
-    told: list[ConfigError] = []
-    tell = functools.partial(print, file=sys.stderr if json_ else sys.stdout, flush=True)
+    problems: list[ConfigError] = []
+    output = sys.stdout
+    if json_:
+        output = sys.stderr
+    report_progress = functools.partial(print, file=output, flush=True)
 
-    def show(changes: list[Change]) -> None:
+    def show_changes(changes: list[Change]) -> None:
         if not json_:
             print_sections([changes_section(changes)])
 
     try:
-        verdict = smoke(_load(context.obj, told), told, steps, ranks, tell, show)
+        result = smoke(_load(context.obj, problems), problems, steps, ranks, report_progress, show_changes)
     except UserError as error:
         if json_:
             invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}
             print(json.dumps(invalid, indent=1))
         raise
-    print(*([json.dumps(verdict_dict(verdict), indent=1)] if json_ else outcome_lines(verdict)), sep="\n")
-    return verdict.exit_code
+    if json_:
+        print(json.dumps(result_dict(result), indent=1))
+    else:
+        print("\n".join(outcome_lines(result)))
+    return result.exit_code
 
 
 @app.command("smoke-worker", hidden=True)

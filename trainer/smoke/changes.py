@@ -1,4 +1,4 @@
-"""What `smoke` changes of a file, as plain values; applying them gives the file that it runs."""
+"""The changes that `smoke` makes to a file, as plain values; applying them gives the file that it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.smoke.degrees import Layout
 
 
 class Setup(NamedTuple):
-    """What a smoke run is made for."""
+    """The conditions of a smoke run: its steps, ranks, device and data."""
 
     steps: int  # optimizer steps
     ranks: int  # processes
@@ -23,31 +23,33 @@ class Setup(NamedTuple):
     missing: dict[str, str]  # data set sections whose data is not here -> the path that is written, or empty
     large: frozenset[str] = frozenset()  # sections whose text takes long to tokenize
     layout: Layout = Layout()  # of the processes
-    left_out: Mapping[str, str] = {}  # kinds of parallelism that the layout has not -> why
+    left_out: Mapping[str, str] = {}  # kinds of parallelism that the layout does not have -> why
 
 
 class Change(NamedTuple):
-    """A key that the smoke run has another value of."""
+    """A key that gets another value in the smoke run."""
 
     key: str  # dotted, under its main name
     before: Any
     after: Any
-    why: str  # empty: nothing that the user needs to know of, such as where the run writes
+    why: str  # empty if the user need not know, for example of where the run writes
 
 
-def changed(config: Config, key: str, after: Any, why: str = "") -> Iterator[Change]:
-    """The change of a key to a value; nothing where it has the value already.
+def change_key(config: Config, key: str, after: Any, why: str = "") -> Iterator[Change]:
+    """Yields the change of a key to a value, or nothing if it has that value already.
 
-    A size of the model that is not written has a default, which nobody means: nothing stands for it.
+    A size of the model that is not in the file has a default value, which is shown as not set.
     """
     before = value_of(config, key)
     if before != after or type(before) is not type(after):
         unset = key.startswith("model.") and not config.source.where(key)
-        yield Change(key, None if unset else before, after, why)
+        if unset:
+            before = None
+        yield Change(key, before, after, why)
 
 
 def smoke_text(config: Config, changes: Iterable[Change]) -> str:
-    """The YAML text of the configuration with the changes."""
+    """Returns the YAML text of the configuration with the changes."""
     plain = copy.deepcopy(plain_values(config))
     for change in changes:
         _set(plain, change.key.split("."), change.after)

@@ -1,4 +1,4 @@
-"""The data of a smoke run: the first rows of what is here, and for what is not, files of the same form (`rows`)."""
+"""The data of a smoke run: the first rows of existing data, and synthetic data of the same form for missing data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.config import Config
 from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader
-from trainer.smoke.changes import Change, Setup, changed
+from trainer.smoke.changes import Change, Setup, change_key
 from trainer.smoke.model import seq_length, small_vocabulary
 from trainer.smoke.training import batch_size, rows_of_a_step
 
@@ -18,18 +18,20 @@ _ABSENT = "not here: synthetic rows of the same form"
 
 
 def sections_read(config: Config) -> list[str]:
-    """The data sets that the smoke run reads."""
-    return [TRAIN, *([EVAL] if _evaluates(config) and config.eval_dataset is not None else [])]
+    """Returns the data set sections that the smoke run reads."""
+    if _evaluates(config) and config.eval_dataset is not None:
+        return [TRAIN, EVAL]
+    return [TRAIN]
 
 
 def _evaluates(config: Config) -> bool:
-    """Whether the file evaluates, or has the data for it."""
+    """Returns whether the file evaluates, or has the data to do it."""
     evaluation = config.eval_dataset
     return config.do_eval or (evaluation is not None and evaluation.data_loader.support == "supported")
 
 
 def vocabulary(config: Config, setup: Setup) -> int:
-    """Tokens of the small model's vocabulary: all there are, where real ones are read."""
+    """Returns the vocabulary size of the small model: that of the file if real tokens are read."""
     if config.classifier is not None:
         return config.decoder.vocab_size
     for section in sections_read(config):
@@ -46,60 +48,63 @@ def _has_tokenizer(config: Config, section: str) -> bool:
 
 
 def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
-    """Where the data comes from, how many rows of it are read, and ids of special tokens within the vocabulary."""
+    """Yields the changes of data paths, of the number of rows, and of special token ids beyond the vocabulary."""
     evaluates = _evaluates(config)
     if evaluates:
-        yield from changed(config, "do_eval", after=True, why="the file has an eval_dataset")
+        yield from change_key(config, "do_eval", after=True, why="the file has an eval_dataset")
         if config.eval_step_interval > 0:
-            yield from changed(config, "eval_step_interval", setup.steps, "after the last step")
+            yield from change_key(config, "eval_step_interval", setup.steps, "after the last step")
         source = TRAIN
         if config.eval_dataset is not None:
             source = EVAL
-        yield from changed(config, f"{source}.max_batches", 1, "one batch is evaluated")
+        yield from change_key(config, f"{source}.max_batches", 1, "one batch is evaluated")
     elif config.eval_dataset is not None:
         yield Change(EVAL, config.eval_dataset.data_loader.type, None, "not read: do_eval is False")
     rows = {TRAIN: setup.steps * rows_of_a_step(config, setup), EVAL: batch_size(config) * setup.ranks}
     for section in sections_read(config):
-        yield from _section(config, setup, section, rows[section])
+        yield from _section_changes(config, setup, section, rows[section])
     if evaluates and config.eval_dataset is not None and config.eval_dataset.batch_size is not None:
-        yield from changed(config, f"{EVAL}.batch_size", min(config.eval_dataset.batch_size, batch_size(config)))
+        yield from change_key(config, f"{EVAL}.batch_size", min(config.eval_dataset.batch_size, batch_size(config)))
     yield from _special_ids(config, vocab_size)
 
 
-def _section(config: Config, setup: Setup, section: str, rows: int) -> Iterator[Change]:
-    wanted = getattr(config, section)
+def _section_changes(config: Config, setup: Setup, section: str, rows: int) -> Iterator[Change]:
+    data = getattr(config, section)
     key = f"{section}.data_loader"
-    loader = wanted.data_loader
-    if section == TRAIN and wanted.held_out and loader.type == "SyntheticDataset":
-        rows += 1 + round(wanted.held_out * rows)
+    loader = data.data_loader
+    if section == TRAIN and data.held_out and loader.type == "SyntheticDataset":
+        rows += 1 + round(data.held_out * rows)
     limit = "enough for a batch"
     if section == TRAIN:
         limit = f"enough for {setup.steps} steps"
-    yield from changed(config, f"{key}.num_samples", min(loader.num_samples or rows, rows), limit)
+    yield from change_key(config, f"{key}.num_samples", min(loader.num_samples or rows, rows), limit)
     if isinstance(loader, MegatronLoader):
-        sizes = [rows if size is None or size else 0 for size in loader.sizes]
-        yield from changed(config, f"{key}.sizes", sizes, limit)
+        sizes = [rows * (size != 0) for size in loader.sizes]
+        yield from change_key(config, f"{key}.sizes", sizes, limit)
         if loader.config.seq_length is not None:
-            yield from changed(config, f"{key}.config.seq_length", seq_length(config), f"that of {_MODEL}")
+            yield from change_key(config, f"{key}.config.seq_length", seq_length(config), f"that of {_MODEL}")
     folder = setup.folder / "data" / section
     if section in setup.missing or section in setup.large:
-        yield from _replaced(config, key, folder, _ABSENT if section in setup.missing else "its first records")
-        yield from changed(config, f"{section}.cache_dir", str(setup.folder / "data" / "tokens"))
+        why = "its first records"
+        if section in setup.missing:
+            why = _ABSENT
+        yield from _file_changes(config, key, folder, why)
+        yield from change_key(config, f"{section}.cache_dir", str(setup.folder / "data" / "tokens"))
     elif loader.type == "MindDataset":
         why = f"its first rows, of {seq_length(config)} tokens each"
         yield from _mindrecord(config, key, folder, why)
-    tokenizer = wanted.tokenizer
+    tokenizer = data.tokenizer
     if tokenizer.type == "huggingface" and not _has_tokenizer(config, section):
         why = "not here: a token is a byte"
-        yield from changed(config, f"{section}.tokenizer.path", "", why)
-        yield from changed(config, f"{section}.tokenizer.type", "bytes", why)
-    template = wanted.chat_template
+        yield from change_key(config, f"{section}.tokenizer.path", "", why)
+        yield from change_key(config, f"{section}.tokenizer.type", "bytes", why)
+    template = data.chat_template
     if "/" in template and not Path(template).expanduser().exists():
-        yield from changed(config, f"{section}.chat_template", "", "not here: ChatML")
+        yield from change_key(config, f"{section}.chat_template", "", "not here: ChatML")
 
 
-def _replaced(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:
-    """The places of the files of `rows`."""
+def _file_changes(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:
+    """Yields the paths at which `synthetic_data` writes its files."""
     section = key.split(".")[0]
     loader = getattr(config, section).data_loader
     if loader.type == "MindDataset":
@@ -110,44 +115,47 @@ def _replaced(config: Config, key: str, folder: Path, why: str) -> Iterator[Chan
         name = loader.split or {TRAIN: "train", EVAL: "validation"}[section]
         shown = loader.data_files or loader.dataset_dir or loader.path
         yield Change(f"{key}.data_files", shown, str(folder / f"{name}.json"), why)
-        yield from changed(config, f"{key}.path", "json")
-        yield from changed(config, f"{key}.data_dir", None)
-        yield from changed(config, f"{key}.dataset_dir", "")
+        yield from change_key(config, f"{key}.path", "json")
+        yield from change_key(config, f"{key}.data_dir", None)
+        yield from change_key(config, f"{key}.dataset_dir", "")
         yield from _handlers(config, key)
     elif loader.type == "MnistDataset":
-        yield from changed(config, f"{key}.dataset_dir", str(folder), why)
+        yield from change_key(config, f"{key}.dataset_dir", str(folder), why)
     else:
         ending = "jsonl"
         if loader.type == "TextDataset":
             ending = "txt"
         for number, _ in enumerate(loader.sources):
-            yield from changed(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
+            yield from change_key(config, f"{key}.sources.{number}.path", str(folder / f"{number}.{ending}"), why)
         if not loader.sources:
-            yield from changed(config, f"{key}.dataset_dir", str(folder / f"rows.{ending}"), why)
+            yield from change_key(config, f"{key}.dataset_dir", str(folder / f"rows.{ending}"), why)
 
 
 def _mindrecord(config: Config, key: str, folder: Path, why: str) -> Iterator[Change]:
     files = getattr(config, key.split(".")[0]).data_loader.dataset_files
-    change = list(changed(config, f"{key}.dataset_dir", str(folder / "rows.mindrecord"), why))
-    yield from (change[0]._replace(before=files), *changed(config, f"{key}.dataset_files", None)) if files else change
+    for change in change_key(config, f"{key}.dataset_dir", str(folder / "rows.mindrecord"), why):
+        if files:
+            change = change._replace(before=files)
+        yield change
+    if files:
+        yield from change_key(config, f"{key}.dataset_files", None)
 
 
 def _megatron(config: Config, key: str, loader: MegatronLoader, folder: Path) -> Iterator[Change]:
     names = [name for name in ("train_data_path", "valid_data_path", "test_data_path", "data_path")
              if getattr(loader.config, name)]
     if loader.dataset_dir or not names:
-        yield from changed(config, f"{key}.dataset_dir", str(folder / "0"), _ABSENT)
+        yield from change_key(config, f"{key}.dataset_dir", str(folder / "0"), _ABSENT)
     for name in names:
-        written = getattr(loader.config, name)
-        items = written
-        if isinstance(written, str):
-            items = [written]
-        step = 1
-        if len(items) % 2 == 0 and _is_number(items[0]):
-            step = 2
-        paths = [str(folder / f"{name}-{number}") if step == 1 or number % 2 else item
-                 for number, item in enumerate(items)]
-        yield from changed(config, f"{key}.config.{name}", paths, _ABSENT)
+        items = getattr(loader.config, name)
+        if isinstance(items, str):
+            items = [items]
+        has_weights = len(items) % 2 == 0 and _is_number(items[0])
+        paths = list(items)
+        for number, _ in enumerate(items):
+            if number % 2 or not has_weights:
+                paths[number] = str(folder / f"{name}-{number}")
+        yield from change_key(config, f"{key}.config.{name}", paths, _ABSENT)
 
 
 def _is_number(item: str | int | float) -> bool:
@@ -158,13 +166,13 @@ def _is_number(item: str | int | float) -> bool:
 
 
 def _handlers(config: Config, key: str) -> Iterator[Change]:
-    """Steps of processing without the tokenizers that they name."""
+    """Yields the processing steps without the tokenizers that they name."""
     handler = getattr(config, key.split(".")[0]).data_loader.handler
     if isinstance(handler, list):
         steps: Any = [_without_tokenizer(step) for step in handler]
     else:
         steps = {name: _without_tokenizer(step or {}) for name, step in handler.items()}
-    yield from changed(config, f"{key}.handler", steps)
+    yield from change_key(config, f"{key}.handler", steps)
 
 
 def _without_tokenizer(step: dict[str, Any]) -> dict[str, Any]:
@@ -172,30 +180,38 @@ def _without_tokenizer(step: dict[str, Any]) -> dict[str, Any]:
 
 
 def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
-    """Each id beyond the vocabulary becomes one of its last; where bytes are read, the byte tokenizer has its own."""
+    """Yields smaller ids for the special tokens that are beyond the vocabulary.
+
+    The byte tokenizer has special tokens of its own.
+    """
     if config.classifier is not None:
         return
     decoder = config.decoder
-    own = config.train_dataset
+    train = config.train_dataset
     names = [f"{_MODEL}.{name}" for name in ("eos_token_id", "bos_token_id", "pad_token_id")]
-    if own.data_loader.reads_text and not _has_tokenizer(config, TRAIN):
-        for key in names if own.tokenizer.type == "huggingface" or vocab_size < decoder.vocab_size else ():
-            yield from changed(config, key, None, "the tokenizer of bytes has its own")
+    if train.data_loader.reads_text and not _has_tokenizer(config, TRAIN):
+        if train.tokenizer.type == "huggingface" or vocab_size < decoder.vocab_size:
+            for key in names:
+                yield from change_key(config, key, None, "the tokenizer of bytes has its own")
         names = []
     keys = {key: getattr(decoder, key.split(".")[-1]) for key in names}
     for section in sections_read(config):
-        wanted = getattr(config, section)
-        keys[f"{section}.eod_token_id"] = wanted.eod_token_id
-        if isinstance(wanted.data_loader, MegatronLoader):
-            keys |= {f"{section}.data_loader.config.{name}": getattr(wanted.data_loader.config, name)
-                     for name in ("eod", "pad")}
-    values = [value for value in keys.values() if value is not None]
-    ids = sorted({each for value in values for each in (value if isinstance(value, list) else [value])})
-    beyond = [each for each in ids if each >= vocab_size]
+        data = getattr(config, section)
+        keys[f"{section}.eod_token_id"] = data.eod_token_id
+        if isinstance(data.data_loader, MegatronLoader):
+            for name in ("eod", "pad"):
+                keys[f"{section}.data_loader.config.{name}"] = getattr(data.data_loader.config, name)
+    ids: set[int] = set()
+    for value in keys.values():
+        if isinstance(value, list):
+            ids |= set(value)
+        elif value is not None:
+            ids.add(value)
+    beyond = sorted(each for each in ids if each >= vocab_size)
     moved = {each: vocab_size - len(beyond) + place for place, each in enumerate(beyond)}
     for key, value in keys.items():
         if isinstance(value, list):
             after = [moved.get(each, each) for each in value]
         else:
             after = moved.get(value, value)
-        yield from changed(config, key, after, f"within the vocabulary of {vocab_size}")
+        yield from change_key(config, key, after, f"within the vocabulary of {vocab_size}")

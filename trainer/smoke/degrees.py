@@ -20,77 +20,79 @@ from trainer.run.prepare import select_execution_mode
 SHARING = "enable_parallel_optimizer"
 KINDS = ("pipeline_stage", "model_parallel", "expert_parallel", "context_parallel", "data_parallel", SHARING)
 """The degrees of `parallel_config`, and then whether the ranks share the state of the optimizer."""
-_KEPT = 2
+_SMOKE_DEGREE = 2
 
 
 class Layout(NamedTuple):
-    """How the ranks of a smoke run divide the work.
+    """The parallelism of a smoke run.
 
     Attributes:
-        shares: Whether they share the state of the optimizer (enable_parallel_optimizer).
+        shares: Whether the ranks shard the optimizer state (enable_parallel_optimizer).
     """
 
     degrees: Degrees = Degrees()
     shares: bool = False
 
     def kinds(self) -> set[str]:
-        """Those of `KINDS` that it has."""
+        """Returns the kinds of `KINDS` that the layout has."""
         degrees = self.degrees._asdict()
-        return {kind for kind in KINDS if (self.shares if kind == SHARING else degrees[kind] > 1)}
+        kinds = {kind for kind in KINDS if degrees.get(kind, 1) > 1}
+        if self.shares:
+            kinds.add(SHARING)
+        return kinds
 
 
-def layouts(asked: Collection[str], ranks: int) -> list[Layout]:
-    """All layouts of kinds that the file has, the best first; the last one is data parallelism alone.
+def possible_layouts(asked: Collection[str], ranks: int) -> list[Layout]:
+    """Returns all layouts with kinds of parallelism of the file, the best first; the last one is pure data parallelism.
 
     Args:
         asked: The kinds of the file.
     """
-    chosen = (kinds for number in range(len(asked) + 1) for kinds in combinations(asked, number))
-    every = dict.fromkeys(layout_of(kinds, ranks) for kinds in chosen)
+    subsets = (kinds for number in range(len(asked) + 1) for kinds in combinations(asked, number))
+    layouts = dict.fromkeys(layout_with(kinds, ranks) for kinds in subsets)
 
-    def dropped(layout: Layout) -> tuple[int, list[int], bool]:
+    def sort_key(layout: Layout) -> tuple[int, list[int], bool]:
         missing = [place for place, kind in enumerate(KINDS) if kind in asked and kind not in layout.kinds()]
         places = [-place for place in missing if KINDS[place] != SHARING]
         return len(places), places, not layout.shares
 
-    return sorted(every, key=dropped)
+    return sorted(layouts, key=sort_key)
 
 
-def layout_of(kinds: Collection[str], ranks: int) -> Layout:
-    """So many ranks with these kinds of parallelism, as far as they go."""
+def layout_with(kinds: Collection[str], ranks: int) -> Layout:
+    """Returns a layout of `ranks` ranks with as many of these kinds of parallelism as fit."""
     left = ranks
     degrees = dict.fromkeys(Degrees._fields, 1)
     for name in ("pipeline_stage", "model_parallel", "context_parallel", "data_parallel"):
-        if name in kinds and left % _KEPT == 0:
-            degrees[name] = _KEPT
-            left = left // _KEPT
+        if name in kinds and left % _SMOKE_DEGREE == 0:
+            degrees[name] = _SMOKE_DEGREE
+            left = left // _SMOKE_DEGREE
     degrees["data_parallel"] *= left
-    if "expert_parallel" in kinds and (ranks // degrees["pipeline_stage"]) % _KEPT == 0:
-        degrees["expert_parallel"] = _KEPT
+    if "expert_parallel" in kinds and (ranks // degrees["pipeline_stage"]) % _SMOKE_DEGREE == 0:
+        degrees["expert_parallel"] = _SMOKE_DEGREE
     return Layout(Degrees(**degrees), SHARING in kinds and ranks > 1)
 
 
-def asked_kinds(config: Config, world: World) -> list[str]:
-    """The kinds of parallelism of a file in its own job."""
+def parallelism_kinds(config: Config, world: World) -> list[str]:
+    """Returns the kinds of parallelism that a configuration has in a job of this world size."""
     if config.use_parallel is False:
         return []
-    degrees = parallel_degrees(config, world)._asdict()
-    return [kind for kind in KINDS if degrees.get(kind, 1) > 1 or kind == SHARING and
-            config.parallel.enable_parallel_optimizer]  # fmt: skip
+    kinds = Layout(parallel_degrees(config, world), bool(config.parallel.enable_parallel_optimizer)).kinds()
+    return [kind for kind in KINDS if kind in kinds]
 
 
 def refusals(config: Config, ranks: int, device: str) -> Iterator[str]:
-    """Why a job of so many ranks does not run a small file with its degrees, a sentence each."""
+    """Yields why a job of `ranks` ranks cannot run a small file with its degrees, one sentence each."""
     world = world_of(ranks)
-    for one in parallel_problems(config, world):
-        yield f"{one.error.key}: {one.error.rule}"
+    for problem in parallel_problems(config, world):
+        yield f"{problem.error.key}: {problem.error.rule}"
     try:
         select_execution_mode(config, world).check_device(device)
     except UserError as error:
         yield f"{error.key}: {error.rule}"
 
 
-def reason(kind: str, refused: Collection[str]) -> str:
-    """Why a layout without a kind of parallelism was taken: what was said against one with it."""
-    own = [rule for rule in refused if kind in rule]
-    return f"refused: {'; '.join(own or refused)}"
+def refusal_text(kind: str, refused: Collection[str]) -> str:
+    """Returns why a kind of parallelism was left out: the refusals that name it, or else all of them."""
+    matches = [rule for rule in refused if kind in rule]
+    return f"refused: {'; '.join(matches or refused)}"

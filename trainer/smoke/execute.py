@@ -1,4 +1,4 @@
-"""Trains a small copy of a file, resumes it and reads what both wrote: in this process, or in those of a job."""
+"""Trains a small copy of a file, resumes it and reads the results: in this process, or in those of a job."""
 
 from __future__ import annotations
 
@@ -40,48 +40,51 @@ class Results(NamedTuple):
     peak_rss_bytes: int
 
 
-def execute(setup: Setup, tell: Callable[[str], None]) -> None:
-    """Trains and resumes; `results` reads what came of it.
+def train_small_copy(setup: Setup, report_progress: Callable[[str], None]) -> None:
+    """Trains and resumes the small copy; `results` reads what both runs wrote.
 
     Args:
-        tell: Is given a line about each step.
+        report_progress: Receives a line about each step.
 
     Raises:
         UserError: The data cannot be read.
         RunError: The training failed.
         KeyboardInterrupt, SystemExit: It was stopped.
     """
+    log = setup.folder / LOG
     if setup.ranks == 1:
-        tell(f"training on the {setup.device}; the first step loads MindSpore")
-        code = train_and_resume(setup.folder, setup.steps, tell)
+        report_progress(f"training on the {setup.device}; the first step loads MindSpore")
+        code = train_and_resume(setup.folder, setup.steps, report_progress)
     else:
-        tell(f"training on {setup.ranks} processes; the first step loads MindSpore")
+        log = setup.folder / "job/rank-0.log"
+        report_progress(f"training on {setup.ranks} processes; the first step loads MindSpore")
         code = _run_job(setup)
     if code == EXIT_SIGINT:
         raise KeyboardInterrupt
     if code == EXIT_SIGTERM:
         raise SystemExit(code)
     if code:
-        log = setup.folder / ("job/rank-0.log" if setup.ranks > 1 else LOG)
         raise RunError(f"a process of the training ended with exit code {code}; log: {log}")
 
 
-def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> int:
-    """Runs the small copy, and once more from its checkpoint before the last step; returns the exit code."""
+def train_and_resume(folder: Path, steps: int, report_progress: Callable[[str], None]) -> int:
+    """Trains the small copy, and resumes it from its checkpoint before the last step; returns the exit code."""
     from trainer.run.loop import run
 
     is_first = world_from_environment().rank == 0
     config = load_config(str(folder / CONFIG))
-    again = {"resume_training": step_folder_name(steps - 1)}
-    if not config.has_adapters:  # otherwise it is the base model, and not where to resume from
-        again["load_checkpoint"] = "''"
+    resume_keys = {"resume_training": step_folder_name(steps - 1)}
+    if not config.has_adapters:  # with adapters it names the base model
+        resume_keys["load_checkpoint"] = "''"
     for resumed in (False, True):
+        overrides = []
         if resumed:
-            overrides = [Override(key, text, "smoke") for key, text in again.items()]
-        else:
-            overrides = []
+            overrides = [Override(key, text, "smoke") for key, text in resume_keys.items()]
+        monitors = []
+        if is_first:
+            monitors.append(_Progress(report_progress, resumed))
         with (folder / LOG).open("a", encoding="utf-8") as log, contextlib.redirect_stdout(log):
-            code = run(load_config(str(folder / CONFIG), overrides), [_Progress(tell, resumed)] if is_first else ())
+            code = run(load_config(str(folder / CONFIG), overrides), monitors)
         if code != EXIT_OK:
             return code
         if is_first and not resumed:
@@ -90,23 +93,27 @@ def train_and_resume(folder: Path, steps: int, tell: Callable[[str], None]) -> i
 
 
 class _Progress(Monitor):
-    """A line about each step."""
+    """Reports a line about each step and evaluation."""
 
-    def __init__(self, tell: Callable[[str], None], resumed: bool) -> None:
-        self.tell = tell
+    def __init__(self, report_progress: Callable[[str], None], resumed: bool) -> None:
+        self.report_progress = report_progress
+        self.prefix = ""
         if resumed:
-            self.begins = "resumed: "
-        else:
-            self.begins = ""
+            self.prefix = "resumed: "
 
     def on_step(self, metrics: StepMetrics) -> None:
-        why = metrics.skipped or ("overflow" if metrics.overflow else "")
+        """Reports loss, learning rate and time, and why the update was skipped if it was."""
+        why = metrics.skipped
+        if metrics.overflow and not why:
+            why = "overflow"
         loss = f"loss {metrics.loss:.6f}, lr {metrics.lr:.3e}, {metrics.step_seconds:.1f} s"
-        loss += f" ({why}: nothing was updated)" if why else ""
-        self.tell(f"{self.begins}step {metrics.step} of {metrics.last_step}: {loss}")
+        if why:
+            loss += f" ({why}: nothing was updated)"
+        self.report_progress(f"{self.prefix}step {metrics.step} of {metrics.last_step}: {loss}")
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        self.tell(f"{self.begins}evaluation: loss {metrics.loss:.4f}, {metrics.seconds:.1f} s")
+        """Reports the loss and time of an evaluation."""
+        self.report_progress(f"{self.prefix}evaluation: loss {metrics.loss:.4f}, {metrics.seconds:.1f} s")
 
 
 def _run_job(setup: Setup) -> int:
@@ -133,7 +140,7 @@ def _run_job(setup: Setup) -> int:
 
 @contextlib.contextmanager
 def _stdout_as_stderr() -> Iterator[None]:
-    """Sends what the launcher and the workers print to standard error: standard output is for the verdict."""
+    """Sends what the launcher and the workers print to standard error: standard output is for the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -147,17 +154,17 @@ def _stdout_as_stderr() -> Iterator[None]:
 
 
 def results(folder: Path) -> Results:
-    """Reads what the runs wrote down, as far as they came."""
+    """Reads what the runs wrote, even if they did not finish."""
     first = _records(folder / _FIRST_METRICS)
     resumed = _records(folder / _METRICS)
     if not first:  # the training did not come to its end
         first = resumed
         resumed = []
-    losses, again = ({record["step"]: record["loss"] for record in records if "loss" in record}
-                     for records in (first, resumed))
+    losses = {record["step"]: record["loss"] for record in first if "loss" in record}
+    resumed_losses = {record["step"]: record["loss"] for record in resumed if "loss" in record}
     evaluation = next((record["eval_loss"] for record in first if "eval_loss" in record), None)
     peaks = [record["peak_rss_bytes"] for record in (*first, *resumed) if "peak_rss_bytes" in record]
-    return Results(losses, again, evaluation, max(peaks, default=0))
+    return Results(losses, resumed_losses, evaluation, max(peaks, default=0))
 
 
 def _records(path: Path) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""Which layers a smoke run keeps, and what of the file is about single layers: experts, recomputation, freezing, LoRA.
+"""The layers that a smoke run keeps, and the keys about single layers: experts, recomputation, freezing, LoRA.
 
-Two layers are of one kind where they compute the same and are trained in the same way. A layer of each kind stays, and
-a second one of the most frequent kind, in their order.
+Two layers are of one kind if they compute the same and are trained in the same way. A layer of each kind is kept, and a
+second one of the most frequent kind, in their order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
-from trainer.smoke.changes import Change, changed
+from trainer.smoke.changes import Change, change_key
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
@@ -28,9 +28,12 @@ _LORA_RANK = 4
 _NUMBERED = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
-def kept_layers(config: Config, fewest: int = 1) -> list[int]:
-    """The layers that stay, in order; multi-token prediction modules are not among them. `fewest`: for all stages of a
-    pipeline."""
+def layers_to_keep(config: Config, fewest: int = 1) -> list[int]:
+    """Returns the layers that the small copy keeps, in order, without multi-token prediction modules.
+
+    Args:
+        fewest: The smallest number of layers, so that each stage of a pipeline has some.
+    """
     kinds = _kinds(config)
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     frequent = Counter(kinds).most_common(1)[0][0]
@@ -45,8 +48,9 @@ def _kinds(config: Config) -> list[Any]:
     parts = recomputed_parts(config)
     below: dict[int, list[str]] = {}
     for name in frozen_names(config):
-        if found := _NUMBERED.search(name):
-            below.setdefault(int(found[1]), []).append(name[found.end() :])
+        match = _NUMBERED.search(name)
+        if match:
+            below.setdefault(int(match[1]), []).append(name[match.end() :])
     return [
         (
             spec.layers[layer],
@@ -59,20 +63,20 @@ def _kinds(config: Config) -> list[Any]:
 
 
 def layer_changes(config: Config, kept: Sequence[int], stages: int = 1) -> Iterator[Change]:
-    """What the keys about layers are for those that remain, in a pipeline of so many stages."""
+    """Yields the changes of the keys about layers, for a pipeline of `stages` stages."""
     decoder = config.decoder
     why = "a layer of each kind, and a second one of the most frequent kind"
-    yield from changed(config, f"{_MODEL}.num_layers", len(kept), why)
+    yield from change_key(config, f"{_MODEL}.num_layers", len(kept), why)
     yield from _adapters(config, kept)
     if len(kept) == decoder.num_layers:
         return
     if decoder.layer_types:
-        yield from changed(config, f"{_MODEL}.layer_types", [decoder.layer_types[layer] for layer in kept], _REMAIN)
+        yield from change_key(config, f"{_MODEL}.layer_types", [decoder.layer_types[layer] for layer in kept], _REMAIN)
     elif decoder.use_sliding_window and decoder.max_window_layers:
         below = sum(layer < decoder.max_window_layers for layer in kept)
-        yield from changed(config, f"{_MODEL}.max_window_layers", below, _REMAIN)
+        yield from change_key(config, f"{_MODEL}.max_window_layers", below, _REMAIN)
     if decoder.layers_group > 1:  # so that one layer shares its attention with the next, and another does not
-        yield from changed(config, f"{_MODEL}.layers_group", 2, _REMAIN)
+        yield from change_key(config, f"{_MODEL}.layers_group", 2, _REMAIN)
     yield from _expert_layers(config, kept)
     yield from _recompute(config, kept, stages)
     yield from _freeze(config, kept)
@@ -84,40 +88,39 @@ def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
         return
     dense = sum(layer < (moe.first_k_dense_replace or 0) for layer in kept)
     if moe.first_k_dense_replace is not None:
-        yield from changed(config, f"{_EXPERTS}.first_k_dense_replace", dense, _REMAIN)
+        yield from change_key(config, f"{_EXPERTS}.first_k_dense_replace", dense, _REMAIN)
     if moe.moe_layer_freq != 1:
         every = [int(config.decoder.is_moe_layer(layer)) for layer in kept]
-        yield from changed(config, f"{_EXPERTS}.moe_layer_freq", every, _REMAIN)
-        yield from changed(config, f"{_EXPERTS}.decoder_sparse_step", 1, "moe_layer_freq says it")
-        yield from changed(config, f"{_EXPERTS}.mlp_only_layers", None, "moe_layer_freq says it")
+        yield from change_key(config, f"{_EXPERTS}.moe_layer_freq", every, _REMAIN)
+        yield from change_key(config, f"{_EXPERTS}.decoder_sparse_step", 1, "moe_layer_freq says it")
+        yield from change_key(config, f"{_EXPERTS}.mlp_only_layers", None, "moe_layer_freq says it")
 
 
 def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Change]:
-    """Choices by layer are written anew; True and False stay."""
+    """Yields recomputation by layer with the new numbers of the layers; True and False are kept."""
     settings = config.recompute_config
 
-    def written(layers: Collection[int]) -> list[int] | list[str]:
-        own = [new for new, old in enumerate(kept) if old in layers]
-        # numbers would count layers of each stage
+    def renumbered(layers: Collection[int]) -> list[int] | list[str]:
+        numbers = [new for new, old in enumerate(kept) if old in layers]
         if stages == 1:
-            return own
-        return [str(layer) for layer in own]
+            return numbers
+        return [str(layer) for layer in numbers]  # in a pipeline numbers would count layers of each stage
 
     if not isinstance(settings.select_comm_recompute, bool):
-        again = written(comm_recompute_layers(config)) or False
-        yield from changed(config, "recompute_config.select_comm_recompute", again, _REMAIN)
+        again = renumbered(comm_recompute_layers(config)) or False
+        yield from change_key(config, "recompute_config.select_comm_recompute", again, _REMAIN)
     names = ("recompute", "select_recompute", "select_recompute_exclude")
     if all(isinstance(getattr(settings, name), bool) for name in names):
         return
     parts = recomputed_parts(config)
-    of = {part: written([layer for layer in kept if parts[layer] == part]) for part in ("block", *SUBLAYERS)}
-    selected = {part: of[part] for part in SUBLAYERS if of[part]}
-    for name, value in zip(names, (of["block"] or False, selected or False, False), strict=True):
-        yield from changed(config, f"recompute_config.{name}", value, _REMAIN)
+    layers_of = {part: renumbered([layer for layer in kept if parts[layer] == part]) for part in ("block", *SUBLAYERS)}
+    selected = {part: layers_of[part] for part in SUBLAYERS if layers_of[part]}
+    for name, value in zip(names, (layers_of["block"] or False, selected or False, False), strict=True):
+        yield from change_key(config, f"recompute_config.{name}", value, _REMAIN)
 
 
 def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
-    """Patterns that name single layers become those of the same weights in the layers that remain."""
+    """Yields patterns of frozen weights with the new numbers of the layers."""
     settings = config.freeze
     if settings == FreezeConfig.model_construct() or not re.search(r"\d", str(settings.model_dump())):
         return
@@ -128,15 +131,13 @@ def _freeze(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     include += sorted(name for name in frozen if not _NUMBERED.search(name))
     for new, old in enumerate(places):
         prefix = layer_prefix(old)
-        own = [name for name in shapes if name.startswith(prefix)]
-        chosen = [name for name in own if name in frozen]
-        if len(chosen) == len(own):
+        layer_names = [name for name in shapes if name.startswith(prefix)]
+        names = [name.removeprefix(prefix) for name in layer_names if name in frozen]
+        if len(names) == len(layer_names):
             names = ["*"]
-        else:
-            names = [name.removeprefix(prefix) for name in chosen]
         include += [f"{layer_prefix(new)}{name}" for name in names]
     for name, value in {"include": include, "exclude": [], "embeddings": False, "layers": None}.items():
-        yield from changed(config, f"freeze.{name}", value, f"the same weights of {_REMAIN}")
+        yield from change_key(config, f"freeze.{name}", value, f"the same weights of {_REMAIN}")
 
 
 def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
@@ -147,10 +148,10 @@ def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     if adapters is None:
         return
     if adapters.lora_rank > _LORA_RANK:
-        yield from changed(config, f"{key}.lora_rank", _LORA_RANK, "small enough for this machine")
+        yield from change_key(config, f"{key}.lora_rank", _LORA_RANK, "small enough for this machine")
         scaled = adapters.scale * _LORA_RANK
-        yield from changed(config, f"{key}.lora_alpha", scaled, "the same lora_alpha / lora_rank")
+        yield from change_key(config, f"{key}.lora_alpha", scaled, "the same lora_alpha / lora_rank")
     targets = [adapters.targets(old, matrices) for old in kept]
     if targets != [adapters.targets(new, matrices) for new in range(len(kept))]:
-        names = [rf"model\.layers\.{new}\.{re.escape(name)}" for new, found in enumerate(targets) for name in found]
-        yield from changed(config, f"{key}.target_modules", "|".join(names), f"the same of {_REMAIN}")
+        names = [rf"model\.layers\.{new}\.{re.escape(name)}" for new, of in enumerate(targets) for name in of]
+        yield from change_key(config, f"{key}.target_modules", "|".join(names), f"the same of {_REMAIN}")

@@ -10,13 +10,13 @@ from trainer.config.schema.callbacks import MoEDropRate, TopkBiasBalance
 from trainer.config.schema.model import ModelConfig
 from trainer.models.spec.sublayers import latent_spec
 from trainer.ops.select import precision_on_cpu
-from trainer.smoke.changes import Change, Setup, changed
-from trainer.smoke.layers import kept_layers, layer_changes
+from trainer.smoke.changes import Change, Setup, change_key
+from trainer.smoke.layers import layer_changes, layers_to_keep
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 NO_SIZES = (*PART_KEYS, "param_init_type", "seq_length")
-"""Keys of the model that are no sizes of weights."""
+"""Keys of the model that do not change the shapes of weights."""
 LARGEST_KEPT_WIDTH = 256
 """A model of this hidden_size or less keeps its widths."""
 _SEQ_LENGTH = 128
@@ -31,19 +31,19 @@ CHUNKS = 2
 
 
 def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Change]:
-    """The sizes, the layers, the experts, the adapters and the dtypes."""
+    """Yields the changes of sizes, layers, experts, adapters and dtypes."""
     decoder = config.decoder
     stages = setup.layout.degrees.pipeline_stage
-    kept = kept_layers(config, _fewest_layers(config, stages))
+    kept = layers_to_keep(config, _fewest_layers(config, stages))
     layers = list(layer_changes(config, kept, stages))
     yield from layers
     if decoder.hidden_size > LARGEST_KEPT_WIDTH:
         yield from _widths(config, vocab_size)
-    yield from changed(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
-    yield from changed(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
-    if decoder.window_layers and decoder.sliding_window >= seq_length(config):
+    yield from change_key(config, f"{_MODEL}.vocab_size", vocab_size, _SMALLER)
+    yield from change_key(config, f"{_MODEL}.seq_length", seq_length(config), _SMALLER)
+    if decoder.window_layers and (decoder.sliding_window or 0) >= seq_length(config):
         why = "a window that is smaller than the sequence"
-        yield from changed(config, f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
+        yield from change_key(config, f"{_MODEL}.sliding_window", seq_length(config) // 2, why)
     experts = list(_expert_number(config))
     yield from experts
     yield from _callbacks(config, [*layers, *experts])
@@ -52,37 +52,40 @@ def model_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Cha
 
 
 def _fewest_layers(config: Config, stages: int) -> int:
-    """A layer for each chunk of each stage; two where layers share their attention, which one stage has."""
+    """Returns the smallest number of layers: one for each model chunk, or two if layers share their attention."""
     decoder = config.decoder
     if stages == 1:
         return 1
-    return stages * min(decoder.pp_interleave_num, CHUNKS) * (2 if decoder.layers_group > 1 else 1)
+    chunks = stages * min(decoder.pp_interleave_num, CHUNKS)
+    if decoder.layers_group > 1:
+        return 2 * chunks
+    return chunks
 
 
 def seq_length(config: Config) -> int:
-    """Tokens of a sequence of the smoke run."""
+    """Returns the sequence length of the smoke run."""
     return min(config.decoder.seq_length, _SEQ_LENGTH)
 
 
 def small_vocabulary(config: Config) -> int:
-    """Tokens of its vocabulary, where no real token is read."""
+    """Returns the vocabulary size of the smoke run for synthetic tokens."""
     return min(config.decoder.vocab_size, _VOCABULARY)
 
 
-def _rounded(value: float) -> int:
-    """A width, at least 8, and a multiple of it."""
+def _round_width(value: float) -> int:
+    """Rounds a width to a multiple of 8, at least 8."""
     return max(_MULTIPLE, round(value / _MULTIPLE) * _MULTIPLE)
 
 
 def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
-    """As many query heads for each key head as before, and all other widths in their ratio to hidden_size."""
+    """Yields a smaller hidden_size with the same number of query heads per key head, and other widths in proportion."""
     decoder = config.decoder
     group = decoder.num_heads // decoder.kv_heads
-    kv_heads = min(decoder.kv_heads, 2 if group > 1 else 4)
-    # A whole vocabulary has room for few widths only.
-    if vocab_size <= _VOCABULARY:
-        most = 4 * _MANY_HEADS
-    else:
+    kv_heads = min(decoder.kv_heads, 4)
+    if group > 1:
+        kv_heads = min(decoder.kv_heads, 2)
+    most = 4 * _MANY_HEADS
+    if vocab_size > _VOCABULARY:  # the full vocabulary needs a narrower model
         most = 2 * _MANY_HEADS
     if kv_heads * group > most:
         kv_heads = 1
@@ -93,43 +96,46 @@ def _widths(config: Config, vocab_size: int) -> Iterator[Change]:
     ratio = _SMALLER
     if group > 1:
         ratio = f"{_SMALLER}; {group} query heads to a key head, as before"
-    yield from changed(config, f"{_MODEL}.num_heads", heads, ratio)
+    yield from change_key(config, f"{_MODEL}.num_heads", heads, ratio)
     if decoder.n_kv_heads is not None:
-        yield from changed(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
+        yield from change_key(config, f"{_MODEL}.n_kv_heads", kv_heads, ratio)
     hidden = heads * head
     latent = latent_spec(decoder) is not None
     if decoder.head_dim is not None and not latent:
-        hidden = _rounded(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
-        yield from changed(config, f"{_MODEL}.head_dim", head, _SMALLER)
-    yield from changed(config, f"{_MODEL}.hidden_size", hidden, _SMALLER)
+        hidden = _round_width(heads * head * decoder.hidden_size / (decoder.num_heads * decoder.head_dim))
+        yield from change_key(config, f"{_MODEL}.head_dim", head, _SMALLER)
+    yield from change_key(config, f"{_MODEL}.hidden_size", hidden, _SMALLER)
     for name, value in _by_ratio(decoder, hidden / decoder.hidden_size, latent).items():
-        yield from changed(config, name, value, f"{_SMALLER}, in its ratio")
+        yield from change_key(config, name, value, f"{_SMALLER}, in its ratio")
 
 
 def _by_ratio(decoder: ModelConfig, scale: float, latent: bool) -> dict[str, int]:
-    """The widths beside hidden_size: of feed-forward layers and experts, and of latent attention."""
+    """Returns the widths of feed-forward layers, experts and latent attention in proportion to hidden_size."""
     moe = decoder.moe_config
-    sizes = {f"{_MODEL}.intermediate_size": _rounded(decoder.ffn_size * scale)}
+    sizes = {f"{_MODEL}.intermediate_size": _round_width(decoder.ffn_size * scale)}
     if moe is not None and moe.moe_intermediate_size is not None:
-        expert = sizes[f"{_EXPERTS}.moe_intermediate_size"] = _rounded(moe.moe_intermediate_size * scale)
+        expert = sizes[f"{_EXPERTS}.moe_intermediate_size"] = _round_width(moe.moe_intermediate_size * scale)
     else:
         expert = sizes[f"{_MODEL}.intermediate_size"]
     if moe is not None and moe.moe_shared_expert_intermediate_size is not None:
         shared = moe.moe_shared_expert_intermediate_size / decoder.expert_size
-        sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _rounded(expert * shared)
+        sizes[f"{_EXPERTS}.moe_shared_expert_intermediate_size"] = _round_width(expert * shared)
     if decoder.maps_embedding:
-        sizes[f"{_MODEL}.embedding_size"] = _rounded(decoder.embedding_width * scale)
+        sizes[f"{_MODEL}.embedding_size"] = _round_width(decoder.embedding_width * scale)
     if not latent:
         return sizes
     head = _HEAD_SIZE / max(decoder.v_head_dim, decoder.qk_nope_head_dim)
     scales = {"q_lora_rank": scale, "kv_lora_rank": scale, "qk_nope_head_dim": head, "qk_rope_head_dim": head,
               "v_head_dim": head}
-    return sizes | {f"{_MODEL}.{name}": _rounded(width * factor)
-                    for name, factor in scales.items() if (width := getattr(decoder, name))}
+    for name, factor in scales.items():
+        width = getattr(decoder, name)
+        if width:
+            sizes[f"{_MODEL}.{name}"] = _round_width(width * factor)
+    return sizes
 
 
 def _expert_number(config: Config) -> Iterator[Change]:
-    """As few experts as leave the router a choice, in as many groups as before."""
+    """Yields the smallest number of experts that leaves the router a choice, in as many groups as before."""
     moe = config.decoder.experts
     if moe is None:
         return
@@ -142,16 +148,17 @@ def _expert_number(config: Config) -> Iterator[Change]:
         number = max(number, min(_EXPERT_NUM, moe.expert_num))
     number += number % 2 * groups * (number < moe.expert_num)  # so that two ranks can share them
     why = f"{_SMALLER}; a token goes to {moe.num_experts_chosen}, as before"
-    why += f", in {reached} of {groups} groups" if groups > 1 else ""
-    yield from changed(config, f"{_EXPERTS}.expert_num", number, why)
+    if groups > 1:
+        why += f", in {reached} of {groups} groups"
+    yield from change_key(config, f"{_EXPERTS}.expert_num", number, why)
 
 
 def _callbacks(config: Config, changes: Sequence[Change]) -> Iterator[Change]:
-    """Callbacks that describe the model describe the small one."""
+    """Yields the keys of callbacks that repeat keys of the model, with the new values."""
     for number, callback in enumerate(config.callbacks):
         for name, after in ((change.key.split(".")[-1], change.after) for change in changes):
             if isinstance(callback, MoEDropRate | TopkBiasBalance) and getattr(callback, name, None) is not None:
-                yield from changed(config, f"callbacks.{number}.{name}", after, "that of the model")
+                yield from change_key(config, f"callbacks.{number}.{name}", after, "that of the model")
 
 
 def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
@@ -162,6 +169,6 @@ def _dtypes(config: Config, setup: Setup) -> Iterator[Change]:
         if requested_dtype(config.decoder, config.amp_level, key) != "bfloat16" or part.dtype == "bfloat16":
             continue
         if getattr(config.decoder, key) is not None and config.amp_level in (None, "auto"):
-            yield from changed(config, f"{_MODEL}.{key}", "float32", "here a CPU computes it in float32")
+            yield from change_key(config, f"{_MODEL}.{key}", "float32", "here a CPU computes it in float32")
     kept = "the dtype that parameters are kept in"
-    yield from changed(config, f"{_MODEL}.param_init_type", "float32", kept)
+    yield from change_key(config, f"{_MODEL}.param_init_type", "float32", kept)

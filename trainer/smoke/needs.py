@@ -1,4 +1,4 @@
-"""What a full run of the file would still need: what is not on this machine, and the devices with their memory."""
+"""The requirements of a full run of the file: what is not on this machine, and the devices with their memory."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 _GIB = 1 << 30
 
 
-def needs(config: Config, plan: Plan, missing: Mapping[str, str]) -> list[str]:
-    """A sentence each.
+def full_run_requirements(config: Config, plan: Plan, missing: Mapping[str, str]) -> list[str]:
+    """Returns the requirements of the full run, one sentence each.
 
     Args:
-        plan: Of the file as it is.
-        missing: Data sets that are not here, with their paths.
+        plan: The plan of the unchanged file.
+        missing: Data set sections whose data is not on this machine, with their paths.
     """
     return [*_data(config, missing), *_weights(config), *_devices(config, plan), *_not_built(plan)]
 
 
 def _data(config: Config, missing: Mapping[str, str]) -> list[str]:
-    found = []
+    requirements = []
     for section, path in missing.items():
         kind = getattr(config, section).data_loader.type
-        found.append(f"data: {section}.data_loader ({kind}): {path or 'its path is not written'}")
+        requirements.append(f"data: {section}.data_loader ({kind}): {path or 'its path is not written'}")
         tokenizer = getattr(config, section).tokenizer
         if tokenizer.path and not Path(tokenizer.path).expanduser().exists():
-            found.append(f"tokenizer: {section}.tokenizer.path {tokenizer.path}")
-    return found
+            requirements.append(f"tokenizer: {section}.tokenizer.path {tokenizer.path}")
+    return requirements
 
 
 def _weights(config: Config) -> list[str]:
@@ -44,22 +44,24 @@ def _weights(config: Config) -> list[str]:
 
 
 def _devices(config: Config, plan: Plan) -> list[str]:
-    world = World(0, plan.ranks, 0, plan.host_ranks)
+    world = World(rank=0, size=plan.ranks, local_rank=0, local_size=plan.host_ranks)
     sizes = parallel_degrees(config, world)._asdict()
     degrees = ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    found = [f"devices: {plan.ranks} x {plan.device}{f' ({degrees})' if degrees else ''}"]
-    if plan.memory_bytes:
-        limit = config.context.max_device_memory
-        total = plan.memory_bytes["total"] / _GIB
-        of = "of"
-        if limit and total > float(limit.removesuffix("GB")):
-            of = "more than"
-        text = f"memory: about {total:,.1f} GiB a rank, activations (estimated) included"
-        # MindSpore's GB is 2**30 bytes.
-        found.append(text + (f", {of} the {limit.removesuffix('GB')} GiB of max_device_memory" if limit else ""))
-    else:
-        found.append("sizes of the model: " + (config.pretrained_model_dir or "none is written in model.model_config"))
-    return found
+    devices = f"devices: {plan.ranks} x {plan.device}"
+    if degrees:
+        devices += f" ({degrees})"
+    if not plan.memory_bytes:
+        model = config.pretrained_model_dir or "none is written in model.model_config"
+        return [devices, f"sizes of the model: {model}"]
+    total = plan.memory_bytes["total"] / _GIB
+    memory = f"memory: about {total:,.1f} GiB a rank, activations (estimated) included"
+    if config.context.max_device_memory:
+        limit = config.context.max_device_memory.removesuffix("GB")  # MindSpore's GB is 2**30 bytes
+        relation = "of"
+        if total > float(limit):
+            relation = "more than"
+        memory += f", {relation} the {limit} GiB of max_device_memory"
+    return [devices, memory]
 
 
 def _not_built(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""`smoke`: plans a training file, makes a small copy of it, trains that, saves, resumes, evaluates, and judges."""
+"""`smoke`: plans a training file, trains a small copy of it, saves, resumes, evaluates, and checks the losses."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.smoke.changes import Change, Setup, smoke_text
 from trainer.smoke.data import data_changes, sections_read, vocabulary
-from trainer.smoke.degrees import asked_kinds, layouts, reason, refusals
-from trainer.smoke.execute import CONFIG, LOG, execute, results
+from trainer.smoke.degrees import parallelism_kinds, possible_layouts, refusal_text, refusals
+from trainer.smoke.execute import CONFIG, LOG, results, train_small_copy
 from trainer.smoke.model import NO_SIZES, model_changes
-from trainer.smoke.needs import needs
-from trainer.smoke.rows import is_large, write_first_records, write_rows, write_tokens
+from trainer.smoke.needs import full_run_requirements
+from trainer.smoke.synthetic_data import is_large, write_first_records, write_synthetic_data, write_tokens
 from trainer.smoke.training import training_changes
 
 if TYPE_CHECKING:
@@ -39,16 +39,16 @@ _TOLERANCE = 1e-5
 
 
 @dataclass
-class Verdict:
-    """What came of a smoke run."""
+class SmokeResult:
+    """The result of a smoke run."""
 
     file: str
     folder: str
     ranks: int
     changes: list[Change]
     needs: list[str]
-    kinds: list[str] = field(default_factory=list)  # of parallelism in the small copy, as `asked_kinds` names them
-    left_out: list[str] = field(default_factory=list)  # those of the file that it has not
+    kinds: list[str] = field(default_factory=list)  # of parallelism in the small copy
+    left_out: list[str] = field(default_factory=list)  # kinds of the file that the small copy does not have
     losses: dict[int, float | None] = field(default_factory=dict)  # by step, from 1; None: not finite
     resumed_loss: float | None = None  # of the last step, done again from the checkpoint before it
     eval_loss: float | None = None
@@ -60,118 +60,124 @@ class Verdict:
 
 def smoke(
     config: Config,
-    told: list[ConfigError],
+    problems: list[ConfigError],
     steps: int,
     ranks: int,
-    tell: Callable[[str], None],
-    show: Callable[[list[Change]], None],
-) -> Verdict:
-    """Runs a file on a small scale.
+    report_progress: Callable[[str], None],
+    show_changes: Callable[[list[Change]], None],
+) -> SmokeResult:
+    """Trains a small copy of a file, resumes it, and checks the losses.
 
     Args:
-        config: As it was read; `told` are the problems that were found.
-        tell: Is given a line about each step.
-        show: Is given what was changed, before the training.
+        config: The file's configuration as it was read.
+        problems: The configuration errors that reading it collected.
+        report_progress: Receives a line about each step.
+        show_changes: Receives the changes of the file before the training.
 
     Raises:
-        UserError: The file is wrong: the messages of its plan.
+        UserError: The file has configuration errors, as its plan reports them.
     """
     began = time.monotonic()
     if not config.trains:
         where = config.source.where("run_mode")
         fix = "smoke a file that trains, or add --run_mode train"
-        raise UserError("smoke is for trainings", where=where, key="run_mode", value=config.run_mode, fix=fix)
-    plan = _plan(config, told)
-    config = _in_own_job(config)
+        rule = "smoke supports only run_mode train and finetune"
+        raise UserError(rule, where=where, key="run_mode", value=config.run_mode, fix=fix)
+    plan = _plan(config, problems)
+    config = _resolve_batch(config)
     setup = _setup(config, steps, ranks)
-    verdict = Verdict(config.source.path, str(setup.folder), ranks, [], needs(config, plan, setup.missing))
+    requirements = full_run_requirements(config, plan, setup.missing)
+    result = SmokeResult(config.source.path, str(setup.folder), ranks, [], requirements)
     try:
-        verdict.changes = smoke_changes(config, setup)
-        show(verdict.changes)
-        small = _prepare(config, setup, verdict.changes)
-        verdict.kinds = asked_kinds(small, world_of(ranks))
-        verdict.left_out = [kind for kind in asked_kinds(config, _own_job(config)) if kind not in verdict.kinds]
+        result.changes = smoke_changes(config, setup)
+        show_changes(result.changes)
+        smoke_config = _prepare(config, setup, result.changes)
+        result.kinds = parallelism_kinds(smoke_config, world_of(ranks))
+        file_kinds = parallelism_kinds(config, _full_world(config))
+        result.left_out = [kind for kind in file_kinds if kind not in result.kinds]
         try:
-            execute(setup, tell)
+            train_small_copy(setup, report_progress)
         finally:  # the steps before a failure, too
-            found = results(setup.folder)
-            verdict.losses = found.losses
-            verdict.eval_loss = found.evaluation
-            verdict.resumed_loss = found.resumed.get(steps)
-            verdict.peak_rss_bytes = found.peak_rss_bytes
-        _judge(verdict, steps, small.do_eval)
+            measured = results(setup.folder)
+            result.losses = measured.losses
+            result.eval_loss = measured.evaluation
+            result.resumed_loss = measured.resumed.get(steps)
+            result.peak_rss_bytes = measured.peak_rss_bytes
+        _check_result(result, steps, smoke_config.do_eval)
     except RunError as error:
-        verdict.problem = str(error)
+        result.problem = str(error)
     except UserError as error:  # wrong data, which the file names
         place = config.source.where(error.key)
-        raise (error.with_location(place) if place else error) from None
-    except Exception as error:  # a verdict, whatever the engine raises
+        if not place:
+            raise
+        raise error.with_location(place) from None
+    except Exception as error:  # a result, whatever the engine raises
         log = setup.folder / LOG
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a", encoding="utf-8") as file:
             file.write(traceback.format_exc())
         first = next(iter(str(error).strip().splitlines()), "")
-        verdict.problem = f"{type(error).__name__}: {first}\n  Log: {log}"
-    if verdict.problem:
-        verdict.exit_code = EXIT_RUN_FAILED
-    else:
-        verdict.exit_code = EXIT_OK
-    verdict.seconds = time.monotonic() - began
-    return verdict
+        result.problem = f"{type(error).__name__}: {first}\n  Log: {log}"
+    if result.problem:
+        result.exit_code = EXIT_RUN_FAILED
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def smoke_changes(config: Config, setup: Setup) -> list[Change]:
-    """All that the smoke run of a file changes; the file has passed its plan. Of the kinds of parallelism in the file
-    it keeps as many as its ranks can have and the trainer has together."""
-    asked = asked_kinds(config, _own_job(config))
-    refused = list[str]()
-    few = f"--ranks {setup.ranks}: too few for it"
-    choices = layouts(asked, setup.ranks)
+    """Returns all changes that the smoke run makes to a file, which has passed its plan.
+
+    Of the file's kinds of parallelism it keeps as many as its ranks allow and the trainer supports together.
+    """
+    kinds = parallelism_kinds(config, _full_world(config))
+    first_refusals: list[str] = []
+    choices = possible_layouts(kinds, setup.ranks)
     for layout in choices:
+        left_out = {}
         if setup.ranks > 1:
-            missing = [kind for kind in asked if kind not in layout.kinds()]
-        else:
-            missing = ()
-        left_out = {kind: reason(kind, refused) if kind in choices[0].kinds() else few for kind in missing}
+            for kind in (kind for kind in kinds if kind not in layout.kinds()):
+                if kind in choices[0].kinds():
+                    left_out[kind] = refusal_text(kind, first_refusals)
+                else:
+                    left_out[kind] = f"--ranks {setup.ranks}: too few for it"
         changes = _changes(config, setup._replace(layout=layout, left_out=left_out))
-        small = parse_config(CONFIG, smoke_text(config, changes), [], [])
-        found = list(refusals(small, setup.ranks, setup.device))
-        if not found:
+        smoke_config = parse_config(CONFIG, smoke_text(config, changes), [], [])
+        refused = list(refusals(smoke_config, setup.ranks, setup.device))
+        if not refused:
             break
-        refused = refused or found
+        first_refusals = first_refusals or refused
     return changes
 
 
 def _changes(config: Config, setup: Setup) -> list[Change]:
     vocab_size = vocabulary(config, setup)
+    model = []
     if config.classifier is None:
         model = list(model_changes(config, setup, vocab_size))
-    else:
-        model = []
     is_smaller = any(not change.key.endswith(NO_SIZES) for change in model)
     changes = [*model, *data_changes(config, setup, vocab_size), *training_changes(config, setup, is_smaller)]
     return list({change.key: change for change in changes}.values())
 
 
-def _own_job(config: Config) -> World:
+def _full_world(config: Config) -> World:
     from trainer.run.plan_file import world_from_degrees
 
     return world_from_degrees(config, SINGLE_PROCESS)
 
 
-def _plan(config: Config, told: list[ConfigError]) -> Plan:
+def _plan(config: Config, problems: list[ConfigError]) -> Plan:
     from trainer.run.plan_file import plan_file
 
     try:
-        # A job that its devices have too little memory for has a small copy that runs; `needs` tells of the memory.
-        return plan_file(config, _own_job(config), told, opens_data=False, checks_memory=False)
-    except ConfigErrors as problems:
-        raise problems.short from None
+        # The small copy also runs if the devices have too little memory for the file: `full_run_requirements` says so.
+        return plan_file(config, _full_world(config), problems, opens_data=False, checks_memory=False)
+    except ConfigErrors as errors:
+        raise errors.short from None
 
 
-def _in_own_job(config: Config) -> Config:
-    """The file with the micro-batches of its own job, and an end that `steps` can say."""
-    config = resolve_for_job(config, _own_job(config))
+def _resolve_batch(config: Config) -> Config:
+    """Returns the file with the micro-batches of its full job, and without a limit of steps."""
+    config = resolve_for_job(config, _full_world(config))
     changes = {"global_batch_size": None, "max_steps": None}
     return config.model_copy(update={"runner_config": config.runner_config.model_copy(update=changes)})
 
@@ -180,9 +186,8 @@ def _setup(config: Config, steps: int, ranks: int) -> Setup:
     from trainer.run.plan_file import missing_data
 
     folder = Path(config.output_dir).expanduser().absolute() / "smoke" / (Path(config.source.path).stem or "file")
-    if plans_elsewhere(config):
-        device = "CPU"
-    else:
+    device = "CPU"
+    if not plans_elsewhere(config):
         device = resolve_device(config)
     missing = missing_data(config, sections_read(config))
     here = [section for section in sections_read(config) if section not in missing]
@@ -211,30 +216,30 @@ def _prepare(config: Config, setup: Setup, changes: list[Change]) -> Config:
         rule = f"the folder cannot be written: {error.strerror or error}"
         raise UserError(rule, key="output_dir", value=str(folder), fix="give another --output_dir") from None
     try:
-        small = load_config(str(folder / CONFIG))
+        smoke_config = load_config(str(folder / CONFIG))
     except UserError as error:
         raise RunError(f"the small copy of the file is not valid: {error}") from None
     for section in sections_read(config):
         if section in setup.missing:
-            write_rows(small, section)
+            write_synthetic_data(smoke_config, section)
         elif section in setup.large:
-            write_first_records(config, small, section)
+            write_first_records(config, smoke_config, section)
         elif getattr(config, section).data_loader.type == "MindDataset":
-            write_tokens(small, section, *_first_rows(config, small, section))
-    return small
+            write_tokens(smoke_config, section, *_first_rows(config, smoke_config, section))
+    return smoke_config
 
 
-def _first_rows(config: Config, small: Config, section: str) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [R, T + 1] and labels [R, T] of the first rows of the file's own data, T of the small model.
+def _first_rows(config: Config, smoke_config: Config, section: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns tokens [R, T + 1] and labels [R, T] of the first rows of the file's own data, T of the small model.
 
     A row is cut from half a sequence before its first token with a loss.
     """
     from trainer.data.batches.mindrecord import build_mindrecord
 
     dataset, _ = build_mindrecord(config, section)
-    wanted = getattr(small, section).data_loader.num_samples or 1
-    length = small.decoder.seq_length
-    batch = dataset.batch(np.arange(wanted) % dataset.num_sequences)
+    count = getattr(smoke_config, section).data_loader.num_samples or 1
+    length = smoke_config.decoder.seq_length
+    batch = dataset.batch(np.arange(count) % dataset.num_sequences)
     rows = np.concatenate([batch.input_ids, np.maximum(batch.labels[:, -1:], 0)], axis=1)
     first = (batch.labels >= 0).argmax(axis=1)
     starts = np.clip(first - length // 2, 0, batch.labels.shape[1] - length)[:, None]
@@ -242,19 +247,20 @@ def _first_rows(config: Config, small: Config, section: str) -> tuple[np.ndarray
     return tokens, np.take_along_axis(batch.labels, starts + np.arange(length), axis=1)
 
 
-def _judge(verdict: Verdict, steps: int, evaluates: bool) -> None:
-    """Writes why the run failed, if it did."""
-    wrong = [step for step in range(1, steps + 1) if not _is_finite(verdict.losses.get(step))]
-    last = verdict.losses.get(steps)
-    again = verdict.resumed_loss
+def _check_result(result: SmokeResult, steps: int, evaluates: bool) -> None:
+    """Sets the problem of the result if a loss is missing, not finite, or changed by resuming."""
+    wrong = [step for step in range(1, steps + 1) if not _is_finite(result.losses.get(step))]
+    last = result.losses.get(steps)
+    again = result.resumed_loss
     if wrong:
-        verdict.problem = f"step {wrong[0]} of {steps} has no finite loss: {verdict.losses.get(wrong[0])}"
-    elif not _is_finite(again):
-        verdict.problem = f"the run that was resumed after step {steps - 1} has no step {steps}"
+        result.problem = f"step {wrong[0]} of {steps} has no finite loss: {result.losses.get(wrong[0])}"
+    elif last is None or again is None or not math.isfinite(again):
+        result.problem = f"the run that was resumed after step {steps - 1} has no step {steps}"
     elif not math.isclose(last, again, rel_tol=_TOLERANCE):
-        verdict.problem = f"step {steps} has the loss {last}, and resumed from step {steps - 1} it has {again}"
-    elif evaluates and not _is_finite(verdict.eval_loss):
-        verdict.problem = f"the evaluation has no finite loss: {verdict.eval_loss}"
+        rule = f"resuming changed the loss: step {steps} has {last} in the first run"
+        result.problem = f"{rule} and {again} after resuming from step {steps - 1}"
+    elif evaluates and not _is_finite(result.eval_loss):
+        result.problem = f"the evaluation has no finite loss: {result.eval_loss}"
 
 
 def _is_finite(loss: float | None) -> bool:

@@ -1,6 +1,6 @@
-"""Writes the data that a smoke run reads where the file's own is not here: small files for the file's own loader.
+"""Writes synthetic data for a smoke run in place of missing data: small files for the file's own loader.
 
-Tokens are drawn from a fixed seed, texts from a few words; a document ends with the token that the file says ends one.
+Tokens are drawn with a fixed seed, texts from a few words; a document ends with the end token of the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down 
 _FORMS = ("messages", "conversations", "instruction", "prompt", "text")
 
 
-def write_rows(config: Config, section: str) -> None:
+def write_synthetic_data(config: Config, section: str) -> None:
     """Writes the files that a section of the smoke configuration names.
 
     Raises:
@@ -53,15 +53,14 @@ def write_rows(config: Config, section: str) -> None:
         rows = loader.num_samples or 1
         for path in _text_files(loader):
             _folder(path)
+            texts = _records(config, section, rows, draw)
             if path.suffix == ".txt":
                 texts = _texts(config, rows, draw)
-            else:
-                texts = _records(config, section, rows, draw)
             path.write_text("".join(texts), encoding="utf-8")
 
 
 def is_large(config: Config, section: str) -> bool:
-    """Whether the text of a section is too much to tokenize it for a few steps.
+    """Returns whether the text of a section is too much to tokenize it for a few steps.
 
     Raises:
         UserError: Its files cannot be read.
@@ -69,13 +68,13 @@ def is_large(config: Config, section: str) -> bool:
     return sum(file.size_bytes for source, _ in find_sources(config, section) for file in source.files) > _LARGE_BYTES
 
 
-def write_first_records(config: Config, small: Config, section: str) -> None:
-    """Writes the beginning of each source of the file's own text where the smoke configuration reads it.
+def write_first_records(config: Config, smoke_config: Config, section: str) -> None:
+    """Writes the first records of each source of the file's own text to the paths of the smoke configuration.
 
     Raises:
         UserError: Its files cannot be read.
     """
-    paths = _text_files(getattr(small, section).data_loader)
+    paths = _text_files(getattr(smoke_config, section).data_loader)
     for (source, _), path in zip(find_sources(config, section), paths, strict=True):
         _folder(path)
         if source.kind != RECORDS:
@@ -96,25 +95,26 @@ def write_tokens(config: Config, section: str, tokens_RS: np.ndarray, labels_RT:
     """
     from trainer.run.mindrecord import write_mindrecord
 
-    wanted = getattr(config, section)
-    names = wanted.input_columns or ["input_ids", "labels"]
-    keys = wanted.construct_args_key or []
-    roles = [keys[number] if number < len(keys) else name for number, name in enumerate(names)]
+    data = getattr(config, section)
+    names = data.input_columns or ["input_ids", "labels"]
+    keys = data.construct_args_key or []
+    roles = [*keys[: len(names)], *names[len(keys) :]]
     has_labels = any(role in ("labels", "target_ids") for role in roles)
     length = labels_RT.shape[1]
     half = -(-length // 2)
-    # two documents, or all
-    if config.decoder.eod_reset:
+    mask_T = np.ones(length)
+    if config.decoder.eod_reset:  # two documents
         mask_T = np.arange(length) // half * half
-    else:
-        mask_T = np.ones(length)
 
     def columns(tokens_S: np.ndarray, labels_T: np.ndarray) -> dict[str, np.ndarray]:
-        of = {"input_ids": tokens_S[:-1] if has_labels else tokens_S, "labels": labels_T, "target_ids": labels_T,
-              "attention_mask": mask_T, "loss_mask": np.ones(length), "position_ids": np.arange(length)}
-        return {name: of[role].astype(np.int32) for name, role in zip(names, roles, strict=True) if role in of}
+        inputs = tokens_S
+        if has_labels:
+            inputs = tokens_S[:-1]
+        arrays = {"input_ids": inputs, "labels": labels_T, "target_ids": labels_T,
+                  "attention_mask": mask_T, "loss_mask": np.ones(length), "position_ids": np.arange(length)}
+        return {name: arrays[role].astype(np.int32) for name, role in zip(names, roles, strict=True) if role in arrays}
 
-    path = Path(wanted.data_loader.dataset_dir)
+    path = Path(data.data_loader.dataset_dir)
     _folder(path)
     write_mindrecord(path, map(columns, tokens_RS, labels_RT))
 
@@ -124,25 +124,27 @@ def _folder(path: Path) -> None:
 
 
 def _drawn_rows(config: Config, rows: int) -> np.ndarray:
-    """Random tokens: int [rows, T + 1], with some ends of documents. Some rows more than are read."""
+    """Returns random tokens, int [R, T + 1], with some ends of documents; R is larger than the rows that are read."""
     size = config.decoder.seq_length + 1
     drawn = np.random.RandomState(_SEED).randint(0, config.decoder.vocab_size, (2 * rows + 2, size))
-    eos = config.decoder.eos_token_id
-    end = eos
-    if isinstance(eos, list):
-        end = eos[0]
-    if not (end is None or end >= config.decoder.vocab_size):
+    end = config.decoder.eos_token_id
+    if isinstance(end, list):
+        end = end[0]
+    if end is not None and end < config.decoder.vocab_size:
         drawn[:, size // 2] = end
     return drawn
 
 
 def _prefixes(loader: MegatronLoader) -> Iterator[str]:
-    """The common paths of the two files of each data set."""
+    """Yields the common path of the two files of each data set."""
     settings = loader.config
     values = [loader.dataset_dir, settings.data_path, settings.train_data_path, settings.valid_data_path,
               settings.test_data_path]
-    items = [item for value in values if value for item in ([value] if isinstance(value, str) else value)]
-    yield from (str(item) for item in items if "/" in str(item))
+    for value in values:
+        items = value or []
+        if isinstance(items, str):
+            items = [items]
+        yield from (str(item) for item in items if "/" in str(item))
 
 
 def _documents(config: Config, loader: MegatronLoader) -> Iterator[np.ndarray]:
@@ -157,7 +159,7 @@ def _documents(config: Config, loader: MegatronLoader) -> Iterator[np.ndarray]:
 
 def _text_files(loader: Any) -> list[Path]:
     if isinstance(loader, HuggingFaceLoader):
-        return [Path(loader.data_files)]
+        return [Path(str(loader.data_files))]
     return [Path(source.path) for source in loader.sources] or [Path(loader.dataset_dir)]
 
 
@@ -166,7 +168,7 @@ def _sentence(draw: random.Random, words: int) -> str:
 
 
 def _texts(config: Config, rows: int, draw: random.Random) -> Iterator[str]:
-    """Text of twice as many bytes as the sequences have tokens."""
+    """Yields text of twice as many bytes as the sequences have tokens."""
     size = 0
     while size < 2 * (rows + 2) * config.decoder.seq_length:
         line = _sentence(draw, 12) + "\n"
@@ -175,26 +177,27 @@ def _texts(config: Config, rows: int, draw: random.Random) -> Iterator[str]:
 
 
 def _records(config: Config, section: str, rows: int, draw: random.Random) -> Iterator[str]:
-    """JSON lines in the form that the section's keys speak of."""
-    wanted = getattr(config, section)
+    """Yields JSON lines in the form that the section's keys describe."""
     form = _form(config, section)
-    columns = _column_names(wanted.data_loader)
+    columns = _column_names(getattr(config, section).data_loader)
     for _ in range(4 * rows + 16):
-        asked = _sentence(draw, 6)
+        question = _sentence(draw, 6)
         answer = _sentence(draw, draw.randint(4, 12))
-        fields: dict[str, Any] = {
-            "messages": {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]},
-            "conversations": {"conversations": [{"from": "human", "value": asked}, {"from": "gpt", "value": answer}]},
-            "instruction": {"instruction": asked, "input": "", "output": answer},
-            "prompt": {"prompt": asked, "completion": answer},
-            "text": {"text": f"{asked} {answer}"},
-        }[form]
-        named = {columns.get(name, name): value for name, value in fields.items()}
-        yield json.dumps(named) + "\n"
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+        forms: dict[str, dict[str, Any]] = {
+            "messages": {"messages": messages},
+            "conversations": {"conversations": turns},
+            "instruction": {"instruction": question, "input": "", "output": answer},
+            "prompt": {"prompt": question, "completion": answer},
+            "text": {"text": f"{question} {answer}"},
+        }
+        record = {columns.get(name, name): value for name, value in forms[form].items()}
+        yield json.dumps(record) + "\n"
 
 
 def _column_names(loader: Any) -> dict[str, str]:
-    """Our name of a field -> the column of the file that has it."""
+    """Maps our name of a field to the file's column that contains it."""
     columns = dict(loader.columns)
     for kind, step in handler_steps(getattr(loader, "handler", [])):
         if kind == "rename_column":
@@ -203,7 +206,8 @@ def _column_names(loader: Any) -> dict[str, str]:
 
 
 def _form(config: Config, section: str) -> str:
-    """The form of a record: that of a handler or of the named columns, a conversation for a finetuning, else text."""
+    """Returns the form of a record: that of a handler or of the named columns, a conversation for a finetuning, or
+    text."""
     loader = getattr(config, section).data_loader
     if any(kind == "AlpacaInstructDataHandler" for kind, _ in handler_steps(getattr(loader, "handler", []))):
         return "instruction"
@@ -211,15 +215,14 @@ def _form(config: Config, section: str) -> str:
     for form in _FORMS:
         if form in named or (form == "instruction" and "output" in named):
             return form
-    wanted = getattr(config, section)
-    chats = config.run_mode == "finetune" or wanted.chat_template or wanted.train_on
-    if chats:
+    data = getattr(config, section)
+    if config.run_mode == "finetune" or data.chat_template or data.train_on:
         return "messages"
     return "text"
 
 
 def _write_images(config: Config, section: str) -> None:
-    """Random images of the classifier's size in the files of MNIST."""
+    """Writes random images of the classifier's size in the format of MNIST."""
     import struct
 
     from trainer.data.source.mnist import IMAGES_MAGIC, LABELS_MAGIC
