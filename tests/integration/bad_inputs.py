@@ -187,7 +187,7 @@ EXPERTS = (
         "disagrees with model.model_config.moe_config.expert_num = 1",
     ),
     flag("one expert frozen", f"{_EXPERTS} 2 --freeze.include *.experts.1.*", "stacked weight", "write '*.experts.*'"),
-    flag("adapters of experts", f"{_EXPERTS} 2 {_WITH} {_TARGETS} .*w1", "matches only matrices of experts"),
+    flag("adapters of experts", f"{_EXPERTS} 2 {_WITH} {_TARGETS} .*w1", "matches only weights of experts"),
 )
 _FREEZE = "seed: 1\nfreeze: "
 FREEZE = (

@@ -65,7 +65,7 @@ def test_it_loads_and_plans(path: Path, cache: Path, model_folder: Path) -> None
     if not path.stem.startswith("mindformers"):  # those show what becomes of a file of the peer's
         # Nothing in ours is ignored, no two keys contradict each other; adapters have no base here.
         # Evaluation drops no tokens. Conversations are written as ChatML.
-        expected = {"lora": ["random weights", "ChatML"], "moe_tiny": ["in training only"]}
+        expected = {"lora": ["random base weights", "ChatML"], "moe_tiny": ["to training only"]}
         expected["finetune"] = ["max_position_embeddings", "<|im_start|>"]  # of the model folder
         wanted = expected.get(path.stem, [])
         assert len(plan.notes) == len(wanted)

@@ -131,7 +131,7 @@ def test_a_checkpoint_holds_the_adapters_alone(whole: Path, path: Path, base: Pa
 def test_it_learns_and_the_note_about_random_weights_stays_away(whole: Path) -> None:
     losses = column(step_records(whole), "loss")
     assert losses[-1] < losses[0] - 0.1 and all(math.isfinite(loss) for loss in losses)
-    assert "random weights" not in (whole / "logs" / "rank-0.log").read_text()
+    assert "random base weights" not in (whole / "logs" / "rank-0.log").read_text()
 
 
 def test_stopped_and_resumed_equals_never_stopped(home: Path, path: Path, whole: Path) -> None:

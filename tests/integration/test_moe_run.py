@@ -101,7 +101,7 @@ def test_recomputing_counts_every_token_once(home: Path) -> None:
 def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) -> None:
     whole, parts = home / "deepseek", home / "deepseek_parts"
     printed = run(whole, home / "data", DEEPSEEK, 4)
-    assert "the drop rate will be 0.00000 in every layer: use_gmm computes every token" in printed
+    assert "the drop rate will be 0 in every layer: use_gmm drops no tokens" in printed
     # Layer 0 is dense; the multi-token prediction module counts on after layer 1.
     assert _LINE.findall(printed) == [("1", "0.00000"), ("2", "0.00000")] * 4
     assert "| mtp_loss " in printed and "| aux_loss " in printed
@@ -120,7 +120,7 @@ def test_a_trained_mixture_is_evaluated_and_continues_a_text(home: Path, capacit
     path, output = home / "capacity" / "run.yaml", home / "evaluated"
     flags = {"load_checkpoint": capacity[0], "output_dir": output}
     _, printed = train_and_read(path, run_mode="eval", **flags)
-    assert "capacity_factor 1.1 drops tokens in training only" in printed
+    assert "capacity_factor 1.1 applies to training only" in printed
     assert 0 < json.loads((output / "eval.json").read_text())["loss"] < 6
     flags |= {"predict_data": "the cat", "model__model_config__max_new_tokens": 4}
     train(path, run_mode="predict", **flags)

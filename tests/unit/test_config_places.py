@@ -353,7 +353,7 @@ def test_the_first_twenty_problems_are_shown():
     assert str(found).startswith("2001 problems") and str(found).endswith(left)
     assert str(found).count("unknown key") == str(found).count("Fix: ") == 20
     assert str(found.short).count("unknown key") == 20 and "... and 1981 more, in a.yaml" in str(found.short)
-    assert str(found.short).endswith("  Fix: each of the 2001; --verbose says how.")
+    assert str(found.short).endswith("  Fix: correct all 2001; --verbose shows how.")
     assert str(found.full).count("unknown key") == str(found.full).count("Fix: ") == 2001
     assert {error.exit_code for error in (found, found.short, found.full)} == {2}
 
@@ -414,9 +414,9 @@ def test_a_sliding_window_that_contradicts_itself():
     off = "model_config: {num_layers: 2, sliding_window: 4096, use_sliding_window: False, layer_types: "
     assert load(off + "[full_attention, full_attention]}\n").decoder.window_layers == ()
     for text, part in (
-        ("use_sliding_window: True", "use_sliding_window = True: there is no window"),
-        ("num_layers: 2, layer_types: [full_attention, sliding_attention]", "has layers with a window, and there is"),
-        ("num_layers: 3, layer_types: [full_attention]", "needs a kind for each of the 3 layers, and has 1"),
+        ("use_sliding_window: True", "use_sliding_window = True: requires sliding_window"),
+        ("num_layers: 2, layer_types: [full_attention, sliding_attention]", "contains sliding_attention, but there is"),
+        ("num_layers: 3, layer_types: [full_attention]", "must have one entry for each of the 3 layers, and has 1"),
         ("layer_types: [linear_attention]", "must be full_attention or sliding_attention"),
         ("use_mrope: True", "use_mrope = True: not yet supported"),
     ):

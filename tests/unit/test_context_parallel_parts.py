@@ -69,15 +69,15 @@ def test_a_rank_sees_what_one_rank_does(ranks: int, window: int | None) -> None:
         ),
         (
             "{context_parallel: 8, context_parallel_algo: ulysses_cp}",
-            "context_parallel = 8: with ulysses_cp its ranks share the 4 heads and 4 heads of keys and values."
+            "context_parallel = 8: with ulysses_cp its ranks must share the 4 heads and 4 heads of keys and values."
             "\n  Fix: change it, or write hybrid_cp and ulysses_degree_in_cp 1, 2 or 4.",
         ),
         ("{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}", None),
         ("{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 4}", None),
         (
             "{context_parallel: 6, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 4}",
-            "ulysses_degree_in_cp = 4: must divide context_parallel 6, and so many ranks share the 4 heads and 4 heads"
-            " of keys and values.\n  Fix: set it to 1 or 2.",
+            "ulysses_degree_in_cp = 4: must divide context_parallel 6, and that number of ranks must share the 4 heads"
+            " and 4 heads of keys and values.\n  Fix: set it to 1 or 2.",
         ),
         (
             "{context_parallel: 12, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}",

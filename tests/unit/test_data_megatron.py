@@ -256,7 +256,7 @@ def test_padding_tokens_may_be_negative_others_not(tmp_path):
 
 def test_what_only_documents_to_tokenize_have_is_an_error(tmp_path, files):
     loader = {"type": LOADER, "config": {"data_path": [str(files / "a")]}}
-    with pytest.raises(UserError, match="has no documents to pack"):
+    with pytest.raises(UserError, match="which has no documents"):
         make_config(tmp_path, loader=loader, train={"packing": "cut"})
     config = make_config(tmp_path, loader=loader, train={"held_out": 0.1})
     with pytest.raises(UserError, match=f"{line_of(tmp_path, 'held_out')}: train_dataset.held_out"):

@@ -149,7 +149,7 @@ def test_overlong_has_no_effect_on_text_that_is_cut(tmp_path):
 
 
 def test_random_tokens_are_not_packed(tmp_path):
-    with pytest.raises(UserError, match="packing = 'none': a SyntheticDataset has no documents to pack") as caught:
+    with pytest.raises(UserError, match="packing = 'none': does not apply to SyntheticDataset") as caught:
         make_config(tmp_path, loader={"type": "SyntheticDataset", "num_samples": 9}, train={"packing": "none"})
     assert line_of(tmp_path, "packing") in str(caught.value)
 

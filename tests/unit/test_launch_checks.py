@@ -176,7 +176,7 @@ def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions
         ((), ["--config: a run needs its YAML file"]),
         (("--config", "/nowhere.yaml"), ["/nowhere.yaml"]),
         (("--config", QUICKSTART, "--epoch", "3"), ["--epoch"]),
-        (("--config", QUICKSTART, "--use_parallel", "False"), ["use_parallel = False: this job has 4 ranks"]),
+        (("--config", QUICKSTART, "--use_parallel", "False"), ["use_parallel = False: the job has 4 ranks"]),
         (("--config", QUICKSTART, "--parallel_config.context_parallel", "2",
           "--parallel_config.context_parallel_algo", "hybrid_cp", "--parallel_config.ulysses_degree_in_cp", "3"),
          ["ulysses_degree_in_cp", "must divide context_parallel 2"]),

@@ -149,7 +149,7 @@ def test_resuming_a_finetuning_needs_the_base_too() -> None:
 
 
 def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:
-    assert "on top of random weights" in notes(with_adapters())
+    assert "on random base weights" in notes(with_adapters())
     assert notes(with_adapters(), f"load_checkpoint={tmp_path}") == ""
     assert notes(with_adapters(), f"load_checkpoint={tmp_path}", "resume_training=True") == ""
     unused = {"freeze_exclude": ["*norm*"], "param_init_type": "float16", "lora_a_init": "zero"}

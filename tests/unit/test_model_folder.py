@@ -219,7 +219,7 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
     config = load(text)
     assert (config.model.arch.type, config.decoder.num_layers, config.decoder.head_dim) == ("LlamaForCausalLM", 4, 8)
     told = notes(text)
-    assert f"{name}: not a family that is known here; taken as LlamaForCausalLM, as model.arch.type says" in told
+    assert f"{name}: not a known family; the model is built as LlamaForCausalLM (model.arch.type)" in told
     assert "neighbouring numbers" in told
     assert parse_config("config.yaml", dump_config(config)) == config
 

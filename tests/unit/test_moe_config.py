@@ -23,17 +23,17 @@ def moe(keys: str, more: str = "") -> str:
     [
         (moe("").replace("num_experts_chosen: 2", "num_experts_per_tok: 9"), ["more experts than there are (8)"]),
         (moe("n_group: 3"), ["a.yaml:2: ", "n_group = 3: must divide the experts (8)"]),
-        (moe("n_group: 4, topk_method: greedy"), ["topk_method = 'greedy': chooses without groups, and n_group is 4"]),
+        (moe("n_group: 4, topk_method: greedy"), ["topk_method = 'greedy': uses no groups, and n_group is 4"]),
         (moe("topk_method: best"), ["topk_method = 'best': must be greedy, group_limited_greedy or noaux_tc"]),
         (moe("capacity_factor: 0"), ["capacity_factor = 0", "must be greater than 0, or -1"]),
         (moe("capacity_factor: -0.5"), ["capacity_factor = -0.5", "use 1.1 or -1"]),
-        (moe("capacity_factor: 1.5, drop_policy: False"), ["nothing is dropped, and the capacity factor is 1.5"]),
+        (moe("capacity_factor: 1.5, drop_policy: False"), ["no token is dropped, but the capacity factor is 1.5"]),
         (moe("drop_policy: random"), ["moe_config.drop_policy = 'random': must be position, probability"]),
         (moe("first_k_dense_replace: 5"), ["must be at most num_layers (4)"]),
         (moe("first_k_dense_replace: 4"), ["first_k_dense_replace = 4: leaves no layer with experts"]),
         (moe("moe_layer_freq: [0, 0, 0, 0]"), ["moe_layer_freq", "leaves no layer with experts"]),
         (moe("moe_layer_freq: 0"), ["moe_layer_freq = 0: must be at least 1"]),
-        (moe("moe_layer_freq: [1, 2, 1, 1]"), ["moe_layer_freq", "a list holds 0 and 1"]),
+        (moe("moe_layer_freq: [1, 2, 1, 1]"), ["moe_layer_freq", "a list may have only 0 and 1"]),
         (
             moe("aux_loss_factor: 0.2, aux_loss_types: [expert], aux_loss_factors: [0.1]"),
             ["not yet", "write aux_loss_factor: 0.1"],
@@ -42,18 +42,18 @@ def moe(keys: str, more: str = "") -> str:
         (moe("aux_loss_types: [device], aux_loss_factors: [0.1]"), ["aux_loss_types", "not yet"]),
         (moe("moe_router_load_balancing_type: sinkhorn"), ["'sinkhorn': not yet", "seq_aux_loss"]),
         (moe("moe_router_load_balancing_type: none"), ["'none': contradicts aux_loss_factor", "aux_loss_factor: 0"]),
-        (moe("use_shared_expert_gating: True"), ["gates shared experts, and there are none"]),
+        (moe("use_shared_expert_gating: True"), ["requires shared experts, and the model has none"]),
         (moe("use_random_expert: True"), ["use_random_expert = True: not yet"]),
         (moe("").replace("seq_length", "mlp_has_bias: True, seq_length"), ["mlp_has_bias = True: not yet", "experts"]),
         (moe("").replace("seq_length", "mtp_depth: -1, seq_length"), ["mtp_depth = -1: must be at least 0"]),
-        (moe("").replace("seq_length: 32", "mtp_depth: 2, seq_length: 2"), ["mtp_depth = 2: a sequence of 2 tokens"]),
+        (moe("").replace("seq_length: 32", "mtp_depth: 2, seq_length: 2"), ["mtp_depth = 2: must be less than"]),
         (
             moe("").replace("seq_length", "pet_config: {target_modules: '.*w[123]'}, seq_length"),
-            ["target_modules = '.*w[123]': matches only matrices of experts"],
+            ["target_modules = '.*w[123]': matches only weights of experts"],
         ),
         (
             moe("").replace("seq_length", "pet_config: {target_modules: '.*experts.*gate_proj'}, seq_length"),
-            ["matches only matrices of experts, which take no adapters", ".*q_proj"],
+            ["matches only weights of experts, where LoRA is not supported", ".*q_proj"],
         ),
         (
             moe("use_gating_sigmoid: False, scoring_func: sigmoid"),
@@ -62,7 +62,7 @@ def moe(keys: str, more: str = "") -> str:
         (moe("mlp_only_layers: [0, 1, 2, 3]"), ["mlp_only_layers = [0, 1, 2, 3]: leaves no layer with experts"]),
         (
             moe("first_k_dense_replace: 2, mlp_only_layers: [2, 3]"),
-            ["mlp_only_layers = [2, 3]: beside first_k_dense_replace = 2 it leaves no layer with experts"],
+            ["mlp_only_layers = [2, 3]: leaves no layer with experts, with first_k_dense_replace = 2"],
         ),
         (moe("decoder_sparse_step: 5"), ["decoder_sparse_step = 5: leaves no layer with experts"]),
     ],
@@ -83,7 +83,7 @@ DROP_RATE = "callbacks: [{type: MoEDropRateCallback, %s}]\n"
         ("", "num_layers: 3", ["num_layers = 3", "model.model_config.num_layers = 4 (a.yaml:1)"]),
         ("", "mtp_depth: 1", ["mtp_depth = 1", "model.model_config.mtp_depth = 0, its default"]),
         ("capacity_factor: 1.5", "capacity_factor: 1.25", ["capacity_factor = 1.25", "capacity_factor = 1.5 (a.yaml"]),
-        ("", "capacity_factor: 1.1", ["capacity_factor = 1.1", "= null, no bound", "write capacity_factor: 1.1 in"]),
+        ("", "capacity_factor: 1.1", ["capacity_factor = 1.1", "= null, no limit", "write capacity_factor: 1.1 in"]),
         ("enable_sdrop: True", "capacity_factor: 1.5", ["capacity_factor = 1.5", "= 1.1, its default"]),
     ],
 )
@@ -130,14 +130,14 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (moe("capacity_factor: 1.5"), ""),
         (
             moe("capacity_factor: 1.5", "do_eval: True\n"),
-            "moe_config: capacity_factor 1.5 drops tokens in training only: evaluation and prediction compute every",
+            "moe_config: capacity_factor 1.5 applies to training only: evaluation and prediction drop no tokens",
         ),
-        (moe("use_gmm: True, capacity_factor: 1.5"), "capacity_factor 1.5: not used, use_gmm computes every token"),
+        (moe("use_gmm: True, capacity_factor: 1.5"), "capacity_factor 1.5: not used, use_gmm drops no tokens"),
         (moe("use_gmm: True, capacity_factor: -1"), ""),
-        (moe("enable_sdrop: True, capacity_factor: -1"), "enable_sdrop True: not used, capacity_factor -1"),
-        (moe("drop_policy: position"), "moe_config.drop_policy: not used, capacity_factor null sets no bound"),
+        (moe("enable_sdrop: True, capacity_factor: -1"), "enable_sdrop True: not used, capacity_factor is -1"),
+        (moe("drop_policy: position"), "moe_config.drop_policy: not used, capacity_factor is null, so"),
         (moe("topk_bias_update_rate: 0.1"), "topk_bias_update_rate 0.1: not used, balance_via_topk_bias is False"),
-        (moe("balance_via_topk_bias: True"), "the bias stays where it is, topk_bias_update_rate is 0"),
+        (moe("balance_via_topk_bias: True"), "no effect, topk_bias_update_rate is 0"),
         (moe("router_dense_type: float32"), ""),
         (moe("router_dense_type: bfloat16"), "router_dense_type (a.yaml:2): the router always computes in float32"),
         (MODEL.replace("}", ", moe_router_dtype: float16, num_experts: 4}"), "the router always computes in float32"),
@@ -145,7 +145,7 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (moe("routing_policy: TopkRouterV2"), "num_experts_chosen, n_group and capacity_factor say it"),
         (
             moe("capacity_factor: 1.5, callback_moe_droprate: True"),
-            "assumed the model's expert_num 8, capacity_factor 1.5, num_layers 4, mtp_depth 0",
+            "added with the model's expert_num 8, capacity_factor 1.5, num_layers 4, mtp_depth 0",
         ),
         (
             moe("capacity_factor: 1.5", DROP_RATE % "num_layers: 4"),
@@ -153,7 +153,7 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         ),
         (
             moe("capacity_factor: 1.5, callback_moe_droprate: False", DROP_RATE % "num_layers: 4"),
-            "callback_moe_droprate (a.yaml:2) is False, but MoEDropRateCallback is there: rates are logged",
+            "callback_moe_droprate (a.yaml:2) is False, but callbacks has MoEDropRateCallback: drop rates are logged",
         ),
         (moe("enable_gmm_safe_tokens: True"), "moe_config.enable_gmm_safe_tokens True: not used, use_gmm is False"),
         (moe("moe_permute_fusion: True"), "moe_config.moe_permute_fusion True: not used, use_gmm is False"),
@@ -162,19 +162,19 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (MODEL.replace("}", ", mtp_loss_factor: 0.5, mtp_depth: 1}"), ""),
         (
             moe("").replace("seq_length", "pet_config: {target_modules: '.*wq|.*experts.*'}, seq_length"),
-            "target_modules: routers and experts get no adapters: they take none",
+            "target_modules: routers and experts get no adapters: LoRA on them is not supported",
         ),
         (
             moe("use_gmm: True, callback_moe_droprate: True", DROP_RATE % "num_layers: 4"),
-            "the drop rate will be 0.00000 in every layer: use_gmm computes every token",
+            "the drop rate will be 0 in every layer: use_gmm drops no tokens",
         ),
         (
             moe("callback_moe_droprate: True", DROP_RATE % "num_layers: 4"),
-            "0.00000 in every layer: no capacity_factor bounds",
+            "0 in every layer: capacity_factor sets no limit",
         ),
         (
             moe("").replace("seq_length", "pet_config: {target_modules: '.*wq|.*w1'}, seq_length"),
-            "target_modules: gate_proj of layers with experts get no adapters",
+            "target_modules: gate_proj of MoE layers get no adapters",
         ),
     ],
 )

@@ -40,7 +40,7 @@ def test_a_file_without_a_word_about_ranks_runs_on_any_number() -> None:
         preflight(config, world)
         assert parallel_degrees(config, world) == Degrees(data_parallel=world.size)
     assert config_notes(config) == []
-    assert config_notes(config, EIGHT) == ["use_parallel: not set, taken as True: this job has 8 ranks"]
+    assert config_notes(config, EIGHT) == ["use_parallel: not set; it is True, because the job has 8 ranks"]
     assert "data_parallel" not in dump_config(config)
 
 
@@ -63,7 +63,7 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("use_parallel: False\n", ["a.yaml:16: use_parallel = False: this job has 8 ranks", "leave `launch` out"]),
+        ("use_parallel: False\n", ["a.yaml:16: use_parallel = False: the job has 8 ranks", "leave `launch` out"]),
         (
             "parallel_config: {data_parallel: 4}\n",
             ["a.yaml:16: parallel_config.data_parallel = 4: data_parallel 4 needs 4 ranks, but the job has 8",
@@ -76,11 +76,11 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
         ),
         (
             "parallel_config: {model_parallel: 8}\n",
-            ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it cuts: 4 heads", "set it to 1, 2 or 4"],
+            ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it shards: 4 heads", "set it to 1, 2 or"],
         ),
         (
             "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=chat",
-            ["run_mode = 'chat': one process holds a conversation, and this job has 8", "start it without launch"],
+            ["run_mode = 'chat': run_mode chat runs in one process, and the job has 8", "start it without launch"],
         ),
         (
             "parallel_config: {context_parallel: 8}\nmodel.model_config.seq_length=24",
@@ -93,11 +93,11 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
             "model.model_config.seq_length=12",
             ["use_seq_parallel = True: the 6 tokens of a micro-batch that a rank has are not divisible by model_paral"],
         ),
-        ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs as many"]),
+        ("parallel_config: {pipeline_stage: 2}\n", ["micro_batch_num = 1: a pipeline of 2 stages needs at least 2"]),
         (
             "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
             "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}}\n",
-            ["pipeline_scheduler = 'seqpipe': outside semi-automatic mode there is 1f1b alone", "write 1f1b"],
+            ["pipeline_scheduler = 'seqpipe': explicit mode supports 1f1b only", "write 1f1b"],
         ),
         (
             "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
@@ -110,7 +110,7 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
         ),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
-        ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank alone, and this job has 8"]),
+        ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank, and the job has 8"]),
     ],
 )  # fmt: skip
 def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) -> None:
@@ -125,7 +125,7 @@ def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) ->
     ("text", "parts"),
     [
         ("use_parallel: True\nparallel_config: {data_parallel: 8}\n", ["needs 8 ranks, but the job has 1",
-         "launch --nproc 8`, or set data_parallel 1; to run alone, add --use_parallel False"]),
+         "launch --nproc 8`, or set data_parallel 1; to run one process, add --use_parallel False"]),
         ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n",
          ["pipeline_stage 2 needs 2 ranks"]),
     ],
@@ -139,11 +139,11 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
     ("text", "note"),
     [
         ("parallel_config: {data_parallel: 8, model_parallel: 2}\n", "(data_parallel 8, model_parallel 2): not used"),
-        ("parallel_config: {data_parallel: 8}\n", "one device runs it all: start several with `launch --nproc`"),
-        ("use_parallel: False\nparallel_config: {data_parallel: 8}\n", "one device runs it all: use_parallel is False"),
-        ("use_parallel: True\n", "this job has one rank; `run_trainer.py launch --nproc 8` starts eight"),
+        ("parallel_config: {data_parallel: 8}\n", "the run has one device: start several with `launch --nproc`"),
+        ("use_parallel: False\nparallel_config: {data_parallel: 8}\n", "the run has one device: use_parallel is False"),
+        ("use_parallel: True\n", "the job has one rank; `run_trainer.py launch --nproc 8` starts eight"),
         ("parallel: {parallel_mode: 1, enable_parallel_optimizer: True}\n",
-         "parallel (parallel_mode 1, enable_parallel_optimizer): not used, one device"),
+         "parallel (parallel_mode 1, enable_parallel_optimizer): not used, the run has one"),
     ],
 )  # fmt: skip
 def test_what_does_not_count_alone_is_told(text: str, note: str) -> None:
@@ -167,8 +167,8 @@ def test_what_several_ranks_have_trained_one_process_evaluates_and_continues(mod
     config = resolve_for_job(file, SINGLE_PROCESS)
     preflight(config, SINGLE_PROCESS, select_execution_mode(config, SINGLE_PROCESS).problems())
     why = "semi-automatic mode trains only" if "parallel_mode" in text else "start several with `launch --nproc`"
-    why = "a conversation is held by one rank" if mode == "chat" else why
-    assert f"one device runs it all: {why}" in "".join(config_notes(config))
+    why = "run_mode chat has one rank" if mode == "chat" else why
+    assert f"the run has one device: {why}" in "".join(config_notes(config))
     assert world_from_degrees(file, SINGLE_PROCESS) == SINGLE_PROCESS, "the plan is of that process, too"
     assert resolve_for_job(file, EIGHT).use_parallel, "a job keeps its degrees"
 
@@ -178,11 +178,11 @@ def test_several_ranks_are_recommended_where_they_run(degrees: str, divides: boo
     """For a prediction on an Ascend, whose jobs divide no model."""
     file = load(f"{BASE}use_parallel: True\nparallel_config: {degrees}\n", "run_mode=predict", "predict_data=a",
                 "load_checkpoint=.", "context.device_target=Ascend")  # fmt: skip
-    why = "prediction divides a model on CPUs alone"
+    why = "prediction shards a model on CPUs only"
     refused = [one.error.rule for one in ascend_problems(file, parallel_degrees(file, world_of(2)))]
     assert refused == [why] * divides
     notes = "".join(config_notes(resolve_for_job(file, SINGLE_PROCESS)))
-    assert f"one device runs it all: {why if divides else 'start several'}" in notes
+    assert f"the run has one device: {why if divides else 'start several'}" in notes
 
 
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
@@ -190,7 +190,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     config = load(BASE + "use_parallel: True\n" + text)
     preflight(config, EIGHT)
     assert parallel_degrees(config, EIGHT) == Degrees(data_parallel=8)
-    said = "parallel.parallel_mode 1: explicit mode in its place, as parallel_fallback explicit says"
+    said = "parallel.parallel_mode 1: replaced by explicit mode, because parallel_fallback is explicit"
     assert config_notes(config, EIGHT) == [said]
     flagged = load(BASE + "parallel: {parallel_mode: semi_auto_parallel}\n", "parallel.parallel_fallback=explicit")
     preflight(flagged, EIGHT)
@@ -202,16 +202,16 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
     ("text", "parts"),
     [
         ("parallel_config: {pipeline_stage: 2}\nrunner_config: {gradient_accumulation_steps: 4}\n",
-         ["micro_batch_num = 1: a pipeline of 2 stages needs as many", "set it to 2 or more"]),
+         ["micro_batch_num = 1: a pipeline of 2 stages needs at least 2", "set it to 2 or more"]),
         ("use_parallel: True\nparallel_config: {pipeline_stage: 2, micro_batch_num: 4}\n"
          "runner_config: {gradient_accumulation_steps: 8}\n",
          ["gradient_accumulation_steps = 8: in a pipeline it means micro_batch_num, which is 4 (a.yaml:18)"]),
         ("parallel_config: {pipeline_stage: 8, micro_batch_num: 8}\n", ["stage = 8: the model has 2 layers"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.layers_group=2",
-         ["layers_group = 2: the 2 layers that have one attention must be in one stage"]),
+         ["layers_group = 2: the 2 layers that share attention weights must be in one"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\ndo_eval: True\n"
          "model.model_config.moe_config.expert_num=4", ["do_eval = True: not yet", "with experts in a pipeline"]),
-        ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it cuts: 4 heads, 4 heads of k"]),
+        ("parallel_config: {model_parallel: 8}\n", ["= 8: must divide what it shards: 4 heads, 4 heads of k"]),
         ("parallel_config: {model_parallel: 4, use_seq_parallel: True}\nmodel.model_config.seq_length=7",
          ["use_seq_parallel = True: the 7 tokens of a micro-batch are not divisible by model_parallel 4"]),
         ("parallel.comm_fusion={'alltoall': {}}", ["MindSpore joins allreduce, allgather, reducescatter"]),
@@ -238,7 +238,7 @@ def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
         ("parallel_config: {context_parallel: 2}\n", ["context_parallel = 2: explicit mode (parallel.para"]),
         ("parallel_config: {expert_parallel: 2}\n", ["expert_parallel = 2: the model has no experts"]),
         ("parallel_config: {expert_parallel: 8}\nmodel.model_config.moe_config.expert_num=4",
-         ["expert_parallel = 8: the ranks of a group share the 4 experts of a layer equally"]),
+         ["expert_parallel = 8: must divide the 4 experts of a layer"]),
         ("parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\nmodel.model_config.moe_config.expert_num=4\n"
          "recompute_config: {recompute: True, parallel_optimizer_comm_recompute: True}\n"
          "parallel.enable_parallel_optimizer=True", ["with experts and recomputed blocks in a pipeline: level3"]),
@@ -311,8 +311,8 @@ def test_semi_automatic_mode_is_refused_where_the_run_would_be_on_a_cpu() -> Non
             "{pipeline_stage: 2, micro_batch_num: 2}\nparallel: {enable_parallel_optimizer: True}", "mtp_depth: 1",
             "enable_parallel_optimizer = True: not yet supported on an Ascend with an embedding that two stages",
         ),
-        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction divides a model on CPUs alone"),
-        ("{model_parallel: 2}\nrun_mode: predict", "", "model_parallel = 2: prediction divides a model on CPUs alone"),
+        ("{pipeline_stage: 2, micro_batch_num: 2}\nrun_mode: predict", "", "prediction shards a model on CPUs only"),
+        ("{model_parallel: 2}\nrun_mode: predict", "", "model_parallel = 2: prediction shards a model on CPUs only"),
         ("{model_parallel: 2}\nsample_prompt: a", "", "sample_prompt = 'a': ranks that divide a model (model_p"),
     ],
 )
@@ -329,7 +329,7 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     more = "runner_config: {gradient_accumulation_steps: 4}\n"
     notes = told(pipeline + more, EIGHT)
     assert "gradient_accumulation_steps 4: no effect in a pipeline" in notes
-    assert "micro_batch_num 4 says how many" in notes
+    assert "micro_batch_num 4 sets the micro-batches" in notes
     graph_alone = "parallel_config: {use_seq_parallel: True}\nrecompute_config: {mp_comm_recompute: False}\n"
     said = "recompute_config.mp_comm_recompute False: not used, only semi"
     assert said in told(graph_alone, EIGHT) and said not in told("parallel: {parallel_mode: 1}\n" + graph_alone, EIGHT)
@@ -350,7 +350,7 @@ def test_what_has_no_effect_in_semi_automatic_mode_is_told() -> None:
     assert "full_batch" not in told("parallel: {parallel_mode: 1, full_batch: False}\n", EIGHT)
     assert "full_batch False: not used" in told("parallel: {full_batch: False}\n", EIGHT)
     one = told("use_parallel: True\nparallel: {parallel_mode: 1}\n", SINGLE_PROCESS)
-    assert "parallel_mode" not in one and "this job has one rank" in one
+    assert "parallel_mode" not in one and "the job has one rank" in one
 
 
 def test_every_rank_of_semi_automatic_mode_reads_the_rows_of_all() -> None:

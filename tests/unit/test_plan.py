@@ -173,8 +173,8 @@ def test_notes_come_by_importance_and_name_their_file_once() -> None:
     notes = (
         Note("ignored: a.b (configs/x.yaml:3), a.c (configs/x.yaml:4): nothing reads them", "ignored"),
         Note("compute_dtype: computes in float32; compute_dtype asks for bfloat16", "dtype"),
-        Note("parallel_config (data_parallel 8): replaced, one device runs it all", "parallel"),
-        "moe_config: capacity_factor 1.25 drops tokens in training only",
+        Note("parallel_config (data_parallel 8): replaced, the run has one device", "parallel"),
+        "moe_config: capacity_factor 1.25 applies to training only",
     )
     plan = replace(plan_of("quickstart"), notes=notes)
     (title, rows), *_ = plan_sections(plan, verbose=True)

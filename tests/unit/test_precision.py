@@ -86,7 +86,7 @@ def test_the_reason_names_what_decided() -> None:
 def test_a_dtype_that_contradicts_the_level(text: str, parts: list[str]) -> None:
     message = error_of(text)
     assert all(part in message for part in parts), message
-    assert "Fix: remove one of the two, or use amp_level auto, over which a written dtype wins." in message
+    assert "Fix: remove one of the two, or set amp_level to auto, which keeps explicit dtypes." in message
 
 
 def test_what_agrees_with_the_level_is_no_contradiction() -> None:
@@ -121,9 +121,9 @@ def test_bad_values(pair: str, rule: str) -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("amp_level: O1\n", ["amp_level: gradients below 6e-8 become zero in float16; set runner_wrapper.scale_sense"]),
-        ("model_config: {compute_dtype: float16}\n", ["compute_dtype: gradients below 6e-8"]),
-        ("model_config: {param_init_type: bfloat16}\n", ["param_init_type bfloat16: parameters are kept in float32"]),
+        ("amp_level: O1\n", ["amp_level: without a loss scale, gradients below 6e-8 underflow"]),
+        ("model_config: {compute_dtype: float16}\n", ["compute_dtype: without a loss scale, gradients below 6e-8"]),
+        ("model_config: {param_init_type: bfloat16}\n", ["param_init_type bfloat16: not used, parameters are float32"]),
         ("amp_level: auto\nmodel_config: {compute_dtype: float32}\n", ["amp_level auto: matrix products stay float32"]),
         ("model_config: {residual_dtype: float16}\n", ["residual_dtype", "the residual stream is always float32"]),
         ("model_config: {fp32_residual_connection: False}\n", ["the residual stream is always float32"]),

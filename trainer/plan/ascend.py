@@ -29,7 +29,7 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     divided = [name for name, size in degrees._asdict().items() if size > 1 and name != "data_parallel"]
     if divided and config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone"
-        yield problem(config, f"parallel_config.{divided[0]}", "prediction divides a model on CPUs alone", fix)
+        yield problem(config, f"parallel_config.{divided[0]}", "prediction shards a model on CPUs only", fix)
     if divided and config.trains and config.sample_prompt:
         rule = f"ranks that divide a model ({divided[0]}) generate text on CPUs alone"
         fix = "leave it out, and generate from the checkpoints: --run_mode predict --use_parallel False"

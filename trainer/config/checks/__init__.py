@@ -1,1 +1,1 @@
-"""What a configuration may not say, and what the user should know of it."""
+"""Rules that a configuration must satisfy, and notes about settings whose effect may surprise."""

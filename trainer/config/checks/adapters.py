@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from trainer.config.checks.problem import ConfigError, nearest, problem
+from trainer.config.checks.problem import ConfigError, nearest, one_of, problem
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import saved_class
 from trainer.config.patterns import PatternError, read_pattern
@@ -19,16 +19,16 @@ from trainer.models.spec.sublayers import latent_spec
 SECTION = "model.model_config.pet_config"
 """The section of the file that describes the adapters."""
 _TARGETS = f"{SECTION}.target_modules"
-_NAMES_OF_EXPERTS = (
-    "mlp.gate", *(f"mlp.{kind}.{name}_proj" for kind in ("experts", "experts.0", "shared_experts")
+_EXPERT_MODULES = (
+    "mlp.gate", *(f"mlp.{part}.{name}_proj" for part in ("experts", "experts.0", "shared_experts")
                   for name in ("gate", "up", "down")),
 )  # fmt: skip
-_OF_OTHER_ATTENTION = {f"self_attn.{letter}_proj": f"attention.w{letter}" for letter in "qkv"}
-"""Matrices that latent attention may lack."""
+_PLAIN_ATTENTION = {f"self_attn.{letter}_proj": f"attention.w{letter}" for letter in "qkv"}
+"""Matrices of plain attention; multi-head latent attention may lack them."""
 
 
 def adapter_problems(config: Config) -> Iterator[ConfigError]:
-    """Yields targets that are no regular expression or match nothing, and adapters without their section."""
+    """Yields errors for target_modules that are invalid or match no matrix, and for adapters without pet_config."""
     decoder = config.decoder
     adapters = config.decoder.pet_config
     if adapters is None:
@@ -36,26 +36,26 @@ def adapter_problems(config: Config) -> Iterator[ConfigError]:
             fix = "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with"
             yield problem(config, "adapter_id", f"adapters need {SECTION}, which is absent", fix)
         return
-    ours = projections(decoder)
+    modules = projections(decoder)
     layers = range(decoder.num_layers)
     try:
-        matches = _targets(adapters, layers, ours)
+        matches = _targets(adapters, layers, modules)
     except PatternError as error:
         yield problem(config, _TARGETS, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
         return
-    if not matches and not _targets_experts(config):
-        fix = _nearest_targets(adapters.target_modules, ours)
+    if not matches and not _targets_experts(config, adapters):
+        fix = _nearest_targets(adapters.target_modules, modules)
         yield problem(config, _TARGETS, "matches none of the model's matrices", fix)
-    elif latent_spec(decoder) is not None and (lost := _targets_elsewhere(adapters, layers, ours)):
-        rule = f"multi-head latent attention has no matrix for {', '.join(lost)}"
-        yield problem(config, _TARGETS, rule, f"name others: {_names_text(ours)}")
-    elif len(_targets_in_experts(config)) == len(matches):
+    elif latent_spec(decoder) is not None and (missing := _plain_attention_targets(adapters, layers, modules)):
+        rule = f"multi-head latent attention has no module that matches {', '.join(missing)}"
+        yield problem(config, _TARGETS, rule, f"name others: {_names_text(modules)}")
+    elif len(_targets_in_experts(config, adapters)) == len(matches):
         fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
-        yield problem(config, _TARGETS, "matches only matrices of experts, which take no adapters", fix)
+        yield problem(config, _TARGETS, "matches only weights of experts, where LoRA is not supported", fix)
 
 
 def adapter_file_problems(config: Config) -> Iterator[ConfigError]:
-    """Yields adapters that are not there, or that a run without a training needs."""
+    """Yields errors for adapters whose path does not exist, and for a run without training that names no adapters."""
     path = config.adapter_id
     if path and not os.path.exists(os.path.expanduser(path)):
         fix = "name a folder with adapter_model.safetensors, or the checkpoints of a training with pet_config"
@@ -68,29 +68,36 @@ def adapter_file_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def adapter_notes(config: Config) -> Iterator[str]:
-    """Yields which targets get no adapters, and what a reader may not expect of those that there are."""
-    decoder = config.decoder
+    """Yields notes about targets without adapters, adapters that PEFT cannot load, and random base weights."""
     adapters = config.decoder.pet_config
     if adapters is None or not config.trains:
         return
-    names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in _targets_in_experts(config)))
+    names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in _targets_in_experts(config, adapters)))
     if names:
-        yield f"{_TARGETS}: {names} of layers with experts get no adapters: experts take none"
-    elif _targets_experts(config):
-        yield f"{_TARGETS}: routers and experts get no adapters: they take none"
-    kind = saved_class(decoder, config.model.arch.type)
+        yield f"{_TARGETS}: {names} of MoE layers get no adapters: LoRA on experts is not supported"
+    elif _targets_experts(config, adapters):
+        yield f"{_TARGETS}: routers and experts get no adapters: LoRA on them is not supported"
+    yield from _peft_notes(config, adapters)
+    if not config.load_checkpoint:
+        yield f"{SECTION}: load_checkpoint is not set, so the adapters are trained on random base weights"
+
+
+def _peft_notes(config: Config, adapters: PetConfig) -> Iterator[str]:
+    """Yields a note for adapted matrices that are fused in transformers' class of the model."""
+    decoder = config.decoder
+    architecture = saved_class(decoder, config.model.arch.type)
+    if not architecture:
+        return
     adapted = _targets(adapters, range(decoder.num_layers), projections(decoder))
-    for matrices in FAMILIES[kind].joined_tensors.values() if kind else ():
+    for matrices in FAMILIES[architecture].joined_tensors.values():
         if not set(adapted).isdisjoint(matrices):
             names = " and ".join(name.split(".")[-1] for name in matrices)
-            yield (f"{_TARGETS}: PEFT cannot load adapters of {names}, which are one matrix in transformers' {kind}:"
-                   " `export --merge` writes the whole model")
-    if not config.load_checkpoint:
-        yield f"{SECTION}: the adapters train on top of random weights, as load_checkpoint names no base model"
+            yield (f"{_TARGETS}: PEFT cannot load adapters of {names}, which are one matrix in transformers'"
+                   f" {architecture}: `export --merge` writes the whole model")
 
 
 def _targets(adapters: PetConfig, layers: Sequence[int], names: Mapping[str, str]) -> list[str]:
-    """Returns those of the matrices `names` that have an adapter, one for each layer."""
+    """Returns the names of the adapted matrices, once for each layer; `names` are a layer's matrices."""
     return [name for layer in layers for name in adapters.targets(layer, names)]
 
 
@@ -98,51 +105,54 @@ def _layers_with_experts(config: Config) -> list[int]:
     return [layer for layer in config.decoder.moe_layers if layer < config.decoder.num_layers]
 
 
-def _targets_experts(config: Config) -> bool:
-    """Returns whether the targets match a name that only the router or an expert has."""
-    names = [f"model.layers.{layer}.{name}" for layer in _layers_with_experts(config) for name in _NAMES_OF_EXPERTS]
-    pattern = read_pattern(config.decoder.pet_config.target_modules)
+def _targets_experts(config: Config, adapters: PetConfig) -> bool:
+    """Returns whether target_modules matches a name that only a router or an expert has."""
+    names = [f"model.layers.{layer}.{name}" for layer in _layers_with_experts(config) for name in _EXPERT_MODULES]
+    pattern = read_pattern(adapters.target_modules)
     return any(pattern.fullmatch(name) for name in names)
 
 
-def _targets_in_experts(config: Config) -> list[str]:
-    """Returns the projections of experts that are targets, one for each layer that has them."""
-    names = _targets(config.decoder.pet_config, _layers_with_experts(config), projections(config.decoder))
+def _targets_in_experts(config: Config, adapters: PetConfig) -> list[str]:
+    """Returns the targets among the matrices of experts, once for each MoE layer."""
+    names = _targets(adapters, _layers_with_experts(config), projections(config.decoder))
     return [name for name in names if name.startswith("mlp.")]
 
 
-def _targets_elsewhere(adapters: PetConfig, layers: Sequence[int], ours: Mapping[str, str]) -> list[str]:
-    """Returns the alternatives of the targets that name matrices of other attention alone, such as .*k_proj."""
-    found = []
-    for part in adapters.target_modules.split("|") if "(" not in adapters.target_modules else ():
-        alone = adapters.model_copy(update={"target_modules": part})
+def _plain_attention_targets(adapters: PetConfig, layers: Sequence[int], modules: Mapping[str, str]) -> list[str]:
+    """Returns the alternatives of target_modules that match only matrices of plain attention, such as .*k_proj."""
+    if "(" in adapters.target_modules:
+        return []
+    alternatives = []
+    for part in adapters.target_modules.split("|"):
+        alternative = adapters.model_copy(update={"target_modules": part})
         try:
-            is_elsewhere = _targets(alone, layers, _OF_OTHER_ATTENTION) and not _targets(alone, layers, ours)
+            if _targets(alternative, layers, _PLAIN_ATTENTION) and not _targets(alternative, layers, modules):
+                alternatives.append(part)
         except PatternError:  # a | within brackets
             return []
-        if is_elsewhere:
-            found.append(part)
-    return found
+    return alternatives
 
 
-def _names_text(ours: Mapping[str, str]) -> str:
-    names = _last_words(ours)
-    return f"{', '.join(names[:-1])} or {names[-1]}"
+def _names_text(modules: Mapping[str, str]) -> str:
+    return one_of(_last_words(modules))
 
 
-def _last_words(ours: Mapping[str, str]) -> list[str]:
-    return [name.split(".")[-1] for name in (*ours, *ours.values())]
+def _last_words(modules: Mapping[str, str]) -> list[str]:
+    return [name.split(".")[-1] for name in (*modules, *modules.values())]
 
 
-def _nearest_targets(targets: str, ours: Mapping[str, str]) -> str:
-    """Returns the names that were probably meant, one for each alternative of the expression."""
-    last_words = _last_words(ours)
+def _nearest_targets(targets: str, modules: Mapping[str, str]) -> str:
+    """Returns a fix with the most similar module name for each alternative of the expression."""
+    last_words = _last_words(modules)
     parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in targets.split("|")]
-    # `query` is nearest to nothing by its letters alone; its first letter says q_proj.
+    # `query` resembles no name; its first letter says q_proj.
     guesses = [
-        nearest(part, last_words) or next((name for name in last_words[: len(ours)] if part[:1] == name[0]), "")
+        nearest(part, last_words) or next((name for name in last_words[: len(modules)] if part[:1] == name[0]), "")
         for part in parts
     ]
-    found = list(dict.fromkeys(guess for guess in guesses if guess))
-    written = "|".join(f".*{name}" for name in found)
-    return f"{f'write {written}; ' if found else ''}their names end in {_names_text(ours)}"
+    names = list(dict.fromkeys(guess for guess in guesses if guess))
+    fix = f"their names end in {_names_text(modules)}"
+    if names:
+        written = "|".join(f".*{name}" for name in names)
+        fix = f"write {written}; {fix}"
+    return fix

@@ -1,4 +1,4 @@
-"""Degrees of parallelism that do not fit the model: what each cuts must be divisible by it."""
+"""Rules about degrees of parallelism and the model: each degree must divide what it shards."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _MODEL = "model.model_config"
 
 
 def set_to_divisor(number: int) -> str:
-    """The fix for a degree that must divide `number`."""
-    return f"set it to {_any_of([each for each in range(1, number + 1) if number % each == 0])}"
+    """Returns the fix for a degree that must divide `number`."""
+    return f"set it to {_any_of([degree for degree in range(1, number + 1) if number % degree == 0])}"
 
 
 def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[ConfigError]:
-    """model_parallel must divide heads and columns.
+    """Yields errors where model_parallel does not divide heads or columns of matrices, or tokens if use_seq_parallel.
 
     Args:
-        repeats_heads: Several ranks may hold the same head of keys and values.
+        config: The configuration of a decoder.
+        repeats_heads: Whether several ranks may have the same key-value head.
     """
     section = config.parallel_config
     settings = config.decoder
@@ -36,26 +37,29 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Con
         parts["columns of the shared experts"] = settings.shared_expert_size
     uneven = [f"{count:,} {what}" for what, count in parts.items() if count % degree]
     if uneven:
-        rule = f"must divide what it cuts: {', '.join(uneven)}"
+        rule = f"must divide what it shards: {', '.join(uneven)}"
         yield problem(config, "parallel_config.model_parallel", rule, set_to_divisor(math.gcd(*parts.values())))
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if section.use_seq_parallel and tokens % degree:
-        of_rank = ""
-        if section.context_parallel > 1:
-            of_rank = " that a rank has"
-        rule = f"the {tokens} tokens of a micro-batch{of_rank} are not divisible by model_parallel {degree}"
+        rule = f"{_tokens_text(tokens, section.context_parallel)} are not divisible by model_parallel {degree}"
         yield problem(config, "parallel_config.use_seq_parallel", rule, "change seq_length, or set it to False")
 
 
+def _tokens_text(tokens: int, context_parallel: int) -> str:
+    if context_parallel > 1:
+        return f"the {tokens} tokens of a micro-batch that a rank has"
+    return f"the {tokens} tokens of a micro-batch"
+
+
 def ulysses_degree(config: Config) -> int:
-    """Neighbouring ones of the context-parallel ranks that exchange heads for tokens; 1: all ranks are a ring."""
+    """Returns how many neighbouring context-parallel ranks exchange heads for tokens (Ulysses); 1: ring attention."""
     section = config.parallel_config
     degrees = {"ulysses_cp": section.context_parallel, "hybrid_cp": section.ulysses_degree_in_cp}
     return degrees.get(section.context_parallel_algo, 1)
 
 
 def context_problems(config: Config) -> Iterator[ConfigError]:
-    """context_parallel must divide the tokens of a sequence, and what exchanges heads the heads of a rank."""
+    """Yields errors where context_parallel does not divide seq_length, or the Ulysses degree the heads of a rank."""
     section = config.parallel_config
     settings = config.decoder
     key = "parallel_config.context_parallel"
@@ -69,7 +73,7 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
     share = f"share the {heads} heads and {kv_heads} heads of keys and values"
     ulysses = ulysses_degree(config)
     if section.context_parallel_algo == "hybrid_cp" and ulysses not in fitting:
-        rule = f"must divide context_parallel {ranks}, and so many ranks {share}"
+        rule = f"must divide context_parallel {ranks}, and that number of ranks must {share}"
         yield problem(config, "parallel_config.ulysses_degree_in_cp", rule, f"set it to {_any_of(fitting)}")
         return
     # See trainer/data/batches/context.py.
@@ -90,11 +94,11 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
         yield problem(config, key, rule, f"{fix} seq_length to {near}")
     if ulysses not in fitting:
         fix = f"change it, or write hybrid_cp and ulysses_degree_in_cp {_any_of(fitting)}"
-        yield problem(config, key, f"with ulysses_cp its ranks {share}", fix)
+        yield problem(config, key, f"with ulysses_cp its ranks must {share}", fix)
 
 
 def expert_problems(config: Config) -> Iterator[ConfigError]:
-    """expert_parallel must divide the experts, and model_parallel the tokens that its ranks share for them."""
+    """Yields errors where expert_parallel does not divide expert_num, or model_parallel the tokens for the experts."""
     section = config.parallel_config
     settings = config.decoder
     key = "parallel_config.expert_parallel"
@@ -105,18 +109,15 @@ def expert_problems(config: Config) -> Iterator[ConfigError]:
     number = settings.experts.expert_num
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if number % section.expert_parallel:
-        rule = f"the ranks of a group share the {number} experts of a layer equally"
+        rule = f"must divide the {number} experts of a layer"
         yield problem(config, key, rule, set_to_divisor(number))
     if tokens % section.model_parallel:
-        of_rank = ""
-        if section.context_parallel > 1:
-            of_rank = " that a rank has"
-        rule = f"its ranks share the {tokens} tokens of a micro-batch{of_rank} for the experts, which it must divide"
+        rule = f"must divide {_tokens_text(tokens, section.context_parallel)}, which its ranks share for the experts"
         yield problem(config, "parallel_config.model_parallel", rule, "set it to a divisor of seq_length")
 
 
 def pipeline_problems(config: Config) -> Iterator[ConfigError]:
-    """Stages need layers and micro-batches."""
+    """Yields errors for a pipeline with too few layers or micro-batches, or with keys that contradict it."""
     section = config.parallel_config
     settings = config.decoder
     number = section.pipeline_stage
@@ -124,10 +125,10 @@ def pipeline_problems(config: Config) -> Iterator[ConfigError]:
         return
     if section.micro_batch_num < number:
         key = "parallel_config.micro_batch_num"
-        rule = f"a pipeline of {number} stages needs as many"
+        rule = f"a pipeline of {number} stages needs at least {number} micro-batches"
         yield problem(config, key, rule, f"set it to {number} or more")
     accumulation = config.runner_config.gradient_accumulation_steps
-    # A file that leaves use_parallel to the job may be one for a run without a pipeline: a note tells it there.
+    # Without use_parallel the file may be for a run without a pipeline: there a note says it.
     disagree = accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num
     if config.use_parallel and disagree:
         where = config.source.where("parallel_config.micro_batch_num")
@@ -140,17 +141,16 @@ def pipeline_problems(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{_MODEL}.pp_interleave_num", "needs an interleaved pipeline", fix)
     if settings.num_layers < number * parts:
         rule = f"the model has {settings.num_layers} layers"
-        each = ""
         if parts > 1:
-            each = f", for {parts} parts of each stage"
-        yield problem(config, "parallel_config.pipeline_stage", rule + each, "set it to that or less")
+            rule += f", and each stage has {parts} model chunks"
+        yield problem(config, "parallel_config.pipeline_stage", rule, "set it to that or less")
         return
     if any(stage_problems(config)):
         return
-    # A weight that two stages use would be two weights.
+    # A weight that two stages use would become two weights.
     group = settings.layers_group
     if any(layer - layer % group not in layers for layers in stage_layers(config) for layer in layers):
-        rule = f"the {group} layers that have one attention must be in one stage of the pipeline"
+        rule = f"the {group} layers that share attention weights must be in one pipeline stage"
         yield problem(config, f"{_MODEL}.layers_group", rule, "set it to 1, or change num_layers or offset")
 
 

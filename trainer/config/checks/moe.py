@@ -1,4 +1,4 @@
-"""Rules about mixtures of experts and the callbacks that watch them."""
+"""Rules about mixtures of experts and the callbacks that monitor them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ONE = "remove one of the two"
 
 
 def moe_problems(config: Config) -> Iterator[ConfigError]:
-    """What the section of a mixture says against itself."""
+    """Yields errors for keys of moe_config that contradict each other or are not yet supported."""
     moe = config.decoder.moe_config
     if moe is None or config.classifier is not None:
         return
@@ -25,7 +25,7 @@ def moe_problems(config: Config) -> Iterator[ConfigError]:
     yield from _layers(config, moe)
     if moe.expert_num > 1:
         yield from _dropping(config, moe)
-        yield from _not_built(config, moe)
+        yield from _unsupported_balance(config, moe)
 
 
 def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
@@ -42,7 +42,7 @@ def _routing(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         rule = f"contradicts scoring_func = sigmoid ({where(f'{_KEY}.scoring_func')})"
         yield problem(config, f"{_KEY}.use_gating_sigmoid", rule, _ONE)
     if moe.router_aux_loss_coef is not None and moe.aux_loss_factor not in (None, moe.router_aux_loss_coef):
-        rule = f"says in another way what aux_loss_factor = {moe.aux_loss_factor:g} says"
+        rule = f"cannot be combined with aux_loss_factor = {moe.aux_loss_factor:g}"
         yield problem(config, f"{_KEY}.router_aux_loss_coef", rule, _ONE)
     kinds = len(moe.aux_loss_types or [])
     if moe.aux_loss_factors is not None and len(moe.aux_loss_factors) != kinds:
@@ -64,7 +64,7 @@ def _groups(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         fix = "set n_group, or leave both out"
         yield problem(config, f"{_KEY}.topk_group", rule, fix)
     if groups > 1 and moe.topk_method == "greedy":
-        yield problem(config, f"{_KEY}.topk_method", f"chooses without groups, and n_group is {groups}", _ONE)
+        yield problem(config, f"{_KEY}.topk_method", f"uses no groups, and n_group is {groups}", _ONE)
     if groups and chosen > groups:
         rule = f"a token cannot go to more groups than there are ({groups})"
         yield problem(config, f"{_KEY}.topk_group", rule, "lower it")
@@ -76,48 +76,52 @@ def _groups(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
 def _layers(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     layers = config.decoder.num_layers
     dense = moe.first_k_dense_replace
-    every = moe.moe_layer_freq
+    frequency = moe.moe_layer_freq
+    key = f"{_KEY}.moe_layer_freq"
     if dense is not None and dense > layers:
         rule = f"must be at most num_layers ({layers})"
         yield problem(config, f"{_KEY}.first_k_dense_replace", rule, f"set it to {layers} or less")
-    elif isinstance(every, list) and len(every) != layers:
+    elif isinstance(frequency, list) and len(frequency) != layers:
         rule = f"a list needs one number for each of the {layers} layers"
-        yield problem(config, f"{_KEY}.moe_layer_freq", rule, "give that many, or one number")
-    elif set(every) - {0, 1} if isinstance(every, list) else every < 1:
-        rule = "must be at least 1"
-        if isinstance(every, list):
-            rule = "a list holds 0 and 1"
-        yield problem(config, f"{_KEY}.moe_layer_freq", rule, "write 1 for experts in every layer")
+        yield problem(config, key, rule, "give that many, or one number")
+    elif isinstance(frequency, list) and set(frequency) - {0, 1}:
+        yield problem(config, key, "a list may have only 0 and 1", "write 1 for experts in every layer")
+    elif isinstance(frequency, int) and frequency < 1:
+        yield problem(config, key, "must be at least 1", "write 1 for experts in every layer")
     elif moe.expert_num > 1 and not config.decoder.moe_layers:
-        # Qwen3-MoE's keys are what was written where they give moe_layer_freq its value.
-        name = "moe_layer_freq"
-        if moe.mlp_only_layers:
-            name = "mlp_only_layers"
-        if moe.decoder_sparse_step > 1:
-            name = "decoder_sparse_step"
-        beside = ""
-        if dense:
-            beside = f"beside first_k_dense_replace = {dense} it "
-        if dense == layers:
-            name = "first_k_dense_replace"
-            beside = ""
-        fix = "lower it"
-        if name == "mlp_only_layers":
-            fix = "leave layers out of it"
-        rule = f"{beside}leaves no layer with experts"
-        yield problem(config, f"{_KEY}.{name}", rule, f"{fix}, or write expert_num: 1")
+        yield _no_moe_layer(config, moe)
+
+
+def _no_moe_layer(config: Config, moe: MoEConfig) -> ConfigError:
+    """Returns the error for a mixture of experts whose keys leave no layer with experts."""
+    dense = moe.first_k_dense_replace
+    # Qwen3-MoE's keys, where written, have given moe_layer_freq its value.
+    name = "moe_layer_freq"
+    if moe.mlp_only_layers:
+        name = "mlp_only_layers"
+    if moe.decoder_sparse_step > 1:
+        name = "decoder_sparse_step"
+    rule = "leaves no layer with experts"
+    if dense == config.decoder.num_layers:
+        name = "first_k_dense_replace"
+    elif dense:
+        rule += f", with first_k_dense_replace = {dense}"
+    fix = "lower it"
+    if name == "mlp_only_layers":
+        fix = "leave layers out of it"
+    return problem(config, f"{_KEY}.{name}", rule, f"{fix}, or write expert_num: 1")
 
 
 def _dropping(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
-    """Settings about dropped tokens that contradict one that computes all."""
+    """Yields an error where one key forbids dropping tokens and another one sets a capacity."""
     if moe.moe_token_drop_policy is False and moe.effective_capacity is not None:
-        rule = f"says that nothing is dropped, and the capacity factor is {moe.effective_capacity:g}"
+        rule = f"means that no token is dropped, but the capacity factor is {moe.effective_capacity:g}"
         fix = "write capacity_factor: -1, or position or probability here"
         yield problem(config, f"{_KEY}.moe_token_drop_policy", rule, fix)
 
 
-def _not_built(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
-    """What would change the results and is not there."""
+def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
+    """Yields errors about balance losses and shared experts that would change the results and are not supported."""
     factor = config.decoder.balance_factor
     types = moe.aux_loss_types or []
     factors = moe.aux_loss_factors or []
@@ -125,33 +129,33 @@ def _not_built(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         name = "aux_loss_factors"
         if types != ["expert"]:
             name = "aux_loss_types"
-        wanted = "0.05"
+        expert_factor = "0.05"
         if "expert" in types[: len(factors)]:
-            wanted = f"{factors[types.index('expert')]:g}"
-        rule = "not yet supported: there is one balance loss, of the experts, times aux_loss_factor"
-        rule += f" ({factor:g})"
-        yield problem(config, f"{_KEY}.{name}", rule, f"write aux_loss_factor: {wanted}, and leave both lists out")
+            expert_factor = f"{factors[types.index('expert')]:g}"
+        rule = f"not yet supported: the only auxiliary loss is that of experts, times aux_loss_factor ({factor:g})"
+        fix = f"write aux_loss_factor: {expert_factor}, and leave both lists out"
+        yield problem(config, f"{_KEY}.{name}", rule, fix)
     balancing = moe.moe_router_load_balancing_type
     key = f"{_KEY}.moe_router_load_balancing_type"
     if balancing == "sinkhorn":
-        fix = "use seq_aux_loss, the balance loss of each sequence, which gives other results"
+        fix = "use seq_aux_loss, the auxiliary loss of each sequence, which gives other results"
         yield problem(config, key, "not yet supported", fix)
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
     if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:
-        rule = "gates shared experts, and there are none"
+        rule = "requires shared experts, and the model has none"
         fix = "write shared_expert_num, or leave it out"
         yield problem(config, f"{_KEY}.use_shared_expert_gating", rule, fix)
 
 
 def callback_problems(config: Config) -> Iterator[ConfigError]:
-    """Two callbacks of one type, and callbacks that describe another model."""
+    """Yields errors for two callbacks of one type, and for callbacks that describe another model."""
     first: dict[str, int] = {}
-    # A file without a model is one section copied from documentation.
+    # A file without a model is a section copied from documentation.
     has_model = bool(config.source.where(f"{_MODEL}.num_layers"))
     for number, callback in enumerate(config.callbacks):
         if callback.type in first:
-            rule = f"this callback is there already ({config.source.where(f'callbacks.{first[callback.type]}')})"
+            rule = f"this callback is already listed ({config.source.where(f'callbacks.{first[callback.type]}')})"
             yield problem(config, f"callbacks.{number}.type", rule, "keep one of the two")
         first.setdefault(callback.type, number)
         if isinstance(callback, (MoEDropRate, TopkBiasBalance)) and has_model:
@@ -159,19 +163,21 @@ def callback_problems(config: Config) -> Iterator[ConfigError]:
 
 
 def watched_keys(config: Config) -> dict[str, tuple[Any, str]]:
-    """Returns what a callback may say of the model: the name of its key -> the value of the model and the key of it."""
+    """Returns, for each key of the model that a callback may repeat, the model's value and its dotted key."""
     decoder = config.decoder
     moe = config.decoder.moe_config or MoEConfig()
-    no_section = decoder.moe_config is None and bool(config.source.where(_KEY))  # null was written
+    expert_key = f"{_KEY}.expert_num"
+    if decoder.moe_config is None and config.source.where(_KEY):  # null was written
+        expert_key = _KEY
     model: dict[str, tuple[Any, str]] = {
-        "expert_num": (moe.expert_num, _KEY if no_section else f"{_KEY}.expert_num"),
+        "expert_num": (moe.expert_num, expert_key),
         "num_layers": (decoder.num_layers, f"{_MODEL}.num_layers"),
         "mtp_depth": (decoder.mtp_depth, f"{_MODEL}.mtp_depth"),
     }
     if moe.expert_num > 1:
         for name in ("balance_via_topk_bias", "topk_bias_update_rate"):
             model[name] = (getattr(moe, name), f"{_KEY}.{name}")
-        # Without experts, or where all tokens are computed, the factor says nothing.
+        # Without experts, or if no token is dropped, the factor has no effect.
         if not moe.use_gmm or moe.capacity_factor is not None:
             model["capacity_factor"] = (capacity_factor(moe), f"{_KEY}.capacity_factor")
     return model
@@ -180,34 +186,43 @@ def watched_keys(config: Config) -> dict[str, tuple[Any, str]]:
 def _same_model(config: Config, callback: MoEDropRate | TopkBiasBalance, key: str) -> Iterator[ConfigError]:
     model = watched_keys(config)
     for name in sorted(model.keys() & type(callback).model_fields.keys()):
-        (value, model_key), said = model[name], getattr(callback, name)
-        if said is None or said == value or (name == "capacity_factor" and said == -1 and value is None):
+        value, model_key = model[name]
+        repeated = getattr(callback, name)
+        if repeated is None or repeated == value:
             continue
-        where = config.source.where(model_key)
+        if name == "capacity_factor" and repeated == -1 and value is None:
+            continue
         section = model_key.rsplit(".", 1)[0]
         if model_key == _KEY:
-            shown = f"null ({where}): a dense model"
             section = _KEY
-        else:
-            shown = f"{'null, no bound' if value is None else value}{f' ({where})' if where else ', its default'}"
-        rule = f"disagrees with {config.source.name(model_key)} = {shown}"
-        fix = f"remove it here: the callback asks the model; or write {name}: {said} in {section}"
+        rule = f"disagrees with {config.source.name(model_key)} = {_model_value(config, model_key, value)}"
+        fix = f"remove it here: the callback takes the model's value; or write {name}: {repeated} in {section}"
         yield problem(config, f"{key}.{name}", rule, fix)
 
 
+def _model_value(config: Config, key: str, value: Any) -> str:
+    """Returns a value of the model with its location, for a message."""
+    where = config.source.where(key)
+    if key == _KEY:
+        return f"null ({where}): a dense model"
+    if value is None:
+        value = "null, no limit"
+    if where:
+        return f"{value} ({where})"
+    return f"{value}, its default"
+
+
 def capacity_factor(moe: MoEConfig) -> float | None:
-    """The capacity factor that the section asks for; None for no bound."""
+    """Returns the capacity factor that the section asks for; None for no limit."""
     if moe.capacity_factor is None:
-        factor = moe.effective_capacity
-    else:
-        factor = moe.capacity_factor
-    if factor == -1:
+        return moe.effective_capacity
+    if moe.capacity_factor == -1:
         return None
-    return factor
+    return moe.capacity_factor
 
 
 def watches_drop_rate(config: Config) -> bool:
-    """Whether the share of dropped tokens is reported: asked for in the model's section or by the callback."""
+    """Returns whether the share of dropped tokens is reported, by a key of moe_config or by the callback."""
     moe = config.decoder.experts
-    asked = any(isinstance(callback, MoEDropRate) for callback in config.callbacks)
-    return moe is not None and (moe.callback_moe_droprate or asked)
+    has_callback = any(isinstance(callback, MoEDropRate) for callback in config.callbacks)
+    return moe is not None and (moe.callback_moe_droprate or has_callback)

@@ -1,4 +1,4 @@
-"""Notes: settings that are valid but have another effect, or none, than a reader of the file may expect."""
+"""Notes about valid settings that have no effect, or another effect than a reader of the file may expect."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.config.other_models import OTHERS
 from trainer.config.precision import PART_KEYS, requested_dtype
 from trainer.config.recompute import recompute_notes, recomputed_parts
 from trainer.config.schema.callbacks import MoEDropRate
+from trainer.config.schema.fields import Section
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
 from trainer.models.spec.sublayers import latent_spec
@@ -28,7 +29,7 @@ _RUNNER = "runner_config"
 
 
 class _Unused(NamedTuple):
-    """Keys that have no effect beside another setting: reported where they differ from their defaults."""
+    """Keys that have no effect while a condition holds. They are reported where they differ from their defaults."""
 
     section: str
     keys: str
@@ -47,17 +48,19 @@ def _run_mode(config: Config) -> str:
 
 
 def _has_capacity(config: Config) -> bool:
-    """Whether a dense model, or a mixture that drops tokens or says otherwise why it does not."""
+    """Returns True for a mixture of experts that drops tokens, and for a dense model, which has no such keys."""
     return config.decoder.experts is None or _moe(config).effective_capacity is not None
 
 
-def _bound(config: Config) -> str:
+def _no_capacity_reason(config: Config) -> str:
     factor = _moe(config).capacity_factor
-    return f"capacity_factor {'null' if factor is None else f'{factor:g}'} sets no bound"
+    if factor is None:
+        return "capacity_factor is null, so no token is dropped"
+    return f"capacity_factor is {factor:g}, so no token is dropped"
 
 
-def _resumed_before(config: Config) -> bool:
-    """Whether resume_training stands in the config.yaml of a run, not in a flag."""
+def _is_resume_recorded(config: Config) -> bool:
+    """Returns whether resume_training comes from the config.yaml of a run, not from a flag."""
     return config.source.is_of_run and not config.source.where("resume_training").startswith("flag")
 
 
@@ -68,11 +71,11 @@ def _has_float32_products(config: Config) -> bool:
 
 
 def _recomputes(config: Config) -> bool:
-    """Whether a training computes a part of a decoder again, or nothing of the kind is at hand."""
+    """Returns False for a training of a decoder without recomputation."""
     return not config.trains or config.classifier is not None or any(recomputed_parts(config))
 
 
-_SEMI_AUTO_ONLY = "only semi-automatic mode has it"
+_SEMI_AUTO_ONLY = "only semi-automatic mode uses it"
 _NOT_SHARED = "parallel.enable_parallel_optimizer is False"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
@@ -86,7 +89,7 @@ _UNUSED = (
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
             lambda c: c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
     _Unused("parallel_config", "ulysses_degree_in_cp", lambda c: c.parallel_config.context_parallel_algo != "hybrid_cp",
-            "only hybrid_cp has it"),
+            "only context_parallel_algo hybrid_cp uses it"),
     _Unused("parallel_config", "use_seq_parallel",
             lambda c: c.parallel_config.model_parallel == 1, "parallel_config.model_parallel is 1"),
     _Unused("recompute_config", "select_comm_recompute mp_comm_recompute recompute_slice_activation",
@@ -94,26 +97,26 @@ _UNUSED = (
     _Unused("recompute_config", "parallel_optimizer_comm_recompute",
             lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("recompute_config", "parallel_optimizer_comm_recompute", lambda c: not _recomputes(c),
-            "nothing is computed again"),
+            "nothing is recomputed"),
     _Unused("recompute_config", "mp_comm_recompute recompute_slice_activation",
-            lambda c: is_semi_auto(c) and not _recomputes(c), "nothing is computed again"),
+            lambda c: is_semi_auto(c) and not _recomputes(c), "nothing is recomputed"),
     _Unused("optimizer", "betas eps ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "SGD",
             "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps matched_adamw_rms", lambda c: c.optimizer.type == "AdamW",
             "optimizer.type is AdamW"),
     _Unused("train_dataset", "batch_size", lambda c: c.train_dataset.batch_size != c.runner_config.batch_size,
-            lambda c: f"runner_config.batch_size {c.runner_config.batch_size} counts"),
+            lambda c: f"the batch size is runner_config.batch_size {c.runner_config.batch_size}"),
     _Unused("runner_config", "gradient_accumulation_steps",
             lambda c: c.runner_config.global_batch_size and c.source.where(f"{_RUNNER}.gradient_accumulation_steps"),
-            "global_batch_size says it"),
-    _Unused("runner_config", "epochs", lambda c: c.runner_config.max_steps, "max_steps says when the run ends"),
+            "global_batch_size determines it"),
+    _Unused("runner_config", "epochs", lambda c: c.runner_config.max_steps, "max_steps ends the run"),
     _Unused("train_dataset", "max_batches", lambda c: c.eval_dataset is not None or not c.train_dataset.held_out,
-            "it bounds evaluations: set eval_dataset.max_batches"),
+            "it limits evaluations: set eval_dataset.max_batches"),
     _Unused("eval_dataset", "held_out", lambda c: c.eval_dataset is not None,
-            "only train_dataset keeps documents back"),
+            "only train_dataset has a held-out split"),
     _Unused("", "predict_data chat", lambda c: c.run_mode != "predict", _run_mode),
-    _Unused("", "resume_training", lambda c: not (c.trains or _resumed_before(c)), _run_mode),
-    _Unused("", "freeze", lambda c: not (c.trains or c.source.is_of_run), _run_mode),
+    _Unused("", "resume_training", lambda c: not c.trains and not _is_resume_recorded(c), _run_mode),
+    _Unused("", "freeze", lambda c: not c.trains and not c.source.is_of_run, _run_mode),
     _Unused("runner_wrapper", "clip_value", lambda c: c.trains and c.runner_wrapper.use_clip_grad
             and c.runner_wrapper.clip_type == "norm", "runner_wrapper.clip_type is norm"),
     _Unused("runner_wrapper", "max_grad_norm clip_by_group", lambda c: c.trains and c.runner_wrapper.use_clip_grad
@@ -124,14 +127,14 @@ _UNUSED = (
     _Unused("monitor_config", "local_norm_format optimizer_state_format weight_state_format throughput_baseline"
             " print_struct", lambda c: not c.monitor_config.monitor_on, "monitor_config.monitor_on is False"),
     _Unused("tensorboard", "log_loss_scale_to_tensorboard log_timers_to_tensorboard log_interval"
-            " tensorboard_queue_size", lambda c: not c.tensorboard.tensorboard_dir, "there is no tensorboard_dir"),
+            " tensorboard_queue_size", lambda c: not c.tensorboard.tensorboard_dir, "tensorboard_dir is not set"),
     _Unused("", "trackers", lambda c: not c.trains, _run_mode),
     _Unused("tensorboard", "tensorboard_dir", lambda c: not c.trains, _run_mode),
     _Unused("runner_wrapper", "global_norm_spike_threshold global_norm_spike_count_threshold",
             lambda c: c.trains and not c.runner_wrapper.use_skip_data_by_global_norm,
             "runner_wrapper.use_skip_data_by_global_norm is False", "use_skip_data_by_global_norm"),
     _Unused("runner_wrapper", "accumulate_allreduce_grads_in_fp32", lambda c: c.trains and _has_float32_products(c),
-            "matrix products are float32, and so are the gradients"),
+            "matrix products and gradients are float32"),
     _Unused("runner_wrapper.scale_sense", "scale_factor scale_window",
             lambda c: c.trains and getattr(c.runner_wrapper.scale_sense, "type", "") == "FixedLossScaleUpdateCell",
             "a FixedLossScaleUpdateCell does not change its scale"),
@@ -139,15 +142,16 @@ _UNUSED = (
             "multi-head latent attention has a key and a value for each query head"),
     _Unused(_MODEL, "head_dim", lambda c: latent_spec(c.decoder) is not None
             and c.decoder.head_dim not in (None, c.decoder.head_size, c.decoder.qk_rope_head_dim),
-            "multi-head latent attention has widths of its own"),
+            "multi-head latent attention has its own head sizes"),
     _Unused(_MODEL, "mtp_loss_factor", lambda c: c.decoder.mtp_depth == 0, "mtp_depth is 0"),
     _Unused(_MOE, "capacity_factor enable_sdrop moe_token_drop_policy",
             lambda c: c.decoder.experts and _moe(c).use_gmm and _moe(c).capacity_factor != -1,
-            "use_gmm computes every token"),
-    _Unused(_MOE, "router_aux_loss_coef", lambda c: _moe(c).aux_loss_factor is not None, "aux_loss_factor says it"),
-    _Unused(_MOE, "enable_sdrop", lambda c: not (_moe(c).use_gmm or _has_capacity(c)), _bound),
+            "use_gmm drops no tokens"),
+    _Unused(_MOE, "router_aux_loss_coef", lambda c: _moe(c).aux_loss_factor is not None, "aux_loss_factor is set"),
+    _Unused(_MOE, "enable_sdrop", lambda c: not _moe(c).use_gmm and not _has_capacity(c), _no_capacity_reason),
     _Unused(_MOE, "moe_token_drop_policy",
-            lambda c: not (_moe(c).use_gmm or _has_capacity(c)) and _moe(c).moe_token_drop_policy, _bound),
+            lambda c: not _moe(c).use_gmm and not _has_capacity(c) and _moe(c).moe_token_drop_policy,
+            _no_capacity_reason),
     _Unused(_MOE, "enable_gmm_safe_tokens use_fused_ops_permute", lambda c: c.decoder.experts and not _moe(c).use_gmm,
             "use_gmm is False"),
     _Unused(_MOE, "topk_bias_update_rate", lambda c: c.decoder.experts and not _moe(c).balance_via_topk_bias,
@@ -156,37 +160,37 @@ _UNUSED = (
 
 
 def _unused(config: Config) -> Iterator[str]:
-    """One note for each reason, with the keys that have no effect for it."""
+    """Yields one note for each reason, with the keys that have no effect for it."""
     keys: dict[str, list[str]] = {}
-    for row in _UNUSED:
-        if not row.when(config):
+    for rule in _UNUSED:
+        if not rule.when(config):
             continue
-        if isinstance(row.because, str):
-            because = row.because
+        if isinstance(rule.because, str):
+            because = rule.because
         else:
-            because = row.because(config)
-        section = config
-        for part in row.section.split(".") if row.section else ():
+            because = rule.because(config)
+        section: Section = config
+        for part in filter(None, rule.section.split(".")):
             section = getattr(section, section.attribute(part))
-        switched = row.switch and not config.source.where(f"{row.section}.{row.switch}")
-        for name in row.keys.split():
-            key = f"{row.section}.{name}".lstrip(".")
+        lacks_switch = rule.switch and not config.source.where(f"{rule.section}.{rule.switch}")
+        for name in rule.keys.split():
+            key = f"{rule.section}.{name}".lstrip(".")
             value = getattr(section, name)
             default = type(section).model_fields[name].get_default(call_default_factory=True)
-            if value != default or (switched and config.source.where(key)):
-                shown = ""
+            if value != default or (lacks_switch and config.source.where(key)):
+                text = config.source.name(key)
                 if isinstance(value, (bool, int, float)):
-                    shown = f" {value}"
-                keys.setdefault(because, []).append(f"{config.source.name(key)}{shown}")
+                    text += f" {value}"
+                keys.setdefault(because, []).append(text)
     return (f"{', '.join(names)}: not used, {because}" for because, names in keys.items())
 
 
-_LEAKS = Note("context.mode 1 is for debugging: MindSpore's operators leak on a CPU when they are called one by one,"
-              " about 0.1 MB for each layer and micro-batch; mode 0 does not grow", "ignored")
+_LEAKS = Note("context.mode 1 is for debugging: on a CPU, MindSpore leaks about 0.1 MB of memory for each layer and"
+              " micro-batch; context.mode 0 does not", "ignored")
 
 
 def rule_notes(config: Config, device: str) -> list[str]:
-    """Every note that does not depend on the number of ranks."""
+    """Returns the notes that do not depend on the number of ranks."""
     unused = [Note(text, "ignored") for text in _unused(config)]
     dtypes = [Note(text, "dtype") for text in _precision(config, device)]
     recomputed = [Note(text, "ignored") for text in recompute_notes(config)]  # the numbers are the same
@@ -194,12 +198,12 @@ def rule_notes(config: Config, device: str) -> list[str]:
 
 
 def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:
-    """What context.mode 1 means on a CPU."""
+    """Yields a note about context.mode 1 on a CPU."""
     if config.context.mode == 0 or config.run_mode in ("predict", "chat") or device != "CPU" or is_semi_auto(config):
         return
     if parallel_degrees(config, world).shards_layers:
-        yield Note("context.mode 1: no effect on a CPU where ranks share matrices, experts or tokens of sequences:"
-                   " native layers compute the model", "ignored")
+        yield Note("context.mode 1: no effect on a CPU with model_parallel, expert_parallel or context_parallel: the"
+                   " array engine computes the model", "ignored")
     else:
         yield _LEAKS
 
@@ -209,14 +213,17 @@ def _precision(config: Config, device: str) -> Iterator[str]:
     settings = config.decoder
     keys: dict[str, dict[str, None]] = {"float16": {}, "bfloat16": {}, "float32": {}}
     for key in PART_KEYS:
-        keys[requested_dtype(settings, level, key)][f"{_MODEL}.{key}" if getattr(settings, key) else "amp_level"] = None
+        name = "amp_level"
+        if getattr(settings, key):
+            name = f"{_MODEL}.{key}"
+        keys[requested_dtype(settings, level, key)][name] = None
     if settings.param_init_type != "float32":
-        yield (f"{_MODEL}.param_init_type {settings.param_init_type}: parameters are kept in float32, as master weights"
-               " that no small update is lost on; products cast them to compute_dtype")
+        yield (f"{_MODEL}.param_init_type {settings.param_init_type}: not used, parameters are float32 main params and"
+               " are cast to compute_dtype for matrix products")
     if level == "auto" and settings.compute_dtype == "float32":
-        yield f"amp_level auto: matrix products stay float32, {_MODEL}.compute_dtype says so"
+        yield f"amp_level auto: matrix products stay float32, because {_MODEL}.compute_dtype is float32"
     if keys["float16"] and config.trains and config.runner_wrapper.scale_sense == 1.0:
-        yield (f"{', '.join(keys['float16'])}: gradients below 6e-8 become zero in float16; set"
+        yield (f"{', '.join(keys['float16'])}: without a loss scale, gradients below 6e-8 underflow in float16; set"
                " runner_wrapper.scale_sense, for example to {type: DynamicLossScaleUpdateCell}")
 
 
@@ -225,35 +232,35 @@ def _run(config: Config) -> Iterator[str]:
     train = config.train_dataset
     reads_sequences = config.run_mode not in ("predict", "chat") or config.source.where(f"{_MODEL}.seq_length")
     if decoder.max_positions < decoder.seq_length and reads_sequences:
-        yield (f"{_MODEL}.seq_length {decoder.seq_length} is beyond max_position_embeddings {decoder.max_positions}:"
-               " the model sees positions beyond those it was trained for")
+        yield (f"{_MODEL}.seq_length {decoder.seq_length} exceeds max_position_embeddings {decoder.max_positions}, the"
+               " longest sequence that the model was trained for")
     if config.eval_dataset is not None and train.held_out:
-        yield (f"train_dataset.held_out {train.held_out}: these documents are neither trained on nor evaluated,"
-               " as there is an eval_dataset")
+        yield (f"train_dataset.held_out {train.held_out}: these documents are left out of the training but not"
+               " evaluated, because there is an eval_dataset; set it to 0 to train on them")
     if config.trains and config.resume_training is True and config.load_checkpoint and not config.has_adapters:
         yield (f"resume_training: continues from the checkpoint in load_checkpoint ({config.load_checkpoint}) with its"
-               " optimizer, step and place in the data; leave it out to start over from these weights")
+               " optimizer state, step and position in the data; leave it out to start over from these weights")
     if starts_anew(config):
         yield "load_checkpoint is empty: this finetuning starts from new weights, as run_mode train does"
     if config.do_eval and config.eval_step_interval == -1 and config.eval_epoch_interval == -1:
-        yield "do_eval: evaluates only at the end, both eval_step_interval and eval_epoch_interval are -1"
+        yield "do_eval: evaluates only at the end, because eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
-        yield "runner_wrapper.type MFPipelineWithLossScaleCell: the step is that of MFTrainOneStepCell"
+        yield "runner_wrapper.type MFPipelineWithLossScaleCell: treated as MFTrainOneStepCell"
     if config.trains and config.optimizer.type == "Muon" and latent_spec(decoder) is not None:
         yield "optimizer.type Muon: queries and keys are not clipped; MindSpore Transformers has a QK-clip for them"
-    whole = config.trains and config.classifier is None and not config.has_adapters
-    if whole and not saved_class(decoder, config.model.arch.type):
-        others = ", ".join(class_differences(decoder, config.model.arch.type))
-        yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, as no class of transformers"
-               f" computes this model; unlike that one it has {others}")
+    saves_decoder = config.trains and config.classifier is None and not config.has_adapters
+    if saves_decoder and not saved_class(decoder, config.model.arch.type):
+        features = ", ".join(class_differences(decoder, config.model.arch.type))
+        yield (f"model.arch.type {config.model.arch.type}: checkpoints have no config.json, because no class of"
+               f" transformers computes this model; unlike {config.model.arch.type} it has {features}")
     for name in ("architectures", "model_type"):
         value = getattr(decoder, name)
         if value and not named_family({name: value})[0]:
             unlike = ""
             if name == "model_type" and value in OTHERS:
                 unlike = f"; unlike there, {OTHERS[value]}"
-            yield (f"model_config.{name} {value}: not a family that is known here; taken as {config.model.arch.type},"
-                   f" as model.arch.type says{unlike}")
+            yield (f"model_config.{name} {value}: not a known family; the model is built as {config.model.arch.type}"
+                   f" (model.arch.type){unlike}")
 
 
 def _mixture(config: Config) -> Iterator[str]:
@@ -262,94 +269,97 @@ def _mixture(config: Config) -> Iterator[str]:
     watchers = [number for number, callback in enumerate(config.callbacks) if isinstance(callback, MoEDropRate)]
     if moe is None:
         if written is not None and written != MoEConfig():
-            yield Note("moe_config: changes nothing, expert_num is 1: a dense model", "ignored")
+            yield Note("moe_config: no effect, expert_num is 1 (dense model)", "ignored")
         for number in watchers:
-            yield f"callbacks.{number} MoEDropRateCallback: reports nothing, the model is dense"
+            yield f"callbacks.{number} MoEDropRateCallback: no effect, the model has no experts"
         return
     if moe.effective_capacity is not None and (config.do_eval or not config.trains):
-        yield (f"moe_config: capacity_factor {moe.effective_capacity:g} drops tokens in training only: evaluation and"
-               " prediction compute every one of them")
+        yield (f"moe_config: capacity_factor {moe.effective_capacity:g} applies to training only: evaluation and"
+               " prediction drop no tokens")
     if moe.balance_via_topk_bias and not moe.topk_bias_update_rate:
-        yield "moe_config.balance_via_topk_bias: the bias stays where it is, topk_bias_update_rate is 0"
+        yield "moe_config.balance_via_topk_bias: no effect, topk_bias_update_rate is 0"
     if not config.trains:
         return
     if moe.output_router_logits is False and (factor := config.decoder.balance_factor):
-        yield ("output_router_logits False: Hugging Face then leaves the balance loss out; here it is added, times"
-               f" {factor:g} (write aux_loss_factor: 0 to leave it out)")
-    if not watches_drop_rate(config):
-        return
+        yield (f"output_router_logits False: does not switch off the auxiliary loss here (weight {factor:g}); to switch"
+               " it off, write aux_loss_factor: 0")
+    if watches_drop_rate(config):
+        yield from _drop_rate(config, moe, watchers)
+
+
+def _drop_rate(config: Config, moe: MoEConfig, watchers: list[int]) -> Iterator[str]:
+    """Yields notes about the reported drop rate; `watchers` are the numbers of the callbacks that report it."""
     where = config.source.where(f"{_MOE}.callback_moe_droprate")
     if not watchers:
         assumed = watched_keys(config) | {"capacity_factor": (capacity_factor(moe), "")}
-        shown = (f"{name} {'null' if assumed[name][0] is None else assumed[name][0]}"
-                 for name in MoEDropRate.model_fields if name in assumed)
-        yield ("moe_config.callback_moe_droprate: there is no callback MoEDropRateCallback; assumed the model's"
+        values = {name: assumed[name][0] for name in MoEDropRate.model_fields if name in assumed}
+        shown = (f"{name} {'null' if value is None else value}" for name, value in values.items())
+        yield ("moe_config.callback_moe_droprate: MoEDropRateCallback is not in callbacks; it is added with the model's"
                f" {', '.join(shown)}")
     elif not moe.callback_moe_droprate and where:
-        yield f"callback_moe_droprate ({where}) is False, but MoEDropRateCallback is there: rates are logged"
+        yield f"callback_moe_droprate ({where}) is False, but callbacks has MoEDropRateCallback: drop rates are logged"
     elif not moe.callback_moe_droprate:
         yield f"callbacks.{watchers[0]} MoEDropRateCallback: callback_moe_droprate is not in moe_config; assumed True"
     if moe.effective_capacity is None:
-        why = "no capacity_factor bounds what an expert takes"
+        reason = "capacity_factor sets no limit"
         if moe.use_gmm:
-            why = "use_gmm computes every token"
-        yield f"the drop rate will be 0.00000 in every layer: {why}"
+            reason = "use_gmm drops no tokens"
+        yield f"the drop rate will be 0 in every layer: {reason}"
 
 
 def parallel_notes(config: Config, world: World) -> Iterator[str]:
-    """What of the file has no effect in this job, and what was chosen for it."""
+    """Yields notes about parallel settings that have no effect in this job, and about those derived for it."""
     parallel = config.parallel
     semi_auto = runs_semi_auto(config, world)
     if parallel.full_batch is False and not semi_auto:
-        yield "parallel.full_batch False: not used, every rank reads sequences of its own"
+        yield "parallel.full_batch False: not used, each rank reads its own sequences"
     if world.size > 1:
         if config.use_parallel is None:
-            yield f"use_parallel: not set, taken as True: this job has {world.size} ranks"
+            yield f"use_parallel: not set; it is True, because the job has {world.size} ranks"
         if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
-            yield (f"parallel.parallel_mode {parallel.parallel_mode}: explicit mode in its place, as"
-                   f" parallel_fallback {parallel.parallel_fallback} says")
+            yield (f"parallel.parallel_mode {parallel.parallel_mode}: replaced by explicit mode, because"
+                   f" parallel_fallback is {parallel.parallel_fallback}")
         return
     section = config.parallel_config
     names = (*Degrees._fields, "micro_batch_num")
     used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
     if used and not config.use_parallel:
-        yield f"parallel_config ({', '.join(used)}): not used, one device runs it all: {_why_alone(config)}"
+        yield f"parallel_config ({', '.join(used)}): not used, the run has one device: {_single_device_reason(config)}"
     if config.use_parallel:
-        yield "use_parallel True: this job has one rank; `run_trainer.py launch --nproc 8` starts eight"
-    plain = parallel.parallel_mode in (*DATA_PARALLEL, "stand_alone") or semi_auto
-    if plain:
-        keys = []
-    else:
-        keys = [f"parallel_mode {parallel.parallel_mode}"]
-    keys += ["enable_parallel_optimizer"] * parallel.enable_parallel_optimizer
+        yield "use_parallel True: the job has one rank; `run_trainer.py launch --nproc 8` starts eight"
+    keys = []
+    if not semi_auto and parallel.parallel_mode not in (*DATA_PARALLEL, "stand_alone"):
+        keys.append(f"parallel_mode {parallel.parallel_mode}")
+    if parallel.enable_parallel_optimizer:
+        keys.append("enable_parallel_optimizer")
     if keys:
-        yield f"parallel ({', '.join(keys)}): not used, one device runs it all"
+        yield f"parallel ({', '.join(keys)}): not used, the run has one device"
 
 
-def _why_alone(config: Config) -> str:
-    """Why one device runs all of a file for several, or how to start several where these would run."""
+def _single_device_reason(config: Config) -> str:
+    """Returns why a file for several devices runs on one, or how to start several."""
     if config.use_parallel is False:
         return "use_parallel is False"
     if config.run_mode == "chat":
-        return "a conversation is held by one rank"
+        return "run_mode chat has one rank"
     if not config.trains and is_semi_auto(config):
         return "semi-automatic mode trains only"
     section = config.parallel_config
-    divide = {*Degrees._fields} - {"data_parallel"}
+    sharding = {*Degrees._fields} - {"data_parallel"}
     if config.run_mode == "predict" and config.context.device_target == "Ascend":
-        if any(getattr(section, name) > 1 for name in divide):
-            return "prediction divides a model on CPUs alone"
+        if any(getattr(section, name) > 1 for name in sharding):
+            return "prediction shards a model on CPUs only"
     return "start several with `launch --nproc`"
 
 
 def pipeline_notes(config: Config) -> Iterator[str]:
-    """What accumulation and micro_batch_num mean with and without a pipeline."""
+    """Yields notes about gradient_accumulation_steps in a pipeline, and micro_batch_num without one."""
     steps = config.runner_config.gradient_accumulation_steps
     section = config.parallel_config
     if steps > 1 and section.pipeline_stage > 1:
         yield Note(
-            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline, whose micro-batches it would"
-            f" be; parallel_config.micro_batch_num {section.micro_batch_num} says how many there are",
+            f"runner_config.gradient_accumulation_steps {steps}: no effect in a pipeline;"
+            f" parallel_config.micro_batch_num {section.micro_batch_num} sets the micro-batches of a step",
             "ignored",
         )
     if section.pipeline_stage == 1 and section.micro_batch_num > 1:

@@ -1,4 +1,4 @@
-"""Several ranks: how many the degrees of a file mean in a job, what fits and what is not yet built."""
+"""Rules about several ranks: the degrees of parallelism in a job, whether they fit it, and what is not supported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.config.checks.degrees import (
 )
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.recompute import recomputed_parts
-from trainer.config.schema.root import Config
+from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.parallel.mesh import Degrees, degree_mismatch, indivisible_degree
 from trainer.parallel.world import World
 
@@ -23,30 +23,32 @@ _KIB = 1024
 
 
 def parallel_degrees(config: Config, world: World) -> Degrees:
-    """The degrees in this job: all 1 where one rank runs alone; an unset data_parallel takes the ranks that are left.
+    """Returns the degrees in this job: all 1 without parallelism; an unset data_parallel takes the remaining ranks.
 
-    `parallel_problems` has the mistakes.
+    They may not fit the job: `parallel_problems` checks that.
     """
-    if not _in_force(config, world):
+    if not _is_parallel(config, world):
         return Degrees()
     section = config.parallel_config
-    others = Degrees(
+    degrees = Degrees(
         pipeline_stage=section.pipeline_stage,
         context_parallel=section.context_parallel,
         model_parallel=section.model_parallel,
         expert_parallel=section.expert_parallel,
     )
-    data = section.data_parallel
-    return others._replace(data_parallel=max(1, world.size // others.ranks) if data is None else data)
+    data_parallel = section.data_parallel
+    if data_parallel is None:
+        data_parallel = max(1, world.size // degrees.ranks)
+    return degrees._replace(data_parallel=data_parallel)
 
 
 def resolve_for_job(config: Config, world: World) -> Config:
-    """The configuration in this job: with the micro-batches that `global_batch_size` means, if the file has one.
+    """Returns the configuration of this job, with the number of micro-batches that `global_batch_size` implies.
 
-    What a job of several ranks has trained one process evaluates and continues, too: checkpoints are those of one rank.
+    One process may evaluate, and predict with, what a job of several ranks has trained: use_parallel is then unset.
     """
     if world.size == 1 and config.use_parallel and not config.trains:
-        config = config.model_copy(update={"use_parallel": None})  # a note tells what is not used then
+        config = config.model_copy(update={"use_parallel": None})  # a note names the keys that are not used
     total = config.runner_config.global_batch_size
     if total is None:
         return config
@@ -60,15 +62,14 @@ def resolve_for_job(config: Config, world: World) -> Config:
 
 
 def micro_batches_per_step(config: Config, degrees: Degrees) -> int:
-    """Those of an optimizer step on a rank: in a pipeline accumulation means micro_batch_num."""
-    pipelined = degrees.pipeline_stage > 1
-    if pipelined:
+    """Returns the micro-batches of a step on one rank: micro_batch_num in a pipeline, else gradient accumulation."""
+    if degrees.pipeline_stage > 1:
         return config.parallel_config.micro_batch_num
     return config.runner_config.gradient_accumulation_steps
 
 
 def _batch_problems(config: Config, world: World) -> Iterator[ConfigError]:
-    """A step of `global_batch_size` sequences must be whole micro-batches of all ranks."""
+    """Yields an error where the micro-batches of all ranks do not divide `global_batch_size`."""
     total = config.runner_config.global_batch_size
     rows = config.runner_config.batch_size
     ranks = parallel_degrees(config, world).data_parallel
@@ -79,71 +80,77 @@ def _batch_problems(config: Config, world: World) -> Iterator[ConfigError]:
 
 
 def shards_optimizer(config: Config, world: World) -> bool:
-    """Whether the ranks with the same part of the model share the optimizer state instead of having a copy each."""
+    """Returns whether the replicas shard the optimizer state instead of having a copy each."""
     degrees = parallel_degrees(config, world)
     return config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
 
 
 def shard_threshold_bytes(config: Config) -> int:
-    """Optimizer state of a smaller parameter stays whole on every rank."""
+    """Returns the size in bytes below which a parameter's optimizer state is not sharded."""
     return config.parallel.parallel_optimizer_config.parallel_optimizer_threshold * _KIB
 
 
 def zero_level(config: Config) -> str:
-    """What the ranks that share optimizer state share, as MindSpore's `AutoParallel.hsdp` names it.
+    """Returns the ZeRO stage as MindSpore's `AutoParallel.hsdp` names it: level1, level2 or level3.
 
     MindSpore 2.10 has replaced parallel_optimizer_comm_recompute by level3 ("replaced with zero3").
     """
     section = config.parallel.parallel_optimizer_config
-    again = config.recompute_config.parallel_optimizer_comm_recompute and any(recomputed_parts(config))
-    asked = {"level2": section.gradient_accumulation_shard, "level3": again}
-    return max(section.optimizer_level, *(level for level, wanted in asked.items() if wanted), "")
+    if config.recompute_config.parallel_optimizer_comm_recompute and any(recomputed_parts(config)):
+        return "level3"
+    if section.gradient_accumulation_shard:
+        return max(section.optimizer_level, "level2")
+    return section.optimizer_level
 
 
 def is_semi_auto(config: Config) -> bool:
-    """Whether MindSpore's semi-automatic mode is asked for, and nothing in its place."""
+    """Returns whether the file asks for MindSpore's semi-automatic mode, without a parallel_fallback."""
     return config.parallel.parallel_mode in SEMI_AUTO and config.parallel.parallel_fallback is None
 
 
 def runs_semi_auto(config: Config, world: World) -> bool:
-    """Whether this job runs in MindSpore's semi-automatic mode."""
-    return _in_force(config, world) and is_semi_auto(config)
+    """Returns whether this job runs in MindSpore's semi-automatic mode."""
+    return _is_parallel(config, world) and is_semi_auto(config)
 
 
-def _in_force(config: Config, world: World) -> bool:
-    """Whether `parallel_config` counts: an unset use_parallel follows the job."""
+def _is_parallel(config: Config, world: World) -> bool:
+    """Returns whether `parallel_config` is used; an unset use_parallel means that a job of several ranks uses it."""
     if config.use_parallel is None:
         return world.size > 1
     return config.use_parallel
 
 
 def parallel_problems(config: Config, world: World) -> list[ConfigError]:
-    """What keeps this job from running on its ranks."""
+    """Returns the errors that keep this job from running on its ranks."""
     if world.size > 1 and config.use_parallel is False:
-        fix = "remove the key or set it to True; to run alone, leave `launch` out"
-        return [problem(config, "use_parallel", f"this job has {world.size} ranks", fix)]
+        fix = "remove the key or set it to True; to run one process, leave `launch` out"
+        return [problem(config, "use_parallel", f"the job has {world.size} ranks", fix)]
     if world.size > 1 and config.run_mode == "chat":
-        rule = f"one process holds a conversation, and this job has {world.size}"
+        rule = f"run_mode chat runs in one process, and the job has {world.size} ranks"
         return [problem(config, "run_mode", rule, "start it without launch")]
-    batches = list(_batch_problems(config, world))
-    if not _in_force(config, world) or is_semi_auto(config):  # that mode has rules of its own
-        return batches
-    found = fit_problems(config, world)
-    if not found:
+    problems = list(_batch_problems(config, world))
+    if not _is_parallel(config, world) or is_semi_auto(config):  # semi_auto/rules.py has the rules of that mode
+        return problems
+    mismatch = fit_problems(config, world)
+    if mismatch:
+        problems += mismatch
+    else:
         degrees = parallel_degrees(config, world)
-        found = [*_explicit_pipeline(config, degrees), *_explicit_division(config, degrees)]
-    return [*batches, *found, *(_several_ranks(config, world) if world.size > 1 else ())]
+        problems += [*_explicit_pipeline(config, degrees), *_explicit_sharding(config, degrees)]
+    if world.size > 1:
+        problems += _several_ranks(config, world)
+    return problems
 
 
-def _explicit_division(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
-    """What the trainer's own tensor, context and expert parallelism cannot do."""
+def _explicit_sharding(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
+    """Yields errors about tensor, context and expert parallelism in explicit mode."""
     names = ("model_parallel", "context_parallel", "expert_parallel")
-    divided = [name for name in names if getattr(degrees, name) > 1]
-    if not divided:
+    sharding = [name for name in names if getattr(degrees, name) > 1]
+    if not sharding:
         return
-    key = f"parallel_config.{divided[0]}"
+    key = f"parallel_config.{sharding[0]}"
     if config.classifier is not None:
-        yield problem(config, key, "a classifier has data parallelism alone", "set it to 1")
+        yield problem(config, key, f"{CLASSIFIER} supports data parallelism only", "set it to 1")
         return
     if degrees.model_parallel > 1:
         yield from tensor_problems(config, repeats_heads=True)
@@ -152,31 +159,32 @@ def _explicit_division(config: Config, degrees: Degrees) -> Iterator[ConfigError
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
-    """What the trainer's own pipeline cannot do."""
+    """Yields errors about pipeline parallelism in explicit mode."""
     if degrees.pipeline_stage == 1:
         return
     key = "parallel_config.pipeline_stage"
-    alone = "set it to 1, or add --use_parallel False to run alone"
     if config.classifier is not None:
-        yield problem(config, key, "a classifier has data parallelism alone", alone)
+        fix = "set it to 1, or add --use_parallel False to run one process"
+        yield problem(config, key, f"{CLASSIFIER} supports data parallelism only", fix)
         return
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b":
-        rule = "outside semi-automatic mode there is 1f1b alone, interleaved with pp_interleave_num"
+        rule = "explicit mode supports 1f1b only, interleaved with pp_interleave_num"
         yield problem(config, "parallel.pipeline_config.pipeline_scheduler", rule, "write 1f1b")
     yield from pipeline_problems(config)
 
 
 def fit_problems(config: Config, world: World) -> list[ConfigError]:
-    """Degrees whose product is not the number of ranks."""
+    """Returns an error if the product of the degrees is not the number of ranks; an empty list if it is."""
     degrees = parallel_degrees(config, world)
     mismatch = degree_mismatch(degrees, world.size, may_change=("data_parallel",))
     if mismatch is None:
         return []
-    # The ways out that a user of the command has: other degrees, another number of ranks, or no job at all.
+    # A user of the command can change the degrees or the number of ranks, or run one process.
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
-    alone = "to run alone, add --use_parallel False"
-    left_out = "an unset data_parallel takes the ranks that are left"
-    fix = f"{fix}; {alone if world.size == 1 else left_out}"
+    if world.size == 1:
+        fix += "; to run one process, add --use_parallel False"
+    else:
+        fix += "; an unset data_parallel takes the remaining ranks"
     key = mismatch.key
     if key != "expert_parallel" and config.parallel_config.data_parallel is None:  # the others do not fit
         key, ranks = indivisible_degree(degrees, world.size)
@@ -190,8 +198,8 @@ def _several_ranks(config: Config, world: World) -> Iterator[ConfigError]:
     if mode not in (*DATA_PARALLEL, *SEMI_AUTO):
         rule = "not yet supported"
         if mode == "stand_alone":
-            rule = f"runs one rank alone, and this job has {world.size}"
+            rule = f"runs one rank, and the job has {world.size}"
         yield problem(config, "parallel.parallel_mode", rule, "set it to 0, data parallelism, or leave it out")
     if config.classifier is not None and shards_optimizer(config, world) and zero_level(config) == "level3":
         key = "parallel.parallel_optimizer_config.optimizer_level"
-        yield problem(config, key, "the weights of a classifier are not divided", "write level2")
+        yield problem(config, key, f"the weights of {CLASSIFIER} cannot be sharded", "write level2")

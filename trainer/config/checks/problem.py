@@ -1,4 +1,4 @@
-"""Mistakes of a configuration: where each stands, and all of them in one message."""
+"""Errors of a configuration with their locations, and the message that lists several of them."""
 
 from __future__ import annotations
 
@@ -22,54 +22,52 @@ NO_VALUE: Any = object()
 
 
 class ConfigError(NamedTuple):
-    """A mistake and its location."""
+    """An error and its location."""
 
     place: SourceLocation
     error: UserError
     is_absent: bool = False
-    """Whether a path is not there, which is no mistake in the plan of a run on another machine."""
+    """Whether a path or package is missing, which is allowed in the plan of a run on another machine."""
     is_extra: bool = False
-    """Whether it is about a key that resembles no other, so that all other values are those that were meant."""
+    """Whether the key resembles no known one, so that no known key lacks the value that was meant for it."""
 
 
 def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND, because: str = "") -> ConfigError:
-    """A rule that a key of the configuration breaks.
+    """Makes the error for a key of the configuration that breaks a rule.
 
     Args:
-        config: Knows the value of the key and its location; the file as a whole is to blame for a default.
+        config: Has the value of the key and its location. The location of a default is the file.
         key: Dotted, under the main names: ``model.model_config.num_heads``, ``callbacks.0.type``.
         rule: What is wrong, as a sentence without its full stop.
         fix: What to do about it.
-        value: Shown in place of the key's own value, or `NO_VALUE`.
-        because: A key whose location is shown where this one is not set.
+        value: A value to show instead of the key's value, or `NO_VALUE`.
+        because: A key whose location is shown if `key` is not set.
     """
     source = config.source
-    written = source.place(key)
+    place_of_key = source.place(key)
     if value is _FIND:
         value = value_of(config, key)
-        if value is None and written == NO_LOCATION:
+        if value is None and place_of_key == NO_LOCATION:
             value = NO_VALUE
-    places = (written, source.place(because), SourceLocation(0, source.path))
+    places = (place_of_key, source.place(because), SourceLocation(0, source.path))
     place = next((place for place in places if place != NO_LOCATION), NO_LOCATION)
     return problem_at(place, source.name(key), rule, fix, value)
 
 
 def data_error(config: Config, key: str, rule: str, fix: str) -> UserError:
-    """The error for a key of a data set; the type of its loader is to blame for a default."""
+    """Makes the error for a key of a data set; the location of a default is that of the loader's type."""
     return problem(config, key, rule, fix, because=f"{key.split('.')[0]}.data_loader.type").error
 
 
 def problem_at(place: SourceLocation, key: str, rule: str, fix: str, value: Any = NO_VALUE) -> ConfigError:
-    """The same for a file that is no configuration yet."""
+    """Makes the error for a key at a given location, before there is a configuration; see `problem`."""
     if value is NO_VALUE:
-        shown = {}
-    else:
-        shown = {"value": value}
-    return ConfigError(place, UserError(rule, where=place.text, key=key, fix=fix, **shown))
+        return ConfigError(place, UserError(rule, where=place.text, key=key, fix=fix))
+    return ConfigError(place, UserError(rule, where=place.text, key=key, value=value, fix=fix))
 
 
 def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key; of a section what the file sets of it."""
+    """Returns the value of a dotted key; for a section, a dictionary of the keys that the file sets."""
     value: Any = config
     for part in key.split("."):
         if isinstance(value, list):
@@ -82,7 +80,12 @@ def value_of(config: Config, key: str) -> Any:
 
 
 class ConfigErrors(UserError):
-    """More than one mistake: the first ones with their fixes, in the order of the file, and how many more there are."""
+    """Several errors: the message has the first ones with their fixes, in the order of the file, and counts the rest.
+
+    Args:
+        errors: The errors in the order of the file.
+        lists_all: Whether the message has all errors.
+    """
 
     def __init__(self, errors: Sequence[UserError], *, lists_all: bool = False) -> None:
         super().__init__(f"{len(errors)} problems")
@@ -90,42 +93,45 @@ class ConfigErrors(UserError):
         if lists_all:
             lines = list(map(str, self.errors))
         else:
-            lines = [*map(str, self.errors[:_SHOWN]), *self._left_out()]
+            lines = [*map(str, self.errors[:_SHOWN]), *self._summarize_hidden()]
         self._show(*lines)
 
     @property
     def full(self) -> UserError:
-        """The same with every problem and its fix, however many they are."""
+        """Returns an error whose message has every problem with its fix."""
         return ConfigErrors(self.errors, lists_all=True)
 
     @property
     def short(self) -> UserError:
-        """The same with a line for each of the first problems, without its fix."""
+        """Returns an error whose message has one line for each of the first problems, without its fix."""
         short = ConfigErrors(self.errors)
         lines = [f"  {str(error).splitlines()[0]}" for error in self.errors[:_SHOWN]]
-        fix = f"  Fix: each of the {len(self.errors)}; --verbose says how."
-        short._show(*lines, *(f"  {line}" for line in self._left_out()), fix)
+        fix = f"  Fix: correct all {len(self.errors)}; --verbose shows how."
+        short._show(*lines, *(f"  {line}" for line in self._summarize_hidden()), fix)
         return short
 
     def _show(self, *lines: str) -> None:
         self.args = ("\n".join([f"{len(self.errors)} problems in the configuration.", *lines]),)
 
-    def _left_out(self) -> Iterator[str]:
-        """How many problems are not shown, and in which files or flags they are."""
-        left = self.errors[_SHOWN:]
-        places = list(dict.fromkeys(_LINE.sub("", error.where) for error in left if error.where))
-        several = ""
+    def _summarize_hidden(self) -> Iterator[str]:
+        """Yields a line with the number of problems that are not shown, and their files or flags."""
+        hidden = self.errors[_SHOWN:]
+        if not hidden:
+            return
+        places = list(dict.fromkeys(_LINE.sub("", error.where) for error in hidden if error.where))
+        text = f"... and {len(hidden)} more"
+        if places:
+            text += f", in {', '.join(places[:_FILES])}"
         if len(places) > _FILES:
-            several = f" and {len(places) - _FILES} other places"
-        if left:
-            yield f"... and {len(left)} more" + (f", in {', '.join(places[:_FILES])}{several}." if places else ".")
+            text += f" and {len(places) - _FILES} other places"
+        yield f"{text}."
 
 
 def raise_problems(problems: Sequence[ConfigError]) -> None:
-    """Raises all problems as one error; does nothing when there are none.
+    """Raises all problems as one error; does nothing if the list is empty.
 
     Raises:
-        UserError: The only problem, or :class:`ConfigErrors`.
+        UserError: The problem if it is the only one, else :class:`ConfigErrors`.
     """
     ordered = [problem.error for problem in sorted(problems, key=lambda problem: problem.place.order)]
     if len(ordered) == 1:
@@ -135,7 +141,7 @@ def raise_problems(problems: Sequence[ConfigError]) -> None:
 
 
 def nearest(name: str, names: Sequence[str]) -> str:
-    """The name that was probably meant, or an empty string."""
+    """Returns the most similar of `names`, or an empty string if none is similar."""
     exact = [candidate for candidate in names if candidate.lower() == name.lower()]
     return (exact or get_close_matches(name, names, n=1, cutoff=0.6) or [""])[0]
 

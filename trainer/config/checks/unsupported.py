@@ -1,4 +1,4 @@
-"""What a configuration asks for that a run cannot honour: notes for what changes nothing, errors for what would."""
+"""Keys that a run does not support: a note for a key without effect, an error for a key that would change results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.config.schema.root import Config
 
 
 class UnsupportedKey(NamedTuple):
-    """A key that was set to something a run does not honour."""
+    """A key whose value is not supported."""
 
     key: str
     value: Any
@@ -23,7 +23,7 @@ class UnsupportedKey(NamedTuple):
 
 
 def find_unsupported(section: Section, path: str = "") -> Iterator[UnsupportedKey]:
-    """All keys below a section whose value is not supported."""
+    """Yields all keys below a section whose value is not supported; `path` is the section's key with a dot."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         key = f"{path}{field.alias or name}"
@@ -31,52 +31,52 @@ def find_unsupported(section: Section, path: str = "") -> Iterator[UnsupportedKe
         if support != "supported" and not is_neutral(value, field.get_default(call_default_factory=True)):
             yield UnsupportedKey(key, value, support, reason)
         elif isinstance(value, Section):
-            yield from _of_section(value, key)
+            yield from _find_in_section(value, key)
         elif isinstance(value, list):
             for number, item in enumerate(value):
                 if isinstance(item, Section):
-                    yield from _of_section(item, f"{key}.{number}")
+                    yield from _find_in_section(item, f"{key}.{number}")
 
 
 def is_neutral(value: Any, default: Any) -> bool:
-    """Whether a value is the default, or empty where the default says "off": others write '' or 'None' for null."""
+    """Returns whether a value is the default, or means "off" as the default does: '' or 'None' instead of null."""
     return value == default or (not default and value in (None, False, "", "None", [], {}))
 
 
-def _of_section(section: Section, key: str) -> Iterator[UnsupportedKey]:
-    # A mixture of experts with one expert is a dense model, and a note says that nothing of it acts.
+def _find_in_section(section: Section, key: str) -> Iterator[UnsupportedKey]:
+    # A mixture with one expert is a dense model, and another note says that moe_config has no effect.
     if isinstance(section, MoEConfig) and section.expert_num == 1:
         return
     if section.support != "supported":
-        yield UnsupportedKey(key, section.type, section.support, section.support_reason)
+        yield UnsupportedKey(key, getattr(section, "type", None), section.support, section.support_reason)
     else:
         yield from find_unsupported(section, f"{key}.")
 
 
 def not_yet_problems(config: Config) -> list[ConfigError]:
-    """An error for every key of which only the default value is supported."""
+    """Returns an error for every unsupported key that would change the results."""
     return [
-        problem(config, finding.key, "not yet supported", finding.reason, value=finding.value)
-        for finding in find_unsupported(config)
-        if finding.support == "not_yet" and not _unread(config, finding.key)
+        problem(config, unsupported.key, "not yet supported", unsupported.reason, value=unsupported.value)
+        for unsupported in find_unsupported(config)
+        if unsupported.support == "not_yet" and not _unread_reason(config, unsupported)
     ]
 
 
-def _unread(config: Config, key: str) -> str:
-    """Why this run does not read a data set or weights that the file names; empty when it does."""
+def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:
+    """Returns why this run does not read the code, data set or weights that a key names; empty if it reads them."""
+    key = unsupported.key
     trains = config.trains
     if key.endswith(".auto_register"):
-        # The module and the class: their code is not loaded, the class that is built in is taken.
-        name = (config.decoder if "model_config" in key else config.model.arch).auto_register.rpartition(".")[2]
+        # The key names a module and a class. Its code is never loaded: a class of this trainer replaces it.
+        name = unsupported.value.rpartition(".")[2]
         config_classes = {family.config_class for family in FAMILIES.values()} - {""}
         if known_class(name) or name in config_classes:
             return "the class is built in"
         return ""
     if key == "model.model_config.checkpoint_name_or_path":
         if config.load_checkpoint:
-            return "load_checkpoint says which weights"
-        absent = not Path(config.decoder.checkpoint_name_or_path or "").exists()
-        if config.run_mode == "train" and absent:
+            return "load_checkpoint names the weights"
+        if config.run_mode == "train" and not Path(unsupported.value or "").exists():
             return "run_mode train starts from new weights"
         return ""
     if key == "eval_dataset.data_loader":
@@ -95,20 +95,24 @@ def _unread(config: Config, key: str) -> str:
 
 
 def ignored_notes(config: Config) -> list[str]:
-    """One note a reason, naming the keys that are ignored for it."""
-    found: list[tuple[UnsupportedKey, str, str]] = []
-    for finding in find_unsupported(config):
-        unread = _unread(config, finding.key)
-        if finding.support == "not_yet" and unread:
-            found.append((finding._replace(reason=f"not read, {unread}"), "", f"{finding.key} {finding.value}"))
-        if finding.support == "ignored":
-            found.append((finding, config.source.where(finding.key), config.source.name(finding.key)))
-    return ignored_texts(found)
+    """Returns one note for each reason, with the keys that are ignored for it."""
+    ignored: list[tuple[UnsupportedKey, str, str]] = []
+    for unsupported in find_unsupported(config):
+        key = unsupported.key
+        unread_reason = _unread_reason(config, unsupported)
+        if unsupported.support == "not_yet" and unread_reason:
+            unread = unsupported._replace(reason=f"not read, {unread_reason}")
+            ignored.append((unread, "", f"{key} {unsupported.value}"))
+        if unsupported.support == "ignored":
+            ignored.append((unsupported, config.source.where(key), config.source.name(key)))
+    return ignored_texts(ignored)
 
 
-def ignored_texts(found: Iterable[tuple[UnsupportedKey, str, str]]) -> list[str]:
-    """One sentence a reason, for keys that are ignored: each with its location, if any, and name."""
+def ignored_texts(ignored: Iterable[tuple[UnsupportedKey, str, str]]) -> list[str]:
+    """Returns one sentence for each reason; every ignored key comes with its location, or "", and its name."""
     keys: dict[str, list[str]] = {}
-    for finding, where, name in found:
-        keys.setdefault(finding.reason, []).append(f"{name} ({where})" if where else name)
+    for unsupported, where, name in ignored:
+        if where:
+            name = f"{name} ({where})"
+        keys.setdefault(unsupported.reason, []).append(name)
     return [f"ignored: {', '.join(names)}: {reason}" for reason, names in keys.items()]

@@ -1,4 +1,4 @@
-"""Turns pydantic's findings into messages with file, line, key, value, rule and fix."""
+"""Turns pydantic's errors into messages with file, line, key, value, rule and fix."""
 
 from __future__ import annotations
 
@@ -38,26 +38,30 @@ def validate(
     *,
     has_problems: bool = False,
 ) -> tuple[Config | None, list[ConfigError]]:
-    """Validates plain values against the schema. `written` has the keys that the file writes under another name.
+    """Validates plain values against the schema.
 
-    With `has_problems` an empty section is not reported: an earlier problem has emptied it.
+    Args:
+        data: The values under their main names; wrong ones are removed.
+        positions: The location of each dotted key.
+        written: The name in the file of each dotted key that is written under another name.
+        has_problems: Whether there are earlier problems. They may have emptied a section, which is then not reported.
 
     Returns:
-        The configuration, without the wrong values where there are some (None where that is none), and the problems.
+        The configuration with defaults for wrong values (None if there is no valid one), and the problems.
     """
     try:
         return Config.model_validate(data), []
     except ValidationError as error:
-        findings: dict[tuple[str, ...], list[Any]] = {}
+        items_by_path: dict[tuple[str, ...], list[Any]] = {}
         for item in error.errors(include_url=False):
             if has_problems and item["type"] == "union_tag_not_found" and not item["input"]:
                 continue
             path = _path(item["loc"], data, absent=item["type"] == "missing")
-            findings.setdefault(path, []).append(item)
-        # Of a union's members only the problems of the nearest one are reported: those that lie deepest.
-        around = {path[:length] for path in findings for length in range(len(path))}
-        deepest = [path for path in findings if path not in around]
-        problems = [_problem(path, findings[path], positions, written) for path in deepest]
+            items_by_path.setdefault(path, []).append(item)
+        # Pydantic reports a value for every member of a union: the deepest problems are those of the nearest member.
+        parents = {path[:length] for path in items_by_path for length in range(len(path))}
+        deepest = [path for path in items_by_path if path not in parents]
+        problems = [_problem(path, items_by_path[path], positions, written) for path in deepest]
     for path in deepest:
         _remove(data, path)
     try:
@@ -82,9 +86,9 @@ def _remove(data: dict[str, Any], path: tuple[str, ...]) -> None:
 
 
 def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str, ...]:
-    """The keys of pydantic's location: it also names the members of unions, which no file has.
+    """Returns the keys of pydantic's location without the members of unions, which it also names.
 
-    `absent`: the last of them is a key that is missing.
+    `absent` says that the last key is missing in the file.
     """
     path: list[str] = []
     for number, part in enumerate(location):
@@ -105,8 +109,8 @@ def _problem(
     written: dict[str, str],
 ) -> ConfigError:
     key = ".".join(path)
-    around = (".".join(path[:length]) for length in range(len(path), 0, -1))
-    place = next((positions[section] for section in around if section in positions), NO_LOCATION)
+    sections = (".".join(path[:length]) for length in range(len(path), 0, -1))
+    place = next((positions[section] for section in sections if section in positions), NO_LOCATION)
     if key in written:
         key = written[key]
     if items[0]["type"] == "missing":
@@ -132,16 +136,14 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
     if items[0]["type"] == "path":
         return items[0]["msg"]
     if field is not None:
-        types = [name for each in shape_of(field).kinds for name in types_of(each)]
-    else:
-        types = []
-    if types:
-        return f"needs a type, which must be {one_of(types)}"
-    return "has a value that is not possible here"
+        types = [name for section in shape_of(field).kinds for name in types_of(section)]
+        if types:
+            return f"needs a type, which must be {one_of(types)}"
+    return "has a value that is not supported here"
 
 
 def _literals(items: list[Any]) -> list[str]:
-    """The values of all literals, from pydantic's text: ``'a', 'b' or 'c'``."""
+    """Returns the values of all literals, from pydantic's text: ``'a', 'b' or 'c'``."""
     expected = (item["ctx"]["expected"].replace(" or ", ", ") for item in items if item["type"] == "literal_error")
     return [part.strip().strip("'") for text in expected for part in text.split(",")]
 
@@ -155,7 +157,9 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
         guess = nearest(value, names)
         if guess:
             return f"write {guess}"
-        return f"write {'one of ' * (len(names) > 1)}{one_of(names)}"
+        if len(names) > 1:
+            return f"write one of {one_of(names)}"
+        return f"write {names[0]}"
     if isinstance(value, str) and types & {"int_type", "float_type", "bool_type"}:
         bare = value.strip().replace("_", "")
         if bare.replace(".", "", 1).lstrip("+-").isdigit() or bare.lower() in ("true", "false"):
@@ -169,18 +173,14 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     kinds = [_KINDS.get(item["type"], "") for item in items]
     if field is None or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
         return text
-    example = None
+    fix = f"write {one_of(list(dict.fromkeys(kinds)))}"
     if isinstance(field.default, int | float) and not isinstance(field.default, bool):
-        example = field.default
-    if example is None:
-        shown = ""
-    else:
-        shown = f", for example {example}"
-    return f"write {one_of(list(dict.fromkeys(kinds)))}{shown}; {text}"
+        fix += f", for example {field.default}"
+    return f"{fix}; {text}"
 
 
 def describe(path: tuple[str, ...]) -> str:
-    """The documentation of a key, for the fix of a message."""
+    """Returns the documentation of a key, or of its section if the key is unknown, for the fix of a message."""
     field = _declaration(path)
     if field is None:
         if path:
@@ -191,7 +191,7 @@ def describe(path: tuple[str, ...]) -> str:
 
 
 def _declaration(path: tuple[str, ...]) -> FieldInfo | None:
-    """The declaration of a key; None when there is none of this name."""
+    """Returns the declaration of a key; None for an unknown key."""
     kinds: tuple[type[Section], ...] = (Config,)
     field = None
     for part in path:
