@@ -295,11 +295,11 @@ def test_the_offer_is_the_next_older_checkpoint(tmp_path: Path) -> None:
 def test_a_damaged_marker_of_the_newest_is_not_passed_over(tmp_path: Path) -> None:
     older, path = save(tmp_path, 1), save(tmp_path, 2)
     (path / "COMPLETE").write_bytes((path / "COMPLETE").read_bytes().replace(b'"step": 2', b'"step": 3'))
-    with pytest.raises(UserError, match="step-00000002.*COMPLETE: it has changed since it was written") as caught:
+    with pytest.raises(UserError, match="step-00000002.*COMPLETE: it was modified") as caught:
         store.find_checkpoint(tmp_path)
     assert f"use {older}" in str(caught.value) and "or remove the damaged folder" in str(caught.value)
     save(tmp_path, 3)
-    with pytest.raises(UserError, match="step-00000002.*COMPLETE: it has changed"):  # who knows when it was saved?
+    with pytest.raises(UserError, match="step-00000002.*COMPLETE: it was modified"):  # who knows when it was saved?
         store.find_checkpoint(tmp_path)
     shutil.rmtree(path)
     assert store.find_checkpoint(tmp_path).name == "step-00000003"
@@ -333,7 +333,7 @@ def test_a_file_of_a_checkpoint_is_checked_when_it_is_read_alone(tmp_path: Path)
         content = bytearray((path / name).read_bytes())
         content[-4] ^= 1
         (path / name).write_bytes(content)
-        with pytest.raises(UserError, match="is not what was saved with the checkpoint: its checksum differs"):
+        with pytest.raises(UserError, match=f"the checksum of {name} differs from the one in COMPLETE"):
             read(path / name)
     (path / "COMPLETE").write_text("{")
     with pytest.raises(UserError, match="the checkpoint that it belongs to is damaged: COMPLETE is not valid JSON"):

@@ -1,6 +1,6 @@
 """Data: text to micro-batches. Needs numpy and, for Hugging Face tokenizers, `tokenizers`; never MindSpore.
 
-The names below are imported when they are first used: a plan of data that are not here does without numpy.
+The names below are imported when they are first used, so that the plan of a run whose data are missing needs no numpy.
 """
 
 from __future__ import annotations

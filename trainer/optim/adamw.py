@@ -1,4 +1,4 @@
-"""AdamW, by the update of the device."""
+"""AdamW, with the update kernel of the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.optim.groups import STATE_NAMES, ParameterGroup
 from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
-    from trainer.config import OptimizerConfig
+    from trainer.config.schema.optimizer import OptimizerConfig
 
 
 class AdamW(Optimizer):
@@ -32,8 +32,9 @@ class AdamW(Optimizer):
         device: str | None = None,
         shards: Mapping[str, OptimizerShard] | None = None,
     ) -> None:
-        """As `Optimizer`; `device` None means MindSpore's current target."""
-        self.apply = load_adamw(settings.betas, settings.eps, device)
+        """Loads the update kernel of `device` (None: MindSpore's current target) and creates the state."""
+        first, second = settings.betas
+        self.apply = load_adamw((first, second), settings.eps, device)
         super().__init__(parameters, groups, STATE_NAMES["AdamW"], shards)
 
     def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
@@ -57,15 +58,15 @@ class AdamW(Optimizer):
             yield AdamWItem(parameter, first[name], second[name], gradient, self.decay[name])
 
     def _arrays(self, gradients: Sequence[Tensor], scale: float | Sequence[float]) -> Iterator[AdamWItem]:
-        """On a CPU these are views of MindSpore's memory, and writing to them writes to the parameter."""
+        """Yields NumPy views of MindSpore's memory (on a CPU): writing to one writes to the parameter."""
         scales = expand_scale(scale, len(gradients))
         for (name, parameter), gradient, factor in zip(self.parameters.items(), gradients, scales, strict=True):
             weight = parameter.asnumpy().reshape(-1)
             gradient = gradient.asnumpy().reshape(-1)
             if name in self.local_ranges:
-                own = self.local_ranges[name]
-                if not (gradient.size < weight.size):
-                    gradient = gradient[own]
-                weight = weight[own]
+                local_range = self.local_ranges[name]
+                if gradient.size == weight.size:
+                    gradient = gradient[local_range]
+                weight = weight[local_range]
             first, second = (self.state[kind][name].reshape(-1) for kind in ("exp_avg", "exp_avg_sq"))
             yield AdamWItem(weight, first, second, gradient, self.decay[name], factor)

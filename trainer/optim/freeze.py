@@ -1,7 +1,7 @@
-"""Which weights are frozen. Pure Python: `plan` counts them, and every mistake is found before MindSpore loads.
+"""Determines which weights are frozen. Pure Python: `plan` counts them, and errors appear before MindSpore loads.
 
-Frozen weights have no gradient, no optimizer state, no decay and no part in the norm; training does not change a byte
-of them. The same holds for the expert bias of a frozen router.
+Frozen weights have no gradient, no optimizer state and no weight decay, and the gradient norm leaves them out. Training
+does not change a byte of them. The same holds for the expert bias of a frozen router.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class _FreezeEntry(NamedTuple):
     key: str  # dotted, for messages
     value: Any  # as the file has it, for messages
     kind: str  # pattern, embeddings, layers or unknown
-    wanted: Any  # the pattern or the layers
+    pattern_or_layers: Any
 
 
 def frozen_names(config: Config) -> frozenset[str]:
-    """Names of the frozen weights; with adapters these include the whole base model.
+    """Returns the names of the frozen weights; with adapters these include the base model.
 
     Raises:
         UserError: A pattern matches nothing, a layer does not exist, or nothing would be left to train.
@@ -79,26 +79,27 @@ def frozen_names(config: Config) -> frozenset[str]:
 
 
 def trained_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights that an optimizer changes, in forward order."""
+    """Returns the shapes of the trainable weights by name, in forward order."""
     frozen = frozen_names(config)
     shapes = all_shapes(config.network)
     return {name: shape for name, shape in shapes.items() if name not in frozen and not is_buffer(name)}
 
 
 def freeze_notes(config: Config) -> Iterator[str]:
-    """Effects of freezing that a reader of the file may not expect."""
+    """Yields notes on effects of freezing that a reader of the file may not expect."""
     if config.trains and config.freeze != FreezeConfig.model_construct():
         shapes = all_shapes(config.network)
         frozen = frozen_names(config)
-        every, left = (sum(math.prod(shapes[name]) for name in names) for names in (shapes, frozen))
-        yield f"freeze: {left:,} of {every:,} weights are frozen"
+        total = sum(math.prod(shape) for shape in shapes.values())
+        num_frozen = sum(math.prod(shapes[name]) for name in frozen)
+        yield f"freeze: {num_frozen:,} of {total:,} weights are frozen"
         if config.decoder.tie_word_embeddings and EMBEDDING in frozen:
             yield "freeze: the output head is the embedding (tie_word_embeddings), so it is frozen with it"
     moe = config.decoder.experts
     if config.trains and moe is not None and moe.balance_via_topk_bias and moe.topk_bias_update_rate:
-        still = set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config)))
-        if still:
-            layers = layer_text(still)
+        unbalanced = set(config.decoder.moe_layers) - set(balanced_layers(config.decoder, frozen_names(config)))
+        if unbalanced:
+            layers = layer_text(unbalanced)
             yield f"moe_config.balance_via_topk_bias: the expert bias of frozen routers stays fixed ({layers})"
 
 
@@ -107,7 +108,7 @@ def _matches(config: Config, items: Iterable[_FreezeEntry], shapes: Mapping[str,
 
 
 def _items(key: str, written: Any) -> Iterator[_FreezeEntry]:
-    """The entries of include or exclude, in each form that a value may have."""
+    """Yields the entries of include or exclude, in each form that a value may have."""
     if isinstance(written, list):
         for number, entry in enumerate(written):
             for item in _items(f"{key}.{number}", entry):
@@ -122,14 +123,14 @@ def _items(key: str, written: Any) -> Iterator[_FreezeEntry]:
                 yield _FreezeEntry(key, written, "unknown", name)
     elif written == "embeddings":
         yield _FreezeEntry(key, written, "embeddings", None)
-    elif isinstance(written, str) and (found := _SHORT_FORM.fullmatch(written)):
-        yield _FreezeEntry(key, written, "layers", found[1].strip("[] "))
+    elif isinstance(written, str) and (short_form := _SHORT_FORM.fullmatch(written)):
+        yield _FreezeEntry(key, written, "layers", short_form[1].strip("[] "))
     else:
         yield _FreezeEntry(key, written, "pattern", written)
 
 
 def _names(config: Config, item: _FreezeEntry, shapes: Mapping[str, Any]) -> list[str]:
-    """The weights that an entry selects."""
+    """Returns the names of the weights that an entry selects."""
     if item.kind in ("embeddings", "layers") and config.classifier is not None:
         rule = "this short form works for decoders only"
         fix = f"write a pattern, for example '{next(iter(shapes))}'"
@@ -139,31 +140,31 @@ def _names(config: Config, item: _FreezeEntry, shapes: Mapping[str, Any]) -> lis
     if item.kind == "layers":
         try:
             spec = model_spec(config.decoder)
-            layers = layer_numbers(item.wanted, spec.num_layers, spec.mtp_modules)
+            layers = layer_numbers(item.pattern_or_layers, spec.num_layers, spec.mtp_modules)
         except LayerError as error:
             raise _error(config, item.key, item.value, str(error), "write for example layers: 0") from None
         prefixes = tuple(layer_prefix(layer) for layer in layers)
         return [name for name in shapes if name.startswith(prefixes)]
     if item.kind == "unknown":
-        rule = f"{item.wanted!r} is not a short form; the short forms are layers and embeddings"
+        rule = f"{item.pattern_or_layers!r} is not a short form; the short forms are layers and embeddings"
         raise _error(config, item.key, item.value, rule, "write a pattern in quotes, embeddings, or layers: 0-3")
-    found = [name for name in shapes if fnmatchcase(name, item.wanted)]
-    if not found:
-        raise _error(config, item.key, item.value, "it matches no weight of the model", _nearest(item.wanted, shapes))
-    return found
+    pattern = item.pattern_or_layers
+    names = [name for name in shapes if fnmatchcase(name, pattern)]
+    if not names:
+        raise _error(config, item.key, item.value, "it matches no weight of the model", _nearest(pattern, shapes))
+    return names
 
 
 def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
-    """Suggests what a pattern that matches nothing was meant to be."""
+    """Suggests a correction of a pattern that matches nothing."""
     if pattern == HEAD:
         return f"the model has no separate head (tie_word_embeddings): write {EMBEDDING}"
     stacked = _ONE_EXPERT.fullmatch(pattern)
     if stacked and (together := stacked[1] + (stacked[2] or ".*")) and any(fnmatchcase(n, together) for n in shapes):
         return f"the experts of a layer are one stacked weight, all trained or all frozen: write '{together}'"
-    ours = re.sub(r"\w+", lambda word: _OTHER_WORDS[word[0]] if word[0] in _OTHER_WORDS else word[0], pattern)
+    ours = re.sub(r"\w+", lambda word: _OTHER_WORDS.get(word[0], word[0]), pattern)
     if ours != pattern:
-        found = any(fnmatchcase(name, ours) for name in shapes)
-        if found:
+        if any(fnmatchcase(name, ours) for name in shapes):
             return f"the names are Hugging Face's: write '{ours}'"
         return _nearest(ours, shapes)
     if _PLAIN_LAYERS.fullmatch(pattern):
@@ -177,6 +178,6 @@ def _nearest(pattern: str, shapes: Mapping[str, Any]) -> str:
 
 def _error(config: Config, key: str, value: Any, rule: str, fix: str) -> UserError:
     parts = key.split(".")
-    # The line of the entry if it is known, else that of the list, else that of the section.
+    # The line of the entry; if it is unknown, the line of the list, then of the section.
     locations = (config.source.where(".".join(parts[:length])) for length in range(len(parts), 0, -1))
     return UserError(rule, where=next(filter(None, locations), ""), key=key, value=value, fix=fix)

@@ -19,7 +19,7 @@ from trainer.optim.base import Optimizer, expand_scale, scalar
 from trainer.optim.groups import ParameterGroup
 
 if TYPE_CHECKING:
-    from trainer.config import OptimizerConfig
+    from trainer.config.schema.optimizer import OptimizerConfig
     from trainer.parallel.sharding import OptimizerShard, ShardSpec
     from trainer.parallel.tensor import TensorShardedMatrices
     from trainer.storage.tensor_file import ArrayOrLazyArray
@@ -31,15 +31,15 @@ _EPS = 1e-7
 class Muon(Optimizer):
     """b = momentum b + g;  d = g + momentum b (nesterov) or b;  p = p - lr decay p - lr r orthogonal(d)
 
-    r = matched_adamw_rms sqrt(max(rows, columns)) gives an update the root mean square that AdamW's has; without it
-    r = sqrt(max(1, rows / columns)), Jordan's. AdamW updates the groups of another rule with the same learning rate.
-    `compiled` compiles the orthogonalisation, once for each shape.
+    r = matched_adamw_rms sqrt(max(rows, columns)) gives an update the root mean square of AdamW's updates. Without it
+    r = sqrt(max(1, rows / columns)), as in Jordan et al. AdamW updates the other groups with the same learning rate.
 
-    Where ranks have parts of a matrix or ranges of its momentum, they gather the direction of one matrix after the
-    other, each computes the same update, and each applies its part of it (Liu et al. 2025, section 2.3).
+    If ranks shard a matrix or its momentum, they gather the direction of one matrix after the other. Each rank computes
+    the same update and applies its shard of it (Liu et al. 2025, section 2.3).
 
     Args:
-        parts: Of matrices that tensor-parallel ranks share; None: they are whole.
+        compiled: Whether to compile the orthogonalisation, once for each shape.
+        parts: How tensor-parallel ranks shard matrices; None if they do not.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class Muon(Optimizer):
     ) -> None:
         super().__init__(parameters, groups, (), shards)
         self.parts = parts
-        own = {name for group in groups if group.optimizer == "Muon" for name in group.parameters}
-        self.matrices = {name: parameter for name, parameter in self.parameters.items() if name in own}
-        others = {name: parameter for name, parameter in self.parameters.items() if name not in own}
-        of_others = {name: shard for name, shard in self.shards.items() if name in others}
-        self.adamw = AdamW(others, groups, settings, shards=of_others)
+        by_muon = {name for group in groups if group.optimizer == "Muon" for name in group.parameters}
+        self.matrices = {name: parameter for name, parameter in self.parameters.items() if name in by_muon}
+        others = {name: parameter for name, parameter in self.parameters.items() if name not in by_muon}
+        other_shards = {name: shard for name, shard in self.shards.items() if name in others}
+        self.adamw = AdamW(others, groups, settings, shards=other_shards)
         buffers = {name: self.new_array(self.state_shape(name), f"momentum_buffer.{name}") for name in self.matrices}
         self.state = {"momentum_buffer": buffers, **self.adamw.state}
         self.momentum = scalar(settings.momentum)
@@ -73,13 +73,12 @@ class Muon(Optimizer):
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         self.updates += 1
-        given = dict(
-            zip(self.parameters, zip(gradients, expand_scale(scale, len(gradients)), strict=True), strict=True)
-        )
-        others = [given[name] for name in self.adamw.parameters]
-        self.adamw.update([gradient for gradient, _ in others], lr, [factor for _, factor in others])
+        gradient_of = dict(zip(self.parameters, gradients, strict=True))
+        scale_of = dict(zip(self.parameters, expand_scale(scale, len(gradients)), strict=True))
+        others = list(self.adamw.parameters)
+        self.adamw.update([gradient_of[name] for name in others], lr, [scale_of[name] for name in others])
         for name, matrix in self.matrices.items():
-            self.update_matrix(name, matrix, *given[name], lr)
+            self.update_matrix(name, matrix, gradient_of[name], scale_of[name], lr)
 
     def update_matrix(self, name: str, matrix: Parameter, gradient: Tensor, scale: float, lr: float) -> None:
         """Updates one matrix, or the matrices of a layer's experts [E, rows, columns], in place."""
@@ -94,6 +93,7 @@ class Muon(Optimizer):
         if self.nesterov:
             direction = gradient + buffer * self.momentum
         if shard is not None:
+            assert shard.gather is not None, "an optimizer whose state is sharded has this collective"
             direction = shard.gather(direction, matrix.size).reshape(matrix.shape)
         if self.parts is not None:
             direction = self.parts.unshard(name, direction)
@@ -108,23 +108,24 @@ class Muon(Optimizer):
         if shard is not None and shard.shards_weights:
             weights = self.local_slice(matrix, name)
             direction = self.local_slice(direction, name)
-        kept = weights
+        decayed = weights
         if self.decay[name]:
-            kept = weights * scalar(1 - lr * self.decay[name])
-        updated = kept - direction * step
-        if weights is matrix:
+            decayed = weights * scalar(1 - lr * self.decay[name])
+        updated = decayed - direction * step
+        if shard is None or weights is matrix:
             matrix.copy_(updated)
         else:
+            assert shard.all_gather is not None, "an optimizer whose state is sharded has this collective"
             shard.all_gather([matrix], [updated])
 
     def step_length(self, rows: int, columns: int) -> float:
-        """r of the class docstring."""
+        """Returns r of the class docstring for a matrix of this shape."""
         if self.rms is None:
             return math.sqrt(max(1.0, rows / columns))
         return self.rms * math.sqrt(max(rows, columns))
 
     def orthogonal(self, direction: Tensor) -> Tensor:
-        """Nearly U V^T of the singular value decomposition U S V^T: singular values between about 0.7 and 1.2."""
+        """Computes nearly U V^T of the singular value decomposition U S V^T: singular values of about 0.7 to 1.2."""
         tall = direction.shape[0] > direction.shape[1]
         x = direction
         if tall:
@@ -146,6 +147,6 @@ class Muon(Optimizer):
 
 
 def _newton_schulz(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    """a x + (b A + c A A) x with A = x x^T: the polynomial a s + b s^3 + c s^5 of each singular value s."""
+    """Computes a x + (b A + c A A) x with A = x x^T: a s + b s^3 + c s^5 of each singular value s."""
     square = P.MatMul(transpose_b=True)(x, x)
     return x * a + P.MatMul()(square * b + P.MatMul()(square, square) * c, x)

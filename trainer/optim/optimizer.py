@@ -1,4 +1,4 @@
-"""The optimizer that `optimizer.type` names: AdamW, SGD or Muon."""
+"""Builds the optimizer that `optimizer.type` names: AdamW, SGD or Muon."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.optim.muon import Muon
 from trainer.parallel.sharding import OptimizerShard
 
 if TYPE_CHECKING:
-    from trainer.config import OptimizerConfig
+    from trainer.config.schema.optimizer import OptimizerConfig
     from trainer.parallel.tensor import TensorShardedMatrices
 
 __all__ = ["SGD", "AdamW", "Muon", "Optimizer", "build_optimizer"]
@@ -49,9 +49,16 @@ def build_optimizer(
     shards: Mapping[str, OptimizerShard] | None = None,
     parts: TensorShardedMatrices | None = None,
 ) -> Optimizer:
-    """The optimizer that `optimizer.type` names; `groups` are those of `parameter_groups` for this type, `shards` as in
-    `Optimizer`. `compiled` and `parts` are for Muon.
+    """Builds the optimizer that `settings.type` names.
+
+    Args:
+        groups: The result of `parameter_groups` for this optimizer.
+        compiled: Whether Muon compiles its orthogonalisation.
+        shards: How ranks shard the state of each large parameter.
+        parts: How tensor-parallel ranks shard matrices, for Muon; None if they do not.
     """
     if settings.type == "Muon":
         return Muon(parameters, groups, settings, compiled, shards, parts)
-    return {"AdamW": AdamW, "SGD": SGD}[settings.type](parameters, groups, settings, shards=shards)
+    if settings.type == "SGD":
+        return SGD(parameters, groups, settings, shards)
+    return AdamW(parameters, groups, settings, shards=shards)

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple, NoReturn
 from trainer.errors import UserError
 
 Schedule = Callable[[int], float]
-"""Gives the learning rate of optimizer step ``step`` (0-based)."""
+"""Returns the learning rate of an optimizer step (0-based)."""
 
 
 class _Inputs(NamedTuple):
-    """Input of a builder: the YAML section, the total number of steps, and where a key was set."""
+    """The inputs of a builder: the YAML section, the total number of steps, and where a key was set."""
 
     section: Any
     total_steps: int
@@ -37,14 +37,13 @@ class _Inputs(NamedTuple):
 
 
 def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] = lambda key: "") -> Schedule:
-    """Builds the schedule of an ``lr_schedule`` section. It has no state: a resumed run needs only the step.
+    """Builds the schedule of an ``lr_schedule`` section; it has no state, so a resumed run needs only the step.
 
     Args:
         section: One of the schema's schedule types.
-        total_steps: Optimizer steps of the whole run (epochs x steps of the data set). ``section.total_steps``, when it
-            is neither -1 nor None, replaces it: after that many steps the schedule stays at its end value, however long
-            the run is.
-        where: Says where a dotted key was set (``configs/a.yaml:12``), for error messages.
+        total_steps: Optimizer steps of the run (epochs x steps of the data set). If ``section.total_steps`` is neither
+            -1 nor None, it replaces this number, and the schedule stays at its end value after that many steps.
+        where: Returns where a dotted key was set (``configs/a.yaml:12``), for error messages.
 
     Raises:
         UserError: The total is below 1, the type is unknown, or two keys contradict each other.
@@ -61,18 +60,17 @@ def build_schedule(section: Any, total_steps: int, where: Callable[[str], str] =
 
 
 def schedule_total_steps(section: Any, total_steps: int) -> int:
-    """T of the formulas: the section's own ``total_steps``, or the run's where the section says -1 or nothing."""
-    own = section.total_steps
-    if own is None or own == -1:
+    """Returns T of the formulas: the section's ``total_steps``, or the run's if the section has -1 or None."""
+    if section.total_steps is None or section.total_steps == -1:
         return total_steps
-    return own
+    return section.total_steps
 
 
 def warmup_steps(section: Any, total_steps: int) -> int:
-    """w of the formulas: ``int(warmup_ratio * T)`` when a ratio is given (even 0), else ``warmup_steps``, else 0.
+    """Returns w of the formulas: ``int(warmup_ratio * T)`` if a ratio is set (even 0), else ``warmup_steps``, else 0.
 
-    MindSpore Transformers' rule: the ratio wins over the number. It may exceed ``total_steps``; such a run ends within
-    its warm-up.
+    The ratio wins over the number, as in MindSpore Transformers. If w exceeds ``total_steps``, the run ends during its
+    warm-up.
     """
     if section.warmup_ratio is not None:
         return int(total_steps * section.warmup_ratio)
@@ -80,29 +78,35 @@ def warmup_steps(section: Any, total_steps: int) -> int:
 
 
 def first_full_step(section: Any, total_steps: int) -> int:
-    """The first step, from 0, that warm-up does not lower; 0 for a schedule without warm-up."""
+    """Returns the first step (from 0) after warm-up; 0 for a schedule without warm-up."""
     if "learning_rate" not in type(section).model_fields:
         return 0
     return warmup_steps(section, schedule_total_steps(section, total_steps))
 
 
 def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
-    """warmup_lr_init + (lr - warmup_lr_init) * t / w before step w; ``after(t)`` from step w on."""
+    """Returns warmup_lr_init + (lr - warmup_lr_init) * t / w before step w, and ``after(t)`` from step w on."""
     section = inputs.section
     steps = warmup_steps(section, inputs.total_steps)
     start = section.warmup_lr_init
     rise = section.learning_rate - section.warmup_lr_init
-    return lambda step: start + rise * step / steps if step < steps else after(step)
+
+    def learning_rate(step: int) -> float:
+        if step < steps:
+            return start + rise * step / steps
+        return after(step)
+
+    return learning_rate
 
 
 def _constant_warm_up(inputs: _Inputs) -> Schedule:
-    """ConstantWarmUpLR. After warm-up: lr."""
+    """Builds ConstantWarmUpLR. After warm-up: lr."""
     peak = inputs.section.learning_rate
     return _warm_up(inputs, lambda step: peak)
 
 
 def _linear_with_warm_up(inputs: _Inputs) -> Schedule:
-    """LinearWithWarmUpLR. After warm-up: lr * max(0, (T - t) / max(1, T - w)); the end is always 0."""
+    """Builds LinearWithWarmUpLR. After warm-up: lr * max(0, (T - t) / max(1, T - w)); the end is always 0."""
     peak = inputs.section.learning_rate
     total = inputs.total_steps
     steps = max(1, total - warmup_steps(inputs.section, total))
@@ -110,13 +114,15 @@ def _linear_with_warm_up(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_with_warm_up(inputs: _Inputs) -> Schedule:
-    """CosineWithWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 + cos(2 pi num_cycles (t - w) / (T - w))) / 2.
+    """Builds CosineWithWarmUpLR.
 
-    ``num_cycles`` counts whole waves over T - w steps: 0.5 falls once from lr to lr_end, 1.5 ends low after one more
-    peak. From step ``decay_steps`` on (default T, even when warm-up lasts longer) it is lr_end. As in MindSpore
-    Transformers ``decay_steps`` (or ``decay_ratio``, which wins over it; 0 means not given) only cuts the curve, it
-    does not squeeze the cosine; beyond T, where MindSpore Transformers' cosine would rise again, ours is lr_end. A cut
-    that falls within warm-up is an error (MindSpore Transformers drops to lr_end there).
+    After warm-up: lr_end + (lr - lr_end) * (1 + cos(2 pi num_cycles (t - w) / (T - w))) / 2.
+
+    ``num_cycles`` counts full waves over T - w steps: 0.5 falls once from lr to lr_end, 1.5 ends low after one more
+    peak. From step ``decay_steps`` on (default T, even if warm-up lasts longer) the learning rate is lr_end. As in
+    MindSpore Transformers, ``decay_steps`` cuts the curve and does not compress the cosine. ``decay_ratio`` wins over
+    it, and a ratio of 0 counts as not set. Beyond T, MindSpore Transformers' cosine would rise again; ours is lr_end.
+    A cut within warm-up is an error (MindSpore Transformers drops to lr_end there).
     """
     section = inputs.section
     return _cosine_until_cut(inputs, _steps(inputs, section.decay_steps, section.decay_ratio),
@@ -124,11 +130,11 @@ def _cosine_with_warm_up(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_with_restarts(inputs: _Inputs) -> Schedule:
-    """CosineWithRestartsAndWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 + cos(pi u)) / 2.
+    """Builds CosineWithRestartsAndWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 + cos(pi u)) / 2.
 
-    u is the fractional part of num_cycles (t - w) / (T - w): ``num_cycles`` falls from lr to lr_end, with a jump back
-    to lr between two of them. ``decay_steps`` and the end are those of CosineWithWarmUpLR (between T and a later
-    ``decay_steps`` MindSpore Transformers gives 0, ours lr_end).
+    u is the fractional part of num_cycles (t - w) / (T - w): the learning rate falls ``num_cycles`` times from lr to
+    lr_end and jumps back to lr in between. ``decay_steps`` and the end are as in CosineWithWarmUpLR. (Between T and a
+    later ``decay_steps`` MindSpore Transformers returns 0; ours returns lr_end.)
     """
     section = inputs.section
     return _cosine_until_cut(inputs, _steps(inputs, section.decay_steps, None),
@@ -136,7 +142,11 @@ def _cosine_with_restarts(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Callable[[float], float]) -> Schedule:
-    """The common part of both; ``half_waves`` turns the progress (t - w) / (T - w) into an angle in units of pi."""
+    """Builds a cosine that ends at ``decay_steps``.
+
+    Args:
+        half_waves: Converts the progress (t - w) / (T - w) to an angle in units of pi.
+    """
     section = inputs.section
     total = inputs.total_steps
     first = warmup_steps(section, total)
@@ -146,20 +156,28 @@ def _cosine_until_cut(inputs: _Inputs, decay_steps: int | None, half_waves: Call
     else:
         cut = min(decay_steps, total)
     if cut < min(first, total):
-        by_ratio = decay_steps != section.decay_steps
-        _refuse_inside_warm_up(inputs, "decay_ratio" if by_ratio else "decay_steps", "end", cut)
+        key = "decay_steps"
+        if decay_steps != section.decay_steps:
+            key = "decay_ratio"
+        _refuse_inside_warm_up(inputs, key, "end", cut)
     end = section.lr_end
     fall = section.learning_rate - section.lr_end
     curve = _warm_up(inputs, lambda step: end + fall * _half_cosine(half_waves((step - first) / steps)))
-    return lambda step: end if step >= cut else curve(step)
+
+    def learning_rate(step: int) -> float:
+        if step >= cut:
+            return end
+        return curve(step)
+
+    return learning_rate
 
 
 def _polynomial_with_warm_up(inputs: _Inputs) -> Schedule:
-    """PolynomialWithWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 - (t - w) / decay_steps) ** power.
+    """Builds PolynomialWithWarmUpLR. After warm-up: lr_end + (lr - lr_end) * (1 - (t - w) / decay_steps) ** power.
 
-    ``decay_steps`` is counted from the end of warm-up and defaults to max(1, T - w). After it, where MindSpore
-    Transformers' base turns negative (and with power 1 its learning rate too), ours is lr_end; beyond T both are
-    lr_end. ``lr_end`` must be below ``learning_rate``.
+    ``decay_steps`` counts from the end of warm-up and defaults to max(1, T - w). After it, MindSpore Transformers' base
+    becomes negative (and with power 1 its learning rate too); ours is lr_end. Beyond T both are lr_end. ``lr_end`` must
+    be below ``learning_rate``.
     """
     section = inputs.section
     total = inputs.total_steps
@@ -182,11 +200,11 @@ def _polynomial_with_warm_up(inputs: _Inputs) -> Schedule:
 
 
 def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
-    """WarmUpStableDecayLR (WSD). After warm-up lr, and from step s on lr - (lr - lr_end) * (t - s) / (T - s).
+    """Builds WarmUpStableDecayLR (WSD). After warm-up: lr; from step s on: lr - (lr - lr_end) * (t - s) / (T - s).
 
-    s is ``int(decay_start_ratio * T)`` when the ratio is given, otherwise ``decay_start_steps``; neither has a
-    default, here or in MindSpore Transformers. Beyond T, where MindSpore Transformers' line goes on below zero, ours is
-    lr_end. s before the end of warm-up is an error (MindSpore Transformers jumps).
+    s is ``int(decay_start_ratio * T)`` if the ratio is set, otherwise ``decay_start_steps``. Neither has a default,
+    here or in MindSpore Transformers. Beyond T, MindSpore Transformers' line falls below zero; ours stays at lr_end. If
+    s is before the end of warm-up, that is an error (MindSpore Transformers jumps).
     """
     section = inputs.section
     total = inputs.total_steps
@@ -199,8 +217,10 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
                         where=inputs.where("lr_schedule.type"), key="lr_schedule.type", value=section.type,
                         fix="add decay_start_ratio: 0.8 to decay over the last fifth of the run")
     if start < warmup_steps(section, total):
-        by_ratio = section.decay_start_ratio is not None
-        _refuse_inside_warm_up(inputs, "decay_start_ratio" if by_ratio else "decay_start_steps", "start", start)
+        key = "decay_start_steps"
+        if section.decay_start_ratio is not None:
+            key = "decay_start_ratio"
+        _refuse_inside_warm_up(inputs, key, "start", start)
     peak = section.learning_rate
     end = section.lr_end
     steps = max(1, total - start)
@@ -215,28 +235,26 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
 
 
 def _constant_with_cool_down(inputs: _Inputs) -> Schedule:
-    """ConstantWithCoolDownLR: warm-up, constant, cosine, constant, another constant (DeepSeek-V3, arXiv 2412.19437).
+    """Builds ConstantWithCoolDownLR: warm-up, constant, cosine, two constants (DeepSeek-V3, arXiv 2412.19437).
 
-    After warm-up: lr for ``keep_steps``; then over d = ``decay_steps`` steps lr_end1 + (lr - lr_end1) * (1 + cos(2 pi
-    num_cycles u / d)) / 2 with u the steps since then; then lr_end1 for ``final_steps``; then lr_end2 (None:
-    lr_end1). d is ``int(decay_ratio * T)`` when that is given and not 0, otherwise ``decay_steps``, by default T as
-    in MindSpore Transformers, so that without it the decay does not end within the run. An ``lr_end2`` of 0 is 0
-    (MindSpore Transformers takes it for None).
+    After warm-up: lr for ``keep_steps``; then, over d steps and with u the steps since their beginning,
+    lr_end1 + (lr - lr_end1) * (1 + cos(2 pi num_cycles u / d)) / 2; then lr_end1 for ``final_steps``; then lr_end2
+    (None: lr_end1). d is ``int(decay_ratio * T)`` if the ratio is set and not 0, otherwise ``decay_steps``. By default
+    d is T, as in MindSpore Transformers, so that the decay does not end within the run. An ``lr_end2`` of 0 is 0
+    (MindSpore Transformers treats it as None).
     """
     section = inputs.section
-    given = _steps(inputs, section.decay_steps, section.decay_ratio)
-    decay_steps = given
-    if given is None:
+    decay_steps = _steps(inputs, section.decay_steps, section.decay_ratio)
+    if decay_steps is None:
         decay_steps = inputs.total_steps
     decay_start = warmup_steps(section, inputs.total_steps) + (section.keep_steps or 0)
     decay_end = decay_start + decay_steps
     final_end = decay_end + (section.final_steps or 0)
     peak = section.learning_rate
     end = section.lr_end1
-    if section.lr_end2 is None:
+    last = section.lr_end2
+    if last is None:
         last = end
-    else:
-        last = section.lr_end2
 
     def phases(step: int) -> float:
         if step < decay_start:
@@ -251,9 +269,9 @@ def _constant_with_cool_down(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_annealing(inputs: _Inputs) -> Schedule:
-    """CosineAnnealingLR: eta_min + (base_lr - eta_min) * (1 + cos(pi t / t_max)) / 2 (arXiv 1608.03983).
+    """Builds CosineAnnealingLR: eta_min + (base_lr - eta_min) * (1 + cos(pi t / t_max)) / 2 (arXiv 1608.03983).
 
-    It has no warm-up and no end: after ``t_max`` steps it rises again, back to base_lr at 2 t_max. T plays no part.
+    There is no warm-up and no end: after ``t_max`` steps it rises again, up to base_lr at 2 t_max. T is not used.
     """
     section = inputs.section
     fall = section.base_lr - section.eta_min
@@ -261,11 +279,11 @@ def _cosine_annealing(inputs: _Inputs) -> Schedule:
 
 
 def _cosine_annealing_warm_restarts(inputs: _Inputs) -> Schedule:
-    """CosineAnnealingWarmRestarts: eta_min + (base_lr - eta_min) * (1 + cos(pi u / p)) / 2 (arXiv 1608.03983).
+    """Builds CosineAnnealingWarmRestarts: eta_min + (base_lr - eta_min) * (1 + cos(pi u / p)) / 2 (arXiv 1608.03983).
 
-    u counts the steps since the last restart; the period p is ``t_0`` first and ``t_mult`` times the one before after
-    each restart. No warm-up, no end, T plays no part. Restarts are found in whole numbers (MindSpore Transformers'
-    float32 logarithm may miss one by a step).
+    u counts the steps since the last restart. The period p is ``t_0`` at first and is multiplied by ``t_mult`` at each
+    restart. There is no warm-up and no end; T is not used. Restarts are computed with integers (MindSpore
+    Transformers' float32 logarithm may miss one by a step).
     """
     section = inputs.section
     low = section.eta_min or 0.0
@@ -285,15 +303,15 @@ def _cosine_annealing_warm_restarts(inputs: _Inputs) -> Schedule:
 
 
 def _half_cosine(half_waves: float) -> float:
-    """1 at an angle of 0, 0 at ``half_waves`` = 1 (an angle of pi), never below 0."""
+    """Returns 1 for an angle of 0, 0 for ``half_waves`` = 1 (an angle of pi), and never less than 0."""
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * half_waves)))
 
 
 def _steps(inputs: _Inputs, steps: int | None, ratio: float | None) -> int | None:
-    """The steps of a decay: ``max(1, int(ratio * T))`` when a ratio is given, otherwise ``steps``.
+    """Returns the steps of a decay: ``max(1, int(ratio * T))`` if a ratio is set, otherwise ``steps``.
 
-    A ratio of 0 counts as not given, as MindSpore Transformers' documentation says; its code would give a schedule that
-    is lr_end from step 0 on.
+    A ratio of 0 counts as not set, as MindSpore Transformers' documentation says; in its code the schedule would be
+    lr_end from step 0 on.
     """
     if ratio:
         return max(1, int(inputs.total_steps * ratio))

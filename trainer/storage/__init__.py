@@ -1,1 +1,1 @@
-"""What checkpoints and token files share: checksums, and JSON that is checked when it is read. No MindSpore."""
+"""Checksums, checked JSON and safetensors files, which checkpoints and token files share. No MindSpore."""

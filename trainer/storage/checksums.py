@@ -1,7 +1,7 @@
 """Checksums of files: XXH3 with 128 bits, the hash of xxHash, which is faster than any disk.
 
-`xxhsum -H2` prints the same. It finds every error of a disk or a copy; it is no protection against a person who can
-also write the checksum.
+`xxhsum -H2` prints the same checksums. They find every error of a disk or a copy. They do not protect against a person
+who can also write the checksum.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _BLOCK_BYTES = 1 << 20
 
 
 def checksum_of_bytes(content: bytes) -> str:
-    """The checksum that a file with this content has."""
+    """Returns the checksum of a file with this content."""
     return xxhash.xxh3_128_hexdigest(content)
 
 
 def checksum_of_file(path: Path) -> str:
-    """Reads a file for its checksum.
+    """Reads a file and returns its checksum.
 
     Raises:
         OSError: It cannot be read.
@@ -37,11 +37,11 @@ def checksum_of_file(path: Path) -> str:
 
 
 class PageChecks:
-    """Digests of the pages of a memory-mapped file, each of which is checked once, before it is first used.
+    """Checks each page of a memory-mapped file once, before it is first used.
 
     Args:
-        content: uint8 [bytes], the file.
-        digests: uint8 [pages, DIGEST_BYTES], see `page_digests`.
+        content: The file, uint8 [bytes].
+        digests: The expected digests of its pages, uint8 [pages, DIGEST_BYTES], as `page_digests` computes them.
     """
 
     PAGE_BYTES = 64 << 10
@@ -53,30 +53,31 @@ class PageChecks:
 
     @classmethod
     def count_pages(cls, size: int) -> int:
-        """Pages of a file of `size` bytes."""
+        """Returns the number of pages of a file of `size` bytes."""
         return -(-size // cls.PAGE_BYTES)
 
     def first_damaged_byte(self, starts: np.ndarray, ends: np.ndarray) -> int | None:
-        """The first byte of a damaged page among these ranges of bytes; None where all are whole."""
+        """Returns the first byte of the first damaged page in these ranges of bytes, or None if all are intact."""
         first = starts // self.PAGE_BYTES
         last = -(-ends // self.PAGE_BYTES)
-        # Almost always everything is checked already: a look at both ends of the ranges, which are short, says so.
+        # Almost always everything is checked already. A short range is, if both of its ends are.
         if self._is_checked[first].all() and self._is_checked[last - 1].all() and (last - first <= 2).all():
             return None
         for begin, end in zip(first.tolist(), last.tolist(), strict=True):
             for page in range(begin, end):
-                if not self._is_checked[page] and not self._is_whole(page):
+                if not self._is_checked[page] and not self._is_intact(page):
                     return page * self.PAGE_BYTES
                 self._is_checked[page] = True
         return None
 
-    def _is_whole(self, page: int) -> bool:
+    def _is_intact(self, page: int) -> bool:
         start = page * self.PAGE_BYTES
-        return xxhash.xxh3_128_digest(self._content[start : start + self.PAGE_BYTES]) == self._digests[page].tobytes()
+        content = self._content[start : start + self.PAGE_BYTES].data
+        return xxhash.xxh3_128_digest(content) == self._digests[page].tobytes()
 
 
 def page_digests(path: Path) -> Iterator[bytes]:
-    """The digests of a file's pages, for `PageChecks`."""
+    """Computes the digest of each page of a file, for `PageChecks`."""
     with path.open("rb") as file:
         while page := file.read(PageChecks.PAGE_BYTES):
             yield xxhash.xxh3_128_digest(page)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import reprlib
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 Count = Annotated[int, Field(ge=0, le=2**63 - 1)]
-"""How many of something: what fits 64 bits."""
+"""A count that fits 64 bits."""
 
 Checked = TypeVar("Checked")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -33,28 +33,28 @@ class StrictModel(BaseModel):
 
 
 class LenientModel(StrictModel):
-    """The same for files of other programs, which have more keys."""
+    """Base of the models of files that other programs write: unknown keys are kept."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def parse_json(content: bytes, model: type[Checked] | Any, name: str) -> Checked:
-    """The content of the file `name` as a value of `model`: a pydantic model or a type such as ``dict[str, Any]``.
+    """Parses the content of the file `name` into `model`: a pydantic model or a type such as ``dict[str, Any]``.
 
     Raises:
-        JsonError: It is no JSON, or has other fields or values.
+        JsonError: The content is not JSON, or its fields or values do not fit the model.
     """
     try:
         # Infinity and NaN may stand where any value may; the models refuse them in numbers that are used.
         parsed = from_json(content.removeprefix(_BYTE_ORDER_MARK), allow_inf_nan=True)
-        _refuse_twice(content, model)
+        _refuse_repeated_keys(content, model)
     except ValueError as error:
         raise JsonError(f"{name} is not valid JSON: {error}") from None
     return check_json(parsed, model, name)
 
 
-def _refuse_twice(content: bytes, model: Any) -> None:
-    """Raises a ValueError where an object has a key twice; in files of other programs the last one counts."""
+def _refuse_repeated_keys(content: bytes, model: Any) -> None:
+    """Raises a ValueError if an object has a key twice; in files of other programs the last one counts."""
     if LenientModel in getattr(model, "__mro__", ()):
         return
 
@@ -63,30 +63,33 @@ def _refuse_twice(content: bytes, model: Any) -> None:
             keys = [key for key, _ in pairs]
             raise ValueError(f"the key {_short(next(key for key in keys if keys.count(key) > 1))} stands twice")
 
-    def ignored(text: str) -> None:
-        """Numbers are not needed here, and may be too long for Python."""
+    def ignore(text: str) -> None:
+        """Skips a number: it is not needed here, and may be too long for Python."""
 
     text = content.removeprefix(_BYTE_ORDER_MARK).decode()
-    json.loads(text, object_pairs_hook=check, parse_int=ignored, parse_float=ignored, parse_constant=ignored)
+    json.loads(text, object_pairs_hook=check, parse_int=ignore, parse_float=ignore, parse_constant=ignore)
 
 
 def check_json(parsed: Any, model: type[Checked] | Any, name: str) -> Checked:
-    """`parse_json` for what is parsed already."""
+    """Converts a parsed JSON value into `model`; `name` is the file, for the message.
+
+    Raises:
+        JsonError: The fields or values do not fit the model.
+    """
     try:
-        return _adapter(model).validate_python(parsed)
+        adapter: TypeAdapter[Checked] = _adapter(cast(Any, model))
+        return adapter.validate_python(parsed)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)[0]
-        field = ".".join(map(str, first["loc"]))
-        more = ""
+        message = first["msg"].removeprefix("Value error, ")
+        message = message[:1].lower() + message[1:]
+        if first["loc"]:
+            message = f"{'.'.join(map(str, first['loc']))}: {message}"
+        if first["type"] not in ("missing", "value_error"):
+            message += f", found {_short(first['input'])}"
         if error.error_count() > 1:
-            more = f" (and {error.error_count() - 1} more problems)"
-        says = first["msg"].removeprefix("Value error, ")
-        says = says[:1].lower() + says[1:]
-        if first["type"] in ("missing", "value_error"):
-            found = ""
-        else:
-            found = f", found {_short(first['input'])}"
-        raise JsonError(f"{name}: {field + ': ' if field else ''}{says}{found}{more}") from None
+            message += f" (and {error.error_count() - 1} more problems)"
+        raise JsonError(f"{name}: {message}") from None
 
 
 @functools.cache
@@ -95,10 +98,9 @@ def _adapter(model: Any) -> TypeAdapter:
 
 
 def _short(value: Any) -> str:
-    """The value in a few words; Python refuses to print an integer of thousands of digits."""
+    """Describes a value in a few words; Python refuses to print an integer of thousands of digits."""
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
-    is_plain = value is None or isinstance(value, (str, int, float))
-    if is_plain:
+    if value is None or isinstance(value, (str, int, float)):
         return reprlib.repr(value)
     return f"a {type(value).__name__}"

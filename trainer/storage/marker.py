@@ -1,4 +1,4 @@
-"""The marker of a checkpoint, with the length and the checksum of each of its files, and reading a file against it."""
+"""The completion marker of a checkpoint, with the length and checksum of each file, and reading files against it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ Checksum = Annotated[str, Field(pattern=DIGEST_PATTERN)]
 
 
 class Marker(StrictModel):
-    """Content of the marker.
+    """The content of the marker.
 
     Attributes:
         step: Optimizer steps done.
         save_number: Grows with every save of a run.
         file_bytes: Length of each file.
-        checksums: Of each file, see `trainer.storage.checksums`; None in a checkpoint from before there were any.
-        part_checksums: Of the parts of large files, in checkpoints of earlier versions; they are not compared.
-        checksum: Of the marker itself without this field.
+        checksums: Checksum of each file; None in a checkpoint of a version that did not compute them.
+        part_checksums: Checksums of ranges of large files, in checkpoints of earlier versions; they are not compared.
+        checksum: Checksum of the marker itself, without this field.
     """
 
     step: Count
@@ -45,33 +45,33 @@ class Marker(StrictModel):
     def is_consistent(self) -> Marker:
         if self.checksums is None:
             if self.checksum is not None or self.part_checksums is not None:
-                raise ValueError("checksums is missing, and other checksums are there")
+                raise ValueError("checksums is missing, but other checksums are present")
             return self
         if self.checksums.keys() != self.file_bytes.keys():
-            raise ValueError("checksums and file_bytes name other files")
+            raise ValueError("checksums and file_bytes name different files")
         if self.checksum != _checksum_of(self.model_dump(exclude={"checksum"}, exclude_unset=True)):
-            raise ValueError("it has changed since it was written: its own checksum is another")
+            raise ValueError("it was modified: its field checksum does not match its content")
         return self
 
 
 def marker_content(marker: Mapping[str, Any]) -> bytes:
-    """The marker's file, for its fields without its own checksum."""
+    """Returns the content of the marker's file, for the marker's fields without `checksum`."""
     return (json.dumps({**marker, "checksum": _checksum_of(marker)}, indent=1) + "\n").encode()
 
 
 def _checksum_of(marker: Mapping[str, Any]) -> str:
-    """The marker's own checksum, for its fields without it."""
+    """Computes the checksum of the marker itself, for its fields without `checksum`."""
     return checksum_of_bytes(json.dumps(marker, sort_keys=True).encode())
 
 
 def matches_checksum(path: Path, marker: Marker, world: World = SINGLE_PROCESS) -> bool:
-    """Whether the checksum of a file that was saved with this marker is that of the marker.
+    """Compares the checksum of a file with that in the marker of its checkpoint.
 
-    The first rank of each host compares it. Where it finds another one it ends before the ranks of the job meet, and
-    then no rank begins to train.
+    Only the first rank of each host reads the file; the other ranks return True. If the checksums differ, that rank
+    ends before the ranks of the job connect, and then no rank begins to train.
 
     Raises:
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     if marker.checksums is None or world.local_rank > 0:
         return True
@@ -79,34 +79,39 @@ def matches_checksum(path: Path, marker: Marker, world: World = SINGLE_PROCESS) 
 
 
 def read_saved(path: Path, limit: int | None = None) -> bytes:
-    """The content of a file, which is checked where it was saved with a checkpoint.
+    """Reads a file, and checks it if a checkpoint's marker beside it names it.
 
     Raises:
-        OSError: As `trainer.input_files.read_bytes`, or the file is not what was saved.
+        OSError: The file cannot be read, has more than `limit` bytes, or differs from what was saved.
     """
     content = read_bytes(path, limit)
-    _check(path, len(content), lambda marker: checksum_of_bytes(content) == marker.checksums[path.name])
+    _check(path, len(content), lambda checksum: checksum_of_bytes(content) == checksum)
     return content
 
 
 def check_saved(path: Path, world: World = SINGLE_PROCESS) -> None:
-    """`read_saved` for a file that may be large, without its content; `world` as in `matches_checksum`."""
+    """Checks a file, which may be large, if a checkpoint's marker beside it names it.
+
+    Only the first rank of each host (`world`) computes its checksum.
+
+    Raises:
+        OSError: The file cannot be read, or differs from what was saved.
+    """
     with open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
-    _check(path, size, lambda marker: matches_checksum(path, marker, world))
+    _check(path, size, lambda checksum: world.local_rank > 0 or checksum_of_file(path) == checksum)
 
 
-def _check(path: Path, size: int, is_same: Callable[[Marker], bool]) -> None:
-    """Raises an OSError where a file was saved with a checkpoint, and not with this length and checksum."""
+def _check(path: Path, size: int, has_checksum: Callable[[str], bool]) -> None:
+    """Raises an OSError if a checkpoint's marker beside the file gives it another length or checksum."""
     try:
-        marker = parse_json(read_bytes(path.with_name(MARKER)), Marker, MARKER)
+        marker: Marker = parse_json(read_bytes(path.with_name(MARKER)), Marker, MARKER)
     except FileNotFoundError:
         return
     except (OSError, JsonError) as error:
         raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
-    has_checksum = path.name in (marker.checksums or {})
-    if size != marker.file_bytes.get(path.name, size) or (has_checksum and not is_same(marker)):
-        what = "length"
-        if has_checksum:
-            what = "checksum"
-        raise OSError(errno.EIO, f"it is not what was saved with the checkpoint: its {what} differs")
+    checksum = (marker.checksums or {}).get(path.name)
+    if size != marker.file_bytes.get(path.name, size):
+        raise OSError(errno.EIO, f"the length of {path.name} differs from the one in {MARKER}")
+    if checksum is not None and not has_checksum(checksum):
+        raise OSError(errno.EIO, f"the checksum of {path.name} differs from the one in {MARKER}")

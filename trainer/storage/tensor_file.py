@@ -1,8 +1,8 @@
-"""Writes and reads safetensors files: whole files with their checksum, or the parts of tensors that a rank has.
+"""Writes and reads safetensors files: complete files with their checksum, or the shards of tensors that a rank has.
 
-The library's own writer holds Python's lock until the whole file is written, so that nothing runs beside it, and for a
-checksum the file would have to be read again. Its reader maps the file into memory, of which a process then has as much
-as it has touched; here parts are read into their own arrays alone.
+The safetensors library's writer holds Python's lock until the file is complete, so that no other thread runs, and a
+checksum would need a second pass over the file. Its reader maps the file into memory and keeps every page that was
+touched. Here a shard is read into an array of its size.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _DTYPES = {code: np.dtype(name).newbyteorder("<") for name, code in CODES.items(
 _BUFFER_BYTES = 256 << 10
 _BLOCK_BYTES = 1 << 20
 _SPAN_BYTES = 4 << 20
-"""How many bytes of a file are read at once for what lies scattered among them."""
-_LENGTH_BYTES = 8  # of the length of the header, with which a file begins
+"""The most bytes of a file that are read at once to pick scattered ranges from them."""
+_LENGTH_BYTES = 8  # a file begins with the length of its header, in so many bytes
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of a file: its dtype in safetensors' words, its shape, and its size in bytes."""
+    """A tensor of a file."""
 
-    code: str
+    code: str  # its dtype, as safetensors writes it
     shape: tuple[int, ...]
     nbytes: int
 
@@ -51,40 +51,41 @@ ShardedTensors = Mapping[str, Sequence[ShardedArray]]
 
 
 def array_infos(arrays: Mapping[str, np.ndarray]) -> dict[str, TensorInfo]:
-    """The tensors of a file with these arrays, in its order.
+    """Describes the tensors of a file with these arrays, in the order of the file.
 
-    The largest items come first, as the library sorts them, so that every tensor begins at a multiple of its item size.
+    The largest item sizes come first, as in the library, so that every tensor begins at a multiple of its item size.
     """
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     return {name: TensorInfo(CODES[arrays[name].dtype.name], arrays[name].shape, arrays[name].nbytes) for name in names}
 
 
 def float32_infos(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, TensorInfo]:
-    """The tensors of a file with float32 arrays of these shapes, in its order."""
+    """Describes the tensors of a file with float32 arrays of these shapes, in the order of the file."""
     return {name: TensorInfo("F32", shapes[name], 4 * math.prod(shapes[name])) for name in sorted(shapes)}
 
 
 def build_header(entries: TensorInfos) -> tuple[bytes, dict[str, int]]:
-    """What a file of these tensors begins with, and where each tensor begins."""
-    # transformers asks for this word, in whose name it reads tensors without conversion.
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    """Builds the header of a file of these tensors; returns it with the byte at which each tensor begins."""
+    # transformers reads tensors without conversion only if the format is "pt".
+    content: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     offsets = {}
     for name, (code, shape, nbytes) in entries.items():
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
+        content[name] = {"dtype": code, "shape": list(shape), "data_offsets": [offset, offset + nbytes]}
         offsets[name] = offset
         offset += nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start = _LENGTH_BYTES + len(text)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text, {name: start + at for name, at in offsets.items()}
+    header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return header, {name: start + offset for name, offset in offsets.items()}
 
 
 def write_tensors(path: Path, entries: TensorInfos, arrays: Iterable[np.ndarray]) -> str:
-    """Writes the numbers of each entry, in order, each array when it is its turn; returns the file's checksum.
+    """Writes a file of these tensors and returns its checksum.
 
     Args:
-        arrays: Of any memory layout; one for each entry, or consecutive ranges of it.
+        arrays: One array for each tensor, in order, or consecutive ranges of its values; of any memory layout.
 
     Raises:
         OSError: The disk is full or cannot be written.
@@ -99,39 +100,40 @@ def write_tensors(path: Path, entries: TensorInfos, arrays: Iterable[np.ndarray]
     return checksum.hexdigest()
 
 
-def order_shards(entries: TensorInfos, pieces: ShardedTensors) -> Iterator[np.ndarray]:
-    """The numbers of pieces that make up whole tensors, as `write_tensors` takes them."""
+def order_shards(entries: TensorInfos, shards: ShardedTensors) -> Iterator[np.ndarray]:
+    """Yields the values of complete tensors, given by all of their shards, in the order for `write_tensors`."""
     for name in entries:
-        flat = [piece.array.reshape(-1) for piece in pieces[name]]
-        runs = ((*run, array) for piece, array in zip(pieces[name], flat, strict=True) for run in piece.spec.runs())
-        for _, at, count, array in sorted(runs, key=lambda run: run[0]):
-            yield array[at : at + count]
+        flat = [shard.array.reshape(-1) for shard in shards[name]]
+        runs = ((*run, array) for shard, array in zip(shards[name], flat, strict=True) for run in shard.spec.runs())
+        for _, start, count, array in sorted(runs, key=lambda run: run[0]):
+            yield array[start : start + count]
 
 
 def create_tensor_file(path: Path, entries: TensorInfos) -> None:
-    """Makes a file for these tensors, which `write_shards` fills."""
+    """Creates a file of the right size with a header for these tensors; `write_shards` writes their values."""
     header, _ = build_header(entries)
     with path.open("wb") as file:
         file.write(header)
         file.truncate(len(header) + sum(entry.nbytes for entry in entries.values()))
 
 
-def write_shards(path: Path, entries: TensorInfos, pieces: ShardedTensors) -> None:
-    """Writes pieces to their places in a file that `create_tensor_file` has made.
+def write_shards(path: Path, entries: TensorInfos, shards: ShardedTensors) -> None:
+    """Writes shards of tensors to their places in a file that `create_tensor_file` has created.
 
     Raises:
-        OSError: The file is not there, or the disk is full or cannot be written.
+        OSError: The file does not exist, or the disk is full or cannot be written.
     """
-    # For writing alone: of a file that is open for reading too, NFS writes whole pages, with what others write there.
+    # Write-only: if a file is open for reading too, NFS writes whole pages and overwrites what other ranks wrote there.
     descriptor = os.open(path, os.O_WRONLY)
     _, offsets = build_header(entries)
     try:
-        for name, of_tensor in pieces.items():
-            for part, array in of_tensor:
+        for name, tensor_shards in shards.items():
+            for spec, array in tensor_shards:
                 data = _bytes_of(array)
                 size = array.itemsize
-                for position, at, count in part.runs():
-                    _write_at(descriptor, data[at * size : (at + count) * size], offsets[name] + position * size)
+                for position, start, count in spec.runs():
+                    run = data[start * size : (start + count) * size]
+                    _write_at(descriptor, run, offsets[name] + position * size)
     finally:
         os.close(descriptor)
 
@@ -144,24 +146,28 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _bytes_of(array: np.ndarray) -> memoryview:
-    """An array's values in C order, little-endian; without a copy where they are so already."""
+    """Returns an array's values in C order, little-endian; they are copied only if the array has another layout."""
     plain = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
     if plain.size:
-        return memoryview(plain.reshape(-1).view(np.uint8))
+        return _memory_of(plain.reshape(-1))
     return memoryview(b"")
+
+
+def _memory_of(flat: np.ndarray) -> memoryview:
+    return flat.view(np.uint8).data
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
 class LazyArray:
-    """An array on a disk, or what is made of such arrays, of which parts are read.
+    """An array on a disk, or one composed of such arrays, whose values are read when they are needed.
 
-    A slice of it is one too, as a slice of an array of numpy is a view.
+    A slice of it is lazy too, like a view of a numpy array.
 
     Args:
-        shape: Of all of it.
-        read: Gives the numbers of a part, in the part's shape.
+        shape: The shape of the unsharded array.
+        read: Returns the values of a shard, in the shard's shape.
     """
 
     def __init__(self, shape: Sequence[int], read: Callable[[ShardSpec], np.ndarray]) -> None:
@@ -172,9 +178,11 @@ class LazyArray:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def read(self, part: ShardSpec | None = None) -> np.ndarray:
-        """The numbers of a part, or all of them, as an array of its own."""
-        return self._read(full_shard_spec(self.shape) if part is None else part)
+    def read(self, spec: ShardSpec | None = None) -> np.ndarray:
+        """Reads a shard, or everything, into a new array."""
+        if spec is None:
+            spec = full_shard_spec(self.shape)
+        return self._read(spec)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return self.read().astype(dtype, copy=False)
@@ -187,9 +195,9 @@ class LazyArray:
         keys += (slice(None),) * (self.ndim - len(keys))
         begins, ends, _ = zip(*(one.indices(size) for one, size in zip(keys, self.shape, strict=True)), strict=True)
 
-        def read(part: ShardSpec) -> np.ndarray:
-            start = tuple(begin + at for begin, at in zip(begins, part.shard.start, strict=True))
-            return self._read(ShardSpec(self.shape, Shard(start, part.shard.shape), part.flat_range))
+        def read(spec: ShardSpec) -> np.ndarray:
+            start = tuple(begin + at for begin, at in zip(begins, spec.shard.start, strict=True))
+            return self._read(ShardSpec(self.shape, Shard(start, spec.shard.shape), spec.flat_range))
 
         return LazyArray([max(0, end - begin) for begin, end in zip(begins, ends, strict=True)], read)
 
@@ -197,70 +205,84 @@ class LazyArray:
 ArrayOrLazyArray = np.ndarray | LazyArray
 
 
-def read_shard(array: ArrayOrLazyArray, part: ShardSpec | None = None) -> np.ndarray:
-    """The numbers of a part of an array, or all of them; of an array in memory without a copy where they lie together.
+def read_shard(array: ArrayOrLazyArray, spec: ShardSpec | None = None) -> np.ndarray:
+    """Returns the values of a shard of an array, or all values.
+
+    The result is a view if the array is in memory and the values are contiguous.
     """
     if isinstance(array, LazyArray):
-        return array.read(part)
-    if part is None:
+        return array.read(spec)
+    if spec is None:
         return array
-    own = part.shard.of(array.reshape(part.global_shape))
-    if part.flat_range is None:
-        return own
-    return own.reshape(-1)[part.flat_range]
+    shard = spec.shard.of(array.reshape(spec.global_shape))
+    if spec.flat_range is None:
+        return shard
+    return shard.reshape(-1)[spec.flat_range]
 
 
 def row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
-    """All of an array, some rows (of its first axis) at a time."""
+    """Reads an array some rows (of its first axis) at a time."""
     if not isinstance(array, LazyArray):
         yield array
         return
+    if not array.shape:
+        yield array.read()
+        return
     rows = max(1, _SPAN_BYTES // (4 * math.prod(array.shape[1:]) or 1))
-    for start in range(0, array.shape[0] if array.shape else 1, rows):
-        yield array[start : start + rows].read() if array.shape else array.read()
+    for start in range(0, array.shape[0], rows):
+        yield array[start : start + rows].read()
 
 
 def stack_arrays(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
-    """numpy.stack."""
-    if not isinstance(arrays[0], LazyArray):
+    """Stacks arrays like numpy.stack; the result is lazy if all arrays are."""
+    lazy = [array for array in arrays if isinstance(array, LazyArray)]
+    if len(lazy) < len(arrays):
         return np.stack(arrays)
-    return LazyArray((len(arrays), *arrays[0].shape), lambda part: _assemble(arrays, part, part.items()))
+    return LazyArray((len(lazy), *lazy[0].shape), lambda spec: _assemble(lazy, spec, spec.items()))
 
 
 def concatenate_arrays(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
-    """numpy.concatenate."""
-    if not isinstance(arrays[0], LazyArray):
+    """Concatenates arrays like numpy.concatenate; the result is lazy if all arrays are."""
+    lazy = [array for array in arrays if isinstance(array, LazyArray)]
+    if len(lazy) < len(arrays):
         return np.concatenate(arrays)
-    bounds = list(itertools.accumulate((array.shape[0] for array in arrays), initial=0))
-    shape = (bounds[-1], *arrays[0].shape[1:])
-    return LazyArray(shape, lambda part: _assemble(arrays, part, part.rows(bounds)))
+    bounds = list(itertools.accumulate((array.shape[0] for array in lazy), initial=0))
+    shape = (bounds[-1], *lazy[0].shape[1:])
+    return LazyArray(shape, lambda spec: _assemble(lazy, spec, spec.rows(bounds)))
 
 
 def _assemble(
-    arrays: Sequence[LazyArray], part: ShardSpec, found: Iterator[tuple[int, ShardSpec, slice]]
+    arrays: Sequence[LazyArray], spec: ShardSpec, blocks: Iterator[tuple[int, ShardSpec, slice]]
 ) -> np.ndarray:
-    whole: np.ndarray | None = None
-    for number, one, own in found:
-        values = arrays[number].read(one)
-        if whole is None:
-            whole = np.empty(part.size, values.dtype)
-        whole[own] = values.reshape(-1)
-    return (np.empty(0, np.float32) if whole is None else whole).reshape(part.shape)
+    """Reads a shard of a composed array, block by block.
+
+    Args:
+        blocks: The number of an array, the shard of it, and its range in the flattened result.
+    """
+    result: np.ndarray | None = None
+    for number, block, place in blocks:
+        values = arrays[number].read(block)
+        if result is None:
+            result = np.empty(spec.size, values.dtype)
+        result[place] = values.reshape(-1)
+    if result is None:
+        result = np.empty(0, np.float32)
+    return result.reshape(spec.shape)
 
 
 class TensorFile:
-    """A safetensors file that is open.
+    """An open safetensors file.
 
     Attributes:
-        entries: Its tensors.
+        entries: The tensors of the file, by name.
 
     Raises:
-        OSError: It cannot be read.
-        safetensors.SafetensorError: It is damaged.
+        OSError: The file cannot be read.
+        safetensors.SafetensorError: The file is damaged.
     """
 
     def __init__(self, path: Path) -> None:
-        with open_file(path) as file, safetensors.safe_open(path, "numpy"):  # which checks the header
+        with open_file(path) as file, safetensors.safe_open(path, "numpy"):  # the library checks the header
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header = json.loads(file.read(length))
             self._descriptor = os.dup(file.fileno())
@@ -274,33 +296,34 @@ class TensorFile:
             self._offsets[name] = _LENGTH_BYTES + length + begin
 
     def tensor(self, name: str) -> LazyArray:
-        """A tensor; its numbers are float32 where they are bfloat16 on the disk, which numpy lacks.
+        """Returns a tensor, whose values are read later; bfloat16 becomes float32, since numpy has no bfloat16.
 
-        Reading raises an OSError where the file has become shorter or cannot be read, and a TypeError for a dtype that
-        numpy lacks.
+        Reading it raises an OSError if the file has become shorter or cannot be read, and a TypeError if numpy lacks
+        the dtype.
         """
-        return LazyArray(self.entries[name].shape, lambda part: self._read(name, part))
+        return LazyArray(self.entries[name].shape, lambda spec: self._read(name, spec))
 
-    def _read(self, name: str, part: ShardSpec) -> np.ndarray:
+    def _read(self, name: str, spec: ShardSpec) -> np.ndarray:
         code = self.entries[name].code
         offset = self._offsets[name]
         if code not in _DTYPES:
             raise TypeError(f"numpy has no dtype {code}")
-        values = np.empty(part.size, _DTYPES[code])
+        values = np.empty(spec.size, _DTYPES[code])
         size = values.itemsize
-        data = memoryview(values.view(np.uint8))
-        for runs in _close_together(part.runs(), _SPAN_BYTES // size):
-            (first, at, count), last = runs[0], runs[-1]
+        data = _memory_of(values)
+        for runs in _close_together(spec.runs(), _SPAN_BYTES // size):
+            first, start, count = runs[0]
+            last = runs[-1]
             if len(runs) == 1:
-                self._fill(data[at * size : (at + count) * size], offset + first * size)
+                self._fill(data[start * size : (start + count) * size], offset + first * size)
                 continue
             span = np.empty(last[0] + last[2] - first, values.dtype)
-            self._fill(memoryview(span.view(np.uint8)), offset + first * size)
-            for position, at, count in runs:
-                values[at : at + count] = span[position - first : position - first + count]
+            self._fill(_memory_of(span), offset + first * size)
+            for position, start, count in runs:
+                values[start : start + count] = span[position - first : position - first + count]
         if code == BFLOAT16:
             values = as_float32(values)
-        return values.reshape(part.shape)
+        return values.reshape(spec.shape)
 
     def _fill(self, data: memoryview, offset: int) -> None:
         filled = 0
@@ -311,11 +334,11 @@ class TensorFile:
             filled += count
 
 
-def _close_together(runs: Iterable[tuple[int, int, int]], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Groups of consecutive runs that begin and end within so many numbers; a longer one is alone."""
+def _close_together(runs: Iterable[tuple[int, int, int]], limit: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Groups consecutive runs that span at most `limit` values; a longer run has its own group."""
     group: list[tuple[int, int, int]] = []
     for run in runs:
-        if group and run[0] + run[2] - group[0][0] > most:
+        if group and run[0] + run[2] - group[0][0] > limit:
             yield group
             group = []
         group.append(run)

@@ -1,4 +1,4 @@
-"""Opens files that may be compressed, and says what is wrong with damaged ones."""
+"""Opens files that may be compressed, and reports damaged ones."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import gzip
 import io
 import zlib
 from pathlib import Path
+from types import ModuleType
 from typing import BinaryIO, NamedTuple
 
 from trainer.data.source.files import DataSource, SourceFile, open_source_file, suffix_of, unreadable_error
 from trainer.errors import UserError
 
 DAMAGE = (OSError, EOFError, zlib.error)
-"""What reading a file raises where the file system fails, or compressed content is damaged or cut short."""
+"""The errors of reading a file: the file system fails, or compressed content is damaged or truncated."""
 
 
 class OpenFile(NamedTuple):
     """A file opened for reading."""
 
     stream: io.BufferedReader  # its content, decompressed
-    raw: BinaryIO  # its bytes on disk; ``raw.tell()`` says how many of them are read
+    raw: BinaryIO  # its bytes on disk; ``raw.tell()`` tells how many of them were read
 
     def __enter__(self) -> OpenFile:
         return self
@@ -30,12 +31,12 @@ class OpenFile(NamedTuple):
 
 
 def open_content(source: DataSource, file: SourceFile) -> OpenFile:
-    """Opens a file of the source for reading its content; ``.gz`` and ``.zst`` are decompressed.
+    """Opens a file of the source for reading; ``.gz`` and ``.zst`` are decompressed.
 
-    Reading it may raise the errors of `DAMAGE`, see `damage_error`.
+    Reading it may raise the errors of `DAMAGE`; `damage_error` turns them into a UserError.
 
     Raises:
-        UserError: It cannot be opened, or pyarrow is needed for it and missing.
+        UserError: The file cannot be opened, or it needs pyarrow, which is missing.
     """
     compression = suffix_of(file.path)[1]
     pyarrow = None
@@ -49,8 +50,8 @@ def open_content(source: DataSource, file: SourceFile) -> OpenFile:
     return OpenFile(raw, raw)
 
 
-def import_pyarrow(path: Path):
-    """Imports pyarrow, which only some formats need; raises a UserError that names `path` where it is missing."""
+def import_pyarrow(path: Path) -> ModuleType:
+    """Imports pyarrow, which only some formats need; raises a UserError that names `path` if it is missing."""
     try:
         import pyarrow
     except ImportError as error:
@@ -60,7 +61,7 @@ def import_pyarrow(path: Path):
 
 
 def damage_error(source: DataSource, file: SourceFile, error: Exception, where: str) -> UserError:
-    """The error for a file that failed to be read at `where` (``file:line`` or ``file: record N``)."""
+    """Returns the error for a file that could not be read at `where` (``file:line`` or ``file: record N``)."""
     compression = suffix_of(file.path)[1]
     if not compression or (isinstance(error, OSError) and error.errno is not None):
         return unreadable_error(file.path, error, source.key, source.where)

@@ -1,4 +1,4 @@
-"""Reads documents from text files, in pieces of bounded size."""
+"""Reads documents from text files, in chunks of bounded size."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _READ_BYTES = 1 << 20
 
 
 class TextChunk(NamedTuple):
-    """A part of a document."""
+    """A chunk of a document, or all of it."""
 
     text: bytes  # UTF-8, cut only between characters
-    ends_document: bool  # the next piece starts another document
-    source_bytes: int  # bytes of the source that this piece consumed, for progress
+    ends_document: bool  # the next chunk starts another document
+    source_bytes: int  # bytes of the source that this chunk consumed, for progress
 
 
 def read_text_chunks(source: DataSource, chunk_bytes: int) -> Iterator[TextChunk]:
-    """Reads a source of text files, a piece at a time.
+    """Reads a source of text files, a chunk at a time.
 
-    Empty documents are left out. A text file of more than `chunk_bytes` (at least 4) is split into pieces, at line ends
-    if it has any.
+    Empty documents are left out. A text file of more than `chunk_bytes` (at least 4) is split, at line ends if it has
+    any.
 
     Raises:
         UserError: A file is not UTF-8 text (with ``stdlib`` it is skipped).
@@ -37,11 +37,11 @@ def read_text_chunks(source: DataSource, chunk_bytes: int) -> Iterator[TextChunk
                 content = stream.read()
             if not is_text(content):
                 continue
-        yield from _text_pieces(source, file, chunk_bytes)
+        yield from _split_file(source, file, chunk_bytes)
 
 
 def is_text(content: bytes) -> bool:
-    """Whether `content` is UTF-8 text without NUL bytes."""
+    """Checks whether `content` is UTF-8 text without NUL bytes."""
     try:
         content.decode()
     except UnicodeDecodeError:
@@ -49,26 +49,26 @@ def is_text(content: bytes) -> bool:
     return b"\0" not in content
 
 
-def _text_pieces(source: DataSource, file: SourceFile, chunk_bytes: int) -> Iterator[TextChunk]:
-    """Splits one file into pieces; holds at most two chunks in memory."""
-    held = b""
-    held_at = 0
+def _split_file(source: DataSource, file: SourceFile, chunk_bytes: int) -> Iterator[TextChunk]:
+    """Splits one file into chunks; keeps at most two of them in memory."""
+    text = b""
+    offset = 0
     consumed_bytes = 0
     with open_content(source, file) as opened:
         while chunk := _read(source, file, opened.stream, chunk_bytes):
-            held += chunk
-            if len(held) <= chunk_bytes:
+            text += chunk
+            if len(text) <= chunk_bytes:
                 continue
-            cut = _split_point(held)
-            _check_text(source, file, held[:cut], held_at)
+            cut = _split_point(text)
+            _check_text(source, file, text[:cut], offset)
             read_bytes = opened.raw.tell() - consumed_bytes
             consumed_bytes += read_bytes
-            yield TextChunk(held[:cut], False, read_bytes)
-            held = held[cut:]
-            held_at = held_at + cut
-    if held:
-        _check_text(source, file, held, held_at)
-        yield TextChunk(held, True, file.size_bytes - consumed_bytes)
+            yield TextChunk(text[:cut], False, read_bytes)
+            text = text[cut:]
+            offset += cut
+    if text:
+        _check_text(source, file, text, offset)
+        yield TextChunk(text, True, file.size_bytes - consumed_bytes)
 
 
 def _read(source: DataSource, file: SourceFile, stream: BinaryIO, size_bytes: int) -> bytes:
@@ -81,7 +81,7 @@ def _read(source: DataSource, file: SourceFile, stream: BinaryIO, size_bytes: in
 def _split_point(text: bytes) -> int:
     """Finds where to split: before the last line that does not start with white space, else before the last character.
 
-    Tokenizers join white space across line ends but never a line end with the word after it, so a split there changes
+    Tokenizers join white space across line ends, but never a line end and the word after it. So a split there changes
     no token.
     """
     cut = text.rfind(b"\n", 0, len(text) - 1) + 1
@@ -107,13 +107,13 @@ def _check_text(source: DataSource, file: SourceFile, text: bytes, offset_bytes:
 
 
 def _not_text(source: DataSource, file: SourceFile, offset_bytes: int, reason: str) -> UserError:
-    """The error for a file that is not UTF-8 text; `offset_bytes` is the first wrong byte of its content."""
+    """Returns the error for a file that is not UTF-8 text; `offset_bytes` is the first wrong byte of its content."""
     with open_content(source, file) as opened:
         line = 1
-        left_bytes = offset_bytes
-        while left_bytes > 0 and (chunk := opened.stream.read(min(left_bytes, _READ_BYTES))):
+        remaining_bytes = offset_bytes
+        while remaining_bytes > 0 and (chunk := opened.stream.read(min(remaining_bytes, _READ_BYTES))):
             line += chunk.count(b"\n")
-            left_bytes -= len(chunk)
+            remaining_bytes -= len(chunk)
     return UserError(
         f"a text file must be UTF-8 text; {reason} at byte {offset_bytes}",
         where=f"{file.path}:{line}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import stat
 import sysconfig
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from trainer.errors import UserError, working_directory
 
@@ -20,13 +21,13 @@ _COMPRESSIONS = (".gz", ".zst")
 TEXT = "text"
 RECORDS = "records"
 
-# Not the standard library itself, or tests with deliberately broken text.
+# Folders that are not the standard library itself, or hold tests with deliberately broken text.
 _STDLIB_SKIPPED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib-dynload"}
 )
 _BESIDE_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json", "cache-*.arrow")
 _READ_BYTES = 1 << 20
-# A file that was written less than this before it was read may change again within the same time stamp.
+# A file that was written less than this time before it was read may change again within the same time stamp.
 STAMP_SETTLES_SECONDS = 2.0
 
 
@@ -44,8 +45,8 @@ class SourceFile(NamedTuple):
 class DataSource:
     """The files of one data set, in the order in which they are read, and how to read them.
 
-    `kind` is ``text`` (a file is a document), ``stdlib`` (the same, without files that are not UTF-8) or ``records`` (a
-    file holds records with named fields; the suffix of its name says in which format).
+    `kind` is ``text`` (each file is a document), ``stdlib`` (each UTF-8 file is a document) or ``records`` (a file has
+    records with named fields, in the format of its suffix).
     """
 
     kind: str
@@ -55,8 +56,8 @@ class DataSource:
     files: tuple[SourceFile, ...]  # at least one
     columns: Mapping[str, str] = field(default_factory=dict)  # our name of a field -> its name in the files
     skips_bad_records: bool = False
-    limit: int | None = None  # at most so many records; None for all
-    notes: tuple[str, ...] = ()  # what the user should know about the choice of files, as sentences
+    limit: int | None = None  # the most records to read; None for all
+    notes: tuple[str, ...] = ()  # sentences for the user about the choice of files
 
     @property
     def size_bytes(self) -> int:
@@ -64,13 +65,13 @@ class DataSource:
 
     @property
     def reading(self) -> str:
-        """Everything but the files that decides which samples are read, as a string to hash."""
+        """Returns all settings that decide which samples are read, as a string to hash."""
         columns = sorted(self.columns.items())
         return f"{self.kind} {columns} {self.skips_bad_records} {self.limit}"
 
 
 def suffix_of(path: Path) -> tuple[str, str]:
-    """The suffix that says the format of a file, and that of its compression (or an empty string), in lower case."""
+    """Returns the suffix of a file's format and the suffix of its compression (or an empty string), in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     if not suffixes or suffixes[-1] not in _COMPRESSIONS:
         return "".join(suffixes[-1:]), ""
@@ -78,9 +79,12 @@ def suffix_of(path: Path) -> tuple[str, str]:
 
 
 def matching_files(root: Path, patterns: Sequence[str], key: str, where: str) -> list[Path]:
-    """Lists the files under `root` whose name matches a pattern, sorted; hidden files and folders are left out.
+    """Lists the files under `root` whose name matches a pattern, sorted.
 
-    So is what a data set of Hugging Face has beside its data: descriptions and cached results.
+    Hidden files and folders are left out, and so are the descriptions and cached results of a Hugging Face data set.
+
+    Raises:
+        UserError: No file matches, or a folder cannot be read.
     """
 
     def keep_file(name: str) -> bool:
@@ -96,7 +100,7 @@ def matching_files(root: Path, patterns: Sequence[str], key: str, where: str) ->
 
 
 def stdlib_files(key: str, where: str) -> tuple[SourceFile, ...]:
-    """Lists the source code of this Python's standard library."""
+    """Lists the source files of this Python's standard library; raises a UserError if there are none."""
     root = Path(sysconfig.get_paths()[STDLIB])
     paths = []
     if root.is_dir():
@@ -117,11 +121,11 @@ def _walk(
     def fail(error: OSError) -> None:
         raise unreadable_error(Path(error.filename or root), error, key, where)
 
-    found = []
+    paths = []
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if keep_folder(name)]
-        found.extend(Path(folder, name) for name in names if keep_file(name))
-    return sorted(found, key=lambda path: path.parts)  # the order of paths, without comparing their parts one by one
+        paths.extend(Path(folder, name) for name in names if keep_file(name))
+    return sorted(paths, key=lambda path: path.parts)  # the same order as that of paths, but faster
 
 
 def _status(path: Path) -> SourceFile:
@@ -132,7 +136,7 @@ def _status(path: Path) -> SourceFile:
 
 
 def describe_file(path: Path, key: str, where: str) -> SourceFile:
-    """The file at `path`; raises a UserError where there is none, or it is neither a file nor readable."""
+    """Reads the metadata of a file; raises a UserError if it does not exist, is not a file or is not readable."""
     try:
         return _status(path)
     except FileNotFoundError:
@@ -146,14 +150,14 @@ def describe_file(path: Path, key: str, where: str) -> SourceFile:
 
 
 def unreadable_error(path: Path, error: Exception, key: str, where: str) -> UserError:
-    """The error for a file or folder that the file system does not let us read."""
+    """Returns the error for a file or folder that the file system does not let us read."""
     rule = f"it cannot be read ({getattr(error, 'strerror', None) or error})"
     fix = "make the file readable, or leave it out with data_loader.patterns"
     return UserError(rule, where=where, key=key, value=str(path), fix=fix)
 
 
-def open_source_file(source: DataSource, file: SourceFile):
-    """Opens a file of the source for reading its bytes as they are; raises a UserError where it cannot be opened."""
+def open_source_file(source: DataSource, file: SourceFile) -> io.BufferedReader:
+    """Opens a file of the source for reading its bytes as they are; raises a UserError if it cannot be opened."""
     try:
         return open(file.path, "rb")
     except OSError as error:
@@ -170,13 +174,13 @@ def stamp(source: DataSource, settings: str) -> str:
 
 
 def stamp_is_settled(source: DataSource, now_seconds: float) -> bool:
-    """Whether every file is old enough that its next change will change its time stamp."""
+    """Checks whether every file is old enough that its next change will change its time stamp."""
     newest_ns = max(max(file.mtime_ns, file.ctime_ns) for file in source.files)
     return newest_ns / 1e9 < now_seconds - STAMP_SETTLES_SECONDS
 
 
 def first_changed(source: DataSource) -> Path | None:
-    """Returns the first file whose metadata have changed since the source was listed; None without any."""
+    """Returns the first file whose metadata have changed since the source was listed, or None."""
     for file in source.files:
         try:
             if _status(file.path)[1:] != file[1:]:
@@ -188,20 +192,24 @@ def first_changed(source: DataSource) -> Path | None:
 
 def content_key(source: DataSource, settings: str) -> str:
     """Hashes the content of the files in order: equal for a copy elsewhere, different for any changed byte."""
-    whole = hashlib.sha256(settings.encode())
+    total = hashlib.sha256(settings.encode())
     for file in source.files:
         digest = hashlib.sha256()
         with open_source_file(source, file) as stream:
             for chunk in read_chunks(source, file, stream):
                 digest.update(chunk)
-        whole.update(digest.digest())
-        suffix, compression = suffix_of(file.path)  # they say how it is read
-        whole.update(f"{suffix if source.kind == RECORDS else ''}{compression}\n".encode())
-    return whole.hexdigest()
+        total.update(digest.digest())
+        suffix, compression = suffix_of(file.path)  # they decide how the file is read
+        if source.kind != RECORDS:
+            suffix = ""
+        total.update(f"{suffix}{compression}\n".encode())
+    return total.hexdigest()
 
 
-def read_chunks(source: DataSource, file: SourceFile, stream, chunk_bytes: int = _READ_BYTES) -> Iterable[bytes]:
-    """Reads an open file piece by piece; raises a UserError where the file system fails to read it."""
+def read_chunks(
+    source: DataSource, file: SourceFile, stream: BinaryIO, chunk_bytes: int = _READ_BYTES
+) -> Iterable[bytes]:
+    """Reads an open file chunk by chunk; raises a UserError if the file system fails."""
     while True:
         try:
             chunk = stream.read(chunk_bytes)
@@ -213,7 +221,7 @@ def read_chunks(source: DataSource, file: SourceFile, stream, chunk_bytes: int =
 
 
 def no_text_error(source: DataSource, num_skipped: int, first_skipped: str) -> UserError:
-    """The error for a source without a single character, of which `num_skipped` bad records were left out."""
+    """Returns the error for a source without any text, after `num_skipped` bad records were left out."""
     rule = "the data set holds no text: every file or record of it is empty"
     fix = "name files that contain text"
     if num_skipped:

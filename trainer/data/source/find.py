@@ -26,8 +26,8 @@ def find_sources(config: Config, section: str) -> tuple[tuple[DataSource, float]
     A section with ``dataset_dir`` has one source of weight 1.
 
     Raises:
-        UserError: Neither or both of ``dataset_dir`` and ``sources`` are set, a path does not exist or is neither a
-            file nor a folder, a folder has no matching file or not the split, or a file cannot be read.
+        UserError: Not exactly one of ``dataset_dir`` and ``sources`` is set. Or a path does not exist or is neither a
+            file nor a folder, a folder lacks matching files or the split, or a file cannot be read.
     """
     loader = getattr(config, section).data_loader
     prefix = f"{section}.data_loader"
@@ -44,7 +44,9 @@ def find_sources(config: Config, section: str) -> tuple[tuple[DataSource, float]
         return tuple((_source(config, section, item.path, key), item.weight) for key, item in items)
     if not loader.dataset_dir:
         where = where or config.source.where(f"{prefix}.type")
-        fix = "set dataset_dir" + (f", for example to {STDLIB}" if loader.type == "TextDataset" else "")
+        fix = "set dataset_dir"
+        if loader.type == "TextDataset":
+            fix += f", for example to {STDLIB}"
         raise UserError(f"{loader.type} needs a file or a folder", where=where, key=key, value="", fix=fix)
     return ((_source(config, section, loader.dataset_dir, key), 1.0),)
 
@@ -76,17 +78,17 @@ def _record_source(config: Config, section: str, request: Request) -> DataSource
     paths = [Path(os.path.expanduser(path)) for path in request.paths]
     notes = request.notes
     if len(paths) == 1 and os.path.isdir(paths[0]):
-        paths, told = _files_of_split(loader, section, paths[0], key, where)
-        notes = (*notes, *told)
+        paths, split_notes = _files_of_split(loader, section, paths[0], key, where)
+        notes = (*notes, *split_notes)
     elif not key.endswith("data_files") or not isinstance(loader.data_files, dict):
         _check_split(config, section, paths)
-    found = tuple(describe_file(path, key, where) for path in paths)
+    described = tuple(describe_file(path, key, where) for path in paths)
     skips = loader.bad_records == "skip"
-    return DataSource(RECORDS, request.name, key, where, found, request.columns, skips, request.limit, notes)
+    return DataSource(RECORDS, request.name, key, where, described, request.columns, skips, request.limit, notes)
 
 
 def _check_split(config: Config, section: str, paths: list[Path]) -> None:
-    """Refuses a split of files that do not say that they are this split: a file without a name of one is train."""
+    """Refuses `split` if the names of single files tell another split; a name that tells no split means train."""
     split = getattr(config, section).data_loader.split
     if split and any(split_of(Path(path.name)) != split for path in paths):
         key = f"{section}.data_loader.split"
@@ -98,7 +100,7 @@ def _check_split(config: Config, section: str, paths: list[Path]) -> None:
 def _files_of_split(
     loader: JsonlLoader, section: str, root: Path, key: str, where: str
 ) -> tuple[list[Path], tuple[str, ...]]:
-    """The files of the split of a folder that a section reads, and what to tell about the choice."""
+    """Returns the files of the split of a folder that a section reads, and notes about the choice."""
     splits = saved_splits(root, key, where)
     if splits is None:
         splits = named_splits(root, matching_files(root, loader.patterns, key, where))
@@ -106,5 +108,5 @@ def _files_of_split(
     others = [name for name in splits if name != split]
     if not others or loader.split:
         return splits[split], ()
-    told = f"{section} reads the split {split} of {root}, which also has {', '.join(others)}; set data_loader.split"
-    return splits[split], (f"{told} to choose another.",)
+    note = f"{section} reads the split {split} of {root}, which also has {', '.join(others)}; set data_loader.split"
+    return splits[split], (f"{note} to choose another.",)

@@ -1,4 +1,4 @@
-"""What the keys of an HFDataLoader mean: the arguments of Hugging Face's ``load_dataset``, for local files."""
+"""Reads the keys of an HFDataLoader: the arguments of Hugging Face's ``load_dataset``, for local files."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ _DOWNLOAD = "download it (hf download --repo-type dataset NAME --local-dir FOLDE
 
 
 class Request(NamedTuple):
-    """What an HFDataLoader reads."""
+    """The files that an HFDataLoader reads, and how."""
 
     name: str  # as the user wrote it, for messages
     key: str  # the key that names it
     paths: list[str]  # files, or one folder
     columns: dict[str, str]
-    limit: int | None  # at most so many records; None for all
-    notes: tuple[str, ...] = ()  # what of the keys is done in another way, as sentences
+    limit: int | None  # the most records to read; None for all
+    notes: tuple[str, ...] = ()  # sentences about keys that have another effect here
 
 
 def read_request(config: Config, section: str) -> Request:
     """Reads the keys of a section's HFDataLoader.
 
     Raises:
-        UserError: They name no local files, or ask for processing that is not built.
+        UserError: They name no local files, or request processing that is not supported.
     """
     loader = getattr(config, section).data_loader
-    columns, limit, notes = _handled(config, section, loader)
-    name, key, paths = _named(config, section, loader)
+    columns, limit, notes = _read_handlers(config, section, loader)
+    name, key, paths = _find_paths(config, section, loader)
     return Request(name, key, paths, columns, limit, notes)
 
 
-def _named(config: Config, section: str, loader: HuggingFaceLoader) -> tuple[str, str, list[str]]:
-    """What the keys name, the key that does, and the files or the folder."""
+def _find_paths(config: Config, section: str, loader: HuggingFaceLoader) -> tuple[str, str, list[str]]:
+    """Returns the name that the user wrote, its key, and the files or the folder."""
     prefix = f"{section}.data_loader"
     if loader.dataset_dir:
         return loader.dataset_dir, f"{prefix}.dataset_dir", [loader.dataset_dir]
@@ -71,27 +71,30 @@ def _named(config: Config, section: str, loader: HuggingFaceLoader) -> tuple[str
 
 
 def _data_files(config: Config, section: str) -> list[str]:
-    """The files that `data_files` names: a name, a list of names, or either for each split; names may be patterns."""
+    """Returns the files of `data_files`: a name, a list of names, or either for each split; names may be patterns."""
     loader = getattr(config, section).data_loader
     key = f"{section}.data_loader.data_files"
     where = config.source.where(key)
     names = loader.data_files
     if isinstance(names, dict):
+        usual = "test"
         if section == "train_dataset":
             usual = "train"
-        else:
-            usual = "test"
-            if "validation" in names:
-                usual = "validation"
+        elif "validation" in names:
+            usual = "validation"
         split = loader.split or usual
         if split not in names:
             rule = f"it names no files for the split {split}"
             fix = f"set {section}.data_loader.split"
             raise UserError(rule, where=where, key=key, value=sorted(names), fix=fix)
         names = names[split]
-    folder = loader.data_dir or ("" if loader.path in _BUILDERS else loader.path)
-    found: list[str] = []
-    for name in [names] if isinstance(names, str) else names:
+    folder = loader.data_dir or ""
+    if not folder and loader.path not in _BUILDERS:
+        folder = loader.path
+    if isinstance(names, str):
+        names = [names]
+    paths: list[str] = []
+    for name in names:
         path = os.path.join(folder, name)
         if glob.has_magic(path):
             matches = sorted(glob.glob(os.path.expanduser(path), recursive=True))
@@ -100,16 +103,16 @@ def _data_files(config: Config, section: str) -> list[str]:
         if not matches:
             fix = f"correct it; relative paths start at {Path.cwd()}"
             raise UserError("no file matches it", where=where, key=key, value=name, fix=fix)
-        found.extend(matches)
-    return found
+        paths.extend(matches)
+    return paths
 
 
-def _handled(
+def _read_handlers(
     config: Config, section: str, loader: HuggingFaceLoader
 ) -> tuple[dict[str, str], int | None, tuple[str, ...]]:
-    """The columns, the limit and the notes that the handlers, steps of processing in their order, come to."""
-    columns = dict(loader.columns)
-    limit = None
+    """Combines the handlers, which are steps of processing in order, to columns, a limit and notes."""
+    columns: dict[str, str] = {ours: theirs for ours, theirs in loader.columns.items()}
+    limit: int | None = None
     notes = []
     for number, (kind, handler) in enumerate(handler_steps(loader.handler)):
         key = f"{section}.data_loader.handler.{number}"
@@ -131,20 +134,20 @@ def _handled(
 
 
 def handler_steps(handlers: list[dict[str, Any]] | Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Kind and keys of each step of an HFDataLoader's processing, however they are written."""
+    """Returns the kind and the keys of each step of an HFDataLoader's processing, in either form of the YAML."""
     if isinstance(handlers, list):
         return [(str(handler.get("type", "")), handler) for handler in handlers]
     return [(kind, handler or {}) for kind, handler in handlers.items()]
 
 
 def _check_alpaca(config: Config, section: str, handler: dict[str, Any], key: str, where: str) -> None:
-    """Refuses a tokenizer that only the handler names."""
+    """Refuses a handler's tokenizer if no section sets one."""
     tokenizer = handler.get("tokenizer") or {}
     folder = tokenizer
     if isinstance(tokenizer, dict):
         folder = tokenizer.get("pretrained_model_dir")
-    own = getattr(config, section).tokenizer.type != "bytes" or config.train_dataset.tokenizer.type != "bytes"
-    if folder and not own and not config.pretrained_model_dir:
+    types = {getattr(config, section).tokenizer.type, config.train_dataset.tokenizer.type}
+    if folder and types == {"bytes"} and not config.pretrained_model_dir:
         rule = "the tokenizer of a handler is not read"
         fix = f"write train_dataset.tokenizer: {{type: huggingface, path: {folder}}}"
         raise UserError(rule, where=where, key=f"{key}.tokenizer", value=folder, fix=fix)

@@ -27,7 +27,7 @@ import numpy as np
 from trainer.errors import UserError
 
 DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 6: np.float64, 7: np.float32, 8: np.uint16}
-"""The types that the code of an index names; the two of floats are no tokens."""
+"""The type of each code in an index; tokens are never floats."""
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -53,7 +53,7 @@ class IndexedTokens:
     lengths: np.ndarray  # int32 [documents], tokens of each
 
     def token_range(self) -> tuple[int, int]:
-        """The smallest and the largest token; of a file beyond 64 Mi tokens, of parts that are spread over it."""
+        """Returns the smallest and the largest token; in a file beyond 64 Mi tokens, of samples spread over it."""
         parts = [self.tokens]
         if len(self.tokens) > _SCANNED_TOKENS:
             size = _SCANNED_TOKENS // _PIECES
@@ -61,7 +61,7 @@ class IndexedTokens:
         return int(min(part.min() for part in parts)), int(max(part.max() for part in parts))
 
     def sample_bytes(self) -> Iterable[bytes]:
-        """The lengths of the documents and pieces of the tokens that are spread over the file, to recognise them."""
+        """Yields the lengths of the documents and samples of the tokens spread over the file, to identify it."""
         yield np.ascontiguousarray(self.lengths).tobytes()
         size = _PIECE_BYTES // self.tokens.itemsize
         for start in self._spread(size):
@@ -76,8 +76,8 @@ def open_indexed(prefix: str, location: Location) -> IndexedTokens:
     """Opens `prefix`.idx and `prefix`.bin.
 
     Raises:
-        UserError: One of them is missing or unreadable, the index is not one, is truncated or has a type that is not a
-            token's, or the ``.bin`` has another length than the index says.
+        UserError: One of them is missing or unreadable. Or the ``.idx`` is truncated, is not an index or has a type
+            that is not an integer, or the ``.bin`` has another length than the index says.
     """
     root = os.path.expanduser(prefix)
     index = Path(f"{root}.idx")
@@ -137,7 +137,7 @@ def open_indexed(prefix: str, location: Location) -> IndexedTokens:
 def write_indexed(prefix: Path, documents: Iterable[np.ndarray], vocab_size: int) -> int:
     """Writes documents as Megatron-LM does, with uint16 below 65,500 ids and int32 from there on; returns their number.
 
-    The index comes last and under its name only when it is whole: a writer that is killed leaves no pair of files.
+    The index is written last and renamed when it is complete: a writer that is killed leaves no pair of files.
     """
     code = 4
     if vocab_size < 65500:

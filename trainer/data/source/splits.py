@@ -1,4 +1,4 @@
-"""Which files of a folder belong to which split (train, validation, test) of a data set."""
+"""Finds which files of a folder belong to which split (train, validation, test) of a data set."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 """The words in a file's name by which Hugging Face datasets tells its split."""
-_PREFERRED = {"train_dataset": ("train",), "eval_dataset": ("validation", "test")}
+_PREFERRED: dict[str, tuple[str, ...]] = {"train_dataset": ("train",), "eval_dataset": ("validation", "test")}
 _SAVE_FIX = "save it anew with save_to_disk"
 
 
 def saved_splits(root: Path, key: str, where: str) -> dict[str, list[Path]] | None:
-    """The files of each split of a folder that ``save_to_disk`` of Hugging Face datasets wrote; None for any other.
+    """Returns the files of each split in a folder of Hugging Face datasets' ``save_to_disk``; None for other folders.
 
-    A single data set that does not know its split has it under an empty name.
+    A single data set that does not name its split is under an empty name.
 
     Raises:
-        UserError: Its description cannot be read.
+        UserError: The description of the data set cannot be read.
     """
     if (root / _DICT).is_file():
         names = _description(root / _DICT, "splits", key, where)["splits"]
@@ -42,7 +42,7 @@ def saved_splits(root: Path, key: str, where: str) -> dict[str, list[Path]] | No
 
 
 def _saved_files(folder: Path, key: str, where: str) -> tuple[str, list[Path]]:
-    """The split of one saved data set, and its files in order."""
+    """Returns the split of one saved data set, and its files in order."""
     path = folder / _STATE
     state = _description(path, "_data_files", key, where)
     if state.get("_indices_data_files"):
@@ -56,7 +56,7 @@ def _saved_files(folder: Path, key: str, where: str) -> tuple[str, list[Path]]:
 
 
 def _description(path: Path, field: str, key: str, where: str) -> dict[str, Any]:
-    """The content of a JSON file that describes a data set: an object in which `field` is a list."""
+    """Reads a JSON file that describes a data set: an object in which `field` is a list."""
     try:
         content = json.loads(read_bytes(path))
     except OSError as error:
@@ -70,7 +70,7 @@ def _description(path: Path, field: str, key: str, where: str) -> dict[str, Any]
 
 
 def named_splits(root: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
-    """Files by the split that their names below `root` tell; files whose names tell none are training data."""
+    """Groups files by the split that their paths below `root` name; files without one are training data."""
     splits: dict[str, list[Path]] = {}
     for path in paths:
         splits.setdefault(split_of(path.relative_to(root)), []).append(path)
@@ -78,7 +78,7 @@ def named_splits(root: Path, paths: Iterable[Path]) -> dict[str, list[Path]]:
 
 
 def split_of(path: Path) -> str:
-    """The split by a word of the file's name, else of its folders', from the last to the first."""
+    """Returns the split that a word of the file's name tells, or else a word of its folders, from last to first."""
     for part in reversed(path.parts):
         words = set(re.split("[^a-z]+", part.lower()))
         for split, names in _WORDS.items():
@@ -87,18 +87,24 @@ def split_of(path: Path) -> str:
     return "train"
 
 
-def choose_split(splits: dict[str, list[Path]], wanted: str, section: str, key: str, where: str) -> str:
-    """The split that a section reads: `wanted` if it is set, the only one, or the usual one for the section.
+def choose_split(splits: dict[str, list[Path]], requested: str, section: str, key: str, where: str) -> str:
+    """Returns the split that a section reads: `requested` if set, or the only one, or the section's usual one.
 
     Raises:
-        UserError: The one wanted does not exist, or none is the usual one.
+        UserError: The requested split does not exist, or there are several splits and none is the usual one.
     """
     names = list(splits)
-    if names == [""] or (not wanted and len(names) == 1):
+    if names == [""] or (not requested and len(names) == 1):
         return names[0]
-    for name in (wanted,) if wanted else _PREFERRED[section]:
+    candidates = _PREFERRED[section]
+    if requested:
+        candidates = (requested,)
+    for name in candidates:
         if name in splits:
             return name
     rule = f"the folder has the split{'s' * (len(names) > 1)} {', '.join(names)}"
-    rule += f", and not {wanted}" if wanted else f", and none is the usual one for {section}"
+    if requested:
+        rule += f", and not {requested}"
+    else:
+        rule += f", and none is the usual one for {section}"
     raise UserError(rule, where=where, key=key, fix=f"set {section}.data_loader.split to one of them")
