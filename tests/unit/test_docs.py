@@ -38,6 +38,7 @@ PAGES = {str(path.relative_to(REPOSITORY)): path.read_text(encoding="utf-8") for
 README, LAUNCH = PAGES["README.md"], PAGES["docs/launch.md"]
 MAX_README_LINES = 220
 MAX_IMAGE_BYTES = 150_000
+MAX_SENTENCE_WORDS = 30
 CONFIGS = sorted(path.name for path in (REPOSITORY / "configs").glob("*.yaml"))
 WITHOUT_CONFIG = ("doctor", "schema")
 OF_RUNS = {"compare": ("--loss", "--output"), "runs": ()}  # their options with a value
@@ -73,6 +74,21 @@ def blocks(kind: str, page: str = "") -> list[str]:
 def prose(page: str) -> str:
     """A page without its fenced blocks."""
     return _FENCE.sub("", PAGES[page])
+
+
+def sentences(page: str) -> list[str]:
+    """Splits the prose of a page: paragraphs and list items, without tables, headings and images."""
+    paragraphs = [""]
+    for line in prose(page).splitlines():
+        text = line.strip()
+        item = re.match(r"(?:[-*>]|\d+\.) +(.*)", text)
+        if not text or text.startswith(("#", "|", "<", "![")):
+            paragraphs.append("")
+        elif item:
+            paragraphs.append(item[1])
+        else:
+            paragraphs[-1] += f" {text}"
+    return [sentence for paragraph in paragraphs for sentence in re.split(r"(?<=[.!?])[*)]*\s+", paragraph)]
 
 
 def run_with_stubs(script: str, folder: Path) -> list[list[str]]:
@@ -308,6 +324,21 @@ def test_every_file_of_the_repository_that_is_named_exists() -> None:
             assert (REPOSITORY / name).exists(), (page, name)
 
 
+def test_every_name_of_the_code_in_contributing_exists() -> None:
+    """Finds names in backquotes, such as `Monitor` or `build_optimizer`, as words of the sources."""
+    folders = [REPOSITORY / folder for folder in ("trainer", "tests", "scripts")]
+    sources = [path.read_text(encoding="utf-8") for folder in folders for path in folder.rglob("*.py")]
+    words = {word for source in sources for word in re.findall(r"\w+", source)}
+    named = set(re.findall(r"`(\w+)`", prose("CONTRIBUTING.md")))
+    assert len(named) > 20
+    assert sorted(named - words) == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/flags.md"])
+def test_no_sentence_is_long(page: str) -> None:
+    assert [sentence for sentence in sentences(page) if len(sentence.split()) > MAX_SENTENCE_WORDS] == []
+
+
 def titles(page: str) -> list[str]:
     """The anchors of the headings of a page, as GitHub makes them."""
     found = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
@@ -332,9 +363,9 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert [page for page in PAGES if page not in linked] == ["README.md"]
 
 
-def test_every_page_starts_by_saying_what_it_is_for() -> None:
+def test_every_page_starts_with_what_a_reader_came_for() -> None:
     for page, text in PAGES.items():
-        assert re.match(r"# .+\n\n(\*\*)?[A-Za-z]", text), page
+        assert re.match(r"# .+\n\n(\*\*)?(?!This page)[A-Za-z]", text), page
 
 
 def test_the_readme_stays_short() -> None:
