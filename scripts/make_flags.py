@@ -55,7 +55,7 @@ run_trainer.py schema
 NAMED = """\
 ## Named flags
 
-Each named flag sets one key. Dashes and underscores are interchangeable. Every other key is available as a flag under its
+Each named flag sets one key. Dashes and underscores are interchangeable. Every other key is a flag under its
 [dotted name](configuration.md#every-key-is-a-flag)."""
 KEYS = """\
 ## Keys
