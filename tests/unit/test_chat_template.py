@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -410,6 +413,47 @@ def test_an_endless_template_ends(tmp_path, monkeypatch, kind):
     path.write_text("\n" + ENDLESS[kind], encoding="utf-8")
     with pytest.raises(UserError, match=r"own.jinja(:2)?: the chat template does not end on this conversation: it "):
         load(tmp_path, chat_template=str(path))[1].render(MULTI)
+
+
+GIGABYTES = (
+    "{{ '%2000000000d' % 1 }}", "{{ '%*d' % (2000000000, 1) }}", "{{ '%.2000000000f' % 1.5 }}",
+    "{{ '%2000000000d' | format(1) }}", "{{ '{:2000000000}'.format(1) }}", "{{ '{:{w}}'.format(1, w=2000000000) }}",
+    "{{ 'x' | center(2000000000) }}", "{{ 'x\\ny' | indent(2000000000) }}", "{{ 'x' | indent(2000000000, true) }}",
+    "{{ ('x' * 50000) | replace('x', 'y' * 50000) }}", "{{ ('x' * 50000).replace('x', 'y' * 50000) }}",
+    "{{ ('x' * 50000) | join('y' * 50000) }}", "{{ ('y' * 50000).join('x' * 50000) }}",
+    "{{ [1] | batch(2000000000, 'x') | list }}", "{{ [1] | tojson(indent=2000000000) }}",
+    "{{ ('\\t' * 50000).expandtabs(50000) }}", "{{ ('x ' * 50000) | wordwrap(1, wrapstring='y' * 50000) }}",
+    "{% set x = 'x' * 60000000 %}{% set y = " + " ~ ".join(["x"] * 40) + " %}",
+    "{% set x = 'x' * 60000000 %}{% set y %}{% for i in range(40) %}{{ x }}{% endfor %}{% endset %}",
+    "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}{% endfor %}",
+    "{% set ns = namespace(x=3) %}{% for i in range(9999999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+)  # fmt: skip
+RENDER_ALL = """
+import json, resource, sys
+from trainer.data.tokens import template_engine
+
+template_engine.MAX_MEMORY_BYTES = 1 << 27
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+outcomes = []
+for source in json.load(sys.stdin):
+    try:
+        template_engine.render(template_engine.compile_template(source), {})
+        outcomes.append("it was rendered: " + source)
+    except template_engine.Unbounded as error:
+        outcomes.append(template_engine.line_of(error))
+limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+print(json.dumps([outcomes, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, limit]))
+"""
+
+
+def test_a_template_that_asks_for_gigabytes_does_not_get_them():
+    process = subprocess.run([sys.executable, "-c", RENDER_ALL], input=json.dumps(GIGABYTES), text=True,
+                             capture_output=True, timeout=300)  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    outcomes, added_mib, limit = json.loads(process.stdout)
+    assert outcomes == [1] * len(GIGABYTES)
+    assert added_mib < 192, f"{added_mib} MiB"
+    assert limit == resource.getrlimit(resource.RLIMIT_AS)[0]
 
 
 def test_generation_blocks_in_macros_and_conditions_are_the_spans(tmp_path):

@@ -207,16 +207,16 @@ def test_files_without_tokens_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("paths", "keys", "key", "rule"),
     [
-        (["a"], {"seq_length": 32}, "config.seq_length", "model.model_config.seq_length is 16"),
+        (["a"], {"seq_length": 32}, "config.seq_length", "must equal model.model_config.seq_length (16)"),
         ([], {}, "config.data_path", "it names no files"),
         (["1", "a", "x", "b"], {}, "config.data_path", "weights and paths alternate"),
         (["1", "a", "0", "b"], {}, "config.data_path", "a weight is a number above 0"),
         (["1", "a", "1", "b"], {}, "sizes", "files with weights need a number of samples"),
         (["a"], {"loader": {"sizes": [0, 1, 0]}}, "sizes", "train_dataset reads train, and that has no samples"),
-        (["a"], {"split": "x"}, "config.split", "up to three numbers"),
+        (["a"], {"split": "x"}, "config.split", "split must list one to three numbers"),
         (["a"], {"split": "0, 1"}, "config.split", "reads train, and that has no share"),
         (["a"], {"split": "0.001, 1"}, "config.split", "train has 0 of the 40 documents of"),
-        (["a"], {"reset_position_ids": True}, "config.reset_position_ids", "eod does not name it"),
+        (["a"], {"reset_position_ids": True}, "config.reset_position_ids", "eod is not set"),
         (["a"], {"eod": 7, "reset_attention_mask": True, "create_attention_mask": False},
          "config.reset_attention_mask", "would have no effect"),
         (["a"], {"eod": 7, "pad": 7}, "config.pad", "it is the token eod too"),
@@ -248,7 +248,7 @@ def test_a_token_that_only_the_run_finds_ends_it(tmp_path, files, monkeypatch):
 
 def test_padding_tokens_may_be_negative_others_not(tmp_path):
     write_indexed(tmp_path / "n", [np.array([1, 2, -5, 4] * 10)], 70_000)
-    with pytest.raises(UserError, match="the files hold token id -5"):
+    with pytest.raises(UserError, match="the files contain token id -5"):
         dataset_of(tmp_path, tmp_path, str(tmp_path / "n"))
     batch = dataset_of(tmp_path, tmp_path, str(tmp_path / "n"), pad=-5).batch([0])
     assert batch.input_ids.min() == 0 and (batch.labels == IGNORE_INDEX).sum() == 4

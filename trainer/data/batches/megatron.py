@@ -212,9 +212,9 @@ class MegatronDataset:
         self.num_tokens = num_sequences * self.seq_length
         self.num_documents = sum(len(part.lengths) for part in parts)
         self.has_boundaries = masking.separate_documents
-        self.least_token_id, self.max_token_id = (
-            found(part.indexed.token_range()[end] for part in parts) for end, found in ((0, min), (1, max))
-        )
+        token_ranges = [part.indexed.token_range() for part in parts]
+        self.min_token_id = min(smallest for smallest, _ in token_ranges)
+        self.max_token_id = max(largest for _, largest in token_ranges)
         # The name that the class had when the first data sets were hashed.
         described = repr(masking).replace("EodMasking", "Masking", 1)
         digest = hashlib.sha256(f"{settings} {described}".encode())

@@ -1,10 +1,10 @@
-"""From the keys of a BlendedMegatronDatasetDataLoader to its data set; they mean what they mean in Megatron-LM."""
+"""Builds the data set of a BlendedMegatronDatasetDataLoader, whose keys have their meaning of Megatron-LM."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from trainer.config.schema.data import MegatronConfig, MegatronLoader
 
 _PHASES = ("train", "valid", "test")
-_OWN_KEYS = ("train_data_path", "valid_data_path", "test_data_path")
+_PHASE_KEYS = ("train_data_path", "valid_data_path", "test_data_path")
 _SURPLUS = 0.005
-"""How many more samples of each file of a blend are made than its weight asks for, as in Megatron-LM."""
+"""The fraction of samples that each file of a blend makes beyond its weight, as in Megatron-LM."""
 
 
 class _Blend(NamedTuple):
@@ -29,24 +29,23 @@ class _Blend(NamedTuple):
     location: Location
     prefixes: list[str]
     weights: list[float] | None
-    own: bool  # of this phase alone: read whole
+    is_for_phase: bool  # the files belong to one phase, which reads all of their documents
 
 
 def build_megatron(config: Config, section: str) -> MegatronDataset:
     """Opens the files of a section and makes the order of their samples.
 
     Raises:
-        UserError: No files are named, one of them is missing or damaged (see `open_indexed`), a sample has another
-            length than the model's sequences, the phase has no documents or no samples, or keys contradict each other.
+        UserError: No files are named, or one of them is missing or damaged. Or a sample has another length than the
+            model's sequences, the phase has no documents or samples, or keys contradict each other.
     """
     loader: MegatronLoader = getattr(config, section).data_loader
     settings = loader.config
     phase = loader.phase or ("train" if section == "train_dataset" else "valid")
     blend = _blend(config, section, phase)
     _check(config, section)
-    if blend.own or settings.split is None:
-        share = (0.0, 1.0)
-    else:
+    share = (0.0, 1.0)
+    if not blend.is_for_phase and settings.split is not None:
         share = _share(config, section, phase)
     size = None
     if len(loader.sizes) > _PHASES.index(phase):
@@ -69,12 +68,12 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
             extra=int(settings.add_extra_token_to_sequence), keep_partial=keep_partial,
         )  # fmt: skip
 
-    parts, sources = _ordered(blend, size, order)
+    parts, sources = _order_samples(blend, size, order)
     if sources is not None:
-        found = len(sources)
+        available = len(sources)
     else:
-        found = parts[0].num_samples
-    number = min(count for count in (found, size, loader.num_samples) if count is not None)
+        available = parts[0].num_samples
+    number = min(count for count in (available, size, loader.num_samples) if count is not None)
     if not number:
         rule = f"the documents of {phase} do not fill one sample of {config.decoder.seq_length} tokens"
         raise data_error(config, blend.location.key, rule, "use more data, or write sizes: documents then repeat")
@@ -82,22 +81,29 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
         settings.eod, settings.pad, settings.eod_mask_loss, settings.reset_position_ids,
         settings.create_compressed_eod_mask or settings.reset_attention_mask,
     )  # fmt: skip
-    told = f"{settings.seed} {config.decoder.seq_length} {documents} {size} {blend.weights} {keep_partial} "
-    told += f"{settings.add_extra_token_to_sequence}"
-    dataset = MegatronDataset(parts, sources, blend.weights, number, masking, config.decoder.vocab_size, told)
-    if dataset.least_token_id < 0 and dataset.least_token_id != settings.pad:
-        rule = f"the files hold token id {dataset.least_token_id}"
+    order_settings = f"{settings.seed} {config.decoder.seq_length} {documents} {size} {blend.weights} {keep_partial} "
+    order_settings += f"{settings.add_extra_token_to_sequence}"
+    dataset = MegatronDataset(parts, sources, blend.weights, number, masking, config.decoder.vocab_size, order_settings)
+    if dataset.min_token_id < 0 and dataset.min_token_id != settings.pad:
+        rule = f"the files contain token id {dataset.min_token_id}"
         raise data_error(config, f"{section}.data_loader.config.pad", rule, "set it to that token, if it is padding")
     return dataset
 
 
-def _ordered(blend: _Blend, size: int | None, order) -> tuple[list[SampleOrder], np.ndarray | None]:
-    """The samples of each file, and the file of each place of a blend; None where there is only one file."""
-    everything = range(len(blend.prefixes))
-    if len(everything) == 1 and (blend.weights is None or blend.own):
+def _order_samples(
+    blend: _Blend, size: int | None, order: Callable[[int, int | None], SampleOrder]
+) -> tuple[list[SampleOrder], np.ndarray | None]:
+    """Returns the samples of each file, and the file of each place of a blend; None if there is only one file.
+
+    Args:
+        size: The samples of an epoch; None: the documents are read once.
+        order: Makes the order of samples of a file, by its number and the least number of samples.
+    """
+    numbers = range(len(blend.prefixes))
+    if len(numbers) == 1 and (blend.weights is None or blend.is_for_phase):
         return [order(0, size)], None
     if blend.weights is None:
-        parts = [order(number, None) for number in everything]
+        parts = [order(number, None) for number in numbers]
         counts = [part.num_samples for part in parts]
         if size is None:
             return parts, exhaustive_order(counts)
@@ -105,7 +111,7 @@ def _ordered(blend: _Blend, size: int | None, order) -> tuple[list[SampleOrder],
     assert size is not None, "a blend with weights has a size"
     weights = _normalized(blend.weights)
     targets = [math.ceil(size * weight) for weight in weights]
-    parts = [order(number, math.ceil(targets[number] * (1 + _SURPLUS))) for number in everything]
+    parts = [order(number, math.ceil(targets[number] * (1 + _SURPLUS))) for number in numbers]
     # Megatron-LM divides by the sum twice, which may change the last bit.
     return parts, blending_order(_normalized(weights), sum(targets))
 
@@ -116,23 +122,23 @@ def _normalized(weights: Sequence[float]) -> list[float]:
 
 
 def _blend(config: Config, section: str, phase: str) -> _Blend:
-    """The files of a phase with their weights."""
+    """Finds the files of a phase, with their weights."""
     loader: MegatronLoader = getattr(config, section).data_loader
     prefix = f"{section}.data_loader"
-    own_keys = [name for name in _OWN_KEYS if getattr(loader.config, name)]
-    own_key = _OWN_KEYS[_PHASES.index(phase)]
+    phase_keys = [name for name in _PHASE_KEYS if getattr(loader.config, name)]
+    phase_key = _PHASE_KEYS[_PHASES.index(phase)]
     shared = [key for key, value in (("dataset_dir", loader.dataset_dir), ("config.data_path", loader.config.data_path))
               if value]
-    if len(shared) > 1 or (shared and own_keys):
-        others = ", ".join([*shared[1:], *own_keys])
+    if len(shared) > 1 or (shared and phase_keys):
+        others = ", ".join([*shared[1:], *phase_keys])
         raise data_error(config, f"{prefix}.{shared[0]}", f"{others} names files too", "remove one")
-    if own_keys:
-        key = f"config.{own_key}"
-        if own_key not in own_keys:
-            rule = f"{section} reads {phase}, and only {', '.join(own_keys)} is set"
+    if phase_keys:
+        key = f"config.{phase_key}"
+        if phase_key not in phase_keys:
+            rule = f"{section} reads {phase}, and only {', '.join(phase_keys)} is set"
             raise data_error(config, f"{prefix}.{key}", rule, f"set {key}, or {prefix}.phase")
         if loader.config.split is not None:
-            rule = f"it divides the documents of data_path, and {own_keys[0]} is set"
+            rule = f"it divides the documents of data_path, and {phase_keys[0]} is set"
             fix = "remove it"
             raise data_error(config, f"{prefix}.config.split", rule, fix)
     elif shared:
@@ -146,17 +152,18 @@ def _blend(config: Config, section: str, phase: str) -> _Blend:
         value = loader.dataset_dir
     else:
         value = getattr(loader.config, key.split(".")[-1])
-    prefixes, weights = _paired(config, key, [value] if isinstance(value, str) else value)
-    return _Blend(Location(config.source.name(key), config.source.where(key)), prefixes, weights, bool(own_keys))
+    if isinstance(value, str):
+        value = [value]
+    prefixes, weights = _split_pairs(config, key, value)
+    return _Blend(Location(config.source.name(key), config.source.where(key)), prefixes, weights, bool(phase_keys))
 
 
-def _paired(config: Config, key: str, items: list[str | int | float]) -> tuple[list[str], list[float] | None]:
-    """Paths, and weights where they stand before them."""
+def _split_pairs(config: Config, key: str, items: Sequence[str | int | float]) -> tuple[list[str], list[float] | None]:
+    """Splits [weight, path, weight, path] or [path, path] into paths and weights; None without weights."""
     words = [str(item).strip() for item in items]
+    weights: list[float | None] = []
     if len(words) % 2 == 0:
         weights = [_number(word) for word in words[::2]]
-    else:
-        weights = []
     if not weights or all(weight is None for weight in weights):
         return [_prefix(word) for word in words], None
     if any(weight is None or not 0 < weight < math.inf for weight in weights):
@@ -173,14 +180,14 @@ def _number(word: str) -> float | None:
 
 
 def _prefix(path: str) -> str:
-    """The common path of the two files; the name of one of them says it too."""
+    """Returns the common path of the two files, which may be given as the name of one of them."""
     if path.endswith((".bin", ".idx")):
         return path[:-4]
     return path
 
 
 def _share(config: Config, section: str, phase: str) -> tuple[float, float]:
-    """Where the documents of a phase begin and end, as fractions of all."""
+    """Returns where the documents of a phase begin and end, as fractions of all documents."""
     text = getattr(config, section).data_loader.config.split
     key = f"{section}.data_loader.config.split"
     fix = 'write three shares, as "969, 30, 1"'
@@ -189,14 +196,14 @@ def _share(config: Config, section: str, phase: str) -> tuple[float, float]:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or not sum(shares) or re.sub(r"[.0-9,\s]", "", text):
-        raise data_error(config, key, "shares of training, validation and test are up to three numbers", fix)
+        raise data_error(config, key, "split must list one to three numbers: training, validation and test", fix)
     edges = [0.0]
     for share in _normalized(shares + [0.0] * (3 - len(shares))):
         edges.append(edges[-1] + share)
-    found = edges[_PHASES.index(phase)], edges[_PHASES.index(phase) + 1]
-    if found[0] >= found[1]:
+    number = _PHASES.index(phase)
+    if edges[number] >= edges[number + 1]:
         raise data_error(config, key, f"{section} reads {phase}, and that has no share", fix)
-    return found
+    return edges[number], edges[number + 1]
 
 
 def _documents(
@@ -212,17 +219,17 @@ def _documents(
 
 
 def _check(config: Config, section: str) -> None:
-    """Raises an error where keys contradict each other or the model."""
+    """Raises an error if keys contradict each other or the model."""
     prefix = f"{section}.data_loader.config"
     settings: MegatronConfig = getattr(config, section).data_loader.config
     length = config.decoder.seq_length
     if settings.seq_length not in (None, length):
-        rule = f"a sample has as many tokens as a sequence of the model, and model.model_config.seq_length is {length}"
+        rule = f"must equal model.model_config.seq_length ({length})"
         raise data_error(config, f"{prefix}.seq_length", rule, f"set it to {length}, or leave it out")
     resets = ("eod_mask_loss", "reset_position_ids", "reset_attention_mask", "create_compressed_eod_mask")
     acting = next((name for name in resets if getattr(settings, name)), None)
     if acting is not None and settings.eod < 0:
-        rule = "it acts at the token that ends a document, and eod does not name it"
+        rule = "it acts at the token that ends a document, and eod is not set"
         fix = "set eod to that token"
         raise data_error(config, f"{prefix}.{acting}", rule, fix)
     if settings.eod >= 0 and settings.eod == settings.pad:
@@ -234,5 +241,6 @@ def _check(config: Config, section: str) -> None:
         fix = "set create_attention_mask or create_compressed_eod_mask to True, or this to False"
         raise data_error(config, f"{prefix}.reset_attention_mask", rule, fix)
     if getattr(config, section).held_out:
-        fix = "write an eval_dataset, and give valid a share in config.split"
-        raise data_error(config, f"{section}.held_out", "the order of samples is Megatron-LM's, of all documents", fix)
+        fix = "write an eval_dataset, and set data_loader.config.split"
+        rule = "is not supported with BlendedMegatronDatasetDataLoader"
+        raise data_error(config, f"{section}.held_out", rule, fix)

@@ -1,13 +1,12 @@
-"""Reads MindRecord files without MindSpore, whose import takes seconds: rows of named arrays, found by an index.
+"""Reads MindRecord files without MindSpore, whose import takes seconds: rows of named arrays, located by an index.
 
-A file ``x.mindrecord`` begins with the size of its header (uint64) and the header (JSON): the schema with the type of
-each column, the columns that are arrays (`blob_fields`) and the sizes of header and pages. Its index,
-``x.mindrecord.db``, is an SQLite file whose table INDEXES says on which page each row begins and ends. A row is its
-size (uint64), then the arrays one after the other, each with its size before it (uint64, big-endian) if there are
-several.
+A file ``x.mindrecord`` begins with the size of its header (uint64) and the header (JSON). The header has the schema
+with the type of each column, the columns that are arrays (`blob_fields`), and the sizes of header and pages. Its index,
+``x.mindrecord.db``, is an SQLite file; the table INDEXES lists the page on which each row begins and ends. A row is its
+size (uint64), then the arrays one after the other. If there are several, each follows its size (uint64, big-endian).
 
-From version 3.0 on integers are compressed: their number (uint32, big-endian), two bits for each (0 to 3: 1, 2, 4 or 8
-bytes; the first in the highest bits), and each as a little-endian integer of that size.
+From version 3.0 on, integers are compressed: their number (uint32, big-endian), then two bits for each (0 to 3: 1, 2, 4
+or 8 bytes; the first in the highest bits), then each as a little-endian integer of that size.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class MindRecordFile:
 
     path: Path
     data: np.ndarray  # uint8 [bytes]
-    starts: np.ndarray  # int64 [rows], where the size of each row stands
+    starts: np.ndarray  # int64 [rows], the byte at which each row begins with its size
     ends: np.ndarray  # int64 [rows]
     types: dict[str, str]  # of all columns, for example int32
     arrays: tuple[str, ...]  # the columns that are arrays, in the order of a row
@@ -48,7 +47,7 @@ class MindRecordFile:
     shards: tuple[str, ...]  # the names of all files that were written together
 
     def read(self, row: int, columns: Sequence[str]) -> list[np.ndarray]:
-        """The arrays of integers in these columns of a row: int64 [numbers] each.
+        """Reads the arrays of integers in these columns of a row: int64 [numbers] each.
 
         Raises:
             UserError: The row is damaged.
@@ -64,7 +63,10 @@ class MindRecordFile:
         if int.from_bytes(content[:_LENGTH_BYTES], "little") != len(content) - _LENGTH_BYTES:
             raise ValueError("its size is not the one in the index")
         part = content[_LENGTH_BYTES:]
-        for name in self.arrays if len(self.arrays) > 1 else ():
+        names = self.arrays
+        if len(names) == 1:
+            names = ()
+        for name in names:
             end = _LENGTH_BYTES + int.from_bytes(part[:_LENGTH_BYTES], "big")
             if end > len(part):
                 raise ValueError("an array ends beyond the row")
@@ -74,37 +76,40 @@ class MindRecordFile:
             part = part[end:]
         kind = np.dtype(self.types[column]).newbyteorder("<")
         if self.is_compressed:
-            return _expanded(part)
+            return _decompress(part)
         return np.frombuffer(part, kind).astype(np.int64)
 
     def sample_rows(self) -> list[int]:
-        """Some rows that are spread over the file."""
+        """Returns the numbers of some rows that are spread over the file."""
         last = len(self.starts) - 1
         return sorted({last * number // (_SAMPLED_ROWS - 1) for number in range(_SAMPLED_ROWS)})
 
     def sample_bytes(self) -> Iterable[bytes]:
-        """Where the rows are, and some of them, to recognise the file."""
+        """Yields the places of all rows and the content of some rows, to identify the file."""
         yield self.starts.tobytes() + self.ends.tobytes()
         for row in self.sample_rows():
             yield self.data[self.starts[row] : self.ends[row]].tobytes()
 
 
-def _expanded(part: bytes) -> np.ndarray:
-    """The integers of a compressed array: int64 [numbers]."""
+def _decompress(part: bytes) -> np.ndarray:
+    """Decompresses the integers of an array: int64 [numbers]."""
     content = np.frombuffer(part, np.uint8)
     count = int.from_bytes(part[:4], "big")
     first = 4 + (count + 3) // 4
     kinds = (content[4:first, None] >> np.array([6, 4, 2, 0]) & 3).reshape(-1)[:count].astype(np.int64)
     sizes = 1 << kinds
     ends = first + np.cumsum(sizes)
-    if len(kinds) != count or (int(ends[-1]) if count else first) != len(part):
+    end = first
+    if len(ends):
+        end = int(ends[-1])
+    if len(kinds) != count or end != len(part):
         raise ValueError("a compressed array has another length than it says")
     numbers = np.empty(count, np.int64)
     for kind in np.unique(kinds).tolist():
         size = 1 << kind
-        own = kinds == kind
-        places = (ends[own] - size)[:, None] + np.arange(size)
-        numbers[own] = np.ascontiguousarray(content[places]).view(f"<i{size}")[:, 0]
+        has_size = kinds == kind
+        places = (ends[has_size] - size)[:, None] + np.arange(size)
+        numbers[has_size] = np.ascontiguousarray(content[places]).view(f"<i{size}")[:, 0]
     return numbers
 
 
@@ -112,7 +117,7 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
     """Opens a file and its index ``.db``.
 
     Raises:
-        UserError: One of the two is missing, unreadable, truncated or not what it should be.
+        UserError: One of the two is missing, unreadable, truncated or of another format.
     """
     index = path.with_name(f"{path.name}.db")
     again = "copy the file and its .db again, or make them again"
@@ -125,11 +130,11 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
         if not each.is_file():
             raise fail(each.name, f"there is no such file in {path.parent}", fix)
     try:
-        with open_file(path) as file:
-            size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        with open_file(path) as stream:
+            size = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
             content = b""
             if size <= _MAX_HEADER_BYTES:
-                content = file.read(size)
+                content = stream.read(size)
         header = json.loads(content)
         schema = header["schema"][0]
         version = header["version"]
@@ -156,30 +161,30 @@ def open_mindrecord(path: Path, location: Location) -> MindRecordFile:
         raise fail(index.name, "it has no row")
     begin = first_page + page_size * rows[:, 0]
     data = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    found = MindRecordFile(
+    file = MindRecordFile(
         path, data, begin + rows[:, 1], begin + rows[:, 2], types, arrays, version >= "3.0" and has_integers, shards
     )
-    if int(found.ends.max()) > len(data):
-        raise fail(path.name, f"it is truncated: {len(data):,} bytes, and its index says {int(found.ends.max()):,}")
+    if int(file.ends.max()) > len(data):
+        raise fail(path.name, f"it is truncated: {len(data):,} bytes, and its index says {int(file.ends.max()):,}")
     try:
-        for row in found.sample_rows():
-            found.read(row, [name for name in arrays if types[name] in ("int32", "int64")])
+        for row in file.sample_rows():
+            file.read(row, [name for name in arrays if types[name] in ("int32", "int64")])
     except UserError as error:
         raise fail(path.name, f"{error.rule}: the .db is of another file, or the file is damaged") from None
-    return found
+    return file
 
 
 def list_files(root: Path, location: Location) -> list[Path]:
-    """The MindRecord files of a folder, sorted by path, or those that were written together with a file.
+    """Lists the MindRecord files of a folder, sorted by path, or the files that were written together with a file.
 
     Raises:
-        UserError: The folder has none, or a file is missing.
+        UserError: The folder has no such file, or a file is missing.
     """
     if not root.is_dir():
         return [root.with_name(shard) for shard in open_mindrecord(root, location).shards]
-    found = sorted(path for path in root.rglob("*") if IS_MINDRECORD.search(path.name) and path.is_file())
-    if not found:
+    paths = sorted(path for path in root.rglob("*") if IS_MINDRECORD.search(path.name) and path.is_file())
+    if not paths:
         rule = "the folder has no file whose name ends with mindrecord, or mindrecord and a number"
         fix = "name another"
         raise UserError(rule, where=location.where, key=location.key, value=str(root), fix=fix)
-    return found
+    return paths

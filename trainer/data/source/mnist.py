@@ -1,7 +1,7 @@
-"""Images of MNIST, or of any data set in its file format, as a data set.
+"""Reads images of MNIST, or of any data set in its file format.
 
-An idx file, plain or gzipped, has a big-endian header (magic number, length of each axis), then bytes; the format is
-described at the end of http://yann.lecun.com/exdb/mnist/.
+An idx file, plain or gzipped, has a big-endian header (magic number, length of each axis), then bytes. The end of
+http://yann.lecun.com/exdb/mnist/ describes the format.
 
 Shape legend: B images of a micro-batch, P pixels of an image.
 """
@@ -14,9 +14,9 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,11 +27,13 @@ from trainer.errors import UserError
 if TYPE_CHECKING:
     from trainer.config import Config
 
+Result = TypeVar("Result")
+
 MEAN = 0.1307
 STANDARD_DEVIATION = 0.3081
 """Mean and standard deviation of the pixels of MNIST's training images, from 0 to 1."""
 PATH_VARIABLE = "DATA_PATH"
-"""Environment variable that names the folder if the file does not, as in MindSpore's tutorials."""
+"""The environment variable that names the folder if the YAML does not, as in MindSpore's tutorials."""
 
 _PARTS = {"train": ("train",), "test": ("t10k",), "all": ("train", "t10k")}
 _FOLDERS = {"train": "train", "t10k": "test"}  # subfolders in some copies
@@ -46,7 +48,7 @@ _KINDS = {IMAGES_MAGIC: "images", LABELS_MAGIC: "labels"}
 
 
 class ImageBatch(NamedTuple):
-    """One micro-batch of images."""
+    """A micro-batch of images."""
 
     pixels: np.ndarray  # uint8 [B, P]
     labels: np.ndarray  # int32 [B]; `IGNORE_INDEX` in the padding of a last batch
@@ -63,7 +65,7 @@ class ImageDataset:
     Args:
         images: uint8 [images, height, width] for each file.
         labels: uint8 [images] for each file.
-        limit: At most so many images; None for all.
+        limit: The most images to use; None for all.
     """
 
     packing = None
@@ -102,19 +104,21 @@ def build_images(config: Config, section: str) -> ImageDataset:
     """
     images = []
     labels = []
-    for image_file, label_file in [_checked(config, section, *pair) for pair in _found(config, section)]:
-        images.append(_placed(config, section, read_array, image_file))
-        labels.append(_placed(config, section, read_array, label_file))
+    assert config.classifier is not None, "only a classifier has an MnistDataset"
+    classes = config.classifier.classes
+    pairs = [_read_headers(config, section, *pair) for pair in _find_files(config, section)]
+    for image_file, label_file in pairs:
+        images.append(_read_located(config, section, read_array, image_file))
+        labels.append(_read_located(config, section, read_array, label_file))
         largest = int(labels[-1].max())
-        classes = config.classifier.classes
         if largest >= classes:
             rule = f"{label_file.path}: it has the label {largest}, and the classes are 0 to {classes - 1}"
             raise _error(config, section, rule, f"set model.classifier.classes to {largest + 1}")
     return ImageDataset(images, labels, getattr(config, section).data_loader.num_samples)
 
 
-def _found(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
-    """Files of images and labels of each part that the section reads."""
+def _find_files(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
+    """Yields the files of images and labels of each part that the section reads."""
     loader = getattr(config, section).data_loader
     usage = loader.usage or ("test" if section == "eval_dataset" else "train")
     name = loader.dataset_dir or os.environ.get(PATH_VARIABLE, "")
@@ -125,10 +129,11 @@ def _found(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
     if not folder.is_dir():
         raise _error(config, section, f"{folder} is not a folder", f"name the folder of MNIST's files; {_DRAW}")
     for part in _PARTS[usage]:
-        yield tuple(_file(config, section, folder, part, *kind) for kind in (("images", "idx3"), ("labels", "idx1")))
+        images = _find_file(config, section, folder, part, "images", "idx3")
+        yield images, _find_file(config, section, folder, part, "labels", "idx1")
 
 
-def _file(config: Config, section: str, folder: Path, part: str, kind: str, form: str) -> Path:
+def _find_file(config: Config, section: str, folder: Path, part: str, kind: str, form: str) -> Path:
     """Finds a file by its usual names in the folder, in the subfolder of its part, or in the folder beside it."""
     names = [f"{part}-{kind}{sign}{form}-ubyte{end}" for end in ("", ".gz") for sign in ("-", ".")]
     for where in (folder, folder / _FOLDERS[part], folder.parent / _FOLDERS[part]):
@@ -139,11 +144,13 @@ def _file(config: Config, section: str, folder: Path, part: str, kind: str, form
     raise _error(config, section, rule, f"copy MNIST's four files there; {_DRAW}")
 
 
-def _checked(config: Config, section: str, images: Path, labels: Path) -> tuple[IdxFile, IdxFile]:
+def _read_headers(config: Config, section: str, images: Path, labels: Path) -> tuple[IdxFile, IdxFile]:
     """Reads both headers and checks that they fit each other and the classifier."""
-    image_file = _placed(config, section, read_header, images, IMAGES_MAGIC)
-    label_file = _placed(config, section, read_header, labels, LABELS_MAGIC)
-    (count, height, width), pixels = image_file.shape, config.classifier.pixels
+    assert config.classifier is not None, "only a classifier has an MnistDataset"
+    image_file = _read_located(config, section, read_header, images, IMAGES_MAGIC)
+    label_file = _read_located(config, section, read_header, labels, LABELS_MAGIC)
+    count, height, width = image_file.shape
+    pixels = config.classifier.pixels
     if count != label_file.shape[0]:
         rule = f"{images} has {count:,} images, and {labels.name} {label_file.shape[0]:,} labels"
         raise _error(config, section, rule, "use two files that belong together")
@@ -153,8 +160,8 @@ def _checked(config: Config, section: str, images: Path, labels: Path) -> tuple[
     return image_file, label_file
 
 
-def _placed(config: Config, section: str, read, *arguments):
-    """Calls `read`; an error gets the location of the folder's key."""
+def _read_located(config: Config, section: str, read: Callable[..., Result], *arguments: Any) -> Result:
+    """Calls `read` with the arguments and adds the location of the folder's key to an error."""
     try:
         return read(*arguments)
     except UserError as error:
@@ -186,9 +193,9 @@ def read_header(path: Path, magic: int) -> IdxFile:
     """Reads the header, and checks the size of a file that is not compressed.
 
     Raises:
-        UserError: The file cannot be read, is cut short or is another kind of file.
+        UserError: The file cannot be read, is truncated or has another format.
     """
-    wanted = _KINDS[magic]
+    kind = _KINDS[magic]
     axes = magic & 0xFF
     header_bytes = 4 * (1 + axes)
     try:
@@ -200,14 +207,14 @@ def read_header(path: Path, magic: int) -> IdxFile:
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, error) from None
     if len(header) < 4:
-        raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {wanted}")
-    found = struct.unpack(">i", header[:4])[0]
-    if found != magic:
-        if found in _KINDS:
-            what = f"a file of {_KINDS[found]} ({found})"
+        raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {kind}")
+    actual_magic = struct.unpack(">i", header[:4])[0]
+    if actual_magic != magic:
+        if actual_magic in _KINDS:
+            what = f"a file of {_KINDS[actual_magic]} ({actual_magic})"
         else:
-            what = f"{found}, which is not an idx file"
-        raise _wrong(path, f"it starts with the number of {what}, and {wanted} have {magic}")
+            what = f"{actual_magic}, which is not an idx file"
+        raise _wrong(path, f"it starts with the number of {what}, and {kind} have {magic}")
     if len(header) < header_bytes:
         raise _wrong(path, f"it ends within its header of {header_bytes} bytes")
     shape = struct.unpack(f">{axes}i", header[4:])
@@ -219,10 +226,10 @@ def read_header(path: Path, magic: int) -> IdxFile:
 
 
 def read_array(file: IdxFile) -> np.ndarray:
-    """The content of a file: uint8 in the shape of its header; memory-mapped unless it is compressed.
+    """Reads a file: uint8 in the shape of its header; it is memory-mapped unless it is compressed.
 
     Raises:
-        UserError: A compressed file is damaged or cut short.
+        UserError: A compressed file is damaged or truncated.
     """
     if not file.is_gzipped:
         return np.memmap(file.path, np.uint8, "r", file.header_bytes, file.shape)
@@ -236,12 +243,12 @@ def read_array(file: IdxFile) -> np.ndarray:
 
 
 def _check_size(path: Path, size_bytes: int, shape: tuple[int, ...], header_bytes: int) -> None:
-    wanted_bytes = header_bytes + math.prod(shape)
-    if size_bytes != wanted_bytes:
+    expected_bytes = header_bytes + math.prod(shape)
+    if size_bytes != expected_bytes:
         state = "too long"
-        if size_bytes < wanted_bytes:
+        if size_bytes < expected_bytes:
             state = "cut short"
-        sizes = f"{' x '.join(map(str, shape))} take {wanted_bytes:,} bytes, and it has {size_bytes:,}"
+        sizes = f"{' x '.join(map(str, shape))} take {expected_bytes:,} bytes, and it has {size_bytes:,}"
         raise _wrong(path, f"it is {state}: {sizes}")
 
 

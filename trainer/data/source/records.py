@@ -1,6 +1,6 @@
 """Reads records, which are dictionaries of named fields, from files of several formats in bounded memory.
 
-The suffix of a file says its format, ``.gz`` or ``.zst`` after it that it is compressed:
+The suffix of a file tells its format. A further suffix ``.gz`` or ``.zst`` means that it is compressed:
 
 - ``.json``: an array of objects, or one object on each line
 - ``.parquet``
@@ -23,7 +23,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CHUNK_BYTES = 1 << 20
 _MAX_RECORD_BYTES = 1 << 28
 _BATCH_ROWS = 256
-# The longest part of JSON that is not a string, of which the end of a chunk may hide a part: ``\ud83d\ude00``.
+# The longest token of JSON that the end of a chunk may cut, other than a string: ``\ud83d\ude00``.
 _LONGEST_TOKEN = 16
 _LINES_FIX = "write one JSON object on each line"
 _ARRAY_FIX = "write an array of JSON objects, or one object on each line"
@@ -49,15 +49,18 @@ def read_records(source: DataSource, file: SourceFile, report: Report = raise_er
     """Reads a file record by record.
 
     Raises:
-        UserError: The file is damaged, or needs pyarrow and it is missing; or what `report` raises where a record is
-            not a JSON object.
+        UserError: The file is damaged, or needs pyarrow, which is missing. `report` may raise its error for a record
+            that is not a JSON object.
     """
     suffix, compression = suffix_of(file.path)
     if suffix in (".parquet", ".arrow"):
         if compression:
             rule = f"a {suffix} file is compressed inside, and a {compression} file around it cannot be read"
             raise UserError(rule, where=str(file.path), fix="decompress it")
-        yield from _columnar_records(source, file, _parquet_batches if suffix == ".parquet" else _arrow_batches)
+        read_batches = _arrow_batches
+        if suffix == ".parquet":
+            read_batches = _parquet_batches
+        yield from _columnar_records(source, file, read_batches)
         return
     with open_content(source, file) as opened:
         if suffix == ".json" and _starts_array(source, file, opened):
@@ -120,13 +123,13 @@ def _object(value: object, where: str, fix: str) -> dict[str, Any]:
     if isinstance(value, dict):
         return value
     shown = repr(value)
-    if not (len(shown) <= 80):
+    if len(shown) > 80:
         shown = shown[:80] + "..."
     raise UserError(f"a record must be a JSON object, not {type(value).__name__} {shown}", where=where, fix=fix)
 
 
 def _array_records(source: DataSource, file: SourceFile, opened: OpenFile, report: Report) -> Iterator[Record]:
-    """Reads an array of objects: holds the chunk it has read and the record it is in, never the whole array."""
+    """Reads an array of objects; keeps only the current chunk and record in memory."""
     text = _JsonText(opened)
     number = 0
     consumed_bytes = 0
@@ -137,7 +140,10 @@ def _array_records(source: DataSource, file: SourceFile, opened: OpenFile, repor
             value = text.value()
             end = text.peek()
             if end not in (",", "]"):
-                raise _BadJson(f"{end!r} where a comma or the end of the array must be" if end else "it is cut short")
+                reason = "it is cut short"
+                if end:
+                    reason = f"{end!r} where a comma or the end of the array must be"
+                raise _BadJson(reason)
             where = f"{file.path}: record {number}"
             try:
                 fields = _object(value, where, _ARRAY_FIX)
@@ -157,7 +163,7 @@ def _array_records(source: DataSource, file: SourceFile, opened: OpenFile, repor
     except (_BadJson, RecursionError) as error:
         reason = "nested too deep"
         if isinstance(error, _BadJson):
-            reason = error
+            reason = str(error)
         rule = f"the file is not JSON ({reason})"
         raise UserError(rule, where=f"{file.path}: record {max(number, 1)}", fix=_ARRAY_FIX) from None
     except UnicodeDecodeError as error:
@@ -182,11 +188,11 @@ class _JsonText:
         self._utf8 = codecs.getincrementaldecoder("utf-8-sig")()
         self._error: UnicodeDecodeError | None = None
         self._json = json.JSONDecoder()
-        self._text = ""  # what is read but not skipped starts at `_at`
+        self._text = ""  # everything before `_at` is skipped
         self._at = 0
 
     def peek(self) -> str:
-        """The next character after white space; empty at the end of the file."""
+        """Returns the next character after white space; empty at the end of the file."""
         while True:
             while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
                 self._at += 1
@@ -219,17 +225,20 @@ class _JsonText:
                     raise _BadJson(f"it is cut short: {error.msg}") from None
 
     def _read(self) -> bool:
-        """Reads on, as much as is held already so that a long record is not parsed too often; False at the end."""
+        """Reads a chunk; returns False at the end of the file.
+
+        It is as long as the remaining text, so that a long record is parsed a few times only.
+        """
         if self._error is not None:
             raise self._error
-        held = self._text[self._at :]
-        chunk = self._stream.read(max(_CHUNK_BYTES, len(held)))
+        remaining = self._text[self._at :]
+        chunk = self._stream.read(max(_CHUNK_BYTES, len(remaining)))
         try:
             text = self._utf8.decode(chunk, final=not chunk)
         except UnicodeDecodeError as error:
-            self._error = error  # raised where the text before it is used up
+            self._error = error  # raised when the text before it is used up
             text = error.object[: error.start].decode()
-        self._text = held + text
+        self._text = remaining + text
         self._at = 0
         return bool(chunk) or bool(text)
 
@@ -266,7 +275,7 @@ def _columnar_records(source: DataSource, file: SourceFile, read_batches: Callab
 
 
 def _rows(batch: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a batch as dictionaries; those before a damaged one come before its error."""
+    """Yields the rows of a batch as dictionaries; all rows before a damaged one precede its error."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -275,7 +284,7 @@ def _rows(batch: Any) -> Iterator[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Leaves out the fields that are null: in a column of objects each has the fields of all others."""
+    """Removes fields that are null: in a column of objects, each has the fields of all others."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -284,7 +293,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parquet_batches(file: SourceFile) -> Iterator[tuple[Any, int]]:
-    """Batches of a parquet file, each with the bytes of the file up to its end (by its share of rows)."""
+    """Yields the batches of a parquet file, each with the bytes of the file up to its end, estimated by the rows."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(file.path, pre_buffer=False) as opened:
@@ -296,7 +305,7 @@ def _parquet_batches(file: SourceFile) -> Iterator[tuple[Any, int]]:
 
 
 def _arrow_batches(file: SourceFile) -> Iterator[tuple[Any, int]]:
-    """Batches of a file in Arrow's file or stream format, each with the bytes of the file up to its end."""
+    """Yields the batches of a file in Arrow's file or stream format, each with the bytes of the file up to its end."""
     import pyarrow
 
     with pyarrow.memory_map(str(file.path)) as stream:
@@ -306,7 +315,7 @@ def _arrow_batches(file: SourceFile) -> Iterator[tuple[Any, int]]:
             for index in range(reader.num_record_batches):
                 yield reader.get_batch(index), file.size_bytes * (index + 1) // reader.num_record_batches
             return
-        # A mark ends a complete stream; without this check a file cut between two batches looks whole.
+        # A mark ends a complete stream; without this check a file cut between two batches looks complete.
         mark = b"\0\0\0\0"
         if start[:4] == b"\xff\xff\xff\xff":
             mark = b"\xff\xff\xff\xff\0\0\0\0"

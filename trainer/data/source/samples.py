@@ -1,4 +1,4 @@
-"""Turns a record into what is learned from it: a conversation, a prompt with its completion, or a text.
+"""Turns a record into a training sample: a conversation, a prompt with its completion, or a text.
 
 A record has the first of these forms whose fields it has, or the one that ``columns`` maps to its columns (null counts
 as absent, other fields are ignored):
@@ -27,7 +27,7 @@ _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     **{"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"},
 }
-"""Role in a file -> role in Hugging Face's form: the second line is ShareGPT's."""
+"""Role in a file -> role in Hugging Face's form; the second line has the roles of ShareGPT."""
 _SHOWN_CHARACTERS = 80
 _FORMS_FIX = (
     "give each record `messages` (or ShareGPT's `conversations`), `instruction` and `output`, `prompt` and "
@@ -38,18 +38,18 @@ _EMPTY_FIX = "write a text, or remove the record"
 
 
 class Sample(NamedTuple):
-    """What is learned from one record.
+    """The training sample of one record.
 
     - A conversation has `messages`, and neither `prompt` nor `text`.
-    - An instruction in Alpaca's form has both: `messages` with the user's and the assistant's turn, for a tokenizer
-      with a chat template, and `prompt` and `text` in the form "### Instruction:", for one without.
+    - An instruction in Alpaca's form has both. `messages`, with the user's and the assistant's turn, are for a
+      tokenizer with a chat template; `prompt` and `text`, in the form "### Instruction:", are for one without.
     - A prompt with its completion has no `messages`; the completion is `text`.
     - A text has only `text`.
 
     A message is a dictionary: `role` (system, developer, user, assistant or tool), `content` (a string; None only
-    beside `tool_calls`), and what else the file has, such as `tool_calls`, `tool_call_id` or `name`. A message of the
-    assistant with ``weight`` 0 (OpenAI's form) carries no loss; so do those in the prompt of a prompt and completion
-    in the form of messages.
+    beside `tool_calls`), and the other fields of the file, such as `tool_calls`, `tool_call_id` or `name`. A message of
+    the assistant with ``weight`` 0 (OpenAI's form) carries no loss. If a prompt is a list of messages, none of them
+    carries loss.
     """
 
     messages: list[dict[str, Any]] | None
@@ -67,14 +67,15 @@ class SkippedRecords:
         self.first: UserError | None = None
 
     def add(self, error: UserError) -> None:
+        """Counts a bad record."""
         self.num_skipped += 1
         self.first = self.first or error
 
 
 def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[Sample, int]]:
-    """Reads all samples of a source, each with the bytes of the source that reading it consumed; no empty texts.
+    """Reads all samples of a source, each with the bytes of the source that it consumed; empty texts are left out.
 
-    Bad records are added to `skipped` if the source says that they are skipped.
+    Bad records are added to `skipped` if the source skips them.
 
     Raises:
         UserError: A record is bad and not skipped, or a file is damaged.
@@ -94,18 +95,18 @@ def read_samples(source: DataSource, skipped: SkippedRecords) -> Iterator[tuple[
 
 
 def to_sample(record: Record, columns: Mapping[str, str]) -> Sample | None:
-    """Forms a sample from a record; None for an empty text.
+    """Makes a sample from a record; None for an empty text.
 
     Args:
         columns: Our name of a field -> the name of the column of the file that holds it.
 
     Raises:
         UserError: The record has none of the forms, a column is missing, a field has the wrong type, content is empty,
-            or a role is unknown. Which turns a conversation needs is not checked here.
+            or a role is unknown. The turns that a conversation needs are not checked here.
     """
     fields = _Fields(record, columns)
     try:
-        sample = _formed(fields)
+        sample = _make_sample(fields)
         if sample is not None:
             _check_unicode(sample)
         return sample
@@ -116,10 +117,10 @@ def to_sample(record: Record, columns: Mapping[str, str]) -> Sample | None:
 
 
 def prompt_messages(record: Record) -> tuple[list[dict[str, Any]], list[Any] | None]:
-    """The conversation under ``messages`` that a model is to continue, and its tools.
+    """Reads the conversation under ``messages`` that a model is to continue, and its tools.
 
     Raises:
-        UserError: As `to_sample`, but it needs no turn of the assistant.
+        UserError: ``messages`` is missing or has the wrong type, content is empty, or a role is unknown.
     """
     fields = _Fields(record, {})
     return _messages(fields, "messages"), _tools(fields)
@@ -139,37 +140,42 @@ class _Fields:
 
     @property
     def names(self) -> str:
-        """Says which columns there are."""
+        """Lists the record's columns, for messages."""
         return f"its columns are {', '.join(map(str, self._fields)) or 'none'}"
 
     def num_mapped(self, names: Iterable[str]) -> int:
-        """How many of the fields `columns` maps."""
+        """Counts the fields that `columns` maps."""
         return sum(name in self._columns for name in names)
 
     def key(self, name: str) -> str:
+        """Returns the name in the file of one of our fields."""
         if name in self._columns:
             return self._columns[name]
         return name
 
     def get(self, name: str) -> Any:
+        """Returns the value of a field; None if it is absent."""
         return self._fields.get(self.key(name))
 
     def has(self, *names: str) -> bool:
+        """Checks whether all of these fields have a value."""
         return all(self.get(name) is not None for name in names)
 
     def text(self, name: str) -> str:
+        """Returns a field that must be a string."""
         value = self.get(name)
         if not isinstance(value, str):
             raise _wrong(self.where, self.key(name), value, "text", "write it as a string")
         return value
 
     def optional_text(self, name: str) -> str:
+        """Returns a field that must be a string or absent (an empty string)."""
         if self.has(name):
             return self.text(name)
         return ""
 
 
-def _formed(fields: _Fields) -> Sample | None:
+def _make_sample(fields: _Fields) -> Sample | None:
     forms = [form for form in _FORMS if fields.has(*form)]
     if forms:
         return _FORMS[max(forms, key=fields.num_mapped)](fields)
@@ -195,7 +201,7 @@ def _instruction(fields: _Fields) -> Sample:
     instruction = fields.text("instruction")
     more = fields.optional_text("input")
     output = fields.text("output")
-    if not (instruction or more):
+    if not instruction and not more:
         raise _empty(fields.where, fields.key("instruction"))
     if not output.strip():
         raise _empty(fields.where, fields.key("output"))
@@ -212,7 +218,7 @@ def _instruction(fields: _Fields) -> Sample:
 
 
 def _history(fields: _Fields) -> list[dict[str, Any]]:
-    """The earlier turns of an instruction: a list of [instruction, output]."""
+    """Returns the earlier turns of an instruction, written as a list of [instruction, output], as messages."""
     pairs = fields.get("history") or []
     is_list = isinstance(pairs, list)
     if not is_list or not all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs):
@@ -247,7 +253,7 @@ _FORMS: dict[tuple[str, ...], Callable[[_Fields], Sample | None]] = {
     ("prompt", "completion"): _completion,
     ("text",): _text,
 }
-"""The fields that a record of each form has, and what makes a sample of them."""
+"""The fields that a record of each form has, and the function that makes a sample from them."""
 
 
 def _messages(fields: _Fields, name: str) -> list[dict[str, Any]]:
@@ -287,7 +293,7 @@ def _message(message: object, key: str, where: str) -> dict[str, Any]:
 
 
 def _content(content: object, key: str, where: str, *, may_be_null: bool) -> str | None:
-    """The text of a message; of a list of parts the text of all of them."""
+    """Returns the text of a message; the parts of a list are joined."""
     if isinstance(content, str) or (content is None and may_be_null):
         return content
     if not isinstance(content, list):
@@ -303,7 +309,7 @@ def _content(content: object, key: str, where: str, *, may_be_null: bool) -> str
 
 
 def _tool_calls(value: object, key: str, where: str) -> list[dict[str, Any]]:
-    """The calls in a turn of ShareGPT's function_call: {"name", "arguments"} in JSON, or a list of them."""
+    """Parses the calls in a turn of ShareGPT's function_call: {"name", "arguments"} in JSON, or a list of them."""
     calls = _parsed(value, key, where)
     if not isinstance(calls, list):
         calls = [calls]
@@ -314,7 +320,7 @@ def _tool_calls(value: object, key: str, where: str) -> list[dict[str, Any]]:
 
 
 def _tools(fields: _Fields) -> list[Any] | None:
-    """The tools of a conversation: a list, or one in JSON."""
+    """Returns the tools of a conversation, which are a list, or a list in JSON."""
     value = fields.get("tools")
     tools = value
     if isinstance(value, str) and value:

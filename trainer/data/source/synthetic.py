@@ -1,4 +1,4 @@
-"""A data set of random tokens for benchmarks: it reads and stores nothing."""
+"""Makes random tokens for benchmarks; it reads and stores nothing."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from trainer.data.rng import Stream, random_bits
 
 
 class SyntheticDataset:
-    """Sequences of tokens drawn uniformly from 0 to vocab_size - 1: sequence i is a function of (seed, i).
+    """Sequences of tokens drawn uniformly from 0 to vocab_size - 1; sequence i is a function of (seed, i).
 
-    `first` is the number of the first sequence, so that two data sets of one seed can differ.
+    Args:
+        first: The number of the first sequence, so that two data sets of one seed can differ.
     """
 
     packing = None
