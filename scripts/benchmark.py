@@ -80,7 +80,7 @@ ACCUMULATION = 8
 
 
 def speed_line(name: str, ours: Sequence[Measurement], theirs: Sequence[Measurement], *, binding: bool) -> Line:
-    """The ratio of the speeds of alternating runs; not measured when one side has no runs."""
+    """Returns the line with the ratio of the speeds of alternating runs; without a value if one side has no runs."""
     if not theirs:
         return Line(name, None, 0.9, True, "left out", binding)
     mine, other = ([run.tokens_per_second for run in runs] for runs in (ours, theirs))

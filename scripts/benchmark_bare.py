@@ -1,10 +1,5 @@
 #!/usr/bin/env python3
-"""Overhead of the trainer: its steps against a bare loop, in one process, in alternating windows.
-
-Started by `benchmark.py dense`. The trainer runs as always, with one more monitor: after every window of its steps
-that monitor runs as many steps of a bare loop (forward, backward, update of the same decoder on a fixed batch; no
-data, no monitors, no logging) and times both. Prints one JSON line.
-"""
+"""Measures the overhead of the trainer: its steps against a bare loop, in one process, in alternating windows."""
 
 from __future__ import annotations
 
@@ -22,16 +17,15 @@ from trainer.monitors.metrics import Monitor, StepMetrics  # noqa: E402
 
 
 class BareLoopMonitor(Monitor):
-    """Times the trainer's steps from the end of one call of this monitor to the start of the next, and the bare loop's.
+    """Times the trainer's steps between two calls of this monitor, and the steps of a bare loop.
 
-    So everything between two steps counts for the trainer (data, metrics, the other monitors), and nothing of the
-    bare loop does.
+    Everything between two steps counts for the trainer: data, metrics, other monitors. Nothing of the bare loop does.
 
     Args:
-        bare_step: One step of the bare loop; returns when its arithmetic is done.
-        window_steps: Steps of the trainer before the bare loop gets as many.
-        warm_up_steps: Steps at the start that neither side's times hold: they compile.
-        clock: Gives seconds.
+        bare_step: Runs one step of the bare loop, and returns when its arithmetic is done.
+        window_steps: Number of steps of the trainer before the bare loop runs as many.
+        warm_up_steps: Number of first steps that are not counted on either side, because they compile.
+        clock: Returns seconds.
     """
 
     def __init__(self, bare_step: Callable[[], None], window_steps: int, warm_up_steps: int = 2,
@@ -62,7 +56,7 @@ class BareLoopMonitor(Monitor):
 
 
 def build_bare_step(config: Config) -> Callable[[], None]:
-    """One step of the bare loop: the config's decoder and optimizer, built through the trainer's public rooms.
+    """Builds one step of the bare loop, with the decoder and optimizer of the configuration.
 
     Returns:
         A function that runs forward, backward, clipping and update on one fixed batch and waits for the result.

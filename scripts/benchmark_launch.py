@@ -60,7 +60,8 @@ def bare_start_seconds(workers: int) -> float:
 
 
 def launched(options: argparse.Namespace, workers: int, steps: int, *flags: str) -> tuple[list[dict], float]:
-    """Steps of a job from metrics.jsonl, and the seconds from the command to the end of the first step."""
+    """Runs a job; returns its steps from metrics.jsonl, and the seconds from the command to the end of the first
+    step."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         metrics = Path(folder) / "metrics.jsonl"
         command = [sys.executable, options.trainer, "launch", "--nproc", str(workers), "--log_dir", f"{folder}/log",
@@ -80,7 +81,7 @@ def launched(options: argparse.Namespace, workers: int, steps: int, *flags: str)
 
 
 def alone_on_a_core(options: argparse.Namespace, steps: int, *flags: str) -> float:
-    """Tokens per second of one process on one core."""
+    """Returns the tokens per second of one process on one core."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         core = str(min(os.sched_getaffinity(0)))
         run_process(["taskset", "-c", core, sys.executable, options.trainer, "--config", options.config,
@@ -94,7 +95,7 @@ def steady(steps: Sequence[dict], name: str) -> float:
 
 
 def start_line(options: argparse.Namespace, console: Console) -> Line:
-    """Start of many workers, alternating with msrun alone, without the compilation of the model."""
+    """Compares the start of many workers with msrun alone, in turns, without the compilation of the model."""
     ours, bare = [], []
     for number in range(1, options.rounds + 1):
         console.print(f"round {number} of {options.rounds}: {MANY} workers, then msrun alone")

@@ -53,7 +53,7 @@ def _numbers(config: Config) -> list[int]:
 def speed_line(
     name: str, limit: float, ours: Sequence[Measurement], theirs: Sequence[Measurement], *, binding: bool = True
 ) -> Line:
-    """Ratio of the speeds of alternating runs."""
+    """Returns the line with the ratio of the speeds of alternating runs."""
     mine, other = ([run.tokens_per_second for run in runs] for runs in (ours, theirs))
     ratio, low, high = paired_ratio(mine, other)
     detail = f"{statistics.median(mine):.0f} / {statistics.median(other):.0f} tokens/s, rounds {low:.2f} to {high:.2f}"

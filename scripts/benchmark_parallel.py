@@ -1,4 +1,4 @@
-"""`benchmark.py parallel`: two ranks that divide a model, against two data-parallel ones with as many tokens."""
+"""`benchmark.py parallel`: two ranks that shard a model, against two data-parallel ranks with as many tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DEGREE = "--parallel_config."
 
 
 class Division(NamedTuple):
-    """A job that divides a model, and the data-parallel job that it is measured against.
+    """Describes a job that shards a model, and the data-parallel job that it is compared with.
 
     Attributes:
-        limit: Tokens per second, against those of data parallelism; None: no target.
+        limit: Lowest tokens per second relative to data parallelism; None: no target.
     """
 
     name: str
@@ -34,7 +34,8 @@ def _batch(sequences: int) -> tuple[str, ...]:
 
 
 def divisions(sequences: int = 8, micro_batches: int = 8) -> list[Division]:
-    """A step of both jobs has as many sequences: `sequences` a rank, in a pipeline so many micro-batches of them."""
+    """Returns the jobs to compare; a step of each has `sequences` sequences a rank, in a pipeline as many
+    micro-batches."""
     dense, whole, own = "bench_dense.yaml", _batch(RANKS * sequences), _batch(sequences)
     tensor, context = (f"{DEGREE}model_parallel", "2"), (f"{DEGREE}context_parallel", "2")
     stages = (f"{DEGREE}pipeline_stage", "2", f"{DEGREE}micro_batch_num", str(micro_batches))

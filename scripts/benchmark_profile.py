@@ -28,13 +28,13 @@ def _seconds(run: Callable[[], object]) -> float:
 
 
 def needed_operations(config: Config) -> float:
-    """Floating-point operations of the products that a step needs."""
+    """Returns the floating-point operations of the products that a step needs."""
     runner = config.runner_config
     return flops_per_sequence(config) * runner.batch_size * runner.gradient_accumulation_steps
 
 
 class Profile:
-    """Steps of a training, by turns as they are and measured."""
+    """Runs steps of a training, alternately undisturbed and measured."""
 
     def __init__(self, config: Config) -> None:
         from trainer.data import build_datasets

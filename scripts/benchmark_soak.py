@@ -68,7 +68,7 @@ CASES: dict[str, dict[str, str]] = {
 
 
 class Sample(NamedTuple):
-    """What the operating system and the C library say of this process."""
+    """The figures of this process from the operating system and the C library."""
 
     step: int
     private_bytes: int  # private dirty memory: what the process has written and shares with nobody
@@ -78,7 +78,7 @@ class Sample(NamedTuple):
 
 
 class _HeapInfo(ctypes.Structure):
-    """`struct mallinfo2` of glibc."""
+    """Mirrors `struct mallinfo2` of glibc."""
 
     _fields_ = [(name, ctypes.c_size_t) for name in (
         "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")]
@@ -97,7 +97,7 @@ def sample(step: int) -> Sample:
 
 
 class SoakMonitor(Monitor):
-    """Samples the process every so many steps, from the end of the warm-up on."""
+    """Samples the process at a fixed number of steps, from the end of the warm-up on."""
 
     def __init__(self, warm_up: int, every: int) -> None:
         self.warm_up, self.every = warm_up, every
@@ -109,7 +109,7 @@ class SoakMonitor(Monitor):
 
 
 class Growth(NamedTuple):
-    """From the first sample to the last."""
+    """The differences between the first sample and the last one."""
 
     steps: int
     bytes_a_step: float

@@ -36,10 +36,10 @@ _VARIANT_LINES = {
 
 
 def accumulation_lines(runs: Mapping[int, Sequence[Measurement]]) -> list[Line]:
-    """Time per token and memory of each number of micro-batches against one micro-batch.
+    """Compares time per token and memory of each number of micro-batches with one micro-batch.
 
     Args:
-        runs: Runs by number of micro-batches, one a round.
+        runs: Runs by number of micro-batches, one per round.
     """
     speeds = {number: [1 / run.tokens_per_second for run in group] for number, group in runs.items()}
     lines = []
@@ -54,10 +54,10 @@ def accumulation_lines(runs: Mapping[int, Sequence[Measurement]]) -> list[Line]:
 
 
 def variant_lines(seconds: Mapping[str, Sequence[float]]) -> list[Line]:
-    """Median step of each variant against the plain step.
+    """Compares the median step of each variant with the plain step.
 
     Args:
-        seconds: Steps of `benchmark_variants.py` by variant.
+        seconds: Step times of `benchmark_variants.py` by variant.
     """
     plain = statistics.median(seconds["plain"])
     lines = []
@@ -69,7 +69,7 @@ def variant_lines(seconds: Mapping[str, Sequence[float]]) -> list[Line]:
 
 
 def activation_bytes(many: Measurement, few: Measurement) -> float:
-    """Memory that grows with the batch, for ROWS_MANY sequences; constant memory cancels out."""
+    """Returns the memory that grows with the batch, for ROWS_MANY sequences; constant memory cancels out."""
     return (many.peak_rss_bytes - few.peak_rss_bytes) * ROWS_MANY / (ROWS_MANY - ROWS_FEW)
 
 
@@ -110,12 +110,12 @@ def step(options: argparse.Namespace, console: Console) -> int:
 
 
 def run_script(name: str, *arguments: str) -> dict:
-    """The JSON line that a script of this folder prints."""
+    """Runs a script of this folder, and returns the JSON line that it prints."""
     return last_json(run_process([sys.executable, ROOT / "scripts" / name, *arguments]))
 
 
 def measure_activations(options: argparse.Namespace, console: Console, steps: int) -> dict[str, float]:
-    """Bytes of activations by variant, with RECOMPUTE_LAYERS layers."""
+    """Returns the bytes of activations by variant, with RECOMPUTE_LAYERS layers."""
     half = f"[embeddings, 'layers: 0-{RECOMPUTE_LAYERS // 2 - 1}']"
     flags = {"plain": [], "recompute": ["--recompute_config.recompute", "True"], "frozen": ["--freeze.include", half]}
     layers = ["--model.model_config.num_layers", str(RECOMPUTE_LAYERS)]

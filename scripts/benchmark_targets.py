@@ -75,8 +75,11 @@ _ROWS = 1, 8  # sequences that are generated together
 
 
 class Programs(NamedTuple):
-    """What a group runs: `train(flags, configuration)` the trainer, `before(flags)` that of an earlier checkout by
-    name, or nothing, `torch(keys, configuration, mode, flags)` the peer with the sizes of that configuration."""
+    """The programs that a group of benchmarks runs.
+
+    `train(flags, configuration)` runs the trainer, and `before(flags)` the one of an earlier checkout, or nothing.
+    `torch(keys, configuration, mode, flags)` runs PyTorch with the sizes of that configuration.
+    """
 
     train: Callable[..., Measurement]
     before: Callable[[Mapping[str, str]], Figures]
@@ -119,7 +122,7 @@ def programs(options: argparse.Namespace, cache: str) -> Programs:
 
 def ratio_line(name: str, limit: float, ours: Sequence[float], theirs: Sequence[float], unit: str,
                at_least: bool = True) -> Line:  # fmt: skip
-    """The ratio of figures of the same rounds."""
+    """Returns the line with the ratio of figures of the same rounds."""
     ratio, low, high = paired_ratio(ours, theirs)
     digits = 0 if statistics.median(theirs) >= 100 else 2
     detail = f"{statistics.median(ours):.{digits}f} / {statistics.median(theirs):.{digits}f} {unit}"
@@ -131,7 +134,7 @@ def speeds(rounds: Sequence[Figures], name: str) -> list[float]:
 
 
 def before_line(name: str, limit: float, rounds: Sequence[Figures]) -> Line:
-    """The speed of `trainer` relative to that of an earlier checkout."""
+    """Returns the line with the speed of `trainer` relative to an earlier checkout."""
     name = f"tokens/s, {name} / an earlier checkout"
     if "before" not in rounds[0]:
         return Line(name, None, limit, True, "--before names none")
@@ -139,7 +142,7 @@ def before_line(name: str, limit: float, rounds: Sequence[Figures]) -> Line:
 
 
 def steps_line(name: str, limit: float, rounds: Sequence[Figures], other: str) -> Line:
-    """The step of `trainer` relative to that of another model."""
+    """Returns the line with the step time of `trainer` relative to another model."""
     ours, theirs = ([each[side].steady_step_seconds for each in rounds] for side in ("trainer", other))
     return ratio_line(name, limit, ours, theirs, "s", at_least=False)
 

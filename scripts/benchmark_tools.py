@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: run a program, summarise its steps, judge and show the figures."""
+"""Runs programs, summarises their steps, and judges and prints the figures, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ IMPORT_ALLOWANCE_BYTES = 450e6
 
 
 class RunFailed(Exception):
-    """A measured process failed; the message ends with its last output."""
+    """Says that a measured process failed; the message ends with its last output."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Figures of a training run in one process.
+    """The figures of a training run in one process.
 
     Attributes:
         first_step_seconds: Time of the first step, with compilation, without the start of the process.
         steady_step_seconds: Median of the steps after the first few.
         tokens_per_second: Tokens of a step / ``steady_step_seconds``.
         peak_rss_bytes: Highest resident memory of the process.
-        eval_tokens_per_second: Of the run's last evaluation; None without one.
+        eval_tokens_per_second: Speed of the run's last evaluation; None without one.
     """
 
     first_step_seconds: float
@@ -54,7 +54,7 @@ class Measurement:
 
     @property
     def first_extra_seconds(self) -> float:
-        """Time of the first step beyond that of a later one."""
+        """Returns the time of the first step beyond that of a later one."""
         return self.first_step_seconds - self.steady_step_seconds
 
 
@@ -83,7 +83,8 @@ def median_of(runs: Sequence[Measurement], value: Callable[[Measurement], float]
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median, minimum and maximum of the ratios of alternating runs, from which slow drifts of the machine cancel."""
+    """Returns median, minimum and maximum of the ratios of alternating runs, from which slow drifts of the machine
+    cancel."""
     ratios = [our / their for our, their in zip(ours, theirs, strict=True)]
     return statistics.median(ratios), min(ratios), max(ratios)
 
@@ -135,7 +136,7 @@ def run_process(command: Sequence[str | Path], environment: dict[str, str] | Non
 
 
 def last_json(text: str) -> dict[str, Any]:
-    """The JSON object of the last line that holds one; libraries may print before and after it."""
+    """Returns the JSON object of the last line that has one; libraries may print before and after it."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             return json.loads(line)
@@ -162,7 +163,7 @@ def run_torch(
 def torch_report(
     python: str, sizes: dict[str, int], mode: str, threads: int, *more: str, cache: str | None = None
 ) -> dict[str, Any]:
-    """What the PyTorch peer prints."""
+    """Returns what the PyTorch program prints."""
     with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
         return last_json(run_process(
             [python, ROOT / "scripts" / "benchmark_torch.py", "--mode", mode, "--threads", str(threads), *more,
@@ -171,7 +172,7 @@ def torch_report(
 
 
 def cpu_seconds(command: Sequence[str | Path]) -> float:
-    """User and system time of a command, which must succeed."""
+    """Returns user and system time of a command, which must succeed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen([str(part) for part in command], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                                env=environment, cwd=ROOT)  # fmt: skip
@@ -204,7 +205,7 @@ def torch_sizes(config: Config) -> dict[str, int]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """Machine, commit and versions of the measurement."""
+    """Returns machine, commit and versions of the measurement."""
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
@@ -223,7 +224,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def cpu_model(cpuinfo: Path) -> str:
-    """Name of the processor, from Linux or else from Python."""
+    """Returns the name of the processor, from Linux or else from Python."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The peer of `benchmark.py dense`, `moe` and `targets`: the same decoder in PyTorch, as its user would write it, timed
+"""The model of `benchmark.py dense`, `moe` and `targets` in PyTorch, as a user of PyTorch would write it, timed
 the same way. With `--experts` its feed-forward layers are mixtures of experts as Hugging Face has them.
 `--mode generate` decodes greedily with a key/value cache.
 
@@ -29,7 +29,7 @@ SIZES = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 8, "intermediate": 
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """Computes SwiGLU."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts as in Hugging Face's Mixtral: each expert computes its tokens and adds its output."""
+    """Computes a mixture of experts as Hugging Face's Mixtral: each expert computes its tokens and adds its output."""
 
     def __init__(self, sizes: argparse.Namespace) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention with rotary embeddings and grouped queries, then SwiGLU; both behind RMSNorm."""
+    """Computes attention with rotary embeddings and grouped queries, then SwiGLU; both behind RMSNorm."""
 
     def __init__(self, sizes: argparse.Namespace) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Block(nn.Module):
         self, x_BTD: torch.Tensor, cos_TE: torch.Tensor, sin_TE: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor] | None = None, start: int = 0,
     ) -> torch.Tensor:
-        """`cache`: keys and values of the tokens before `start`, [B, H, S, E], to which those of x are added."""
+        """Adds keys and values of x to `cache`, those of the tokens before `start`, [B, H, S, E]."""
         y_BTD = self.attention_norm(x_BTD)
         query, key, value = (
             projection(y_BTD).unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # [B, H, T, E]
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
                 nn.init.normal_(weight, std=0.02)
 
     def forward(self, ids_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """Mean loss per token."""
+        """Returns the mean loss per token."""
         x_BTD = self.embedding(ids_BT)
         for block in self.blocks:
             x_BTD = block(x_BTD, self.cos_TE, self.sin_TE)
@@ -183,7 +183,8 @@ def time_generation(options: argparse.Namespace, rows: int) -> dict[str, list[fl
 
 
 def matmul_gflops(size: int = 2048) -> float:
-    """Fastest float32 matrix product of this machine in GFLOP/s, the upper bound for both frameworks."""
+    """Returns the GFLOP/s of the fastest float32 matrix product on this machine, the upper bound for both
+    frameworks."""
     left, right = torch.randn(size, size), torch.randn(size, size)
     best = math.inf
     for _ in range(5):

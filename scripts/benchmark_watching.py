@@ -27,7 +27,7 @@ _STEPS, _NEW_STEPS, _LAYERS = 20_000, 60, 24
 
 
 def watching_costs(folder: Path) -> dict[str, float]:
-    """CPU seconds of a step in the training's thread and in others, and of a writing of report.html."""
+    """Returns the CPU seconds of a step in the training's thread and in others, and of writing report.html."""
     layers = [Override("model.model_config.num_layers", str(_LAYERS)), Override("output_dir", str(folder))]
     files = Override("tensorboard", f"{{tensorboard_dir: {folder}}}")
     quiet = [Override("report", "False"), Override("log_format", "plain")]

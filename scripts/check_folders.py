@@ -33,7 +33,7 @@ TEXT = "It costs 5 \N{EURO SIGN}.\n\tTwo  spaces<|endoftext|>next"
 
 
 def load(folder: Path) -> tuple[torch.nn.Module, list[str]]:
-    """The model of a folder, and what its tensors and tokenizer say against it."""
+    """Loads the model of a folder with transformers; returns it with the problems of its tensors and tokenizer."""
     how = {"output_loading_info": True, "attn_implementation": "eager"}
     model, info = AutoModelForCausalLM.from_pretrained(folder, **how)
     found = [f"{kind}: {sorted(names)[:3]}" for kind, names in info.items() if names]

@@ -31,7 +31,7 @@ _SMOKE_LIMIT_SECONDS = 300
 
 
 class Result(NamedTuple):
-    """What `plan` said of a file, and `smoke`."""
+    """The results of `plan` and `smoke` for a file."""
 
     file: Path
     problem: str  # the first one of the plan; empty where the file is accepted
@@ -49,7 +49,7 @@ class Result(NamedTuple):
 
 
 def training_files(folder: Path) -> Iterator[Path]:
-    """The training files of a checkout, in order."""
+    """Returns the training files of a checkout, in order."""
     for part in ("configs", "research"):
         for file in sorted((folder / part).rglob("*.yaml")):
             if TRAINS.search(file.read_text(encoding="utf-8")):
@@ -99,13 +99,13 @@ def smoke(planned: Result, ranks: int, flags: list[str]) -> Result:
 
 
 def _cpu_seconds() -> float:
-    """Processor time of the processes that have ended."""
+    """Returns the CPU seconds of the processes that have ended."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def shown(result: Result) -> str:
-    """A line about a file."""
+    """Returns a line about a file."""
     says = f"{result.problems}: {result.problem}" if result.problem else f"accepted, {result.notes} notes"
     line = f"{result.file}  {result.seconds:.1f} s  {says}"
     if not result.smoke:
@@ -118,7 +118,7 @@ def shown(result: Result) -> str:
 
 
 def summary(results: list[Result], runs: bool) -> str:
-    """How many files are accepted and pass, and what that takes."""
+    """Counts the files that are accepted and pass, with time and memory."""
     accepted = [result for result in results if not result.problem]
     most = max((result.notes for result in accepted), default=0)
     seconds = max((result.seconds for result in results), default=0.0)

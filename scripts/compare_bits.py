@@ -57,7 +57,7 @@ STEPS = 2
 
 
 class Case(NamedTuple):
-    """A tiny model.
+    """Describes a tiny model.
 
     Attributes:
         model: Changes to `MODEL`.
@@ -108,13 +108,13 @@ CASES: dict[str, Case] = {
 
 
 class Numbers(NamedTuple):
-    """What a checkout computes of a model.
+    """The results of a checkout for a model.
 
     Attributes:
-        losses: Of each step, and of the evaluation after each.
-        tensors: Weights, gradients and whatever else of the last checkpoint, by file and name.
-        text: A prediction after each step.
-        failure: Why there are none of these; else empty.
+        losses: Losses of each step, and of the evaluation after it.
+        tensors: Weights, gradients and other tensors of the last checkpoint, by file and name.
+        text: Predictions after each step.
+        failure: Why there are no results; empty if there are.
     """
 
     losses: list[float]
@@ -127,7 +127,7 @@ class Numbers(NamedTuple):
 
 
 def configuration(case: Case, folder: Path) -> dict[str, Any]:
-    """The configuration of a case: what a YAML file would hold."""
+    """Returns the configuration of a case, as the content of a YAML file."""
     data = {
         "data_loader": {"type": "TextDataset", "dataset_dir": str(folder / "text"), "shuffle": False},
         "tokenizer": {"type": "bytes"}, "packing": "cut", "cache_dir": str(folder / "cache"),
@@ -150,7 +150,7 @@ def configuration(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> Arrays:
-    """The arrays of a .safetensors file, as bytes where NumPy lacks the dtype."""
+    """Reads the arrays of a .safetensors file, as bytes where NumPy lacks the dtype."""
     content = path.read_bytes()
     start = 8 + int.from_bytes(content[:8], "little")
     kinds = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I32": np.int32, "I64": np.int64}
@@ -217,8 +217,10 @@ def read_numbers(folder: Path, name: str) -> Numbers:
 
 
 def relative_difference(old: np.ndarray, new: np.ndarray) -> float:
-    """The largest difference of two arrays, relative to the largest number of the old one; inf where shapes or what is
-    finite differ."""
+    """Returns the largest difference of two arrays, relative to the largest number of the old one.
+
+    It is inf if their shapes differ, or only one of two numbers is finite.
+    """
     if old.shape != new.shape or old.dtype != new.dtype:
         return float("inf")
     if old.tobytes() == new.tobytes():
@@ -236,8 +238,8 @@ def relative_difference(old: np.ndarray, new: np.ndarray) -> float:
 
 
 class Verdict(NamedTuple):
-    """How two checkouts differ in a case: `size` as in `relative_difference`, inf where it is more than rounding, and
-    a line of text."""
+    """Says how two checkouts differ in a case: `size` as in `relative_difference`, inf if it is more than rounding,
+    and a line of text."""
 
     size: float
     text: str

@@ -45,15 +45,15 @@ Attempt = Callable[[random.Random], None]
 
 
 class Accepted(Exception):
-    """Input that is wrong was taken, or another one than was written."""
+    """Says that wrong input was accepted, or other input than what was written."""
 
 
 class _Hang(BaseException):
-    """A mutation took too long; no `except Exception` on the way catches it."""
+    """Says that a mutation took too long; no `except Exception` on the way catches it."""
 
 
 class Finding(NamedTuple):
-    """What a mutation found."""
+    """A mutation that the trainer handles wrongly."""
 
     kind: str
     number: int
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
 
 
 def kinds() -> dict[str, Callable[[Path], Attempt]]:
-    """By name what makes an attempt of the kind, in a folder of its own."""
+    """Returns, for each kind of input, the function that prepares its mutations in a folder."""
     from fuzzing import arguments, configuration, inputs, messages, stored
 
     found: dict[str, Callable[[Path], Attempt]] = {}
@@ -91,7 +91,7 @@ def _limits() -> Iterator[None]:
 
 
 def _judge(attempt: Attempt, rng: random.Random) -> tuple[str, str]:
-    """What became of a mutation: refused or accepted, or what is wrong; and what to show of it."""
+    """Runs a mutation; returns whether it was refused, accepted or handled wrongly, and what to show of it."""
     shown = io.StringIO()
     try:
         with _limits(), contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
@@ -148,7 +148,7 @@ def run_kind(name: str, make: Callable[[Path], Attempt], seed: int, numbers: ran
 def _in_child(
     name: str, make: Callable[[Path], Attempt], seed: int, numbers: range, folder: Path
 ) -> Iterator[str]:
-    """The reports of a child: a line when each mutation begins, and one about what became of it."""
+    """Yields the reports of a child process: a line when each mutation begins, and one with its result."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:

@@ -185,7 +185,7 @@ def golden() -> dict:
 
 
 def rendered(tokenizer: PreTrainedTokenizerFast, messages: list, tools: list | None, is_prompt: bool) -> dict:
-    """Text, ids and the assistant's mask, or the error of the template."""
+    """Returns text, ids and the assistant mask of a conversation, or the error of the template."""
     options = {"tools": tools, "add_generation_prompt": is_prompt}
     has_blocks = "generation %}" in tokenizer.chat_template
     try:

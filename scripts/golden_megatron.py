@@ -28,7 +28,7 @@ from megatron_cases import CASES, DOCUMENTS, documents_of  # noqa: E402  (shared
 
 
 def import_datasets(checkout: Path) -> types.SimpleNamespace:
-    """The modules of megatron.core.datasets, without those of megatron.core."""
+    """Imports the modules of megatron.core.datasets, without those of megatron.core."""
     for name in ("megatron", "megatron.core", "megatron.core.datasets"):
         package = types.ModuleType(name)
         package.__path__ = [str(checkout.joinpath(*name.split(".")))]
@@ -69,7 +69,7 @@ def write_files(modules: types.SimpleNamespace, folder: Path) -> dict[str, str]:
 
 
 def samples_of(modules: types.SimpleNamespace, case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What Megatron-LM makes of a case: of each sample its tokens, labels, loss mask, positions and documents."""
+    """Returns the samples of Megatron-LM for a case: tokens, labels, loss mask, positions and documents of each."""
     keys = dict(case["config"])
     paths = [str(folder / item) if item in DOCUMENTS else item for item in keys.pop("data_path")]
     blend = modules.utils.get_blend_from_list(paths)

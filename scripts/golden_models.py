@@ -54,17 +54,17 @@ class Removal:
 
 @dataclass(frozen=True)
 class Case:
-    """One model and batch.
+    """Describes a model and its batch.
 
     Attributes:
-        what: What the case shows.
-        changes: What its configuration changes in BASE.
-        packed: Several documents in a row: positions restart and no token attends to another document.
-        without: Configuration changes that remove what the case is there for.
-        neutral: Weights (by the end of their name) replaced by a value to remove it instead.
-        removals: In place of these two where a case is there for several things: what removes each of them.
-        salt: Chooses other weights and tokens: such that no router's choice is a close one.
-        mtp_depth: Multi-token prediction modules; see golden_mtp.py.
+        what: What the case tests.
+        changes: Changes of its configuration to BASE.
+        packed: Several documents share a row: positions restart and no token attends to another document.
+        without: Configuration changes that remove the tested feature.
+        neutral: Weights (by the end of their name) that are replaced by a value to remove the feature instead.
+        removals: Changes that remove each of several features, in place of these two.
+        salt: Selects other weights and tokens, for which no router has a near-tie.
+        mtp_depth: Number of multi-token prediction modules; see golden_mtp.py.
     """
 
     what: str
@@ -83,7 +83,8 @@ class Case:
 
 
 def build_model(case: Case, name: str, changes: dict[str, Any]) -> torch.nn.Module:
-    """The model in evaluation mode and float32, its weights a function of the case's name and their own names."""
+    """Builds the model in evaluation mode and float32; its weights depend on the names of the case and of the
+    weights."""
     config = {**BASE, **case.changes, **changes}
     how = {"attn_implementation": "eager"}
     if "num_experts_per_tok" in config:
@@ -134,7 +135,7 @@ def make_weight(seed_text: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
-    """int32 [B, T] arrays as trainer.data makes them; some labels are ignored in every sequence."""
+    """Makes int32 [B, T] arrays as trainer.data does; some labels are ignored in every sequence."""
     generator = np.random.RandomState(zlib.crc32(f"{name}/tokens".encode()))
     tokens = generator.randint(0, VOCABULARY, size=(ROWS, TOKENS + 1))
     lengths = DOCUMENT_LENGTHS if packed else ((TOKENS,),) * ROWS
@@ -155,7 +156,7 @@ def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
 
 
 def attention_mask(batch: dict[str, np.ndarray]) -> torch.Tensor:
-    """Additive mask [B, 1, T, T]: causal, and within a document."""
+    """Returns the additive mask [B, 1, T, T]: causal, and within a document."""
     segments = torch.from_numpy(batch["segment_ids"])
     causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
     may_attend = (segments[:, :, None] == segments[:, None, :]) & causal
@@ -172,15 +173,15 @@ def forward(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tenso
 
 
 def loss_sum(logits: torch.Tensor, labels: np.ndarray) -> torch.Tensor:
-    """Sum of the token losses over the labels that count."""
+    """Returns the sum of the token losses over the labels that count."""
     return functional.cross_entropy(logits.flatten(0, 1), torch.from_numpy(labels).long().flatten(),
                                     ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def effect(case: Case, name: str, removal: Removal, batch: dict[str, np.ndarray], logits: np.ndarray) -> float:
-    """How far the logits move when a feature is removed (packed: the document boundaries).
+    """Returns how far the logits move when a feature is removed (packed: the document boundaries).
 
-    The restarting positions of a packed row have no effect of their own: rotary embeddings see differences only.
+    Restarting positions alone have no effect, because rotary embeddings depend on differences of positions only.
     """
     model = build_model(case, name, removal.changes)
     if case.packed:
@@ -194,10 +195,10 @@ def effect(case: Case, name: str, removal: Removal, batch: dict[str, np.ndarray]
 
 
 def require_effect(name: str, effects: dict[str, float]) -> float:
-    """The smallest effect.
+    """Returns the smallest effect.
 
     Raises:
-        SystemExit: It is too small for a test to feel.
+        SystemExit: It is too small for a test to notice.
     """
     for what, moved in effects.items():
         if moved < REQUIRED_EFFECT:
@@ -231,7 +232,7 @@ def routers_watched(name: str, model: torch.nn.Module) -> Iterator[list[float]]:
 
 
 def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Tensor) -> float:
-    """Gap between the scores of the last chosen expert or group and the next one."""
+    """Returns the gap between the scores of the last chosen expert or group and the next one."""
     is_sigmoid = hasattr(router, EXPERT_BIAS)
     scores_NE = logits_NE.sigmoid() + router.e_score_correction_bias if is_sigmoid else logits_NE.softmax(-1)
     smallest, others_NE = scores_NE.gather(1, chosen_Nk).amin(1), scores_NE.scatter(1, chosen_Nk, -torch.inf)
@@ -266,7 +267,7 @@ def on_disk(model_type: str, name: str, array: np.ndarray) -> dict[str, np.ndarr
 
 
 def state_on_disk(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """All weights and the routers' biases under the names of published files."""
+    """Returns all weights and the routers' biases under the names of published files."""
     state = {name: weight.detach().numpy() for name, weight in model.named_parameters()}
     state |= {name: bias.numpy() for name, bias in model.named_buffers() if name.endswith(EXPERT_BIAS)}
     kind, found = model.config.model_type, {}

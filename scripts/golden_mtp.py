@@ -29,7 +29,7 @@ VARIANTS = {
 
 
 def attach_modules(case: Case, name: str) -> torch.nn.Module:
-    """The model with `mtp_depth` more layers, which also have the weights of an MTP module."""
+    """Adds `mtp_depth` layers to the model, which also have the weights of an MTP module."""
     layers = {**BASE, **case.changes}["num_hidden_layers"]
     model = build_model(case, name, {"num_hidden_layers": layers + case.mtp_depth})
     make_norm, hidden, eps = type(model.model.norm), model.config.hidden_size, model.config.rms_norm_eps
@@ -85,7 +85,7 @@ def sums_and_logits(
 
 
 def mtp_effects(model: torch.nn.Module, batch: dict[str, np.ndarray], case: Case) -> dict[str, float]:
-    """How far a module's logits, or its loss relative to its size, move with each mistake."""
+    """Returns how far a module's logits, or its relative loss, move with each mistake."""
     effects = {}
     with torch.no_grad():
         _, losses, logits = sums_and_logits(model, batch, case.mtp_depth)

@@ -104,12 +104,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def heads(x: torch.Tensor) -> torch.Tensor:
-    """[B, heads, T, d]."""
+    """Splits into heads: [B, heads, T, d]."""
     return x.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2)
 
 
 def rotary_angles(positions: np.ndarray) -> torch.Tensor:
-    """[B, 1, T, d / 2]."""
+    """Returns [B, 1, T, d / 2]."""
     size = HIDDEN // HEADS
     return torch.from_numpy(positions)[:, None, :, None] / BASE ** (torch.arange(0, size, 2) / size)
 
@@ -122,7 +122,7 @@ def turned(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, angles: torch.Tensor
 ) -> torch.Tensor:
-    """[B, T, H d]."""
+    """Returns [B, T, H d]."""
     k, v = (one.repeat_interleave(HEADS // KEY_HEADS, 1) for one in (turned(k, angles), v))
     scores = turned(q, angles) @ k.transpose(2, 3) / (HIDDEN // HEADS) ** 0.5 + mask
     return (scores.softmax(-1) @ v).transpose(1, 2).flatten(2)

@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def find_faces() -> list[Path]:
-    """The fonts that come with matplotlib, or else installed ones."""
+    """Finds the fonts that come with matplotlib, or else installed ones."""
     spec = importlib.util.find_spec("matplotlib")
     folders = [Path(spec.origin).parent / "mpl-data/fonts/ttf"] if spec and spec.origin else []
     folders += [Path("/usr/share/fonts/truetype/dejavu"), Path("/usr/share/fonts/dejavu"), Path("/usr/share/fonts/TTF")]
@@ -67,7 +67,7 @@ def find_faces() -> list[Path]:
 
 
 def render_digits(faces: list[Path]) -> np.ndarray:
-    """Every digit of every font in the middle of a canvas: float32 [fonts, 10, CANVAS, CANVAS], ink is 1."""
+    """Draws every digit of every font in the middle of a canvas: float32 [fonts, 10, CANVAS, CANVAS], ink is 1."""
     from PIL import Image, ImageDraw, ImageFont
 
     drawn = np.zeros((len(faces), 10, CANVAS, CANVAS), np.float32)
@@ -114,7 +114,7 @@ def draw_digits(glyphs: np.ndarray, labels: np.ndarray, random: np.random.Genera
 
 
 def _between(glyphs: np.ndarray, faces: np.ndarray, labels: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Bilinear interpolation of the canvases, 0 outside of them. y and x: [n, pixels]."""
+    """Interpolates the canvases bilinearly, with 0 outside of them. y and x: [n, pixels]."""
     y0, x0 = np.floor(y).astype(np.int64), np.floor(x).astype(np.int64)
     part_y, part_x = y - y0, x - x0
 

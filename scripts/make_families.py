@@ -48,7 +48,7 @@ def config_json(config: Any, *, every: bool = False) -> dict[str, Any]:
 
 
 def defaults(model_type: str) -> dict[str, Any]:
-    """All keys of the class; those of rope_parameters as older versions write them."""
+    """Returns all keys of the class, those of rope_parameters under the names of older versions."""
     base = config_json(transformers.PretrainedConfig(), every=True)
     found = config_json(CONFIG_MAPPING[model_type](), every=True)
     rope = found.pop("rope_parameters")

@@ -72,7 +72,7 @@ _ANOTHER = "Another name of "
 
 
 def page() -> str:
-    """The whole of docs/flags.md."""
+    """Returns the text of docs/flags.md."""
     named = []
     for panel, flags in PANELS.items():
         rows = [f"| `--{flag.name}` | `{flag.key}` | {cell(flag.help)} |" for flag in flags]
@@ -99,12 +99,12 @@ def page() -> str:
 
 
 def subclasses(kind: type[Section]) -> list[type[Section]]:
-    """All classes below a class."""
+    """Returns all classes below a class."""
     return [found for below in kind.__subclasses__() for found in (below, *subclasses(below))]
 
 
 def sections(schema: Described) -> list[tuple[str, list[str], Described]]:
-    """Every section of the schema once: its class, the paths that lead to it, and what it holds."""
+    """Returns every section of the schema once: its class, the paths that lead to it, and its content."""
     definitions = schema["$defs"]
     paths: dict[str, list[str]] = {}
 
@@ -125,7 +125,7 @@ def sections(schema: Described) -> list[tuple[str, list[str], Described]]:
 
 
 def references(described: Any) -> list[str]:
-    """The names of the sections that a property may hold."""
+    """Returns the names of the sections that a property may have."""
     if isinstance(described, list):
         return [name for item in described for name in references(item)]
     if not isinstance(described, dict):
@@ -136,14 +136,14 @@ def references(described: Any) -> list[str]:
 
 
 def types_of(section: Described) -> str:
-    """The values of `type` that select this section in its family; empty if it has no family."""
+    """Returns the values of `type` that select this section in its family; empty if it has no family."""
     described = section["properties"].get("type", {})
     names = [described["const"]] if "const" in described else described.get("enum", [])
     return ", ".join(names)
 
 
 def rows_of(section: Described, path: str) -> tuple[list[str], list[tuple[str, str, str]]]:
-    """The rows of a section's table; of its keys that do not act: key, "ignored" or "not_yet", and reason."""
+    """Returns the rows of a section's table, and its keys that do not act: key, "ignored" or "not_yet", and reason."""
     properties = section["properties"]
     acting, others = [], []
     for key, described in properties.items():
@@ -161,7 +161,7 @@ def rows_of(section: Described, path: str) -> tuple[list[str], list[tuple[str, s
 
 
 def table(unsupported: list[tuple[str, str, str]], wanted: str) -> list[str]:
-    """One row a reason, with all keys that do not act for it."""
+    """Returns a table with one row per reason, and all keys that do not act for it."""
     keys: dict[str, list[str]] = {}
     for key, support, reason in unsupported:
         if support == wanted:
@@ -172,7 +172,7 @@ def table(unsupported: list[tuple[str, str, str]], wanted: str) -> list[str]:
 
 
 def cell(text: str) -> str:
-    """Text for a cell of a table."""
+    """Returns the text of a table cell."""
     return re.sub(r"\s+", " ", text).replace("``", "`").replace("|", "\\|").replace("<", "&lt;").strip()
 
 

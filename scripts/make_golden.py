@@ -176,7 +176,8 @@ CASES = {
 
 
 def file_name(name: str) -> str:
-    """The tests that read a case: of the dense model, of experts, of multi-token prediction."""
+    """Returns the file of a case; its prefix says which tests read it: dense model, experts or multi-token
+    prediction."""
     if name.startswith("mtp_"):
         return name
     return ("experts_" if "_moe" in name or name.startswith(("mixtral", "deepseek")) else "model_") + name
@@ -272,7 +273,7 @@ def make_optimizer_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any
 
 
 def make_file(name: str) -> bytes:
-    """The content of one golden file, without a date, so that making it again changes nothing."""
+    """Makes the content of one golden file, without a date, so that making it again changes nothing."""
     if name.startswith("optimizer_"):
         tensors, metadata = make_optimizer_case(name.removeprefix("optimizer_"))
     elif name.startswith("other_"):

@@ -37,7 +37,7 @@ _CONTROL = re.compile(r"\x1b\[2K|\x1b\[\?25[lh]|\r(?!\n)|\r?\n")
 
 
 def run_in_terminal(command: list[str]) -> str:
-    """What a command writes to a terminal.
+    """Runs a command in a terminal, and returns what it writes.
 
     Raises:
         SystemExit: The command failed.
@@ -62,7 +62,7 @@ def run_in_terminal(command: list[str]) -> str:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that remain on a terminal, with their colours: a live line is drawn from its beginning."""
+    """Returns the lines that remain on a terminal, with their colours; a live line is drawn from its beginning."""
     lines, start = [""], 0
     for control in _CONTROL.finditer(written):
         lines[-1] += written[start : control.start()]
@@ -89,7 +89,7 @@ def draw(command: str, lines: list[str], path: Path) -> None:
 
 
 def photograph(page: Path, path: Path) -> None:
-    """The upper part of a page as a browser shows it on a screen.
+    """Takes a picture of the upper part of a page in a browser.
 
     Raises:
         SystemExit: There is no browser, or it fails.

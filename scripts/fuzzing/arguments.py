@@ -21,12 +21,12 @@ _COMMANDS = ("plan", "plan", "plan", "plan", "data", "convert", "status", "stop"
 
 
 def _of_shell(text: str) -> str:
-    """What an argument of a process can be: no zero byte, and other bytes than UTF-8 as Python reads them."""
+    """Returns the text as a process would get it: without zero bytes, which no argument can have."""
     return os.fsdecode(text.replace("\0", "").encode("utf-8", "surrogatepass"))
 
 
 def _keys() -> list[str]:
-    """Dotted keys that stand where the tiny configuration has their section."""
+    """Returns the dotted keys of the sections of the tiny configuration."""
     kinds = {"data_loader": "SyntheticDataset", "lr_schedule": "CosineWithWarmUpLR"}
     found = []
     for path, _ in leaves(Config):
@@ -78,7 +78,7 @@ def _answered(words: list[str]) -> None:
 
 
 def _one_flag(folder: Path) -> Attempt:
-    """A flag with a value that its type cannot have."""
+    """Returns a flag with a value that its type cannot have."""
     file = folder / "a.yaml"
     file.write_text(json.dumps(TINY), encoding="utf-8")
     os.chdir(folder)

@@ -28,7 +28,7 @@ TINY = {
 
 
 def _check_read(config: Config) -> None:
-    """What a configuration says it is must load to an equal one."""
+    """Checks that a configuration that is dumped and read again is equal."""
     config_notes(config)
     try:
         preflight(config)
@@ -50,7 +50,7 @@ def _yaml_text(folder: Path) -> Attempt:
 
 
 def leaves(kind: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every key that acts: its dotted path, with the type that selects its section, and its declaration."""
+    """Returns every key that acts: its dotted path, the type that selects its section, and its declaration."""
     for name, field in fields_by_yaml_name(kind).items():
         shape = shape_of(field)
         if support_of(field)[0] == "supported" and kind.support == "supported" and name != "type":
@@ -62,7 +62,7 @@ def leaves(kind: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[tu
 
 
 def fits(value: Any, annotation: Any, notes: tuple[Any, ...] = ()) -> bool:
-    """Whether a value is of a type, by the type alone: a reading of the schema that does not use pydantic."""
+    """Returns whether a value has a type; reads the schema without pydantic."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *more = get_args(annotation)
@@ -106,7 +106,7 @@ def _within(value: Any, notes: tuple[Any, ...]) -> bool:
 
 
 def _bounds(annotation: Any, notes: tuple[Any, ...]) -> list[Any]:
-    """The bounds of a number and what is just beyond them."""
+    """Returns the bounds of a number, and the numbers just beyond them."""
     found = []
     parts = [annotation, *get_args(annotation)]
     every = [*notes, *(note for part in parts if get_origin(part) is Annotated for note in get_args(part)[1:])]
@@ -117,7 +117,7 @@ def _bounds(annotation: Any, notes: tuple[Any, ...]) -> list[Any]:
 
 
 def _with(path: tuple[str, ...], value: Any) -> dict[str, Any]:
-    """The tiny configuration with a value at a path."""
+    """Returns the tiny configuration with a value at a path."""
     for part in reversed(path):
         name, _, kind = part.lstrip("[").partition(":")
         if kind and isinstance(value, dict):

@@ -69,7 +69,7 @@ def _jsonl(folder: Path) -> Attempt:
 
 
 def _template(folder: Path) -> Attempt:
-    """A chat template that somebody else wrote: it runs in Jinja's sandbox."""
+    """Tries a chat template from elsewhere, which runs in Jinja's sandbox."""
     file, data = folder / "t.jinja", folder / "a.jsonl"
     data.write_text(json.dumps({"messages": _TURNS}) + "\n", encoding="utf-8")
     pieces = (
@@ -95,7 +95,7 @@ def _template(folder: Path) -> Attempt:
 
 
 def _indexed(folder: Path) -> Attempt:
-    """Megatron-LM's .bin and .idx."""
+    """Tries broken .bin and .idx files of Megatron-LM."""
     documents = [np.arange(10, dtype=np.uint16) + number for number in range(20)]
     write_indexed(folder / "whole", documents, 300)
     whole = {suffix: (folder / f"whole.{suffix}").read_bytes() for suffix in ("bin", "idx")}
@@ -153,7 +153,7 @@ def _make(kind: str, path: Path) -> str:
 
 @contextlib.contextmanager
 def _as_nobody() -> Iterator[None]:
-    """Without root's rights, to which every file is readable."""
+    """Drops root's rights, to which every file is readable."""
     is_root = os.geteuid() == 0
     if is_root:
         os.setegid(_NOBODY)
@@ -179,7 +179,8 @@ _Reader: TypeAlias = tuple[str, Callable[[str], tuple[list[str], dict[str, Any]]
 
 
 def _readers(folder: Path) -> dict[str, _Reader]:
-    """By key: the file name that it reads, and from a path the command with its further sections."""
+    """Returns by key the file name that it reads, and a function from a path to the command with its further
+    sections."""
     data = folder / "good.jsonl"
     data.write_text(json.dumps({"messages": _TURNS}) + "\n", encoding="utf-8")
     readers: dict[str, _Reader] = {

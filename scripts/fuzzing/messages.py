@@ -54,7 +54,8 @@ def _send(caller: socket.socket, data: bytes, read) -> None:
 
 
 def _strangers(folder: Path) -> Attempt:
-    """Who does not know the secret, or uses it wrongly: nothing is taken, and the channel is closed."""
+    """Tries a caller without the secret, or with a wrong use of it: no message is accepted, and the channel is
+    closed."""
 
     def attempt(rng: random.Random) -> None:
         ours, theirs = socket.socketpair()
@@ -88,7 +89,8 @@ def _strangers(folder: Path) -> Attempt:
 
 
 def _listener(folder: Path) -> Attempt:
-    """Several callers at once: only the one with the secret comes in, and strangers are named at most once."""
+    """Tries several callers at once: only the one with the secret is accepted, and each stranger is named at most
+    once."""
 
     def attempt(rng: random.Random) -> None:
         with socket.socket() as listening:
@@ -144,7 +146,7 @@ def _messages(folder: Path) -> Attempt:
 
 
 def _workers(folder: Path) -> Attempt:
-    """The pipe of a worker of this node, whose own process may print anything into it."""
+    """Tries the pipe of a worker of this node, whose process may print anything into it."""
 
     def attempt(rng: random.Random) -> None:
         ours, theirs = socket.socketpair()

@@ -20,7 +20,7 @@ STRINGS = (
 
 
 def nested(rng: random.Random) -> Any:
-    """A list or mapping in itself, up to 300 levels deep."""
+    """Returns a list or mapping inside itself, up to 300 levels deep."""
     value: Any = rng.choice(NUMBERS[:5])
     for _ in range(rng.choice((3, 60, 70, 300))):
         value = [value] if rng.random() < 0.5 else {"a": value}
@@ -28,7 +28,7 @@ def nested(rng: random.Random) -> Any:
 
 
 def odd_value(rng: random.Random, deep: bool = True) -> Any:
-    """A value that a field probably must not have."""
+    """Returns a value that a field probably must not have."""
     kind = rng.choices(("number", "string", "bool", "none", "list", "dict", "nested"), (6, 5, 1, 1, *[deep] * 3))[0]
     if kind == "number":
         return rng.choice(NUMBERS)
@@ -44,13 +44,13 @@ def odd_value(rng: random.Random, deep: bool = True) -> Any:
 
 
 def _places(value: Any, path: tuple = ()) -> list[tuple]:
-    """The path of each value below one."""
+    """Yields the path of each value below one."""
     below = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [found for key, one in below for found in ((*path, key), *_places(one, (*path, key)))]
 
 
 def changed_json(value: Any, rng: random.Random) -> Any:
-    """A copy with a value replaced, removed, added, doubled or moved."""
+    """Returns a copy with a value replaced, removed, added, doubled or moved."""
     value = copy.deepcopy(value)
     places = _places(value)
     if not places or rng.random() < 0.03:
@@ -75,7 +75,7 @@ def changed_json(value: Any, rng: random.Random) -> Any:
 
 
 def json_bytes(value: Any, rng: random.Random) -> bytes:
-    """The text of a mutated value, sometimes broken as text too."""
+    """Returns the text of a mutated value, sometimes with broken syntax."""
     text = json.dumps(changed_json(value, rng))
     how = rng.random()
     if how < 0.6:
@@ -91,7 +91,7 @@ def json_bytes(value: Any, rng: random.Random) -> bytes:
 
 
 def changed_bytes(content: bytes, rng: random.Random) -> bytes:
-    """A copy with bytes flipped, cut off, put in or repeated."""
+    """Returns a copy with bytes flipped, cut off, inserted or repeated."""
     how, at = rng.randrange(8), rng.randrange(len(content) + 1)
     if how == 0:
         return content[:at]
@@ -123,7 +123,7 @@ _LINES = (
 
 
 def changed_lines(text: str, rng: random.Random) -> str:
-    """A YAML text with lines removed, doubled, moved, put in or changed."""
+    """Returns a YAML text with lines removed, doubled, moved, inserted or changed."""
     lines = text.split("\n")
     for _ in range(rng.choice((1, 1, 2, 3))):
         at = rng.randrange(len(lines))
@@ -156,5 +156,5 @@ def changed_lines(text: str, rng: random.Random) -> str:
 
 
 def yaml_scalar(value: Any) -> str:
-    """A value in flow style; JSON is YAML but for the numbers without an end."""
+    """Returns a value in flow style; JSON is YAML except for infinite numbers and NaN."""
     return json.dumps(value).replace("-Infinity", "-.inf").replace("Infinity", ".inf").replace("NaN", ".nan")

@@ -32,7 +32,7 @@ _TEXT = "the cat sat on the mat\n\x00é\U0001d518 <|im_start|>user 12345 \t" * 3
 
 
 def tiny(**more: Any) -> Config:
-    """The tiny configuration with more sections."""
+    """Returns the tiny configuration with more sections."""
     return parse_config("a.yaml", json.dumps(_merged(TINY, more)))
 
 
@@ -48,7 +48,7 @@ def _weights(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> dict[str,
 
 
 def _header(content: bytes, rng: random.Random) -> bytes:
-    """A safetensors file whose header is another, or says another length of itself."""
+    """Returns a safetensors file with another header, or with another length of its header."""
     length = int.from_bytes(content[:8], "little")
     header, data = content[8 : 8 + length], content[8 + length :]
     how = rng.random()
@@ -59,7 +59,7 @@ def _header(content: bytes, rng: random.Random) -> bytes:
 
 
 def _checkpoint(folder: Path) -> Attempt:
-    """A checkpoint with one file changed: so that its checksum tells, or with all checksums made anew."""
+    """Tries a checkpoint with one changed file, with its old checksum or with all checksums made again."""
     config = tiny()
     layout = data_layout(config, build_train_dataset(config)[0], 1)
     shapes = trained_shapes(config)
@@ -111,7 +111,7 @@ def _checkpoint(folder: Path) -> Attempt:
 
 
 def _safetensors(folder: Path) -> Attempt:
-    """A file of weights from elsewhere, which has no checksum: its header is changed."""
+    """Tries a weight file from elsewhere, which has no checksum, with a changed header."""
     file = folder / "model.safetensors"
     config = tiny(load_checkpoint=str(file))
     expected = _weights(config, parameter_shapes(config.decoder))
@@ -139,7 +139,7 @@ def _save(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _adapters(folder: Path) -> Attempt:
-    """A folder as PEFT writes it."""
+    """Tries a broken folder of PEFT."""
     pet = {"model": {"model_config": {"pet_config": {"lora_rank": 2, "target_modules": ".*q_proj"}}}}
     config = tiny(adapter_id=str(folder), **pet)
     expected = _weights(config, adapter_shapes(config.decoder))
@@ -163,7 +163,7 @@ def _adapters(folder: Path) -> Attempt:
 
 
 def write_tokenizer(path: Path) -> None:
-    """A byte-level tokenizer.json, and the files beside it."""
+    """Writes a byte-level tokenizer.json, and the files beside it."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -244,7 +244,7 @@ def _sequences(config: Config) -> list[bytes]:
 
 
 def _model_folder(folder: Path) -> Attempt:
-    """config.json and generation_config.json as Hugging Face publishes them."""
+    """Tries a broken config.json or generation_config.json of a Hugging Face folder."""
     described = {
         "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 16, "num_hidden_layers": 2,
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 32, "vocab_size": 300,
