@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Speed of prediction: reading prompts and greedy decoding, and an evaluation of as many tokens beside it.
 
-Started by `benchmark.py targets`; the peer is `benchmark_torch.py --mode generate`. Prints one JSON line: for each
+Started by `benchmark.py targets`; PyTorch is `benchmark_torch.py --mode generate`. Prints one JSON line: for each
 number of sequences the seconds of every repetition, by what was done. The first one warms up and is left out.
 """
 

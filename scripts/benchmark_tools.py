@@ -154,7 +154,7 @@ def run_trainer(program: str | Path, config: str, steps: int, *flags: str) -> Me
 def run_torch(
     python: str, sizes: dict[str, int], mode: str, steps: int, threads: int, *more: str, cache: str | None = None
 ) -> tuple[Measurement, dict[str, Any]]:
-    """Runs the PyTorch peer; also returns the JSON that it prints. `cache` is a folder for what torch.compile has
+    """Runs the PyTorch model; also returns the JSON that it prints. `cache` is a folder for what torch.compile has
     compiled; None: it compiles anew."""
     report = torch_report(python, sizes, mode, threads, "--steps", str(steps), *more, cache=cache)
     return measure(report["step_seconds"], report["tokens_per_step"], report["peak_rss_bytes"]), report
@@ -184,11 +184,11 @@ def cpu_seconds(command: Sequence[str | Path]) -> float:
 
 
 def torch_sizes(config: Config) -> dict[str, int]:
-    """Sizes of the config's model and batch, by the peer's flags; fails for models that the peer does not have."""
+    """Returns the sizes of the config's model and batch as flags of benchmark_torch.py, which does not have all models."""
     decoder, runner = config.decoder, config.runner_config
     odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
     if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
-        raise RunFailed("the PyTorch peer has an untied head, no q/k norm, no bias and heads that fill the hidden size")
+        raise RunFailed("the PyTorch model has an untied head, no q/k norm, no bias, heads that fill the hidden size")
     sizes = {
         "layers": decoder.num_layers, "hidden": decoder.hidden_size, "heads": decoder.num_heads,
         "kv_heads": decoder.kv_heads, "intermediate": decoder.ffn_size, "tokens": decoder.seq_length,
@@ -198,9 +198,9 @@ def torch_sizes(config: Config) -> dict[str, int]:
     if moe is None:
         return sizes
     if not all(decoder.is_moe_layer(layer) for layer in range(decoder.num_layers)) or decoder.shared_expert_size:
-        raise RunFailed("the PyTorch peer has experts in every layer, and no shared ones")
+        raise RunFailed("the PyTorch model has experts in every layer, and no shared ones")
     if moe.score_function != "softmax" or moe.has_expert_bias or moe.n_group or not moe.norm_topk_prob:
-        raise RunFailed("the PyTorch peer's router has a softmax, and no groups, no bias, weights that sum to 1")
+        raise RunFailed("the PyTorch model's router has a softmax, and no groups, no bias, weights that sum to 1")
     return {**sizes, "intermediate": decoder.expert_size, "experts": moe.expert_num, "chosen": moe.num_experts_chosen}
 
 

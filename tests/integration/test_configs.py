@@ -62,7 +62,7 @@ def test_it_loads_and_plans(path: Path, cache: Path, model_folder: Path) -> None
     plan = build_plan(config)
     assert plan.steps.last_step > 0 and plan.model.weights > 0
     assert f"{plan.model.weights:,}" in plan_text(plan)
-    if not path.stem.startswith("mindformers"):  # those show what becomes of a file of the peer's
+    if not path.stem.startswith("mindformers"):  # those show what becomes of a file of MindSpore Transformers
         # Nothing in ours is ignored, no two keys contradict each other; adapters have no base here.
         # Evaluation drops no tokens. Conversations are written as ChatML.
         expected = {"lora": ["random base weights", "ChatML"], "moe_tiny": ["to training only"]}

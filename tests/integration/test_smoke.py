@@ -22,7 +22,7 @@ def signals() -> Iterator[None]:
 
 
 def write(folder: Path, text: str) -> str:
-    path = folder / "peer.yaml"
+    path = folder / "theirs.yaml"
     path.write_text(text, encoding="utf-8")
     return str(path)
 
@@ -99,7 +99,7 @@ def test_weights_that_fit_are_trained_on(tmp_path, capsys):
     arguments = ["--json", "--steps", "2", "--output_dir", str(tmp_path)]
     assert dispatch(["smoke", "--config", write(tmp_path, text), *arguments]) == 0
     first = json.loads(capsys.readouterr().out)
-    (tmp_path / "smoke" / "peer").rename(tmp_path / "trained")
+    (tmp_path / "smoke" / "theirs").rename(tmp_path / "trained")
     weights = ["--run_mode", "finetune", "--load_checkpoint", str(tmp_path / "trained" / "checkpoints")]
     assert dispatch(["smoke", "--config", write(tmp_path, text), *arguments, *weights]) == 0
     second = json.loads(capsys.readouterr().out)

@@ -227,7 +227,7 @@ def test_each_step_drops_something_else(home: Path) -> None:
     assert len(set(kept)) == 1
 
 
-def test_sgd_trains_too_and_the_log_may_have_the_peers_format(home: Path, capsys: pytest.CaptureFixture) -> None:
+def test_sgd_trains_too_and_the_log_may_have_mindformers_format(home: Path, capsys: pytest.CaptureFixture) -> None:
     changes = {
         "optimizer": {"type": "SGD", "momentum": 0.9},
         "lr_schedule.learning_rate": 0.3,

@@ -76,7 +76,7 @@ def test_this_trainer_is_found_from_anywhere(tmp_path: Path) -> None:
     assert job.end() == EXIT_BAD_INPUT and "write `plan --ranks 8`" in job.errors
 
 
-def test_the_peer_s_program_is_this_trainer(tmp_path: Path) -> None:
+def test_run_mindformer_py_means_this_trainer(tmp_path: Path) -> None:
     job = script(tmp_path, "run_mindformer.py --config absent.yaml", 2, pick_free(), "logs", "True", 60)
     assert job.end() == EXIT_BAD_INPUT and "run_mindformer.py is taken as run_trainer.py" in job.errors
     assert "absent.yaml: the configuration file does not exist" in job.errors

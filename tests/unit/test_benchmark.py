@@ -223,7 +223,7 @@ def test_all_variants_with_experts_have_the_active_weights_of_the_dense_one():
                                                               "capacity"]
 
 
-def test_the_peer_has_the_sizes_of_the_model_with_experts():
+def test_the_pytorch_model_has_the_sizes_of_the_model_with_experts():
     config = load_config(str(Path(benchmark_tools.ROOT, "configs", "bench_moe.yaml")), [])
     sizes = benchmark_tools.torch_sizes(config)
     assert (sizes["experts"], sizes["chosen"], sizes["intermediate"]) == (8, 2, 344)
@@ -232,7 +232,7 @@ def test_the_peer_has_the_sizes_of_the_model_with_experts():
     for key, text in others.items():
         changed = load_config(str(Path(benchmark_tools.ROOT, "configs", "bench_moe.yaml")),
                               [Override(f"model.model_config.moe_config.{key}", text, "")])
-        with pytest.raises(benchmark.RunFailed, match="the PyTorch peer"):
+        with pytest.raises(benchmark.RunFailed, match="the PyTorch model"):
             benchmark_tools.torch_sizes(changed)
 
 
@@ -296,7 +296,7 @@ def test_a_bad_config_ends_the_benchmark_with_its_message(tmp_path, capsys):
     assert "num_layerz" in capsys.readouterr().err
 
 
-def test_a_model_that_the_peer_lacks_is_refused(tmp_path, capsys):
+def test_a_model_that_the_pytorch_script_lacks_is_refused(tmp_path, capsys):
     flags = programs(tmp_path)
     tied = CONFIG.replace("type: LlamaConfig,", "type: LlamaConfig, tie_word_embeddings: True,")
     (tmp_path / "config.yaml").write_text(tied)

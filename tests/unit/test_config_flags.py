@@ -44,7 +44,7 @@ def overrides_of(*argv: str) -> dict[str, object]:
     return {o.key: list(o.texts) or o.text for o in split_arguments(argv).overrides}
 
 
-def test_every_flag_of_the_peer_and_our_own_are_there():
+def test_every_flag_of_mindformers_and_of_this_trainer_is_there():
     assert {flag.name for flag in FLAGS} == {*PEER_FLAGS, *OUR_FLAGS}
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
 

@@ -45,7 +45,7 @@ def run_info(**changes) -> RunInfo:
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_peers_line_to_the_letter() -> None:
+def test_the_line_of_mindformers_to_the_letter() -> None:
     line = formatting.mindformers_step(step_metrics(20, loss_scale=65536.0), 0.0)
     assert line == (
         "{ Epoch:[  1/  2], step:[   20/  100], loss: 5.612345, per_step_time: 123ms, lr: 5.0e-05, "
@@ -65,7 +65,7 @@ def test_the_peers_line_to_the_letter() -> None:
         ({"step": 120, "step_in_epoch": 20, "epoch": 2}, "Epoch:[  2/  2], step:[   20/  100]"),
     ],
 )
-def test_the_peers_line_in_other_cases(changes: dict, part: str) -> None:
+def test_the_line_of_mindformers_in_other_cases(changes: dict, part: str) -> None:
     assert part in formatting.mindformers_step(step_metrics(**{"step": 20, **changes}), 0.0)
 
 

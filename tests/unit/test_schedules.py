@@ -1,4 +1,4 @@
-"""Every learning rate schedule against numbers computed here with numpy and the examples in the peer's documents."""
+"""Every learning rate schedule against formulas in NumPy, and against the examples of MindSpore Transformers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_warm_up_stable_decay_may_start_at_once_and_without_warm_up():
 
 
 def test_warm_up_stable_decay_without_warm_up_starts_at_the_peak():
-    assert curve(section("WarmUpStableDecayLR", warmup_steps=0))[0] == LR  # the peer computes 0 / 0 here
+    assert curve(section("WarmUpStableDecayLR", warmup_steps=0))[0] == LR  # MindSpore Transformers computes 0 / 0 here
 
 
 def test_warm_up_stable_decay_that_starts_after_the_run_never_decays_within_it():
@@ -183,7 +183,7 @@ def test_warm_restarts_without_eta_min_fall_towards_zero(eta_min):
     close(curve(config), LR * (1 + np.cos(np.pi * (STEPS % 5) / 5)) / 2)
 
 
-# --- the examples of the peer's API documentation (learning_rate 0.005, warm-up 10, total 20) ----------------------
+# --- the examples of MindSpore Transformers' API documentation (learning_rate 0.005, warm-up 10, total 20) ----------
 
 
 @pytest.mark.parametrize(("type_", "keys", "step", "printed"), [

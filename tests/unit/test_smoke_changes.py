@@ -24,7 +24,7 @@ from trainer.smoke.run import smoke_changes
 def small(text: str, *pairs: str, ranks: int = 1, missing: bool = True) -> tuple[Config, dict[str, tuple]]:
     """The configuration that is run, and what was changed: key -> (from, to, why)."""
     overrides = [Override(*pair.split("=", 1)) for pair in pairs]
-    config = parse_config("peer.yaml", text, overrides, [])
+    config = parse_config("theirs.yaml", text, overrides, [])
     absent = dict.fromkeys(sections_read(config), "") if missing else {}
     changes = smoke_changes(config, Setup(3, ranks, Path("/tmp/smoke"), "CPU", absent))
     told = {change.key: change[1:] for change in changes}

@@ -2,7 +2,7 @@
 """Plans every training file of MindSpore Transformers, unedited, runs `smoke` on it, and prints what came of both.
 
     git clone https://github.com/mindspore-lab/mindformers /tmp/mindformers
-    python scripts/check_peer_files.py /tmp/mindformers [/tmp/another_checkout ...] [--ranks 8] [-- flags]
+    python scripts/check_mindformers.py /tmp/mindformers [/tmp/another_checkout ...] [--ranks 8] [-- flags]
 
 The flags are those of run_trainer.py, `--ranks` is that of `smoke`; a file is planned for the job that it describes.
 A training file is a YAML file below `configs` or `research` with run_mode train or finetune. Exit code 1 where one of
