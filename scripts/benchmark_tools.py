@@ -184,7 +184,7 @@ def cpu_seconds(command: Sequence[str | Path]) -> float:
 
 
 def torch_sizes(config: Config) -> dict[str, int]:
-    """Returns the sizes of the config's model and batch as flags of benchmark_torch.py, which does not have all models."""
+    """Returns the sizes of model and batch as flags of benchmark_torch.py, which does not have all models."""
     decoder, runner = config.decoder, config.runner_config
     odd_heads = decoder.head_size * decoder.num_heads != decoder.hidden_size
     if decoder.tie_word_embeddings or decoder.use_qk_norm or decoder.qkv_has_bias or odd_heads:
