@@ -78,7 +78,7 @@ def test_whole_and_damaged_checkpoints_and_the_newest_to_use(tmp_path: Path, cap
     assert command(capsys, folder / "best")[0] == 0
     assert command(capsys, folder / "step-00000009")[0] == 1, "a checkpoint that is asked for by name must be whole"
     code, printed = command(capsys, paths[2], "--json")
-    assert code == 1 and json.loads(printed)[0]["problem"].startswith("config.json is not")
+    assert code == 1 and json.loads(printed)[0]["problem"].startswith("the checksum of config.json")
 
 
 def test_the_folder_of_a_launcher_is_no_checkpoint(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_key_that_stands_twice_is_an_error(tmp_path: Path) -> None:
 
 def test_nothing_to_verify_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    for path, rule in ((tmp_path, "holds no checkpoint"), (tmp_path / "x", "no such"), (tmp_path / "file", "not a f")):
+    for path, rule in ((tmp_path, "contains no checkpoint"), (tmp_path / "x", "no such"), (tmp_path / "file", "not a f")):
         with pytest.raises(UserError, match=rule):
             dispatch(["verify", str(path)])
 
