@@ -18,7 +18,7 @@ def test_every_rank_has_the_tokens_of_one_rank() -> None:
             mesh = Mesh(parallel_degrees(config(case, Layout(**LAYOUTS[layout]), 4), World(0, 4, 0, 4)))
             for rank, found in enumerate(every):
                 copy = model_replica(mesh, rank)
-                likeliest, sampled = (half[copy.number :: copy.copies] for half in halves(right[case, ""]))
+                likeliest, sampled = (half[copy.number :: copy.replicas] for half in halves(right[case, ""]))
                 assert found[case, layout] == likeliest + sampled, (case, layout, rank)
     assert len({tuple(map(tuple, texts)) for texts in right.values()}) == len(CASES)
     assert all(likeliest != sampled for likeliest, sampled in map(halves, right.values()))

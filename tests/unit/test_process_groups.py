@@ -74,7 +74,7 @@ def test_kinds_with_the_same_ranks_share_a_group_and_none_is_of_one_rank() -> No
 def test_the_ranks_of_a_copy_need_no_others(degrees: Degrees) -> None:
     mesh = build_mesh(degrees, degrees.ranks)
     copies = [model_replica(mesh, rank) for rank in range(mesh.size)]
-    assert {copy.number for copy in copies} == set(range(copies[0].copies))
+    assert {copy.number for copy in copies} == set(range(copies[0].replicas))
     for rank, copy in enumerate(copies):
         assert rank in copy.ranks and all(copies[other] == copy for other in copy.ranks)
         groups = group_ranks(mesh, rank)

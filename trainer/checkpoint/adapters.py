@@ -40,7 +40,8 @@ from trainer.storage.marker import MARKER, read_saved
 from trainer.storage.tensor_file import ArrayOrLazyArray, row_blocks
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
 
 PREFIX = "base_model.model."
 """PEFT's prefix of every parameter name."""

@@ -25,7 +25,8 @@ from trainer.storage.marker import MARKER, check_saved
 from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, LazyArray, TensorFile, read_shard, row_blocks
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
 
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
 ShardSpecs: TypeAlias = Mapping[str, ShardSpec]

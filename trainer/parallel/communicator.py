@@ -1,4 +1,4 @@
-"""How a run talks to the other ranks: sums, flags, bytes.
+"""How a run communicates with the other ranks: sums, flags, bytes.
 
 Every decision about the course of a run (tokens, norms, overflow, signals, the end of the data) uses the results of
 these methods, which are the same on every rank. So all ranks decide alike, and none waits for a rank that has left. A
@@ -26,7 +26,7 @@ from trainer.parallel.process_groups import process_groups
 if TYPE_CHECKING:
     from mindspore import Parameter
 
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.layout import ModelLayout
     from trainer.parallel.mesh import MeshCoordinate
@@ -34,23 +34,22 @@ if TYPE_CHECKING:
 
 
 class Communicator:
-    """The ranks of a job, this one among them.
+    """The ranks of a job, among them this one.
 
     Args:
         group: All ranks of the job; None: a single process.
-        groups: The groups of this rank, where the ranks divide a model by its matrices, experts, tokens or stages;
-            None: each has the whole model, and batches of its own.
-        layout: How they divide it.
-        where: This rank's coordinate in the mesh.
+        groups: The groups of this rank, where ranks shard a model by its matrices, experts, tokens or stages; None:
+            each rank is a replica of the model with different batches.
+        layout: How they shard the model; None without `groups`.
+        where: This rank's coordinate in the mesh; None without `groups`.
 
     Attributes:
-        data_rank: Which batches and dropout masks this rank has; ranks that compute parts of one model have the same.
-        shards_model: Whether the ranks communicate during each pass of a model that they divide: none may stop alone.
-        skips_empty: Whether it may leave out a batch without a valid token: not where ranks with other batches have its
-            experts.
-        reports_losses: Whether this rank's losses count: of the ranks that compute the same ones, the first one's do.
-        reports_tokens: Whether the tokens of its batches count: of the ranks that have the same batches, the first
-            one's do.
+        data_rank: Index of this rank's batches and dropout masks; ranks that compute one replica have the same.
+        shards_model: Whether ranks shard the model and so communicate during each pass: none may stop alone.
+        skips_empty: Whether this rank may skip a batch without a loss token. It must not where its experts are on
+            ranks with other batches.
+        reports_losses: Whether this rank's losses are counted: it is the first rank that computes them.
+        reports_tokens: Whether the tokens of its batches are counted: it is the first rank with these batches.
     """
 
     def __init__(
@@ -60,17 +59,14 @@ class Communicator:
         layout: ModelLayout | None = None,
         where: MeshCoordinate | None = None,
     ) -> None:
-        if group is None:
-            self.group = _group_of_one()
-        else:
-            self.group = group
+        self.group: ProcessGroup = group or CpuGroup(Connections(0, {}), [0])
         self.groups = groups
         self.layout = layout
         self.where = where
         self.rank = self.group.rank
         self.size = self.group.size
         self.shards_model = groups is not None
-        if groups is None:
+        if groups is None or layout is None or where is None:
             self.data_rank = self.rank
             self.skips_empty = True
             self.reports_losses = True
@@ -82,16 +78,19 @@ class Communicator:
             self.reports_tokens = self.reports_losses and where.context == 0
 
     def all_reduce_exact(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
+        """Sums numbers over all ranks, rounded once from the exact sum: the same bits for any order of ranks."""
         return _exact_sums(values, self.group)
 
     def all_reduce(self, values: Sequence[Any]) -> list[Any]:
-        """Each number, array or tensor summed over all ranks. A device sums in float32 and keeps the results, tensors;
-        a CPU has arrays, as `all_reduce_exact` rounds them. A single process gets its own values."""
+        """Sums each number, array or tensor over all ranks.
+
+        A device sums in float32 and returns tensors, for which the host does not wait. A CPU returns arrays, rounded as
+        by `all_reduce_exact`. A single process returns the values as they are.
+        """
         return _sums(values, self.group)
 
     def all_reduce_stage(self, values: Sequence[Any]) -> list[Any]:
-        """The same over the ranks that compute the same layers."""
+        """Sums each value, as `all_reduce` does, over the ranks of this pipeline stage."""
         if self.groups is None:
             return self.all_reduce(values)
         if self.groups.stage is None:
@@ -99,11 +98,11 @@ class Communicator:
         return _sums(values, self.groups.stage)
 
     def gather_bytes(self, data: bytes) -> list[bytes]:
-        """The data of every rank, in the order of ranks."""
+        """Gathers the bytes of every rank, in the order of ranks."""
         return self.group.gather_bytes(data)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is true on any rank."""
+        """Returns whether the flag is true on any rank."""
         return self.all_reduce_exact([float(flag)])[0] > 0
 
     def gradient_reducer(
@@ -113,8 +112,7 @@ class Communicator:
         in_float32: bool = True,
         shards_gradients: bool = False,
     ) -> GradientReducer:
-        """Sums the gradients of these parameters over the ranks, step by step; the arguments are those of
-        `GradientReducer`."""
+        """Makes the `GradientReducer` of these parameters; see there for the arguments."""
         if self.size == 1:
             groups = []
         else:
@@ -125,15 +123,16 @@ class Communicator:
         )  # fmt: skip
 
     def groups_of(self, name: str) -> dict[SumGroup, ProcessGroup]:
-        """The groups over which the gradient of a parameter is summed, one after the other."""
-        if self.groups is None:
+        """Returns the groups over which the gradient of a parameter is summed, one after the other."""
+        if self.groups is None or self.layout is None:
             return {"dp_cp": self.group}
-        found = {kind: getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums}
-        return {kind: group for kind, group in found.items() if group is not None}
+        groups = {kind: getattr(self.groups, kind) for kind in SUM_GROUPS if kind in self.layout.parameters[name].sums}
+        return {kind: group for kind, group in groups.items() if group is not None}
 
     def optimizer_state_group(self, name: str) -> ProcessGroup | None:
-        """The ranks that have the same part of a parameter, and may share its optimizer state; None: no other has."""
-        if self.groups is None:
+        """Returns the ranks with the same shard of a parameter, which may shard its optimizer state; None: only this.
+        """
+        if self.groups is None or self.layout is None:
             return self.group
         is_expert = "expert_dp" in self.layout.parameters[name].sums
         if is_expert:
@@ -141,32 +140,40 @@ class Communicator:
         return self.groups.dp_cp
 
     def norm_weights(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
-        """What this rank's parts of these parameters count in sums over all ranks: 1, or 0 where another one's do. Of
-        the `scattered` ones it has ranges."""
+        """Returns the factors of this rank's squared norms in sums over all ranks: 1, or 0 if another rank counts.
+
+        Args:
+            names: The parameters of this rank.
+            scattered: The parameters of whose gradients this rank has only its range.
+        """
         return np.array([float(self.should_save(name, name in scattered)) for name in names])
 
     def should_save(self, name: str, is_sharded: bool = False) -> bool:
-        """Whether this rank writes what it has of a parameter to a checkpoint: of the ranks that have the same, the
-        first one does. Ranks that share the state of the optimizer each have some of it, which `is_sharded` says."""
-        if self.layout is None:
+        """Returns whether this rank saves its shard of a parameter: it is the first rank with this shard.
+
+        Args:
+            is_sharded: The ranks with this shard each have and save a range of it (ZeRO).
+        """
+        if self.layout is None or self.where is None:
             return is_sharded or self.rank == 0
         return self.layout.is_first_holder(name, self.where, is_sharded)
 
 
 def model_parallel(group: ProcessGroup, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> Communicator:
-    """The ranks of a job, `group`, that divide a model; `ulysses` as in `group_ranks`."""
+    """Makes the communicator of ranks that shard a model.
+
+    Args:
+        group: All ranks of the job.
+        ulysses: See `group_ranks`.
+    """
     mesh = build_mesh(layout.degrees, group.size)
     groups = process_groups(group, mesh, attention_spec(settings).shared_kv_heads, ulysses)
     return Communicator(group, groups, layout, mesh.coordinate_of(group.rank))
 
 
-def _group_of_one() -> CpuGroup:
-    return CpuGroup(Connections(0, {}), [0])
-
-
 def _exact_sums(values: Sequence[float], group: ProcessGroup) -> list[float]:
-    every = group.all_gather(np.array(values, np.float64)).T.tolist()
-    return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in every]
+    columns = group.all_gather(np.array(values, np.float64)).T.tolist()
+    return [math.fsum(column) if all(map(math.isfinite, column)) else sum(column) for column in columns]
 
 
 def _sums(values: Sequence[Any], group: ProcessGroup) -> list[Any]:
@@ -182,16 +189,19 @@ def _sums(values: Sequence[Any], group: ProcessGroup) -> list[Any]:
     return [part.reshape(array.shape).astype(array.dtype) for part, array in zip(parts, arrays, strict=True)]
 
 
-def check_same_values(own: Mapping[str, object], what: str, communicator: Communicator) -> None:
+def check_same_values(values: Mapping[str, object], what: str, communicator: Communicator) -> None:
     """Checks that all ranks have the same number or string for each name; a rank need not have all names.
+
+    Args:
+        what: What the values describe, for the message.
 
     Raises:
         RunError: Values differ. The message names the ranks that differ from the first rank that has a name.
     """
-    first = {}
+    first: dict[str, tuple[int, object]] = {}
     differing = set()
     right = set()
-    for rank, data in enumerate(communicator.gather_bytes(json.dumps(own).encode())):
+    for rank, data in enumerate(communicator.gather_bytes(json.dumps(values).encode())):
         for name, value in json.loads(data).items():
             first_rank, first_value = first.setdefault(name, (rank, value))
             if first_value != value:
@@ -201,5 +211,5 @@ def check_same_values(own: Mapping[str, object], what: str, communicator: Commun
         raise RunError(
             f"the {what} of rank {', '.join(map(str, sorted(differing)))} differ from those of rank"
             f" {', '.join(map(str, sorted(right)))} before the first step",
-            fix="give every host the same configuration, data, checkpoint and versions of MindSpore and NumPy",
+            fix="use the same configuration, data, checkpoint and versions of MindSpore and NumPy on every host",
         )

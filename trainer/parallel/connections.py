@@ -1,12 +1,11 @@
 """Connections between the ranks of a job on CPUs, one for each pair. Pure Python.
 
-MindSpore's collectives on a CPU cannot do what the kinds of parallelism need: a group of some of the ranks has
-AllReduce only, sums are right in float32 alone, there is no all-to-all. So the ranks have connections of their own:
-Unix sockets on one host, TCP over several. Who connects must know the key of the job, which rank 0 makes: nobody else
-can send.
+MindSpore's collectives on a CPU cannot do what parallelism needs: a group of some of the ranks has AllReduce only, sums
+are right only in float32, there is no all-to-all. So the ranks connect to each other: by Unix sockets on one host, by
+TCP over several. Only processes that know the key of the job, which rank 0 makes, can connect.
 
-On one host running Linux the bytes themselves go through memory that both ranks have: a socket takes twice the time. It
-has no name, and the system takes it back with the last of its processes, however these end.
+On one Linux host the bytes go through memory that both ranks share: a socket takes twice the time. The memory has no
+name, and the system frees it when the last of its processes ends, even by a kill.
 """
 
 from __future__ import annotations
@@ -29,24 +28,24 @@ from trainer.errors import RunError
 _NONCE_BYTES = 32
 _RANK_BYTES = 4
 _MAC_BYTES = 32
-_BUFFER_BYTES = 4 << 20  # what the system holds for a pair at most; it may allow less
-_RING_BYTES = 1 << 20  # of memory that two ranks share, for each direction
-_PORTIONS = 4  # of a ring: what is written is said after each, what is read, too
+_BUFFER_BYTES = 4 << 20  # the socket buffers that we ask for; the system may allow less
+_RING_BYTES = 1 << 20  # shared memory for each direction between two ranks
+_PORTIONS = 4  # of a ring: the ranks send a note after each portion that is written or read
 _NOTE = struct.Struct("<q")
 _HANDSHAKE_SECONDS = 10
 _NOTE_SECONDS = 3.0
 
 Share = Callable[[bytes], list[bytes]]
-"""Gives every rank's bytes, in the order of ranks: how ranks tell each other their addresses."""
+"""Gathers the bytes of every rank, in the order of ranks: so ranks learn each other's addresses."""
 
 
 class Link(Protocol):
-    """The way to another rank."""
+    """A connection to another rank."""
 
     socket: socket.socket
 
     def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
-        """Sends and receives what is possible now, and takes it out of both lists, whose buffers are not empty.
+        """Sends and receives as much as is possible now, and removes it from both lists, whose buffers are not empty.
 
         Returns:
             The events of the socket to wait for; 0 when all is done.
@@ -57,12 +56,13 @@ class Link(Protocol):
 
 
 class SocketLink:
-    """All bytes go through the socket."""
+    """A link that sends all bytes through a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
 
     def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
+        """Sends and receives as `Link.advance` describes."""
         with contextlib.suppress(BlockingIOError):
             while receives:
                 count = self.socket.recv_into(receives[0])
@@ -76,11 +76,13 @@ class SocketLink:
 
 
 class MemoryLink:
-    """The bytes go through memory that both ends have, a ring for each direction. The socket carries notes: how many
-    bytes an end has written, or as a negative number how many it has read, so that their place is free again.
+    """A link that sends bytes through shared memory, with a ring buffer for each direction.
+
+    The socket carries notes: how many bytes an end has written, or as a negative number how many it has read, so that
+    the other end may overwrite them.
 
     Args:
-        memory: The rings: from the end that is `first` to the other one, and back.
+        memory: The two rings: from the end that is `first` to the other one, and back.
     """
 
     def __init__(self, connection: socket.socket, memory: mmap.mmap, first: bool) -> None:
@@ -91,47 +93,48 @@ class MemoryLink:
             self.outgoing, self.incoming = rings
         else:
             self.outgoing, self.incoming = rings[::-1]
-        # of `outgoing`
+        # positions and bytes in `outgoing`
         self.write_at = 0
         self.free = self.size
-        # of `incoming`
+        # positions and bytes in `incoming`
         self.read_at = 0
         self.unread = 0
-        self.unsaid = 0  # bytes read of which the other end knows nothing
-        # to be sent; received, but for their end
-        self.notes = bytearray()
-        self.heard = bytearray()
+        self.unreported = 0  # bytes read since the last note about reading
+        self.notes = bytearray()  # to be sent
+        self.received_notes = bytearray()  # the last one may be incomplete
         self.ended = False  # the other end is closed
 
     def advance(self, sends: list[memoryview], receives: list[memoryview]) -> int:
-        self._listen()
+        """Sends and receives as `Link.advance` describes."""
+        self._receive_notes()
         while receives and self.unread:
             count = min(len(receives[0]), self.unread, self.size - self.read_at)
             receives[0][:count] = self.incoming[self.read_at : self.read_at + count]
             self.read_at = (self.read_at + count) % self.size
             self.unread = self.unread - count
-            self._say_read(count)
+            self._report_read(count)
             _drop(receives, count)
-        if self.ended and (sends or receives):  # what it has written before is read
+        if self.ended and (sends or receives):  # everything that it wrote before is read
             raise ConnectionResetError
         while sends and self.free:
             count = min(len(sends[0]), self.free, self.size - self.write_at, self.size // _PORTIONS)
             self.outgoing[self.write_at : self.write_at + count] = sends[0][:count]
             self.write_at = (self.write_at + count) % self.size
             self.free = self.free - count
-            self._say(count)  # at once: the other end reads while this one writes
+            self._send_note(count)  # at once: the other end reads while this one writes
             _drop(sends, count)
-        self._say(0)
+        self._send_note(0)
         return select.POLLOUT * bool(self.notes) | select.POLLIN * bool(sends or receives)
 
-    def _say_read(self, count: int) -> None:
-        """Not each time: so much is always free in the end that the other one never waits in vain."""
-        self.unsaid += count
-        if self.unsaid >= self.size // _PORTIONS:
-            self._say(-self.unsaid)
-            self.unsaid = 0
+    def _report_read(self, count: int) -> None:
+        """Sends a note once a portion is read: the remaining free memory is enough for the other end to go on."""
+        self.unreported += count
+        if self.unreported >= self.size // _PORTIONS:
+            self._send_note(-self.unreported)
+            self.unreported = 0
 
-    def _say(self, count: int) -> None:
+    def _send_note(self, count: int) -> None:
+        """Sends a note, unless it is 0, and the notes that could not be sent before."""
         if count:
             self.notes += _NOTE.pack(count)
         try:
@@ -142,32 +145,32 @@ class MemoryLink:
         except OSError:
             if count > 0:
                 raise
-            self.notes.clear()  # nobody is there who waits for what is read
+            self.notes.clear()  # the other end is closed: nobody waits for free memory
 
-    def _listen(self) -> None:
-        """Takes in the notes that are there."""
+    def _receive_notes(self) -> None:
+        """Reads the notes that have arrived."""
         try:
-            while heard := self.socket.recv(_NOTE.size * 512):
-                self.heard += heard
+            while data := self.socket.recv(_NOTE.size * 512):
+                self.received_notes += data
             self.ended = True
         except BlockingIOError:
             pass
         except ConnectionResetError:
             self.ended = True
-        whole = len(self.heard) - len(self.heard) % _NOTE.size
-        for (count,) in _NOTE.iter_unpack(self.heard[:whole]):
+        complete = len(self.received_notes) - len(self.received_notes) % _NOTE.size
+        for (count,) in _NOTE.iter_unpack(self.received_notes[:complete]):
             self.unread += max(count, 0)
             self.free -= min(count, 0)
-        del self.heard[:whole]
+        del self.received_notes[:complete]
 
 
 class Connections:
     """This rank's connections to other ranks of the job.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
         sockets: Connected sockets by the rank at their other end.
-        memories: That which it shares with some of them, see `MemoryLink`.
+        memories: Memory shared with some of these ranks, see `MemoryLink`.
     """
 
     def __init__(
@@ -182,19 +185,21 @@ class Connections:
                 each.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
             if each.family != socket.AF_UNIX:
                 each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.links: dict[int, Link] = {
-            other: MemoryLink(one, self.memories[other], rank < other) if other in self.memories else SocketLink(one)
-            for other, one in self.sockets.items()
-        }
+        self.links: dict[int, Link] = {}
+        for other, connection in self.sockets.items():
+            if other in self.memories:
+                self.links[other] = MemoryLink(connection, self.memories[other], first=rank < other)
+            else:
+                self.links[other] = SocketLink(connection)
 
     def exchange(
         self, outgoing: Mapping[int, Sequence[memoryview]], incoming: Mapping[int, Sequence[memoryview]]
     ) -> None:
-        """Sends and receives at once, so that no order among the ranks can block them.
+        """Sends and receives at the same time, so that no order among the ranks can block them.
 
         Args:
             outgoing: Buffers of bytes for each rank, sent one after the other.
-            incoming: Writable buffers, filled with what each rank sends.
+            incoming: Writable buffers for each rank, filled with the bytes that it sends.
 
         Raises:
             RunError: Another rank has ended.
@@ -210,14 +215,14 @@ class Connections:
         while by_descriptor:
             for descriptor, _ in poll.poll():
                 rank, events, work = by_descriptor[descriptor]
-                # The end of a connection is an event too: reading or writing says so.
-                left = self._advance(rank, *work)
-                if not left:
+                # The end of a connection is an event too: reading or writing raises it.
+                awaited = self._advance(rank, *work)
+                if not awaited:
                     poll.unregister(descriptor)
                     del by_descriptor[descriptor]
-                elif left != events:
-                    poll.modify(descriptor, left)
-                    by_descriptor[descriptor] = rank, left, work
+                elif awaited != events:
+                    poll.modify(descriptor, awaited)
+                    by_descriptor[descriptor] = rank, awaited, work
 
     def _advance(self, rank: int, sends: list[memoryview], receives: list[memoryview]) -> int:
         try:
@@ -226,19 +231,22 @@ class Connections:
             raise connection_lost(f"rank {self.rank} lost its connection to rank {rank}") from error
 
     def close(self) -> None:
+        """Closes all sockets."""
         for each in self.sockets.values():
             each.close()
 
 
 def connection_lost(what: str) -> RunError:
-    """The error of a rank that another one has left, after a while: the launcher then sees the end of the other one
-    first, which is the cause, and not what follows from it."""
+    """Waits a while, then returns the error of a rank that lost another one.
+
+    So the launcher sees the end of the other rank first, which is the cause of this error.
+    """
     time.sleep(_NOTE_SECONDS)
     return RunError(f"{what}, which has ended")
 
 
 def _drop(buffers: list[memoryview], count: int) -> None:
-    """Removes the first bytes of the first buffer, which has at least so many."""
+    """Removes the first `count` bytes of the first buffer, which has at least as many."""
     buffers[0] = buffers[0][count:]
     if not buffers[0]:
         del buffers[0]
@@ -247,12 +255,19 @@ def _drop(buffers: list[memoryview], count: int) -> None:
 def connect(
     rank: int, ranks: int, share: Share, on_one_host: bool, limit_seconds: float, *, memory: bool = True
 ) -> Connections:
-    """Connects all ranks of a job; all of them call it. Without `memory` all bytes go through the sockets.
+    """Connects all ranks of a job, which must all call this.
+
+    Args:
+        share: Gathers bytes of all ranks.
+        memory: Share memory between the ranks of one host; False: all bytes go through the sockets.
 
     Raises:
         RunError: Another rank did not answer within the time limit.
     """
-    key = share(secrets.token_bytes(32) if rank == 0 else b"")[0]
+    local_key = b""
+    if rank == 0:
+        local_key = secrets.token_bytes(32)
+    key = share(local_key)[0]
     with contextlib.ExitStack() as stack:
         listening, address = stack.enter_context(_listening(on_one_host))
         addresses = share(address)
@@ -262,16 +277,19 @@ def connect(
             connected[other] = _call(addresses[other], rank, other, key, deadline)
         while len(connected) < ranks - 1:
             _accept(listening, key, connected, rank, deadline)
-        share(b"")  # nobody removes an address that another rank still needs
-    return Connections(rank, connected, _share_memory(rank, connected) if memory and on_one_host else None)
+        share(b"")  # waits: another rank may still need this rank's address
+    memories = None
+    if memory and on_one_host:
+        memories = _share_memory(rank, connected)
+    return Connections(rank, connected, memories)
 
 
 def _share_memory(rank: int, connected: Mapping[int, socket.socket]) -> dict[int, mmap.mmap]:
-    """Memory shared with other ranks of the host; without those where a system has none to share.
+    """Returns memory shared with other ranks of the host, except where the system has no memory to share.
 
-    The later rank of a pair makes it and sends its descriptor, with a byte that says whether there is one.
+    The later rank of a pair makes the memory and sends its descriptor, with a byte that says whether there is one.
     """
-    found: dict[int, mmap.mmap] = {}
+    memories: dict[int, mmap.mmap] = {}
     for other, connection in connected.items():
         if other < rank:
             descriptor = _new_memory()
@@ -279,7 +297,7 @@ def _share_memory(rank: int, connected: Mapping[int, socket.socket]) -> dict[int
                 connection.sendall(b"-")
             else:
                 socket.send_fds(connection, [b"+"], [descriptor])
-                found[other] = _mapped(descriptor)
+                memories[other] = _map_memory(descriptor)
     for other, connection in connected.items():
         if other > rank:
             connection.settimeout(_HANDSHAKE_SECONDS)
@@ -287,12 +305,12 @@ def _share_memory(rank: int, connected: Mapping[int, socket.socket]) -> dict[int
             if not data:
                 raise RunError(f"rank {rank} lost its connection to rank {other} while they connected")
             if descriptors:
-                found[other] = _mapped(descriptors[0])
-    return found
+                memories[other] = _map_memory(descriptors[0])
+    return memories
 
 
 def _new_memory() -> int | None:
-    """A descriptor of it; None where the system has none."""
+    """Returns a descriptor of new memory; None where the system cannot share memory."""
     try:
         descriptor = os.memfd_create("run_trainer")
     except (AttributeError, OSError):
@@ -301,7 +319,7 @@ def _new_memory() -> int | None:
     return descriptor
 
 
-def _mapped(descriptor: int) -> mmap.mmap:
+def _map_memory(descriptor: int) -> mmap.mmap:
     try:
         return mmap.mmap(descriptor, 2 * _RING_BYTES)
     finally:
@@ -310,35 +328,40 @@ def _mapped(descriptor: int) -> mmap.mmap:
 
 @contextlib.contextmanager
 def _listening(on_one_host: bool) -> Iterator[tuple[socket.socket, bytes]]:
-    """A listening socket and its address for `_call`."""
+    """Yields a listening socket and its address for `_call`."""
     with contextlib.ExitStack() as stack:
         if on_one_host:
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="run_trainer-"))  # of mode 700
-            address: object = os.path.join(folder, "socket")
+            address = os.path.join(folder, "socket")
             listening = stack.enter_context(socket.socket(socket.AF_UNIX))
             listening.bind(address)
             listening.listen(1024)
             name = os.fsencode(address)
         else:
-            listening = stack.enter_context(socket.create_server((_own_address(), 0), backlog=1024))
+            listening = stack.enter_context(socket.create_server((_host_address(), 0), backlog=1024))
             name = ":".join(map(str, listening.getsockname()[:2])).encode()
         yield listening, name
 
 
-def _own_address() -> str:
-    """The address of this host in the network in which the job's scheduler is."""
+def _host_address() -> str:
+    """Returns the address of this host in the network of the job's scheduler."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MS_SCHED_HOST", "127.0.0.1"), 9))  # sends nothing
         return probe.getsockname()[0]
 
 
 def _call(address: bytes, rank: int, other: int, key: bytes, deadline: float) -> socket.socket:
-    """Connects to a rank and proves to know the key: answers its nonce with the rank and their HMAC."""
+    """Connects to a rank and proves to know the key: answers its nonce with this rank and the HMAC of both."""
     host, _, port = os.fsdecode(address).rpartition(":")
-    connection = socket.socket(socket.AF_INET if host else socket.AF_UNIX)
+    family = socket.AF_UNIX
+    target: str | tuple[str, int] = os.fsdecode(address)
+    if host:
+        family = socket.AF_INET
+        target = (host, int(port))
+    connection = socket.socket(family)
     try:
         connection.settimeout(max(1.0, deadline - time.monotonic()))
-        connection.connect((host, int(port)) if host else os.fsdecode(address))
+        connection.connect(target)
         nonce = _receive(connection, _NONCE_BYTES)
         number = rank.to_bytes(_RANK_BYTES, "big")
         connection.sendall(number + hmac.digest(key, nonce + number, "sha256"))
@@ -371,6 +394,7 @@ def _accept(
 
 
 def _receive(connection: socket.socket, count: int) -> bytes:
+    """Receives `count` bytes."""
     data = b""
     while len(data) < count:
         part = connection.recv(count - len(data))

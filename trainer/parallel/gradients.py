@@ -1,14 +1,14 @@
 """Sums the gradients of a step over the ranks: after the backward pass on a CPU, during it on a device.
 
 A device reduces flat buckets (Li et al. 2020, "PyTorch Distributed", section 3.2.3): as soon as the last micro-batch of
-the step has given all gradients of a bucket, their sum over the ranks is under way, while the backward pass goes on.
-Buckets are filled in the order in which gradients come, from the last layer to the first, and start in this order on
-every rank. Where the optimizer state of a parameter is sharded, a rank gets the sum of its own range alone
-(ReduceScatter), half of the bytes of an AllReduce.
+the step has computed all gradients of a bucket, their all-reduce starts, while the backward pass goes on. Buckets are
+filled from the last layer to the first, the order in which gradients are computed, and start in this order on every
+rank. Where the optimizer state of a parameter is sharded, a rank gets only the sum of its range (reduce-scatter), half
+of the bytes of an all-reduce.
 
-From level 2 of `enable_parallel_optimizer` on (ZeRO stage 2, Rajbhandari et al. 2020, section 5.2) a rank keeps nothing
-but its ranges of these gradients: each is summed over the ranks as soon as the backward pass of a micro-batch has given
-it, and the micro-batches add up ranges.
+From ZeRO stage 2 on (Rajbhandari et al. 2020, section 5.2; `optimizer_level`) a rank keeps only its ranges of these
+gradients: each is reduce-scattered as soon as the backward pass of a micro-batch has computed it, and the ranges are
+added up over the micro-batches.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -29,12 +29,18 @@ if TYPE_CHECKING:
     from trainer.parallel.collectives import PendingResult, ProcessGroup
 
 
-_SCATTERING: tuple[SumGroup, ...] = ("dp_cp", "expert_dp")  # those whose ranks share the optimizer state
-_MOST_UNDER_WAY = 2  # buckets: while one travels the next one waits, so that the link is never idle
+_STATE_GROUPS: tuple[SumGroup, ...] = ("dp_cp", "expert_dp")  # whose ranks shard the optimizer state
+_MAX_PENDING = 2  # buckets: while one travels the next one waits, so that the link is never idle
 
 
 class HasGradients(Protocol):
-    gradients: Sequence[Tensor]
+    """A dataclass with gradients: the result of a backward pass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def gradients(self) -> Sequence[Tensor]:
+        """The gradients, in the order of the parameters."""
 
 
 MicroBatch = TypeVar("MicroBatch", bound=HasGradients)
@@ -44,9 +50,9 @@ class ReducedGradients(NamedTuple):
     """The gradients of a step, summed over micro-batches and ranks.
 
     Attributes:
-        gradients: In the order of the parameters; flat, this rank's range of those that are reduced and scattered.
-        seconds: How long the sum took, with the wait for the last rank. None on a device, where the host does not wait,
-            and in a single process.
+        gradients: In the order of the parameters; this rank's flat range of the reduce-scattered ones.
+        seconds: How long the sum took, including the wait for the last rank. None on a device, where the host does not
+            wait, and in a single process.
     """
 
     gradients: Sequence[Tensor]
@@ -62,16 +68,19 @@ class GradientReducer:
     """Sums the gradients of a step over micro-batches and ranks.
 
     Args:
-        parameters: Those whose gradients the backward pass computes, in its order of results.
-        is_sharded: Whether the optimizer state of each is sharded among ranks.
+        parameters: The parameters whose gradients the backward pass computes, in the order of its results.
+        is_sharded: Whether the optimizer state of each is sharded over ranks.
         groups: The groups over which the gradient of each is summed, in the order of `SUM_GROUPS`; empty for a single
             process.
         shards_gradients: ZeRO stage 2: reduce the gradients of each micro-batch during its backward pass, and keep
             only this rank's ranges of the gradients whose optimizer state is sharded.
         overlaps: Reduce in buckets during the backward pass (of the last micro-batch, unless `shards_gradients`); for
             devices. False: all-reduce the gradients that are not sharded after the last backward pass.
-        in_float32: Leave the sums in float32, in which they are made; False: in the dtype of each gradient.
+        in_float32: Return the sums in float32, in which they are computed; False: in the dtype of each gradient.
         bucket_bytes: Limit of gradients that travel together; a larger one travels alone, without a copy.
+
+    Attributes:
+        returns_ranges: Whether the results contain only this rank's ranges of the sharded gradients.
     """
 
     def __init__(
@@ -92,73 +101,92 @@ class GradientReducer:
         self.overlaps = overlaps and bool(groups)
         self.in_float32 = in_float32
         self.seconds = 0.0  # of this step, in collectives that the host waits for
-        self.returns_ranges = (self.shards_gradients or self.overlaps) and any(is_sharded)  # of the sharded ones
+        self.returns_ranges = (self.shards_gradients or self.overlaps) and any(is_sharded)
         if self.overlaps:
             from trainer.parallel.collectives import BUCKET_BYTES
 
             kinds = [(sharded, *its.items()) for sharded, its in zip(is_sharded, groups, strict=True)]
             sizes = [parameter.size for parameter in parameters]
-            self.buckets = plan_buckets(sizes, kinds, BUCKET_BYTES if bucket_bytes is None else bucket_bytes)
-        else:  # all ranks reduce in one order: that in which gradients come as a rule
+            if bucket_bytes is None:
+                bucket_bytes = BUCKET_BYTES
+            self.buckets = plan_buckets(sizes, kinds, bucket_bytes)
+        else:  # all ranks reduce in one order, in which gradients are usually computed
             self.buckets = [[place] for place in reversed(range(len(is_sharded))) if is_sharded[place]]
 
     def add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
-        """Runs the backward pass of a micro-batch that is not the last one; returns what `backward` did, without its
-        gradients, and the sum of these and `total`."""
-        part, gradients = self._add(total, backward)
-        return part, _compact(gradients) if total is None and not self.shards_gradients else gradients
+        """Runs the backward pass of a micro-batch, except the last one of the step.
+
+        Args:
+            total: Sums of the gradients of earlier micro-batches; None before the first. They are changed in place.
+
+        Returns:
+            The result of `backward` without its gradients, and the new sums.
+        """
+        result, gradients = self._add(total, backward)
+        if total is None and not self.shards_gradients:
+            gradients = _compact(gradients)
+        return result, gradients
 
     def add_last(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, ReducedGradients]:
-        """Runs the backward pass of the last micro-batch and adds its gradients to those of the others, `total`.
+        """Runs the backward pass of the last micro-batch and sums the gradients over the ranks.
 
-        The returned result of `backward`, a dataclass, keeps none of its gradients: while ranks add up theirs, there
-        are two sets of them and no third.
+        Args:
+            total: Sums of the gradients of the other micro-batches. They are changed in place.
+
+        Returns:
+            The result of `backward` without its gradients, so that no third set of gradients exists, and the sums.
         """
         if self.overlaps and not self.shards_gradients:
-            part, gradients = self._reduce_as_they_come(total, backward)
+            result, gradients = self._reduce_during_backward(total, backward)
         else:
-            part, gradients = self._add(total, backward)
-        return part, self._reduced(gradients if self.overlaps else self._sum_rest(gradients))
+            result, gradients = self._add(total, backward)
+        if not self.overlaps:
+            gradients = self._sum_after_backward(gradients)
+        return result, self._finish(gradients)
 
     def local_gradient(self, place: int, gradient: Tensor) -> Tensor:
-        """For what computes the micro-batches in an order of its own, as a pipeline does: what is added up of the
-        gradient of a micro-batch."""
+        """Returns the part of a micro-batch's gradient that this rank adds up: its range if gradients are sharded.
+
+        For pipelines, which compute the micro-batches in the order of their schedule.
+        """
         if self.overlaps or not (self.shards_gradients and self.is_sharded[place]):
             return gradient
-        own = self._scatter(place, gradient)
+        local = self._scatter(place, gradient)
         if self.in_float32:
-            return own
-        return own.astype(gradient.dtype)
+            return local
+        return local.astype(gradient.dtype)
 
     def reduce_total(self, total: list[Tensor]) -> ReducedGradients:
-        """For the same: the sum over the ranks of what was added up."""
+        """Sums over the ranks the sums of `local_gradient` over all micro-batches; for pipelines."""
         if self.overlaps:
-            return self._reduced(self._reduce_as_they_come(None, lambda: _Gradients(total))[1])
-        return self._reduced(self._sum_rest(total))
+            return self._finish(self._reduce_during_backward(None, lambda: _Gradients(total))[1])
+        return self._finish(self._sum_after_backward(total))
 
     def _add(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
         if self.shards_gradients:
-            part, gradients = self._reduce_as_they_come(None, backward)
-            return part, add_gradients(total, gradients)
-        part = backward()
-        return replace(part, gradients=()), add_gradients(total, part.gradients)
+            result, gradients = self._reduce_during_backward(None, backward)
+            return result, add_gradients(total, gradients)
+        result = backward()
+        return replace(result, gradients=()), add_gradients(total, result.gradients)
 
-    def _reduced(self, gradients: list[Tensor]) -> ReducedGradients:
+    def _finish(self, gradients: list[Tensor]) -> ReducedGradients:
         seconds = None
         if self.groups and not self.overlaps:
             seconds = self.seconds
         self.seconds = 0.0
         return ReducedGradients(gradients, seconds)
 
-    def _sum_rest(self, gradients: list[Tensor]) -> list[Tensor]:
-        """The gradients summed over their groups, one kind after the other; those that are scattered already over what
-        follows the scattering."""
+    def _sum_after_backward(self, gradients: list[Tensor]) -> list[Tensor]:
+        """Sums the gradients over their groups, one kind of group after the other.
+
+        Gradients that are reduce-scattered already are summed only over the groups that follow.
+        """
         if not self.groups:
             return gradients
         from trainer.parallel.collectives import all_reduce
@@ -179,10 +207,12 @@ class GradientReducer:
         self.seconds += time.perf_counter() - began
         return summed
 
-    def _reduce_as_they_come(
+    def _reduce_during_backward(
         self, total: list[Tensor] | None, backward: Callable[[], MicroBatch]
     ) -> tuple[MicroBatch, list[Tensor]]:
-        """Reduces the sum of `total` and the gradients of a micro-batch, bucket by bucket; what is in no bucket stays.
+        """Reduces the sum of `total` and the gradients of a micro-batch, bucket by bucket, during its backward pass.
+
+        Gradients in no bucket are returned as they are.
         """
         from mindspore import dtype as mstype
 
@@ -190,9 +220,9 @@ class GradientReducer:
         reduced: list[Any] = [None] * len(self.parameters)
         ready: dict[int, Tensor] = {}
         dtypes: dict[int, Any] = {}
-        under_way: list[PendingResult] = []
+        pending: list[PendingResult] = []
 
-        def arrived(place: int, gradient: Tensor) -> None:
+        def on_gradient(place: int, gradient: Tensor) -> None:
             if place not in places:
                 reduced[place] = gradient
                 return
@@ -204,25 +234,24 @@ class GradientReducer:
                 ready[place] = gradient
             else:
                 ready[place] = total[place] + gradient
-            if total is not None:
                 total[place] = None
-            while len(under_way) < len(self.buckets) and ready.keys() >= set(self.buckets[len(under_way)]):
-                bucket = self.buckets[len(under_way)]
-                under_way.append(self._start(bucket, [ready.pop(each) for each in bucket]))
-                if len(under_way) > _MOST_UNDER_WAY:  # lets the memory of its inputs be used again
-                    under_way[-1 - _MOST_UNDER_WAY].wait()
+            while len(pending) < len(self.buckets) and ready.keys() >= set(self.buckets[len(pending)]):
+                bucket = self.buckets[len(pending)]
+                pending.append(self._start(bucket, [ready.pop(each) for each in bucket]))
+                if len(pending) > _MAX_PENDING:  # lets the memory of its inputs be used again
+                    pending[-1 - _MAX_PENDING].wait()
 
-        part = run_with_grad_hooks(self.parameters, arrived, backward)
-        for bucket, started in zip(self.buckets, under_way, strict=True):
+        result = run_with_grad_hooks(self.parameters, on_gradient, backward)
+        for bucket, started in zip(self.buckets, pending, strict=True):
             for place, gradient in zip(bucket, self._parts(bucket, started.wait()), strict=True):
                 if gradient.dtype == dtypes[place]:
                     reduced[place] = gradient
                 else:
                     reduced[place] = gradient.astype(dtypes[place])
-        return part, reduced
+        return result, reduced
 
     def _start(self, bucket: list[int], gradients: list[Tensor]) -> PendingResult:
-        """Begins to reduce the gradients of a bucket, in float32, over its groups."""
+        """Starts to reduce the gradients of a bucket, in float32, over its groups."""
         from mindspore import dtype as mstype
         from mindspore import ops
 
@@ -233,22 +262,23 @@ class GradientReducer:
         gradients = [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
         groups = self.groups[bucket[0]]
         if self.is_sharded[bucket[0]]:
-            ranks = self._scattering_group(bucket[0]).size
+            ranks = self._state_group(bucket[0]).size
             rows = [collectives.shard_rows(gradient, ranks) for gradient in gradients]
         else:
             rows = [gradient.reshape(-1) for gradient in gradients]
-        started = collectives.PendingResult(rows[0] if len(rows) == 1 else ops.concat(rows, -1))
+        joined = rows[0]
+        if len(rows) > 1:
+            joined = ops.concat(rows, -1)
+        pending = collectives.PendingResult(joined)
         for kind, group in groups.items():
-            shards_gradients = self.is_sharded[bucket[0]] and kind in _SCATTERING
-            if shards_gradients:
-                start = collectives.start_reduce_scatter
+            if self.is_sharded[bucket[0]] and kind in _STATE_GROUPS:
+                pending = collectives.start_reduce_scatter(pending.wait(), group)
             else:
-                start = collectives.start_all_reduce
-            started = start(started.wait(), group)
-        return started
+                pending = collectives.start_all_reduce(pending.wait(), group)
+        return pending
 
     def _parts(self, bucket: list[int], flat: Tensor) -> list[Tensor]:
-        """The gradients of a bucket, or this rank's ranges of them."""
+        """Splits a reduced bucket into its gradients, or this rank's ranges of them."""
         if not self.overlaps:
             return [flat]
         from mindspore import ops
@@ -259,12 +289,12 @@ class GradientReducer:
         if not self.is_sharded[bucket[0]]:
             parts = ops.split(flat, [parameter.size for parameter in parameters])
             return [part.reshape(parameter.shape) for part, parameter in zip(parts, parameters, strict=True)]
-        group = self._scattering_group(bucket[0])
+        group = self._state_group(bucket[0])
         parts = ops.split(flat, [-(-parameter.size // group.size) for parameter in parameters])
         return [local_range(part, parameter.size, group) for part, parameter in zip(parts, parameters, strict=True)]
 
     def _scatter(self, place: int, gradient: Tensor) -> Tensor:
-        """This rank's range of a gradient, summed over the ranks of a CPU up to the scattering: flat, in float32."""
+        """Reduce-scatters a gradient on a CPU: returns this rank's range of the sum, flat, in float32."""
         from trainer.parallel.collectives import all_reduce, reduce_scatter_range
 
         gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone
@@ -272,16 +302,19 @@ class GradientReducer:
         for kind, group in self.groups[place].items():
             if kind in ("tp", "kv"):
                 [gradient] = all_reduce([gradient], group)
-        own = reduce_scatter_range(gradient, self._scattering_group(place))
+        group = self._state_group(place)
+        assert group.on_host
+        local = reduce_scatter_range(gradient, group)
         self.seconds += time.perf_counter() - began
-        return own
+        return local
 
-    def _scattering_group(self, place: int) -> ProcessGroup:
-        return next(group for kind, group in self.groups[place].items() if kind in _SCATTERING)
+    def _state_group(self, place: int) -> ProcessGroup:
+        """Returns the ranks over which the optimizer state of a parameter is sharded."""
+        return next(group for kind, group in self.groups[place].items() if kind in _STATE_GROUPS)
 
 
 def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Adds to `total` in place, tensor by tensor, so that a third set of gradients never exists."""
+    """Adds gradients to `total` in place, tensor by tensor, so that a third set of gradients never exists."""
     if total is None:
         return list(gradients)
     from mindspore import ops
@@ -297,8 +330,10 @@ def add_gradients(total: list[Tensor] | None, gradients: Sequence[Tensor]) -> li
 
 
 def _compact(gradients: list[Tensor]) -> list[Tensor]:
-    """On a CPU, copies gradients that stay to other memory: between them are gaps, too small for the activations of the
-    next micro-batch."""
+    """Copies gradients that stay to new memory; on a CPU only.
+
+    The gaps between them are too small for the activations of the next micro-batch.
+    """
     if not _is_on_host():
         return gradients
     from mindspore import Tensor
@@ -313,38 +348,44 @@ def _is_on_host() -> bool:
 
 
 def run_with_grad_hooks(
-    parameters: Sequence[Parameter], arrived: Callable[[int, Tensor], None], backward: Callable[[], MicroBatch]
+    parameters: Sequence[Parameter], on_gradient: Callable[[int, Tensor], None], backward: Callable[[], MicroBatch]
 ) -> MicroBatch:
-    """Runs a backward pass and calls `arrived` with the place of each parameter and its gradient, as soon as this is
-    there; nothing else keeps the gradient. The result has placeholders for gradients."""
+    """Runs a backward pass and calls `on_gradient` as soon as a gradient is computed; nothing else keeps the gradient.
+
+    Args:
+        on_gradient: (index of a parameter, its gradient) -> None.
+
+    Returns:
+        The result of `backward` without its gradients.
+    """
     from mindspore import ops
 
-    came: set[int] = set()
-    nothing = ops.zeros(1)  # what the backward pass returns instead of a gradient: so this one can be let go
+    computed: set[int] = set()
+    placeholder = ops.zeros(1)  # the backward pass returns it instead of a gradient, whose memory is then free
 
     def hook(gradient: Tensor, place: int) -> Tensor:
-        assert place not in came, "the sum over all uses of a parameter comes once"
-        came.add(place)
-        arrived(place, gradient)
-        return nothing
+        assert place not in computed, "the hook of a parameter gets the sum over all of its uses, once"
+        computed.add(place)
+        on_gradient(place, gradient)
+        return placeholder
 
     hooks = [
         parameter.register_hook(lambda gradient, place=place: hook(gradient, place))
         for place, parameter in enumerate(parameters)
     ]
     try:
-        part = backward()
+        result = backward()
     finally:
         for each in hooks:
             each.remove()
-    for place, gradient in enumerate(part.gradients):
-        if place not in came:  # nothing depends on the parameter in this micro-batch
-            arrived(place, gradient)
-    return replace(part, gradients=())
+    for place, gradient in enumerate(result.gradients):
+        if place not in computed:  # nothing depends on the parameter in this micro-batch
+            on_gradient(place, gradient)
+    return replace(result, gradients=())
 
 
 def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: int) -> list[list[int]]:
-    """Buckets of the places of gradients, from the last to the first; each has gradients of one kind alone."""
+    """Returns buckets of indices of gradients, from the last to the first; each has gradients of one kind."""
     buckets: list[list[int]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     for place in reversed(range(len(sizes))):
@@ -356,5 +397,5 @@ def plan_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], bucket_bytes: 
             bucket = []
             used = 0
         filling[kind] = ([*bucket, place], used + size)
-    # What is left holds the gradients that come last.
+    # The remaining buckets contain the gradients that are computed last.
     return buckets + sorted((bucket for bucket, _ in filling.values()), key=min, reverse=True)

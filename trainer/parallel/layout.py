@@ -1,16 +1,15 @@
-"""Which part of each parameter a rank holds, over which ranks its gradient is summed, and who counts it. Pure Python.
+"""Which shard of each parameter a rank has, over which ranks its gradient is summed, and who counts it. Pure Python.
 
-Tensor parallelism cuts as Megatron-LM does (Shoeybi et al. 2019, section 3): q, k, v, gate and up by their outputs, o
+Tensor parallelism shards as Megatron-LM does (Shoeybi et al. 2019, section 3): q, k, v, gate and up by their outputs, o
 and down by their inputs, embedding and head by the vocabulary. Where there are fewer heads of keys and values than
-ranks, neighbouring ranks hold the same head. Of latent attention, what all heads share is whole on every rank; what
-makes queries, keys and values of a head is cut by heads. Expert parallelism cuts the stacks of experts; an expert is
-whole on its rank.
+ranks, neighbouring ranks have the same head. Latent attention: the down-projections are replicated on every rank; the
+per-head up-projections are sharded by heads. Expert parallelism shards the stacks of experts; a rank has whole experts.
 
-The gradient of a parameter that is whole on every rank of a tensor group is either the same on all of them, or each
-rank has a part of it, to be summed over the group. A rank has a part where it computes with heads or columns of its own
-(norms of queries and keys, one of the matrices of an adapter), or with token rows of its own: what is next to the
-residual stream with sequence parallelism (Korthikanti et al. 2022, section 4.2), and what is next to a router always,
-because the ranks of a tensor group share the tokens for the experts.
+The gradient of a parameter that is replicated in a tensor group is either the same on all of its ranks, or a partial
+sum on each rank, to be summed over the group. It is a partial sum where ranks compute with different heads or columns
+(norms of queries and keys, one of the matrices of an adapter) or with different tokens. Tokens differ beside the
+residual stream with sequence parallelism (Korthikanti et al. 2022, section 4.2). They always differ beside a router,
+because the ranks of a tensor group shard the tokens for the experts.
 """
 
 from __future__ import annotations
@@ -26,25 +25,25 @@ from trainer.parallel.mesh import Degrees, MeshCoordinate
 from trainer.parallel.sharding import Shard, ShardSpec, shard_range
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
 
 SumGroup = Literal["tp", "kv", "dp_cp", "expert_dp", "embedding"]
-"""Ranks over which a gradient is summed: those of a tensor group; those of it that hold the same key and value head;
-all ranks of a stage with the same tensor coordinate; those of a stage with the same experts; the stages that hold the
-embedding. They are fields of `trainer.parallel.process_groups.ProcessGroups`, in the order of the sums."""
+"""Group of ranks over which a gradient is summed, in the order of the sums: a field of
+`trainer.parallel.process_groups.ProcessGroups`."""
 SUM_GROUPS: tuple[SumGroup, ...] = get_args(SumGroup)
 
 
 class ParameterLayout(NamedTuple):
-    """How one parameter is divided.
+    """How one parameter is sharded.
 
     Attributes:
-        shape: Of the whole.
-        shards: Parts that it is cut into, which differ by one row at most; 1: every rank of its stages holds the whole.
-        dimension: The one that is cut.
-        by: The axis whose ranks hold the parts: part p is held by as many neighbours as the axis has ranks per part.
+        shape: Global shape.
+        shards: Number of shards, which differ by one row at most; 1: the ranks of its stages replicate the parameter.
+        dimension: The sharded dimension.
+        by: The mesh axis over which it is sharded. Neighbours have the same shard where there are fewer shards than
+            ranks along the axis.
         sums: The groups over which its gradient is summed, one after the other. Empty for a buffer.
-        stages: The pipeline stages that hold it.
+        stages: The pipeline stages that have it.
     """
 
     shape: tuple[int, ...]
@@ -57,46 +56,46 @@ class ParameterLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelLayout:
-    """How the parameters of a model are divided among ranks; made by `model_layout`.
+    """How the parameters of a model are sharded over ranks; made by `model_layout`.
 
     Attributes:
-        parameters: By name, in forward order.
+        parameters: Layouts by the parameters' names, in forward order.
     """
 
     degrees: Degrees
     parameters: Mapping[str, ParameterLayout]
 
     def holds(self, name: str, where: MeshCoordinate) -> bool:
-        """Whether the stage of a rank has this parameter."""
+        """Returns whether the stage of a rank has this parameter."""
         return where.pipeline in self.parameters[name].stages
 
     def shard(self, name: str, where: MeshCoordinate) -> Shard:
-        """The part of a parameter that a rank of one of its stages holds."""
+        """Returns the shard of a parameter that a rank of one of its stages has."""
         one = self.parameters[name]
         shape = list(one.shape)
         start = [0] * len(one.shape)
         if one.shards > 1:
-            own = shard_range(one.shape[one.dimension], self._part(one, where), one.shards)
-            start[one.dimension] = own.start
-            shape[one.dimension] = own.stop - own.start
+            rows = shard_range(one.shape[one.dimension], self._shard_index(one, where), one.shards)
+            start[one.dimension] = rows.start
+            shape[one.dimension] = rows.stop - rows.start
         return Shard(tuple(start), tuple(shape))
 
     def shard_spec(self, name: str, where: MeshCoordinate) -> ShardSpec:
-        """`shard`, as a part of the whole."""
+        """Returns the spec of the shard of a parameter that a rank has: global shape and shard."""
         return ShardSpec(self.parameters[name].shape, self.shard(name, where))
 
     def local_shapes(self, where: MeshCoordinate) -> dict[str, tuple[int, ...]]:
-        """Shapes of what a rank holds, in forward order."""
-        held = (name for name, one in self.parameters.items() if where.pipeline in one.stages)
-        return {name: self.shard(name, where).shape for name in held}
+        """Returns the shapes of a rank's shards by the parameters' names, in forward order."""
+        return {name: self.shard(name, where).shape for name in self.parameters if self.holds(name, where)}
 
     def is_first_holder(self, name: str, where: MeshCoordinate, sharded: bool = False) -> bool:
-        """Whether this rank is the first of those that hold this part: norms count its gradient, and it is the one that
-        writes the part to a checkpoint.
+        """Returns whether this rank is the first of the ranks with the same shard of a parameter.
+
+        This rank counts the shard's gradient in norms and writes the shard to a checkpoint.
 
         Args:
-            sharded: The ranks over which the gradient is summed last (dp_cp or expert_dp) each hold a range of the part
-                (ZeRO): each of them counts its own.
+            sharded: ZeRO shards the parameter further over the ranks that sum its gradient last (dp_cp or expert_dp):
+                each of them counts and writes its range.
         """
         one = self.parameters[name]
         if where.pipeline != one.stages[0]:
@@ -105,17 +104,17 @@ class ModelLayout:
             return sharded or self._expert_rank(where) < self.degrees.expert_parallel
         return where.tensor % self._copies(one) == 0 and (sharded or not (where.data or where.context))
 
-    def _part(self, one: ParameterLayout, where: MeshCoordinate) -> int:
+    def _shard_index(self, one: ParameterLayout, where: MeshCoordinate) -> int:
         if one.by == "ep":
             return self._expert_rank(where) % self.degrees.expert_parallel
         return where.tensor // self._copies(one)
 
     def _copies(self, one: ParameterLayout) -> int:
-        """Ranks of a tensor group that hold the same part."""
+        """Returns how many ranks of a tensor group have the same shard."""
         return self.degrees.model_parallel // one.shards
 
     def _expert_rank(self, where: MeshCoordinate) -> int:
-        """Number of a rank in its stage: layers with experts see data, context and tensor axis as one."""
+        """Returns the index of a rank in its stage: MoE layers see data, context and tensor axis as one."""
         degrees = self.degrees
         return (where.data * degrees.context_parallel + where.context) * degrees.model_parallel + where.tensor
 
@@ -127,13 +126,13 @@ def model_layout(
     sequence_parallel: bool = False,
     stage_layers: Sequence[Sequence[int]] | None = None,
 ) -> ModelLayout:
-    """The layout of a decoder and its adapters; the degrees divide what they cut.
+    """Returns the layout of a decoder and its adapters; each degree must divide the sizes that it shards.
 
     Args:
-        settings: Those of the whole model.
-        sequence_parallel: The ranks of a tensor group share the token rows of the residual stream (use_seq_parallel).
-        stage_layers: The layers of each pipeline stage, without multi-token prediction modules, which the last stage
-            has; None: one stage.
+        settings: The configuration of the unsharded model.
+        sequence_parallel: The ranks of a tensor group shard the tokens of the residual stream (use_seq_parallel).
+        stage_layers: The layers of each pipeline stage, without MTP modules, which are on the last stage; None: one
+            stage.
     """
     spec = model_spec(settings)
     parameters = spec.parameters()
@@ -154,7 +153,7 @@ def model_layout(
 def _parameter_layout(
     parameter: ParameterSpec, kv_heads: int, degrees: Degrees, sequence_parallel: bool
 ) -> ParameterLayout:
-    """Returns how the degrees cut a parameter, and how its gradient is summed within a stage."""
+    """Returns how the degrees shard a parameter, and how its gradient is summed within a stage."""
     shape = parameter.shape
     tensor = degrees.model_parallel
     if parameter.sharding == "expert":
@@ -171,16 +170,16 @@ def _parameter_layout(
 def _stages_of(
     spec: ModelSpec, names: Iterable[str], stage_layers: Sequence[Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the pipeline stages that hold each parameter: by default the last one, which has final norm and head."""
+    """Returns the pipeline stages that have each parameter: by default the last one, with final norm and head."""
     last = len(stage_layers) - 1
-    found = dict.fromkeys(names, (last,))
+    stages: dict[str, tuple[int, ...]] = dict.fromkeys(names, (last,))
     for stage, layers in enumerate(stage_layers):
         prefixes = tuple(layer_prefix(layer) for layer in layers)
-        found |= {name: (stage,) for name in found if prefixes and name.startswith(prefixes)}
-    # Multi-token prediction modules look tokens up on the last stage.
-    shared = last and (spec.mtp_modules or spec.tied)
-    if shared:
-        found[EMBEDDING] = (0, last)
-    else:
-        found[EMBEDDING] = (0,)
-    return found | {name: (0,) for name in found if name == MAPPING_IN}
+        stages |= {name: (stage,) for name in stages if prefixes and name.startswith(prefixes)}
+    stages[EMBEDDING] = (0,)
+    # MTP modules look tokens up on the last stage.
+    if last and (spec.mtp_modules or spec.tied):
+        stages[EMBEDDING] = (0, last)
+    if MAPPING_IN in stages:
+        stages[MAPPING_IN] = (0,)
+    return stages

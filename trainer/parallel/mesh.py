@@ -1,4 +1,4 @@
-"""The device mesh: degrees of parallelism -> groups of ranks. Pure Python.
+"""The device mesh: from degrees of parallelism to groups of ranks. Pure Python.
 
 The axes of the mesh, outermost first: **pipeline, data, context, tensor**. Neighbouring ranks, which are usually on the
 same host, form tensor groups, which communicate most; pipeline stages, which communicate least, are farthest apart.
@@ -6,9 +6,9 @@ This is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp
 
     rank = ((pipeline * DP + data) * CP + context) * TP + tensor
 
-Expert parallelism has no axis of its own: MoE layers see the data, context and tensor axes as one of DP * CP * TP ranks
-and divide it into groups of EP neighbours, each of which holds all experts once. An expert is whole on its rank, as in
-MindSpore Transformers, and in Megatron-LM with an expert tensor degree of 1.
+Expert parallelism adds no axis: MoE layers see the data, context and tensor axes as one of DP * CP * TP ranks and split
+it into groups of EP neighbours, which together have all experts once. A rank has whole experts, as in MindSpore
+Transformers, and in Megatron-LM with an expert tensor degree of 1.
 
 With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 
@@ -32,7 +32,7 @@ _CHOICES = 3  # number of valid settings that a message names
 
 
 class Degrees(NamedTuple):
-    """Size of each axis, by the names of ``parallel_config``."""
+    """The parallel degrees: the size of each axis, named as in ``parallel_config``."""
 
     pipeline_stage: int = 1
     data_parallel: int = 1
@@ -42,20 +42,23 @@ class Degrees(NamedTuple):
 
     @property
     def ranks(self) -> int:
+        """Returns the number of ranks: the product of the degrees."""
         return self.pipeline_stage * self.data_parallel * self.context_parallel * self.model_parallel
 
     @property
     def shards_model(self) -> bool:
-        """Whether ranks compute a model together; otherwise each has the whole model and batches of its own."""
+        """Returns whether ranks compute a model together; otherwise each is a replica with different batches."""
         return self.ranks > self.data_parallel or self.expert_parallel > 1
 
     @property
     def shards_layers(self) -> bool:
-        """Whether ranks compute a layer together: they share its matrices, its experts or the tokens of sequences."""
+        """Returns whether ranks compute a layer together: they shard its matrices, experts or tokens."""
         return max(self.model_parallel, self.context_parallel, self.expert_parallel) > 1
 
 
 class MeshCoordinate(NamedTuple):
+    """The place of a rank on each axis of the mesh."""
+
     pipeline: int
     data: int
     context: int
@@ -70,10 +73,11 @@ class Mesh:
 
     @property
     def size(self) -> int:
+        """Returns the number of ranks."""
         return self.degrees.ranks
 
     def _axis(self, kind: GroupKind) -> tuple[int, int]:
-        """Number of ranks of a group along this axis, and their distance."""
+        """Returns the number of ranks of a group along this axis, and the distance between neighbours."""
         degrees = self.degrees
         tensor = degrees.model_parallel
         stage = degrees.data_parallel * degrees.context_parallel * tensor  # ranks of a pipeline stage
@@ -87,7 +91,7 @@ class Mesh:
         return axes[kind]
 
     def groups(self, kind: GroupKind) -> list[range]:
-        """All groups of a kind: each rank is in exactly one; ranks ascend within a group."""
+        """Returns all groups of a kind: each rank is in exactly one; ranks ascend within a group."""
         size, stride = self._axis(kind)
         blocks = range(0, self.size, size * stride)
         return [
@@ -95,17 +99,19 @@ class Mesh:
         ]
 
     def group_of(self, kind: GroupKind, rank: int) -> range:
-        """The group of a kind that contains a rank."""
+        """Returns the group of a kind that contains a rank."""
         size, stride = self._axis(kind)
         first = rank - rank // stride % size * stride
         return range(first, first + size * stride, stride)
 
     def rank_at(self, where: MeshCoordinate) -> int:
+        """Returns the rank at a coordinate."""
         degrees = self.degrees
         row = (where.pipeline * degrees.data_parallel + where.data) * degrees.context_parallel + where.context
         return row * degrees.model_parallel + where.tensor
 
     def coordinate_of(self, rank: int) -> MeshCoordinate:
+        """Returns the coordinate of a rank."""
         rest, tensor = divmod(rank, self.degrees.model_parallel)
         rest, context = divmod(rest, self.degrees.context_parallel)
         pipeline, data = divmod(rest, self.degrees.data_parallel)
@@ -113,7 +119,11 @@ class Mesh:
 
 
 def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
-    """Raises a UserError that names the nearest degrees that fit, where these do not fit the number of ranks."""
+    """Builds the mesh.
+
+    Raises:
+        UserError: The degrees do not fit the number of ranks; the fix names the nearest degrees that do.
+    """
     mismatch = degree_mismatch(degrees, ranks)
     if mismatch is not None:
         fix = mismatch.fix("start {ranks}")
@@ -124,8 +134,8 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
 def group_ranks(
     mesh: Mesh, rank: int, kv_heads: int | None = None, ulysses: int = 1
 ) -> dict[str, Sequence[int]]:
-    """The ranks of each group of `trainer.parallel.process_groups.ProcessGroups` but the world that a rank is in,
-    ascending.
+    """Returns the ranks, ascending, of each group that a rank is in: the fields of
+    `trainer.parallel.process_groups.ProcessGroups` except the world.
 
     Args:
         kv_heads: Heads of keys and values of the model; None: at least as many as tensor-parallel ranks.
@@ -135,49 +145,56 @@ def group_ranks(
     tensor = degrees.model_parallel
     per_stage = mesh.size // degrees.pipeline_stage
     first = rank - rank % per_stage
-    replica = tensor * degrees.context_parallel
+    tensor_context = tensor * degrees.context_parallel
     stage = range(first, first + per_stage)
-    stages, tp, cp = (mesh.group_of(kind, rank) for kind in ("pp", "tp", "cp"))
+    stages = mesh.group_of("pp", rank)
+    tp = mesh.group_of("tp", rank)
+    cp = mesh.group_of("cp", rank)
     copies = tensor // min(tensor, kv_heads or tensor)
-    at = rank % tensor // copies * copies
+    first_copy = rank % tensor // copies * copies
+    embedding = [rank]
+    if rank in (stages[0], stages[-1]):
+        embedding = [*stages[:1], *stages[1:][-1:]]
     return {
         "tp": tp,
-        "kv": tp[at : at + copies],
+        "kv": tp[first_copy : first_copy + copies],
         "cp": cp,
         "ulysses": cp[cp.index(rank) // ulysses * ulysses :][:ulysses],
         "ring": cp[cp.index(rank) % ulysses :: ulysses],
-        "tp_cp": range(rank - rank % replica, rank - rank % replica + replica),
+        "tp_cp": range(rank - rank % tensor_context, rank - rank % tensor_context + tensor_context),
         "dp": mesh.group_of("dp", rank),
         "dp_cp": stage[rank % tensor :: tensor],
         "stage": stage,
         "ep": mesh.group_of("ep", rank),
         "expert_dp": stage[(rank - first) % degrees.expert_parallel :: degrees.expert_parallel],
         "pp": stages,
-        "embedding": [*stages[:1], *stages[1:][-1:]] if rank in (stages[0], stages[-1]) else [rank],
+        "embedding": embedding,
     }
 
 
 class ModelReplicaRanks(NamedTuple):
-    """The fewest ranks around one that have a whole model together and whose groups do not reach beyond them.
+    """The smallest set of ranks with a whole model whose groups include no other ranks.
 
     Attributes:
-        number: Of `copies` such sets of ranks in the job.
-        ranks: Ascending.
+        number: Index of this set.
+        replicas: Number of such sets in the job.
+        ranks: Its ranks, ascending.
     """
 
     number: int
-    copies: int
+    replicas: int
     ranks: Sequence[int]
 
 
 def model_replica(mesh: Mesh, rank: int) -> ModelReplicaRanks:
-    """The copy of the model that a rank belongs to; ranks of a context group each have one."""
+    """Returns the replica of the model that a rank belongs to; each rank of a context group has one."""
     degrees = mesh.degrees
     per_stage = mesh.size // degrees.pipeline_stage
     width = math.lcm(degrees.model_parallel, degrees.expert_parallel)
     number = rank % per_stage // width
     starts = range(number * width, mesh.size, per_stage)
-    return ModelReplicaRanks(number, per_stage // width, [start + place for start in starts for place in range(width)])
+    ranks = [start + place for start in starts for place in range(width)]
+    return ModelReplicaRanks(number, per_stage // width, ranks)
 
 
 class DegreeMismatch(NamedTuple):
@@ -189,14 +206,23 @@ class DegreeMismatch(NamedTuple):
     ranks: int  # number of ranks that would fit; 0 where no number does
 
     def fix(self, start: str) -> str:
-        """The fix: start another number of ranks (`start` holds the place `{ranks}`), or use other degrees."""
-        return ", or ".join(filter(None, (start.format(ranks=self.ranks) if self.ranks else "", self.change)))
+        """Returns the fix: another number of ranks (`start` contains `{ranks}`), or other degrees."""
+        fixes = []
+        if self.ranks:
+            fixes.append(start.format(ranks=self.ranks))
+        if self.change:
+            fixes.append(self.change)
+        return ", or ".join(fixes)
 
 
 def degree_mismatch(
     degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields
 ) -> DegreeMismatch | None:
-    """Why these degrees do not fit so many ranks; None when they fit. The fix changes only degrees in `may_change`."""
+    """Returns why these degrees do not fit the number of ranks; None when they fit.
+
+    Args:
+        may_change: The degrees that the fix may change.
+    """
     axes = {name: size for name, size in degrees._asdict().items() if name != "expert_parallel"}
     if degrees.ranks != ranks:
         used = {name: size for name, size in axes.items() if size > 1} or {"data_parallel": 1}
@@ -228,8 +254,11 @@ def degree_mismatch(
 
 
 def indivisible_degree(degrees: Degrees, ranks: int) -> tuple[str, int]:
-    """Of the degrees beside data_parallel the first that does not divide the ranks which those before it leave, and so
-    many these are."""
+    """Finds the first degree that does not divide the ranks, in the order pipeline, tensor, context, data.
+
+    Returns:
+        Its name, and the number of ranks left by the degrees before it.
+    """
     for name in ("pipeline_stage", "model_parallel", "context_parallel"):
         if ranks % getattr(degrees, name):
             return name, ranks
@@ -238,7 +267,10 @@ def indivisible_degree(degrees: Degrees, ranks: int) -> tuple[str, int]:
 
 
 def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = Degrees._fields) -> list[Degrees]:
-    """The settings for `ranks` ranks that change least: fewest degrees, then smallest factors, then data_parallel."""
+    """Returns the degrees for `ranks` ranks that change least.
+
+    Fewest changed degrees come first, then smallest factors, then changes of data_parallel.
+    """
     fixed = {name: size for name, size in degrees._asdict().items() if name not in may_change}
 
     def distance(choice: Degrees) -> tuple[int, float, bool]:

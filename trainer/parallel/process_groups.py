@@ -1,5 +1,4 @@
-"""The groups of ranks that one rank communicates with, by the mesh; named as in Megatron-Core's ProcessGroupCollection.
-"""
+"""The process groups of one rank in the mesh, named as in Megatron-Core's ProcessGroupCollection."""
 
 from __future__ import annotations
 
@@ -12,23 +11,23 @@ if TYPE_CHECKING:
 
 
 class ProcessGroups(NamedTuple):
-    """Each group holds this rank; None: it would be alone in it.
+    """The groups that this rank is in; None for a group of this rank alone.
 
     Attributes:
         world: All ranks of the job.
-        tp: Tensor parallelism: the ranks that share the layers' matrices.
-        kv: Those of `tp` that hold the same head of keys and values, where there are fewer heads than ranks.
-        cp: Context parallelism: the ranks that share the tokens of a sequence.
-        ulysses: Those of `cp` that exchange heads for tokens.
-        ring: Those of `cp` whose keys and values go round to this rank.
-        tp_cp: `tp` and `cp` together: the ranks that share the tokens of a micro-batch for the experts.
-        dp: The ranks with other sequences and the same part of the model.
-        dp_cp: `dp` and `cp` together: the sum of the gradients of what is not an expert.
+        tp: Tensor parallelism: the ranks that shard the layers' matrices.
+        kv: The ranks of `tp` with the same head of keys and values, where there are fewer heads than ranks.
+        cp: Context parallelism: the ranks that shard the tokens of each sequence.
+        ulysses: The ranks of `cp` that exchange heads for tokens (Ulysses).
+        ring: The ranks of `cp` whose keys and values go round to this rank (ring attention).
+        tp_cp: `tp` and `cp` together: the ranks that shard the tokens of a micro-batch for the experts.
+        dp: The ranks with other sequences and the same shard of the model.
+        dp_cp: `dp` and `cp` together: all-reduces the gradients of all parameters but the experts.
         stage: All ranks of this pipeline stage.
-        ep: The neighbours that together hold all experts of a layer.
-        expert_dp: The ranks of the stage with the same experts: the sum of their gradients.
+        ep: The neighbours that together have all experts of a layer.
+        expert_dp: The ranks of the stage with the same experts: all-reduces their gradients.
         pp: One rank of each pipeline stage, in the order of stages.
-        embedding: Those of `pp` that hold the embedding: the first and the last; None in the stages between them.
+        embedding: The ranks of `pp` with the embedding: the first and the last; None in the stages between them.
     """
 
     world: ProcessGroup
@@ -48,17 +47,16 @@ class ProcessGroups(NamedTuple):
 
 
 def process_groups(world: ProcessGroup, mesh: Mesh, kv_heads: int | None = None, ulysses: int = 1) -> ProcessGroups:
-    """Makes the groups of this rank; all ranks of the job call it. `kv_heads` and `ulysses` as in `group_ranks`."""
+    """Makes the groups of this rank; all ranks of the job must call it. For the arguments see `group_ranks`."""
     # Kinds with the same ranks share a group: on a device each group takes memory.
     made: dict[tuple[int, ...], ProcessGroup] = {}
-    groups = {}
+    groups: dict[str, ProcessGroup] = {}
     for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads, ulysses).items():
+        if len(ranks) == 1:
+            continue
         if len(ranks) == world.size:
-            if world.size > 1:
-                groups[kind] = world
-            else:
-                groups[kind] = None
-        elif len(ranks) > 1:
+            groups[kind] = world
+        else:
             key = tuple(ranks)
             made[key] = made.get(key) or world.new_subgroup(ranks, "-".join(["ranks", *map(str, ranks)]))
             groups[kind] = made[key]

@@ -1,7 +1,7 @@
 """Schedules of a pipeline: which micro-batch each stage computes when. Pure Python.
 
-A stage has one or more chunks of consecutive layers (`pp_interleave_num`); chunk c of stage s is part c * stages + s of
-the model. A schedule lists the actions of each stage in the order in which it takes them:
+A stage has one or more model chunks of consecutive layers (`pp_interleave_num`, Megatron-LM's virtual stages); chunk c
+of stage s is chunk c * stages + s of the model. A schedule lists the actions of each stage in their order:
 
 * 1F1B (Narayanan et al. 2019, "PipeDream", and 2021, "Efficient Large-Scale Language Model Training on GPU Clusters
   Using Megatron-LM", section 2.2): stage s starts with stages - s - 1 forward passes, then alternates one forward and
@@ -57,44 +57,54 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
 
     def input_message(self, stage: int, action: Action) -> StageMessage | None:
-        """What an action of a stage takes from another stage; None where it takes nothing: the first part of the model
-        reads token ids, and the backward pass of the last one starts at the loss."""
+        """Returns the message that an action of a stage needs from another stage, or None.
+
+        The first chunk of the model reads token ids, and the backward pass of the last one starts at the loss.
+        """
         last = self.stages * self.chunks - 1
-        part = action.chunk * self.stages + stage
-        if part == (0 if action.kind == "forward" else last):
+        source = action.chunk * self.stages + stage
+        if action.kind == "forward":
+            source -= 1
+        else:
+            source += 1
+        if not 0 <= source <= last:
             return None
-        chunk, sender = divmod(part - 1 if action.kind == "forward" else part + 1, self.stages)
+        chunk, sender = divmod(source, self.stages)
         return StageMessage(sender, action._replace(chunk=chunk))
 
     def receiver(self, stage: int, action: Action) -> int | None:
-        """The stage that takes the result of an action; None where none does."""
+        """Returns the stage that receives the result of an action; None if no stage needs it."""
         last = self.stages * self.chunks - 1
-        part = action.chunk * self.stages + stage
-        if part == (last if action.kind == "forward" else 0):
+        target = action.chunk * self.stages + stage
+        if action.kind == "forward":
+            target += 1
+        else:
+            target -= 1
+        if not 0 <= target <= last:
             return None
-        return (part + 1 if action.kind == "forward" else part - 1) % self.stages
+        return target % self.stages
 
 
 def directions(stages: int, chunks: int) -> list[tuple[int, int]]:
-    """The pairs (sender, taker) of stages between which tensors travel, the same order for all stages."""
+    """Returns the pairs (sender, receiver) of stages between which tensors travel, in one order for all stages."""
     links = [(stage, stage + 1) for stage in range(stages - 1)]
-    # The last stage hands on to the next chunk of the first one.
-    links += [(stages - 1, 0)] if chunks > 1 else []
+    if chunks > 1:  # the last stage sends to the next chunk of the first one
+        links.append((stages - 1, 0))
     pairs = [pair for first, second in links for pair in ((first, second), (second, first))]
     return list(dict.fromkeys(pairs))
 
 
 def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """1F1B, or with several chunks interleaved 1F1B.
+    """Returns the 1F1B schedule, or with several chunks interleaved 1F1B.
 
-    Interleaved 1F1B takes micro-batches in turns of `stages`. Megatron-LM refuses other numbers of them. Here those
-    that are left over, as in the last step of an epoch, follow with all forward passes before all backward passes.
+    Interleaved 1F1B takes micro-batches in turns of `stages`, and Megatron-LM requires a multiple of it. Here the
+    remaining micro-batches, as in the last step of an epoch, follow: all forward passes, then all backward passes.
     """
     return Schedule(stages, chunks, tuple(tuple(_actions(stages, micro_batches, chunks, s)) for s in range(stages)))
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
-    """For evaluation."""
+    """Returns a schedule without backward passes, for evaluation."""
     numbers = range(micro_batches)
     actions = tuple(Action("forward", number, chunk) for turn in _turns(numbers, stages) for chunk in range(chunks)
                     for number in turn)  # fmt: skip
@@ -106,18 +116,18 @@ def _turns(micro_batches: Sequence[int], stages: int) -> list[Sequence[int]]:
 
 
 def _actions(stages: int, micro_batches: int, chunks: int, stage: int) -> Iterator[Action]:
-    if chunks == 1:
-        whole = micro_batches
-    else:
-        whole = micro_batches - micro_batches % stages
     behind = stages - stage - 1
-    yield from _alternating(stages, range(whole), chunks, behind if chunks == 1 else 2 * behind + (chunks - 1) * stages)
-    left = range(whole, micro_batches)
-    yield from _alternating(stages, left, chunks, len(left) * chunks)
+    if chunks == 1:
+        yield from _alternating(stages, range(micro_batches), chunks, warm_up=behind)
+        return
+    in_turns = micro_batches - micro_batches % stages
+    yield from _alternating(stages, range(in_turns), chunks, warm_up=2 * behind + (chunks - 1) * stages)
+    remaining = range(in_turns, micro_batches)
+    yield from _alternating(stages, remaining, chunks, warm_up=len(remaining) * chunks)
 
 
 def _alternating(stages: int, micro_batches: range, chunks: int, warm_up: int) -> Iterator[Action]:
-    """`warm_up` forward passes, then one forward and one backward pass in turn, then the backward passes left."""
+    """Yields `warm_up` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
     if chunks == 1:
         turns = [micro_batches]
     else:
@@ -126,14 +136,13 @@ def _alternating(stages: int, micro_batches: range, chunks: int, warm_up: int) -
     backward = [Action("backward", n, chunk) for turn in turns for chunk in reversed(range(chunks)) for n in turn]
     warm_up = min(warm_up, len(forward))
     yield from forward[:warm_up]
-    for one, other in zip(forward[warm_up:], backward, strict=False):
-        yield one
-        yield other
+    for pair in zip(forward[warm_up:], backward, strict=False):
+        yield from pair
     yield from backward[len(forward) - warm_up :]
 
 
 class Slot(NamedTuple):
-    """When a stage takes an action."""
+    """An action of a stage with its start and end, in the unit of `Cost`."""
 
     start: float
     end: float
@@ -147,17 +156,19 @@ class Timeline(NamedTuple):
 
     @property
     def end(self) -> float:
+        """Returns when the last stage ends."""
         return max((slots[-1].end for slots in self.slots if slots), default=0.0)
 
     def busy(self, stage: int) -> float:
+        """Returns for how long a stage computes."""
         return sum(slot.end - slot.start for slot in self.slots[stage])
 
     @property
     def bubble_share(self) -> float:
-        """Share of the window in which a stage waits, mean over the stages.
+        """Returns the share of the step in which a stage waits, mean over the stages.
 
-        Where all stages take the same time it is (p - 1) / (v m + p - 1): the papers' bubble, (p - 1) / (v m), is the
-        same time over that of the computation alone.
+        Where all stages take the same time it is (p - 1) / (v m + p - 1). The papers' bubble, (p - 1) / (v m), divides
+        the same time by the time of the computation alone.
         """
         if not self.end:
             return 0.0
@@ -169,13 +180,13 @@ class Deadlock(Exception):
 
 
 def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage, chunk: Cost(1, 2)) -> Timeline:
-    """Takes each action as soon as its stage is free and what it needs is there; sending takes no time.
+    """Computes the timeline: an action starts when its stage is free and its message is there; sending takes no time.
 
     Args:
         cost: (stage, chunk) -> how long its passes take.
 
     Raises:
-        Deadlock: The actions left wait for each other.
+        Deadlock: The remaining actions wait for each other.
     """
     ended: dict[StageMessage, float] = {}
     slots: list[list[Slot]] = [[] for _ in range(schedule.stages)]
@@ -184,9 +195,12 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
         went_on = False
         for stage, actions in enumerate(schedule.actions):
             for action in islice(actions, len(slots[stage]), None):
-                needed = schedule.input_message(stage, action)
-                own = StageMessage(stage, action._replace(kind="forward"))
-                awaited = [one for one in (needed, own if action.kind == "backward" else None) if one is not None]
+                awaited = []
+                message = schedule.input_message(stage, action)
+                if message is not None:
+                    awaited.append(message)
+                if action.kind == "backward":
+                    awaited.append(StageMessage(stage, action._replace(kind="forward")))
                 if not all(one in ended for one in awaited):
                     break
                 free = 0.0
@@ -204,10 +218,16 @@ def simulate(schedule: Schedule, cost: Callable[[int, int], Cost] = lambda stage
 
 
 def max_in_flight(schedule: Schedule, stage: int, chunk: int | None = None) -> int:
-    """The most forward passes of a stage, or of one of its chunks, whose activations wait for their backward pass."""
+    """Returns how many forward passes of a stage, or of one of its chunks, wait for their backward pass at most.
+
+    The stage keeps the activations of these passes.
+    """
     most = now = 0
     for action in schedule.actions[stage]:
         if chunk in (None, action.chunk):
-            now += 1 if action.kind == "forward" else -1
+            if action.kind == "forward":
+                now += 1
+            else:
+                now -= 1
             most = max(most, now)
     return most

@@ -1,13 +1,13 @@
-"""Tensors between the stages of a pipeline: on CPUs over sockets of their own, on devices by MindSpore's collectives.
+"""Sends tensors between the stages of a pipeline: on CPUs over sockets, on devices by MindSpore's collectives.
 
 On a CPU a stage sends without waiting: a thread for each other stage writes what is queued for it, while this stage
-computes or waits for another one. So no order of sends and receives can block the stages in a circle, and what a stage
-needs is under way as soon as it exists. The threads know bytes alone: MindSpore computes in one thread only.
+computes or waits. So no order of sends and receives can deadlock the stages, and a tensor travels as soon as it exists.
+The threads handle bytes only: MindSpore computes in one thread.
 
-A device waits in a transfer until the other one has come to its end of it. So that no stages wait for each other in a
-circle, each direction between two stages has a group, and with it a stream, of its own: there a tensor that is sent
-waits for its receiver, while the stage computes on. Within a direction tensors are received in the order in which they
-are sent. So a schedule has no other waits than on CPUs.
+On a device a transfer waits until the other stage starts its end of it. To avoid deadlocks, each direction between two
+stages has a separate group and thus a separate stream: a sent tensor waits there for its receiver, while the stage goes
+on computing. Within a direction tensors are received in the order in which they are sent. So stages wait in a schedule
+only where they wait on CPUs.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _CONNECT_SECONDS = 60
 
 
 class StageLink:
-    """Carries matrices between the stages of a pipeline; from each stage they come in the order of its sends.
+    """Sends matrices between the stages of a pipeline on CPUs; they arrive in the order in which a stage sends them.
 
     Args:
-        group: One rank of each stage, in the order of stages; all of them make their links at the same time.
+        group: One rank of each stage, in the order of stages; all of them must make their links at the same time.
     """
 
     def __init__(self, group: CpuGroup, on_one_host: bool = True) -> None:
-        # Its threads send while others compute, which two ends of one memory would have to agree about.
-        found = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS, memory=False)
+        # Sockets only: its threads send while the other stage computes, and shared memory needs both ends.
+        connections = connect(group.rank, group.size, group.gather_bytes, on_one_host, _CONNECT_SECONDS, memory=False)
         self.stage = group.rank
-        self.sockets = found.sockets
+        self.sockets = connections.sockets
         for each in self.sockets.values():
             each.setblocking(True)
         self.senders = {stage: _Sender(self.stage, stage, one) for stage, one in self.sockets.items()}
 
     def send(self, stage: int, tensor: Tensor) -> None:
-        """Queues [rows, columns]; does not wait until the other stage takes it.
+        """Queues [rows, columns] for another stage and does not wait until it is received.
 
         Raises:
             RunError: The other stage has ended.
@@ -55,46 +55,55 @@ class StageLink:
         self.send_array(stage, tensor.asnumpy(), tensor)
 
     def send_array(self, stage: int, array: np.ndarray, owner: Tensor | None = None) -> None:
-        """As `send`; the array must not change until it is sent. `owner` is the tensor whose memory it is."""
+        """Queues an array for another stage; it must not change until it is sent.
+
+        Args:
+            owner: The tensor whose memory the array is.
+        """
         self.senders[stage].put(array, owner)
 
     def receive(self, stage: int, tokens: int) -> Tensor:
-        """Waits until the other stage has sent the rows of so many tokens; they say their number themselves.
+        """Waits for the next tensor of another stage; its header tells its shape, so that `tokens` is not used.
 
         Raises:
-            RunError: It has ended.
+            RunError: The other stage has ended.
         """
         return Tensor.from_numpy(self.receive_array(stage))
 
     def receive_array(self, stage: int) -> np.ndarray:
-        """As `receive`."""
-        dtype, *shape = _HEADER.unpack(self._bytes(stage, bytearray(_HEADER.size)))
+        """Waits for the next array of another stage.
+
+        Raises:
+            RunError: The other stage has ended.
+        """
+        header = bytearray(_HEADER.size)
+        self._fill(stage, memoryview(header))
+        dtype, *shape = _HEADER.unpack(header)
         array = np.empty(shape, np.dtype(dtype.rstrip(b"\0").decode()))
-        self._bytes(stage, array.reshape(-1).view(np.uint8))
+        self._fill(stage, array.reshape(-1).view(np.uint8).data)
         return array
 
-    def _bytes(self, stage: int, buffer: bytearray | np.ndarray) -> bytearray | np.ndarray:
-        left = memoryview(buffer)
-        while left:
+    def _fill(self, stage: int, buffer: memoryview) -> None:
+        """Receives bytes of another stage until the buffer is full."""
+        while buffer:
             try:
-                count = self.sockets[stage].recv_into(left)
+                count = self.sockets[stage].recv_into(buffer)
             except OSError:
                 count = 0
             if not count:
                 raise connection_lost(f"stage {self.stage} of the pipeline lost its connection to stage {stage}")
-            left = left[count:]
-        return buffer
+            buffer = buffer[count:]
 
     def close(self) -> None:
-        """Sends what is queued, and ends."""
+        """Sends what is queued, then closes the connections."""
         for sender in self.senders.values():
-            sender.end()
+            sender.close()
         for connection in self.sockets.values():
             connection.close()
 
 
 class _Sender:
-    """Writes to one stage in a thread of its own."""
+    """A thread that writes to one stage."""
 
     def __init__(self, stage: int, to: int, connection: socket.socket) -> None:
         self.stage = stage
@@ -106,11 +115,13 @@ class _Sender:
         self.thread.start()
 
     def put(self, array: np.ndarray, owner: Tensor | None) -> None:
+        """Queues an array; raises a RunError if the other stage has ended."""
         if self.lost:
             raise connection_lost(f"stage {self.stage} of the pipeline lost its connection to stage {self.to}")
         self.queue.put((owner, np.ascontiguousarray(array)))
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """Waits until all queued arrays are sent, and ends the thread."""
         self.queue.put(None)
         self.thread.join()
 
@@ -120,7 +131,7 @@ class _Sender:
             header = _HEADER.pack(array.dtype.str[1:].encode(), *array.shape)
             try:
                 self.connection.sendall(header)
-                self.connection.sendall(array.reshape(-1).view(np.uint8))
+                self.connection.sendall(array.reshape(-1).view(np.uint8).data)
             except OSError:
                 self.lost = True
                 return
@@ -128,12 +139,12 @@ class _Sender:
 
 
 class DeviceLink:
-    """As `StageLink` on devices, for the float32 rows of the residual stream and their gradients.
+    """Sends float32 rows of the residual stream and their gradients between the stages of a pipeline on devices.
 
     Args:
-        group: One rank of each stage, in the order of stages; all of them make their links at the same time.
+        group: One rank of each stage, in the order of stages; all of them must make their links at the same time.
         width: Numbers of a row.
-        shares: Ranks of a stage that share the rows of a token group; see `TensorParallel.sequence_parallel`.
+        shares: Ranks of a stage that shard the tokens of a micro-batch; see `TensorParallel.sequence_parallel`.
     """
 
     def __init__(self, group: DeviceGroup, chunks: int, width: int, shares: int = 1) -> None:
@@ -142,24 +153,26 @@ class DeviceLink:
         self.shares = shares
         self.groups: dict[tuple[int, int], DeviceGroup] = {}
         self.sends: list[Any] = []
-        for sender, taker in directions(group.size, chunks):
-            if self.stage in (sender, taker):
-                pair = group.ranks[sender], group.ranks[taker]
-                self.groups[sender, taker] = group.new_subgroup(sorted(pair), "rank-{}-to-{}".format(*pair))
+        for sender, receiver in directions(group.size, chunks):
+            if self.stage in (sender, receiver):
+                pair = group.ranks[sender], group.ranks[receiver]
+                self.groups[sender, receiver] = group.new_subgroup(sorted(pair), "rank-{}-to-{}".format(*pair))
 
     def send(self, stage: int, tensor: Tensor) -> None:
-        """Dispatches the transfer; neither the host nor what is computed next waits for it."""
+        """Starts the transfer; neither the host nor the operators dispatched next wait for it."""
         group = self.groups[self.stage, stage]
         self.sends.append(start_send(tensor, group, 1 - group.rank).handle)
 
     def receive(self, stage: int, tokens: int) -> Tensor:
-        """The rows of so many tokens; what is computed next waits for them on the device, the host does not."""
+        """Receives the rows of so many tokens; the operators dispatched next wait for them, the host does not."""
         group = self.groups[stage, self.stage]
         return start_receive((tokens // self.shares, self.width), group, 1 - group.rank).wait()
 
-    def end_sends(self) -> None:
-        """What is computed next waits until all is sent. For the end of a window, when no stage needs more of this one:
-        MindSpore forbids to drop the handle of a transfer that nothing has waited for."""
+    def wait_for_sends(self) -> None:
+        """Makes the operators dispatched next wait until everything is sent; called at the end of a step.
+
+        MindSpore forbids to drop the handle of a transfer that nothing has waited for.
+        """
         for handle in self.sends:
             handle.wait()
         self.sends.clear()

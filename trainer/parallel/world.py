@@ -9,11 +9,11 @@ from typing import NamedTuple
 from trainer.errors import UserError
 
 LOCAL_SIZE_VARIABLE = "RUN_TRAINER_LOCAL_SIZE"
-"""Number of workers on this host, the one thing that msrun does not tell its workers."""
+"""Number of workers on this host, which msrun does not set for its workers."""
 
 
 class World(NamedTuple):
-    """The ranks of a job, as one of them sees it."""
+    """This process's rank, and the numbers of ranks of its job."""
 
     rank: int = 0  # of this process, over all hosts
     size: int = 1  # ranks on all hosts together
@@ -25,12 +25,12 @@ SINGLE_PROCESS = World()
 
 
 def world_of(ranks: int, local_ranks: int | None = None) -> World:
-    """Rank 0 of a job, by default with all ranks on one host; for plans and tests."""
-    return World(0, ranks, 0, local_ranks or ranks)
+    """Returns the world of rank 0 of a job, by default with all ranks on one host; for plans and tests."""
+    return World(rank=0, size=ranks, local_rank=0, local_size=local_ranks or ranks)
 
 
 def planned_world(ranks: int | None, local_ranks: int | None) -> World:
-    """The job that a plan describes: the one that the flags name, or the one that this process belongs to.
+    """Returns the job that a plan describes: the one of the flags, or the one that this process belongs to.
 
     Raises:
         UserError: A number is below 1, or local_ranks does not divide ranks.
@@ -40,11 +40,12 @@ def planned_world(ranks: int | None, local_ranks: int | None) -> World:
     for key, value in (("--ranks", ranks), ("--local_ranks", local_ranks)):
         if value is not None and value < 1:
             raise UserError("must be at least 1", where=f"flag {key}", key=key, value=value, fix="write for example 8")
-    ranks = ranks or local_ranks
-    if local_ranks is not None and local_ranks > ranks:
+    if ranks is None or local_ranks is None:
+        return world_of(ranks or local_ranks or 1)
+    if local_ranks > ranks:
         fix = f"write --local_ranks {ranks} or less"
         raise UserError(f"exceeds the {ranks} ranks of the job", key="--local_ranks", value=local_ranks, fix=fix)
-    if local_ranks is not None and ranks % local_ranks:
+    if ranks % local_ranks:
         rule = f"must divide --ranks {ranks}: every host has the same number of ranks"
         below = next(number for number in range(local_ranks, 0, -1) if ranks % number == 0)
         raise UserError(rule, key="--local_ranks", value=local_ranks, fix=f"write --local_ranks {below}")
@@ -52,14 +53,16 @@ def planned_world(ranks: int | None, local_ranks: int | None) -> World:
 
 
 def world_from_environment(environment: Mapping[str, str] | None = None) -> World:
-    """Reads what msrun gives its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID; `SINGLE_PROCESS` without a job.
+    """Reads the variables that msrun sets for its workers: MS_WORKER_NUM, RANK_ID and DEVICE_ID.
+
+    Returns `SINGLE_PROCESS` without a job.
 
     Raises:
         UserError: The variables contradict each other, as when a job was started by hand.
     """
-    variables = environment
-    if environment is None:
-        variables = os.environ
+    variables: Mapping[str, str] = os.environ
+    if environment is not None:
+        variables = environment
     if "MS_WORKER_NUM" not in variables:
         return SINGLE_PROCESS
     size = _number(variables, "MS_WORKER_NUM", 1)

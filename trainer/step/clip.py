@@ -14,7 +14,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mindspore import Tensor
 
-    from trainer.config import RunnerWrapper
+    from trainer.config.schema.runner import RunnerWrapper
 
 
 class GradientNorms(NamedTuple):

@@ -10,7 +10,7 @@ from trainer.errors import RunError
 from trainer.step.loss_scale import build_loss_scale
 
 if TYPE_CHECKING:
-    from trainer.config import RunnerWrapper
+    from trainer.config.schema.runner import RunnerWrapper
 
 MOST_OVERFLOWS_IN_A_ROW = 10
 """So many consecutive steps with overflow end a run: no loss scale will help."""

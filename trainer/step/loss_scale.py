@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.config import RunnerWrapper
+    from trainer.config.schema.runner import RunnerWrapper
 
 _SMALLEST = 1.0
 """A dynamic scale does not fall below this value, as in MindSpore's DynamicLossScaleUpdateCell."""

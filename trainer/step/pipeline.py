@@ -33,7 +33,8 @@ from trainer.parallel.schedule import Action, Schedule, forward_only, one_forwar
 from trainer.parallel.stage_link import DeviceLink, StageLink
 
 if TYPE_CHECKING:
-    from trainer.config import Config, ModelConfig
+    from trainer.config import Config
+    from trainer.config.schema.model import ModelConfig
     from trainer.models.decoder import Decoder
     from trainer.parallel.collectives import ProcessGroup
 
@@ -302,7 +303,7 @@ class Pipeline:
     def _run(self, passes: Passes[T]) -> tuple[T, float]:
         found = run_passes(self.link, passes)
         if not self.group.on_host:
-            self.link.end_sends()
+            self.link.wait_for_sends()
         return found
 
 

@@ -44,7 +44,7 @@ from trainer.step.guards import UpdateGuard
 from trainer.storage.tensor_file import ArrayOrLazyArray
 
 if TYPE_CHECKING:
-    from trainer.config import RunnerWrapper
+    from trainer.config.schema.runner import RunnerWrapper
     from trainer.models.decoder import Decoder
     from trainer.optim.optimizer import Optimizer
     from trainer.step.pipeline import Pipeline
