@@ -7,6 +7,7 @@ and the fix.
 from __future__ import annotations
 
 import os
+from typing import TypeVar
 
 EXIT_OK = 0
 EXIT_RUN_FAILED = 1
@@ -48,6 +49,9 @@ def _printable(text: str) -> str:
     return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
 
 
+_Error = TypeVar("_Error", bound="TrainerError")
+
+
 class TrainerError(Exception):
     """Base of the errors that the user sees as one message.
 
@@ -78,8 +82,8 @@ class TrainerError(Exception):
         message = ": ".join(part for part in (_printable(where), subject, _printable(rule)) if part) + "."
         super().__init__(message + (f"\n  Fix: {_printable(fix)}." if fix else ""))
 
-    def with_location(self, where: str, key: str = "") -> TrainerError:
-        """The same error with the location, and if given the key, that only the caller knows."""
+    def with_location(self: _Error, where: str, key: str = "") -> _Error:
+        """Returns a copy of the error with its location, and optionally its key, which only the caller knows."""
         return type(self)(self.rule, where=where, key=key or self.key, value=self._given, fix=self.fix)
 
 

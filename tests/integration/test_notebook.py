@@ -53,7 +53,7 @@ def test_a_table_of_pandas_where_it_is_installed(run) -> None:
     try:
         import pandas  # noqa: F401
     except ModuleNotFoundError:
-        with pytest.raises(UserError, match=r"pandas is not installed.\n  Fix: pip install pandas; run.metrics is "):
+        with pytest.raises(UserError, match=r"pandas is not installed.\n  Fix: pip install pandas; run.metrics has "):
             run.frame()
         return
     table = run.frame()
@@ -81,13 +81,13 @@ def test_a_mistake_is_an_exception_with_the_text_of_the_command_line(home: Path,
     for call, text in (
         (lambda: train(path, stop_stp=3), "flag --stop_stp: unknown flag.\n  Fix: you probably mean --stop_step"),
         (lambda: train(path, batch_size="many"), "flag --batch_size: runner_config.batch_size = 'many'"),
-        (lambda: train(path, run_mode="predict", predict_data=["x"]), "run_mode = 'predict': is no training"),
-        (lambda: train(run.record.config, seed=3), "flag --seed: a configuration that is loaded takes no flags"),
-        (lambda: load(home), f"folder = '{home}': is no folder of a run"),
+        (lambda: train(path, run_mode="predict", predict_data=["x"]), "'predict': must be train or finetune"),
+        (lambda: train(run.record.config, seed=3), "flag --seed: a loaded configuration takes no flags"),
+        (lambda: load(home), f"folder = '{home}': is not the folder of a run"),
         (lambda: run.generate(""), "predict_data = ''"),
         (lambda: train(None), "train: config = None: must be a YAML file, its content as a mapping"),
         (lambda: train(5), "config = 5: must be a YAML file"),
-        (lambda: load(None), "load: folder = None: is no folder of a run.\n  Fix: give the output_dir of a training"),
+        (lambda: load(None), "load: folder = None: is not the folder of a run.\n  Fix: give the output_dir of a"),
         (lambda: run.generate(5), "generate: prompts = 5: must be a text, or a list of texts.\n  Fix: write run."),
         (lambda: run.generate(["a", 5]), "must be a text, or a list of texts"),
         (lambda: run.generate([]), "prompts = []: must be a text"),

@@ -1,12 +1,13 @@
-"""`run_trainer.py export`: the weights of a checkpoint as a Hugging Face folder, adapters merged in. No MindSpore."""
+"""Exports the weights of a checkpoint as a Hugging Face folder or one safetensors file, without MindSpore."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,14 +43,21 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What was written."""
+class ExportResult:
+    """The files that were written.
+
+    Attributes:
+        weights: The number of weights in all tensors.
+        file_bytes: The bytes of the safetensors files.
+        description: The origin of the weights, in words.
+        files: The names of all files, config.json and the tokenizer included.
+    """
 
     path: Path
     tensors: int
     weights: int
     file_bytes: int
-    contents: str  # what the weights are, in words
+    description: str
     dtype: str
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -58,10 +66,10 @@ class Exported:
         size = f"{self.tensors} tensors, {self.weights:,} weights in {self.dtype}, {formatting.size(self.file_bytes)}"
         notes = "".join(f"note: {note}\n" for note in self.notes)
         others = [name for name in self.files if name != self.path.name]
-        beside = ""
+        others_text = ""
         if others and self.path.suffix == _SUFFIX:
-            beside = f"\nbeside it: {', '.join(others)}"
-        return f"{notes}wrote {self.path}: {self.contents} ({size}){beside}"
+            others_text = f"\nbeside it: {', '.join(others)}"
+        return f"{notes}wrote {self.path}: {self.description} ({size}){others_text}"
 
 
 def export(
@@ -72,76 +80,83 @@ def export(
     force: bool = False,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
-) -> Exported:
-    """Writes the weights of `load_checkpoint`; `merge` folds the adapters of `adapter_id` in.
+) -> ExportResult:
+    """Writes the weights of `load_checkpoint`.
 
     Args:
-        output: A folder, which becomes one that transformers loads; or a file that ends in .safetensors, for the
-            weights alone.
-        force: Replace what is there.
+        output: A folder that transformers will load, or a file that ends in .safetensors, for nothing but the weights.
+        merge: Whether to merge the adapters of `adapter_id` into the weights.
+        force: Whether to replace files that exist.
         dtype: One of `trainer.checkpoint.hugging_face.DTYPES`.
-        shard_bytes: Weights beyond it are spread over several files; not where `output` is a file.
+        shard_bytes: A folder with more bytes of weights gets several files.
 
     Raises:
-        UserError: There is nothing to export, the files are there already, weights and model do not fit, or no class
-            has a config.json for the model.
+        UserError: There is nothing to export, the files exist already, the weights do not fit the model, or
+            transformers has no class for the model.
         RunError: A file cannot be written.
     """
     if not config.load_checkpoint and config.pretrained_model_dir:
         config = config.model_copy(update={"load_checkpoint": config.pretrained_model_dir})
     is_file = output.suffix == _SUFFIX
     _check(config, output, merge, force)
-    weights, contents, notes = _weights(config, merge)
+    weights, description, notes = _load_weights(config, merge)
     settings = config.decoder.model_copy(update={"mtp_depth": len(module_layers(weights, config.decoder))})
     if not is_file and config.classifier is None:
         _check_class(config)
     weights = to_disk(weights, class_on_disk(config))
-    if is_file:
-        files = {output.name: list(weights)}
-        more = {}
-    else:
-        files = split_into_files(weights, shard_bytes, dtype)
-        more = folder_files(config, dtype, settings)
-    if len(files) > 1:
-        more[INDEX] = index_json(files, weights, dtype)
     folder = output
+    files = {output.name: list(weights)}
+    other_files: dict[str, bytes] = {}
     if is_file:
         folder = output.parent
+    else:
+        files = split_into_files(weights, shard_bytes, dtype)
+        other_files = folder_files(config, dtype, settings)
+    if len(files) > 1:
+        other_files[INDEX] = index_json(files, weights, dtype)
     make_folder(folder)
     if not is_file:
-        for path in _weight_files(folder):  # of an earlier export, with other shards
+        for path in _weight_files(folder):  # an earlier export may have had other shards
             path.unlink()
     for name, tensors in files.items():
-        arrays = {tensor: weights[tensor] for tensor in tensors}
-        _write(folder / name, lambda path, arrays=arrays: write_weights(path, arrays, dtype))
-    for name, content in more.items():
-        _write(folder / name, lambda path, content=content: path.write_bytes(content))
-    count = sum(array.size for array in weights.values())
-    size = sum((folder / name).stat().st_size for name in files)
-    notes += _class_notes(config, weights) if config.classifier is None else []
-    if is_file or len(files) > 1:
-        path = output
-    else:
+        _write_atomically(folder / name, partial(_write_tensors, weights, tensors, dtype))
+    for name, content in other_files.items():
+        _write_atomically(folder / name, partial(_write_bytes, content))
+    if config.classifier is None:
+        notes += _class_notes(config, weights)
+    path = output
+    if not is_file and len(files) == 1:
         path = output / next(iter(files))
-    return Exported(path, len(weights), count, size, contents, dtype, (*files, *more), tuple(notes))
+    return ExportResult(
+        path=path,
+        tensors=len(weights),
+        weights=sum(array.size for array in weights.values()),
+        file_bytes=sum((folder / name).stat().st_size for name in files),
+        description=description,
+        dtype=dtype,
+        files=(*files, *other_files),
+        notes=tuple(notes),
+    )
 
 
-def _weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, list[str]]:
-    """The weights by their names in memory, what they are in words, and notes."""
+def _load_weights(config: Config, merge: bool) -> tuple[dict[str, np.ndarray], str, list[str]]:
+    """Returns the weights by their names in memory, their origin in words, and notes."""
     notes: list[str] = []
+    weights = load_initial_weights(config, notes.append, new_modules=False)
+    assert weights is not None, "`_check` refuses an export without weights"
     if merge:
-        found = merge_adapters(load_initial_weights(config, notes.append, new_modules=False), config.decoder)
         pairs = len(adapter_shapes(config.decoder)) // 2
-        scale = adapter_spec(config.decoder).scale
+        adapter = adapter_spec(config.decoder)
+        assert adapter is not None, "`_check` refuses to merge without adapters"
         base = config.load_checkpoint or "random weights"
-        return found, f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {scale:g}", notes
-    found = load_initial_weights(config, notes.append, new_modules=False)
-    named = {name: found[name] for name in parameter_shapes(config.network) if name in found}
-    return named, f"the weights of {config.load_checkpoint}", notes
+        description = f"{base} with the {pairs} adapters of {config.adapter_id} merged in, times {adapter.scale:g}"
+        return merge_adapters(weights, config.decoder), description, notes
+    used = {name: weights[name] for name in parameter_shapes(config.network) if name in weights}
+    return used, f"the weights of {config.load_checkpoint}", notes
 
 
 def _check_class(config: Config) -> None:
-    """Refuses a folder whose config.json would describe another model than the weights are."""
+    """Raises a UserError if no class of transformers computes the model of the weights."""
     kind = config.model.arch.type
     if not saved_class(config.decoder, kind):
         others = ", ".join(class_differences(config.decoder, kind))
@@ -153,19 +168,20 @@ def _check_class(config: Config) -> None:
 
 
 def _class_notes(config: Config, weights: Mapping[str, np.ndarray]) -> Iterator[str]:
-    """What to know about the class under which a folder is saved."""
+    """Yields notes about the class under which a folder is saved."""
     kind = saved_class(config.decoder, config.model.arch.type)
-    asked = config.model.arch.type
+    configured = config.model.arch.type
     if kind and not FAMILIES[kind].in_transformers:
         yield f"transformers has no class that computes this {kind}: the folder is for this trainer"
-    elif kind and kind != asked:
-        yield f"saved as {kind}, which in transformers computes what this {asked} does"
+    elif kind and kind != configured:
+        yield f"saved as {kind}, which in transformers computes what this {configured} does"
     if layers := module_layers(weights, config.decoder):
         yield (f"transformers has no multi-token prediction: it leaves out {len(layers)} of the model's layers, and may"
                " call their weights unexpected")
 
 
 def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
+    """Raises a UserError if there is nothing to export, or a file exists already."""
     where = config.source.where
     if merge and not config.adapter_id:
         raise UserError(
@@ -181,24 +197,33 @@ def _check(config: Config, output: Path, merge: bool, force: bool) -> None:
         fix = "give --load_checkpoint output/checkpoints"
         raise UserError("export needs weights", where=where("load_checkpoint"), key="load_checkpoint", fix=fix)
     if (output / MARKER).exists():
-        rule = "the folder is a checkpoint of a training, and as it is one that transformers loads"
-        fix = "name another"
+        rule = "the folder is a checkpoint of a training, which transformers can load as it is"
+        fix = "name another folder"
         raise UserError(rule, key="--output", value=str(output), fix=fix)
     if output.suffix == _SUFFIX:
         present = [output]
     else:
         present = [*_weight_files(output), output / CONFIG]
-    if not force and (there := [path for path in present if path.exists()]):
+    existing = next((path for path in present if path.exists()), None)
+    if existing is not None and not force:
         fix = "give another --output, or --force to replace it"
-        raise UserError("the file is there already", key="--output", value=str(there[0]), fix=fix)
+        raise UserError("the file exists already", key="--output", value=str(existing), fix=fix)
 
 
 def _weight_files(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.glob("model*")) if path.name == INDEX or _WEIGHTS.fullmatch(path.name)]
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
-    """A whole file or none: written beside its place, flushed to the disk, and renamed."""
+def _write_tensors(weights: Mapping[str, np.ndarray], names: Sequence[str], dtype: str, path: Path) -> None:
+    write_weights(path, {name: weights[name] for name in names}, dtype)
+
+
+def _write_bytes(content: bytes, path: Path) -> None:
+    path.write_bytes(content)
+
+
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a file completely or not at all: under another name, flushed to the disk, then renamed."""
     unfinished = path.with_name(f".tmp-{path.name}")
     try:
         write(unfinished)

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def train(config: str | os.PathLike[str] | Mapping[str, Any] | Config, **flags: object) -> Run:
-    """Trains as the command line does with this file and these flags, and shows the progress.
+    """Trains like the command line with this file and these flags, shows the progress, and returns the run.
 
-    Interrupting the kernel ends the run after the current step with a checkpoint, as Ctrl-C does; a second interrupt is
-    a KeyboardInterrupt. `resume_training=True` goes on from there.
+    Interrupting the kernel ends the run after the current step with a checkpoint, as Ctrl-C does; a second interrupt
+    raises a KeyboardInterrupt. `resume_training=True` continues from that checkpoint.
 
     Args:
-        config: A YAML file, its content as a mapping, or a configuration that `load_config` gave.
-        flags: By the names that they have on the command line; a dotted key as `**{"optimizer.eps": 1e-6}`.
+        config: A YAML file, its content as a mapping, or the result of `load_config`.
+        flags: Flags by their names on the command line; a dotted key as `**{"optimizer.eps": 1e-6}`.
 
     Raises:
         UserError: Bad input.
@@ -49,32 +49,35 @@ def train(config: str | os.PathLike[str] | Mapping[str, Any] | Config, **flags: 
     from trainer.run.loop import run
 
     if not isinstance(config, (str, os.PathLike, Mapping, Config)):
-        rule = "must be a YAML file, its content as a mapping, or what load_config gave"
+        rule = "must be a YAML file, its content as a mapping, or the result of load_config"
         fix = 'write train("configs/quickstart.yaml")'
         raise UserError(rule, where="train", key="config", value=config, fix=fix)
-    loaded = _configuration(config, flags)
+    loaded = _load(config, flags)
     if not loaded.trains:
-        fix = "set run_mode to train or finetune; load(FOLDER).generate(TEXT) predicts"
-        raise UserError("is no training", where=loaded.source.where("run_mode"), key="run_mode", value=loaded.run_mode,
-                        fix=fix)  # fmt: skip
-    kept = _SummaryMonitor()
+        where = loaded.source.where("run_mode")
+        fix = "set run_mode to train or finetune; to predict, call load(FOLDER).generate(TEXT)"
+        raise UserError("must be train or finetune", where=where, key="run_mode", value=loaded.run_mode, fix=fix)
+    monitor = _SummaryMonitor()
     with signals_in_a_thread():
-        exit_code = run(loaded, [kept])
-    return Run(Path(loaded.output_dir).expanduser(), exit_code, kept.summary)
+        exit_code = run(loaded, [monitor])
+    return Run(Path(loaded.output_dir).expanduser(), exit_code, monitor.summary)
 
 
 def load(folder: str | os.PathLike[str]) -> Run:
-    """A run by its output folder, finished or not.
+    """Returns the run of an output folder, finished or not.
 
     Raises:
-        UserError: No training has begun there.
+        UserError: The folder has no run.
     """
     path = None
     if isinstance(folder, (str, os.PathLike)):
         path = Path(folder).expanduser()
     if path is None or not is_run_folder(path):
         fix = 'give the output_dir of a training: load("output/quickstart")'
-        raise UserError("is no folder of a run", where="load", key="folder", value=_shown(folder), fix=fix)
+        value: object = folder
+        if path is not None:
+            value = str(folder)
+        raise UserError("is not the folder of a run", where="load", key="folder", value=value, fix=fix)
     return Run(path)
 
 
@@ -86,12 +89,14 @@ class _SummaryMonitor(Monitor):
 
 
 class Run:
-    """A training by its output folder. What it tells is read anew each time, so that it follows a run that goes on.
+    """A training, by its output folder.
+
+    Each property reads the files again, so that it follows a run that goes on.
 
     Attributes:
         folder: The output folder.
-        exit_code: Of the command line: 0, or 130 after an interrupt; 0 where `load` found the run.
-        summary: Of the last lines; None where `load` found the run, and where there was nothing to do.
+        exit_code: The exit code of the command line: 0, or 130 after an interrupt. 0 for a run that `load` returned.
+        summary: The summary at the end of `train`; None for a run that `load` returned, and if no step was due.
     """
 
     def __init__(self, folder: Path, exit_code: int = 0, summary: RunSummary | None = None) -> None:
@@ -101,12 +106,12 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The steps: the lines of metrics.jsonl with a loss, see docs/output.md; earlier starts included."""
+        """Returns the steps of all starts: the lines of metrics.jsonl with a loss, see docs/output.md."""
         return [record for record in self._records() if "loss" in record]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Its lines with an `eval_loss`."""
+        """Returns the evaluations: the lines of metrics.jsonl with an `eval_loss`."""
         return [record for record in self._records() if "eval_loss" in record]
 
     def _records(self) -> list[dict[str, Any]]:
@@ -117,114 +122,114 @@ class Run:
 
     @property
     def record(self) -> RunData:
-        """All that the folder tells: configuration, curves, starts, checkpoints."""
+        """Returns the content of the folder: configuration, curves, starts, checkpoints."""
         return read_run(self.folder)
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest complete one."""
+        """Returns the newest complete checkpoint; None if there is none."""
         return newest_complete(self.folder / "checkpoints")
 
     def frame(self) -> pandas.DataFrame:
-        """`metrics` as a table of pandas by step, with the columns of `evaluations`.
+        """Returns `metrics` and `evaluations` as one pandas table, indexed by step.
 
         Raises:
             UserError: pandas is not installed.
         """
-        pandas = _imported("pandas", "run.metrics is the same as a list")
-        steps, evaluations = (pandas.DataFrame(rows) for rows in (self.metrics, self.evaluations))
-        if evaluations.empty or steps.empty:
-            found = evaluations
-            if evaluations.empty:
-                found = steps
-            if not found.empty:
-                return found.set_index("step")
-            return found
+        pandas = _import_package("pandas", "run.metrics has the same values as a list")
+        steps = pandas.DataFrame(self.metrics)
+        evaluations = pandas.DataFrame(self.evaluations)
+        if steps.empty and evaluations.empty:
+            return steps
+        if evaluations.empty:
+            return steps.set_index("step")
+        if steps.empty:
+            return evaluations.set_index("step")
         return steps.set_index("step").join(evaluations.drop(columns="epoch").set_index("step"), how="outer")
 
     def plot(self) -> Figure:
-        """The curves of report.png as a figure of matplotlib, which a notebook shows.
+        """Returns the curves of report.png as a figure of matplotlib, which a notebook shows.
 
         Raises:
             UserError: matplotlib is not installed, or the run has done no step.
         """
-        _imported("matplotlib", "run.metrics has the numbers")
+        _import_package("matplotlib", "run.metrics has the numbers")
         from trainer.report.picture import draw_figure
 
         figure = draw_figure(self.record)
         if figure is None:
-            rule = "has no step to draw"
-            fix = "let it do at least one"
+            rule = "the run has no step to draw"
+            fix = "train at least one step"
             raise UserError(rule, where="run.plot", key="folder", value=str(self.folder), fix=fix)
-        figure._repr_png_ = functools.partial(_png, figure)  # a kernel shows it, also without %matplotlib
+        # A kernel calls this method to show the figure, also without %matplotlib.
+        setattr(figure, "_repr_png_", functools.partial(_png, figure))  # noqa: B010 (the class declares no such field)
         return figure
 
     def generate(self, prompts: str | Sequence[str], **flags: object) -> Any:
-        """What the model of the newest checkpoint adds to a prompt, or to each of several: a text, or a list of them.
+        """Returns what the model of the newest checkpoint adds to a prompt: a text, or a list of them for several.
 
         Args:
-            flags: As of `train`, for example `max_new_tokens=40`, `do_sample=True`, `chat=True`, or another
+            flags: Flags as in `train`, for example `max_new_tokens=40`, `do_sample=True`, `chat=True`, or another
                 `load_checkpoint`.
 
         Raises:
-            UserError: There is no checkpoint, or a prompt is no text, empty or too long.
+            UserError: There is no checkpoint, or a prompt is not a text, empty or too long.
             KeyboardInterrupt: The kernel was interrupted.
         """
         from trainer.run.predict import continue_texts
 
+        texts: list[Any] = []
         if isinstance(prompts, str):
             texts = [prompts]
-        else:
-            if isinstance(prompts, Sequence):
-                texts = list(prompts)
-            else:
-                texts = []
+        elif isinstance(prompts, Sequence):
+            texts = list(prompts)
         if not texts or not all(isinstance(text, str) for text in texts):
             rule = "must be a text, or a list of texts"
             fix = 'write run.generate("Once upon")'
             raise UserError(rule, where="generate", key="prompts", value=prompts, fix=fix)
-        source = {"run_mode": "predict", "load_checkpoint": str(self.folder / "checkpoints"), "resume_training": False}
-        given = Override("predict_data", "", "generate", texts=tuple(texts))
-        found = continue_texts(_configuration(self.folder / CONFIG_FILE, {**source, **flags}, [given]), texts)
+        settings: dict[str, object] = {
+            "run_mode": "predict",
+            "load_checkpoint": str(self.folder / "checkpoints"),
+            "resume_training": False,
+        }
+        prompt_override = Override("predict_data", "", "generate", texts=tuple(texts))
+        config = _load(self.folder / CONFIG_FILE, {**settings, **flags}, [prompt_override])
+        continuations = continue_texts(config, texts)
         if isinstance(prompts, str):
-            return found[0]
-        return found
+            return continuations[0]
+        return continuations
 
     def __repr__(self) -> str:
         record = self.record
         return f"run {self.folder}: {record.outcome or record.state} at step {record.step} of {record.last_step}"
 
 
-def _configuration(
+def _load(
     config: str | os.PathLike[str] | Mapping[str, Any] | Config,
     flags: Mapping[str, object],
-    more: Sequence[Override] = (),
+    extra_overrides: Sequence[Override] = (),
 ) -> Config:
-    arguments = [word for name, value in flags.items() for word in _words(name, value)]
-    overrides = [*split_arguments(arguments).overrides, *more]
+    arguments = [word for name, value in flags.items() for word in _flag_words(name, value)]
+    overrides = [*split_arguments(arguments).overrides, *extra_overrides]
     if isinstance(config, Config):
         if overrides:
             fix = "give the file, or give the flags to load_config"
-            raise UserError("a configuration that is loaded takes no flags", where=overrides[0].source, fix=fix)
+            raise UserError("a loaded configuration takes no flags", where=overrides[0].source, fix=fix)
         return config
     if isinstance(config, Mapping):
         return parse_config("config", json.dumps(config, default=str), overrides)  # JSON is YAML
     return load_config(os.fspath(config), overrides)
 
 
-def _shown(path: object) -> object:
-    if isinstance(path, os.PathLike):
-        return os.fspath(path)
-    return path
-
-
-def _words(name: str, value: object) -> list[str]:
-    """A flag as the command line has it."""
+def _flag_words(name: str, value: object) -> list[str]:
+    """Returns the words of a flag on the command line."""
     if isinstance(value, (list, tuple)) and name == "predict_data":
         return [f"--{name}", *map(str, value)]
     if value is None:
         return [f"--{name}=null"]
-    return [f"--{name}={json.dumps(value) if isinstance(value, (list, tuple, dict)) else value}"]
+    if isinstance(value, (list, tuple, dict)):
+        return [f"--{name}={json.dumps(value)}"]
+    return [f"--{name}={value}"]
 
 
 def _png(figure: Figure) -> bytes:
@@ -233,8 +238,9 @@ def _png(figure: Figure) -> bytes:
     return file.getvalue()
 
 
-def _imported(package: str, instead: str) -> Any:
+def _import_package(package: str, alternative: str) -> Any:
+    """Imports a package, or raises a UserError that names an alternative to it."""
     with contextlib.suppress(ModuleNotFoundError):
         return importlib.import_module(package)
-    fix = f"pip install {package}; {instead}"
+    fix = f"pip install {package}; {alternative}"
     raise UserError(f"{package} is not installed", where="notebook", key=package, fix=fix)

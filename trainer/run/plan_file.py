@@ -1,4 +1,4 @@
-"""The plan of a file that may be for another machine: its job, all of its problems at once, and what is not here."""
+"""Plans a file that may be for another machine: finds its job, all of its errors at once, and its missing data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,151 +33,153 @@ if TYPE_CHECKING:
 
 _MODEL = "model.model_config"
 _LIMIT = "context.max_device_memory"
-_SHARING = "parallel.enable_parallel_optimizer"
+_SHARDED_OPTIMIZER = "parallel.enable_parallel_optimizer"
 _LEVEL = "parallel.parallel_optimizer_config.optimizer_level"
-_MOST_TIMES = 8
-"""A fix has at most so many times the ranks of the file."""
-_OF_DATA = frozenset(("model", TRAIN, EVAL))
-_OF_MEMORY = frozenset(("model", "parallel", "parallel_config", "use_parallel", "context"))
-"""Sections of the file whose mistakes leave the data, or the memory, unknown."""
+_MAX_RANK_FACTOR = 8
+"""A fix has at most this many times the ranks of the file."""
+_DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
+"""An error in one of these sections prevents a check of the data."""
+_MEMORY_SECTIONS = frozenset(("model", "parallel", "parallel_config", "use_parallel", "context"))
+"""An error in one of these sections prevents an estimate of the memory."""
 
 
 def world_from_degrees(config: Config, world: World) -> World:
-    """The job of a plan: that of the flags or the environment, else the smallest one that can train with the degrees of
-    the file."""
+    """Returns the job of a plan: that of the flags or the environment, else the smallest job with the file's degrees.
+    """
     if world != SINGLE_PROCESS or not config.use_parallel or not config.trains:
         return world
     degrees = parallel_degrees(config, world)
-    if config.parallel_config.data_parallel is None:  # as many as the experts need
+    if config.parallel_config.data_parallel is None:  # expert parallelism needs a minimum
         experts = degrees.expert_parallel
-        least = experts // math.gcd(experts, degrees.context_parallel * degrees.model_parallel)
-        degrees = degrees._replace(data_parallel=least)
+        minimum = experts // math.gcd(experts, degrees.context_parallel * degrees.model_parallel)
+        degrees = degrees._replace(data_parallel=minimum)
     return world_of(degrees.ranks)
 
 
 def plan_file(
-    config: Config, world: World, told: list[ConfigError], opens_data: bool = True, checks_memory: bool = True
+    config: Config, world: World, known_errors: list[ConfigError], opens_data: bool = True, checks_memory: bool = True
 ) -> Plan:
-    """Plans a configuration whose own problems are `told`.
+    """Plans a configuration, also one for an Ascend on a machine without an Ascend.
 
-    A file for Ascend is planned on any machine: its data, weights and model folder are looked at where they are here.
+    There it checks data, weights and the model folder only if they are on this machine; notes name the others.
 
     Args:
-        opens_data: False for a plan that does not look at them, and so takes no time: of steps it knows nothing.
-        checks_memory: Whether what a rank needs must be within `max_device_memory`.
+        known_errors: The errors that loading the configuration found. They are raised together with all others.
+        opens_data: False for a plan that reads no data, and so takes no time and does not know the number of steps.
+        checks_memory: Whether a rank must fit into `max_device_memory`.
 
     Raises:
-        UserError: The run could not start on its machine; with all problems.
+        UserError: The run could not start on its machine. The error names all problems.
     """
     config = resolve_for_job(config, world)
-    with contextlib.suppress(UserError):  # a device that is not there is told below
+    with contextlib.suppress(UserError):  # `check_device` below reports a missing device
         config = apply_device_defaults(config, planned_device(config))
     backend = select_execution_mode(config, world)
     elsewhere = plans_elsewhere(config) or not opens_data
-    problems = [*told, *map(_of_plan, run_problems(config, world))]
+    problems = [*known_errors, *(_with_plan_fix(error) for error in run_problems(config, world))]
     backend_problems = backend.problems()
-    misfits = fit_problems(config, world)
-    rules = {one.error.rule for one in misfits}
+    degree_problems = fit_problems(config, world)
+    degree_rules = {each.error.rule for each in degree_problems}
+    not_implemented: list[ConfigError] = []
+    missing_paths: list[ConfigError] = []
     if elsewhere:
-        unbuilt = [one for one in backend_problems if one.error.rule not in rules]
-        absent = [one for one in problems if one.is_absent]
-    else:
-        unbuilt = []
-        absent = []
+        not_implemented = [each for each in backend_problems if each.error.rule not in degree_rules]
+        missing_paths = [each for each in problems if each.is_absent]
     model = config.source.name(_MODEL)
-    if any(one.error.key.startswith("model.") for one in told):  # sizes that are missing may be those
-        problems = [one for one in problems if one.error.key != model or one.is_absent]
-    problems += [*backend_problems, *(misfits if unbuilt else ())]  # the backend looks at one of the two
+    if any(each.error.key.startswith("model.") for each in known_errors):  # they may be why sizes are missing
+        problems = [each for each in problems if each.error.key != model or each.is_absent]
+    problems += backend_problems
+    if not_implemented:  # then the backend has not checked the degrees
+        problems += degree_problems
 
     def collect(check: Callable[[], Any]) -> None:
         try:
             check()
         except UserError as error:
-            problems.append(_located(config, error))
+            problems.append(_with_place(config, error))
 
     collect(lambda: backend.check_device(planned_device(config)))
-    wrong = [one for one in problems if one not in unbuilt and one not in absent]
+    errors = [each for each in problems if each not in not_implemented and each not in missing_paths]
     sections = _sections_read(config)
+    missing: dict[str, str] = {}
     if elsewhere:
-        away = missing_data(config, sections)
-    else:
-        away = {}
-    has_sizes = not any(one.error.key == model for one in absent)
+        missing = missing_data(config, sections)
+    has_sizes = not any(each.error.key == model for each in missing_paths)
+    memory_notes: list[Note] = []
     try:
-        raise_problems(wrong)
+        raise_problems(errors)
         if not elsewhere:
             return prepare_run(config, world).plan
         device = planned_device(config)
         memory_bytes = _memory(config, world)
-        plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not away)
-        for section in away if opens_data else ():
-            _check_data(config, section, is_away=True)
+        plan = plan_run(config, world, backend, device, memory_bytes, BuildProgress(), opens_data and not missing)
+        if opens_data:
+            for section in missing:
+                _check_data(config, section, is_missing=True)
         if has_sizes and checks_memory:
-            of_memory = _memory_notes(config, world, memory_bytes)
-        else:
-            of_memory = []
+            memory_notes = _memory_notes(config, world, memory_bytes)
     except UserError as error:
-        problems = wrong or [_located(config, error)]
-        broken = {one.error.key.partition(".")[0] for one in wrong}
-        if opens_data and not broken & _OF_DATA:
+        problems = errors or [_with_place(config, error)]
+        broken = {each.error.key.partition(".")[0] for each in errors}
+        if opens_data and not broken & _DATA_SECTIONS:
             for section in sections:
-                collect(partial(_check_data, backend.data_config, section, section in away))
-        if elsewhere and has_sizes and checks_memory and not broken & _OF_MEMORY:
+                collect(partial(_check_data, backend.data_config, section, section in missing))
+        if elsewhere and has_sizes and checks_memory and not broken & _MEMORY_SECTIONS:
             collect(lambda: _memory_notes(config, world, _memory(config, world)))
-        raise_problems(list({str(one.error): one for one in problems}.values()))
-    missing = [f"{name}.data_loader {path or '(no path is written)'}" for name, path in away.items()]
-    if unbuilt:
-        notes = [_unbuilt_note(unbuilt)]
-    else:
-        notes = []
-    names = [f"{one.error.key} {one.error.value}" for one in absent if one.error.key != model] + missing
+        raise_problems(list({str(each.error): each for each in problems}.values()))
+    notes = []
+    if not_implemented:
+        notes.append(_not_implemented_note(not_implemented))
+    names = [f"{each.error.key} {each.error.value}" for each in missing_paths if each.error.key != model]
+    names += [f"{name}.data_loader {path or '(no path is written)'}" for name, path in missing.items()]
     if names:
-        notes.append(Note(f"not on this machine, and so not looked at: {', '.join(names)}", "parallel"))
+        notes.append(Note(f"not checked, because it is not on this machine: {', '.join(names)}", "parallel"))
     if not has_sizes:
         return _without_sizes(config, plan, notes)
-    return replace(plan, notes=(*plan.notes, *notes, *of_memory))
+    return replace(plan, notes=(*plan.notes, *notes, *memory_notes))
 
 
-def _check_data(config: Config, section: str, is_away: bool) -> None:
-    """Opens the data of a section, without making tokens of text; elsewhere the tokenizer alone, if that is here.
+def _check_data(config: Config, section: str, is_missing: bool) -> None:
+    """Opens the data of a section without tokenizing text. Of missing data it checks the tokenizer, if that is here.
 
     Raises:
-        UserError: They cannot be read in this form, or have tokens beyond the model's vocabulary.
+        UserError: The data has another form, or tokens beyond the model's vocabulary.
     """
-    wanted = getattr(config, section)
-    if is_away and not (wanted.tokenizer.path and _dataset_exists(wanted.tokenizer.path)):
+    dataset = getattr(config, section)
+    if is_missing and not (dataset.tokenizer.path and _dataset_exists(dataset.tokenizer.path)):
         return
     from trainer.data.datasets import build_eval_dataset, build_train_dataset, check_tokenizer
     from trainer.data.source.find import find_sources
 
-    if not is_away and not wanted.data_loader.reads_text:
-        build = build_eval_dataset
-        if section == TRAIN:
-            build = build_train_dataset
-        build(config)
-    else:
+    if is_missing or dataset.data_loader.reads_text:
         check_tokenizer(config, section)
-        if not is_away:
+        if not is_missing:
             find_sources(config, section)
+    elif section == TRAIN:
+        build_train_dataset(config)
+    else:
+        build_eval_dataset(config)
 
 
-def _located(config: Config, error: UserError) -> ConfigError:
+def _with_place(config: Config, error: UserError) -> ConfigError:
+    """Returns an error with its place in the file."""
     line = re.search(r":(\d+)$", error.where)
-    place = config.source.place(error.key)
-    named = error
+    order = config.source.place(error.key).order or 0
+    if not order and line:
+        order = int(line[1])
     if type(error) is UserError:
-        named = error.with_location(error.where, config.source.name(error.key))
-    return ConfigError(SourceLocation(place.order or int(line[1] if line else 0), error.where), named)
+        error = error.with_location(error.where, config.source.name(error.key))
+    return ConfigError(SourceLocation(order, error.where), error)
 
 
-def _unbuilt_note(problems: list[ConfigError]) -> Note:
-    parts = [str(one.error).splitlines()[0].removeprefix(f"{one.error.where}: ").rstrip(".") for one in problems]
-    return Note(f"a run on Ascend does not start: {'; '.join(parts)}", "parallel")
+def _not_implemented_note(problems: list[ConfigError]) -> Note:
+    parts = [str(each.error).splitlines()[0].removeprefix(f"{each.error.where}: ").rstrip(".") for each in problems]
+    return Note(f"not supported on Ascend: {'; '.join(parts)}", "parallel")
 
 
 def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
-    """The data sets of these sections that are not here, by section, with the path that is written; empty for none."""
-    found = {}
+    """Returns the data sets of these sections that are not on this machine: section -> path, empty without a path."""
+    missing = {}
     for name in sections:
         loader = getattr(config, name).data_loader
         # Files first: an HFDataLoader's path may be the name of their format.
@@ -190,8 +192,8 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
 
             paths.append(os.environ.get(PATH_VARIABLE, ""))
         if loader.type != "SyntheticDataset" and not any(_dataset_exists(path) for path in paths if path):
-            found[name] = next(filter(None, paths), "")
-    return found
+            missing[name] = next(filter(None, paths), "")
+    return missing
 
 
 def _sections_read(config: Config) -> list[str]:
@@ -201,28 +203,28 @@ def _sections_read(config: Config) -> list[str]:
 
 
 def _paths(value: Any) -> list[str]:
-    """All strings in a loader's values that may be paths."""
+    """Returns all strings in a loader's values that may be paths."""
     if isinstance(value, dict):
-        return [path for key, below in value.items() if key != "split" for path in _paths(below)]
+        return [path for key, item in value.items() if key != "split" for path in _paths(item)]
     if isinstance(value, list):
-        return [path for below in value for path in _paths(below)]
+        return [path for item in value for path in _paths(item)]
     if isinstance(value, str) and not re.fullmatch(r"[\d., ]*", value):
         return [value]
     return []
 
 
 def _dataset_exists(path: str) -> bool:
-    """Whether a data set is at a path: a file, a folder, or Megatron-LM's two files of this beginning."""
-    given = Path(path).expanduser()
-    return path == "stdlib" or given.exists() or given.with_name(f"{given.name}.idx").exists()
+    """Returns whether a path is a file, a folder, or the prefix of Megatron-LM's .bin and .idx files."""
+    expanded = Path(path).expanduser()
+    return path == "stdlib" or expanded.exists() or expanded.with_name(f"{expanded.name}.idx").exists()
 
 
-def _without_sizes(config: Config, plan: Plan, notes: list[str]) -> Plan:
-    """Nothing that depends on the model, whose sizes are in a folder elsewhere, or in none that the file names."""
-    where = "are in pretrained_model_dir"
+def _without_sizes(config: Config, plan: Plan, notes: list[Note]) -> Plan:
+    """Returns the plan without what depends on the sizes of the model, which are not on this machine."""
+    reason = "the model sizes are in pretrained_model_dir, which is not on this machine"
     if not config.pretrained_model_dir:
-        where = "are not in the file: a run needs them, or --model FOLDER with a config.json"
-    text = f"{_MODEL}: the sizes of the model {where}; weights and memory are not planned"
+        reason = "the model sizes are not in the file; a run needs them, or --model FOLDER with a config.json"
+    text = f"weights and memory are unknown: {reason}"
     return replace(
         plan, model=ModelPlan(kernels=plan.model.kernels, dtypes=plan.model.dtypes), pipeline=None, memory_bytes={},
         steps=replace(plan.steps, tokens_per_step=0, flops_per_row=0.0),
@@ -230,104 +232,111 @@ def _without_sizes(config: Config, plan: Plan, notes: list[str]) -> Plan:
     )  # fmt: skip
 
 
-def _of_plan(found: ConfigError) -> ConfigError:
-    """A problem of a run, with the fix that a plan has."""
-    if found.error.key != "use_parallel":
-        return found
-    error = found.error
+def _with_plan_fix(problem: ConfigError) -> ConfigError:
+    """Returns an error of a run with the fix for a plan."""
+    error = problem.error
+    if error.key != "use_parallel":
+        return problem
     fix = "leave --ranks out, or add --use_parallel True"
-    return found._replace(error=UserError(error.rule, where=error.where, key=error.key, value=error.value, fix=fix))
+    return problem._replace(error=UserError(error.rule, where=error.where, key=error.key, value=error.value, fix=fix))
 
 
 def _memory(config: Config, world: World) -> dict[str, int]:
     return memory_estimate(config, config.trains, planned_device(config), world)
 
 
-def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[str]:
-    """Says where a rank's memory is probably above max_device_memory.
+def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[Note]:
+    """Returns a note if a rank probably needs more than max_device_memory.
 
     Raises:
-        UserError: Weights, gradients and optimizer state alone are, whose size is certain.
+        UserError: Weights, gradients and optimizer state, whose size is certain, already need more.
     """
     limit = config.context.max_device_memory
     if limit is None:
         return []
     gib = 1 << 30
-    most = float(limit.removesuffix("GB"))
+    limit_gib = float(limit.removesuffix("GB"))
     fixed = fixed_bytes(memory_bytes) / gib
     total = memory_bytes["total"] / gib
-    if fixed > most:
-        rule = f"weights, gradients and optimizer state of a rank alone take {fixed:.1f} GiB"
-        raise problem(config, _LIMIT, rule, _memory_fix(config, world, most * gib)).error
-    if total > most:
-        text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB, activations (estimated) included"
+    if fixed > limit_gib:
+        rule = f"a rank needs {fixed:.1f} GiB for weights, gradients and optimizer state"
+        raise problem(config, _LIMIT, rule, _memory_fix(config, world, limit_gib * gib)).error
+    if total > limit_gib:
+        text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB with the estimated activations"
         return [Note(text, "parallel")]
     return []
 
 
-def _memory_fix(config: Config, world: World, most_bytes: float) -> str:
-    """Settings with which a rank has room for the model: the fewest ranks, then the fewest changes."""
-    before = _mistakes(config, world)
-    enough = ""
-    for ranks, changes in _divisions(config, world):
+def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
+    """Returns settings with which a rank has enough memory: the fewest ranks, then the fewest changes."""
+    rules_before = _broken_rules(config, world)
+    fallback = ""  # enough for what is certain, too little for the activations
+    for ranks, changes in _sharding_candidates(config, world):
         changed = _with_settings(config, changes)
         job = world_of(ranks)
-        if _mistakes(changed, job) - before:
+        if _broken_rules(changed, job) - rules_before:
             continue
         memory_bytes = _memory(changed, job)
-        if fixed_bytes(memory_bytes) > most_bytes:
+        if fixed_bytes(memory_bytes) > limit_bytes:
             continue
         settings = ", ".join(f"{config.source.name(key)} to {value}" for key, value in changes.items())
-        has = f"{memory_bytes['total'] / (1 << 30):.1f} GiB with the activations (estimated)"
-        fix = f"for example set {settings}: a rank of {ranks} needs {has}"
-        if memory_bytes["total"] <= most_bytes:
+        needed = f"{memory_bytes['total'] / (1 << 30):.1f} GiB with the estimated activations"
+        fix = f"for example set {settings}: each of {ranks} ranks then needs {needed}"
+        if memory_bytes["total"] <= limit_bytes:
             return fix
-        enough = enough or fix
-    none = f"no degrees were found that help, with up to {_MOST_TIMES} times as many ranks"
-    return enough or f"use a smaller model or devices with more memory: {none}"
+        fallback = fallback or fix
+    if fallback:
+        return fallback
+    no_degrees = f"no degrees help with up to {_MAX_RANK_FACTOR} times as many ranks"
+    return f"use a smaller model or devices with more memory: {no_degrees}"
 
 
-def _divisions(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
-    """Numbers of ranks, and settings that divide the model further; whether these work together is not looked at."""
+def _sharding_candidates(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
+    """Returns numbers of ranks with settings that shard the model further. The caller checks whether they are valid."""
     degrees = parallel_degrees(_with_settings(config, {"use_parallel": True}), world)
     experts = config.decoder.experts
-    shares = config.parallel.enable_parallel_optimizer
-    level = zero_level(config)
-    levels: list[dict[str, Any]] = [{}]
-    levels += [{_SHARING: True, _LEVEL: each} for each in ("level1", "level2", "level3") if not shares or each > level]
-    groups = [degrees.expert_parallel]
+    is_sharded = config.parallel.enable_parallel_optimizer
+    current_level = zero_level(config)
+    zero_settings: list[dict[str, Any]] = [{}]
+    for level in ("level1", "level2", "level3"):
+        if not is_sharded or level > current_level:
+            zero_settings.append({_SHARDED_OPTIMIZER: True, _LEVEL: level})
+    expert_degrees = [degrees.expert_parallel]
     if experts is not None:
-        larger = range(groups[0] + 1, experts.expert_num + 1)
-        groups += [size for size in larger if experts.expert_num % size == 0]
-    found = []
-    for stages, tensor, group, sharing in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), groups, levels):
-        if stages * tensor > _MOST_TIMES:
+        larger = range(expert_degrees[0] + 1, experts.expert_num + 1)
+        expert_degrees += [size for size in larger if experts.expert_num % size == 0]
+    candidates = []
+    for stages, tensor, expert, zero in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), expert_degrees, zero_settings):
+        if stages * tensor > _MAX_RANK_FACTOR:
             continue
-        wanted = {
+        settings = {
             "use_parallel": True, "parallel_config.pipeline_stage": degrees.pipeline_stage * stages,
             "parallel_config.model_parallel": degrees.model_parallel * tensor,
-            "parallel_config.expert_parallel": group, **sharing,
+            "parallel_config.expert_parallel": expert, **zero,
         }  # fmt: skip
-        changes = {key: value for key, value in wanted.items() if value_of(config, key) != value}
+        changes = {key: value for key, value in settings.items() if value_of(config, key) != value}
         if changes:
-            found.append((degrees.ranks * stages * tensor, changes))
-    return sorted(found, key=lambda each: (each[0], len(each[1])))
+            candidates.append((degrees.ranks * stages * tensor, changes))
+    return sorted(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
 
 
 def _with_settings(config: Config, changes: Mapping[str, Any]) -> Config:
-    """The configuration with other values of these dotted keys."""
+    """Returns the configuration with other values of these dotted keys."""
     for key, value in changes.items():
-        *sections, name = key.split(".")
-        holders = [config]
-        for section in sections:
-            holders.append(getattr(holders[-1], section))
-        for holder, own in zip(reversed(holders), [name, *reversed(sections)], strict=True):
-            value = holder.model_copy(update={own: value})
-        config = value
+        config = _with_setting(config, key.split("."), value)
     return config
 
 
-def _mistakes(config: Config, world: World) -> set[tuple[str, str]]:
-    """Keys and rules of what keeps a job from running, whatever its memory."""
-    found = rule_problems(config) or run_problems(config, world) + list(select_execution_mode(config, world).problems())
-    return {(one.error.key, one.error.rule) for one in found}
+def _with_setting(section: Any, path: Sequence[str], value: Any) -> Any:
+    name, *rest = path
+    if rest:
+        value = _with_setting(getattr(section, name), rest, value)
+    return section.model_copy(update={name: value})
+
+
+def _broken_rules(config: Config, world: World) -> set[tuple[str, str]]:
+    """Returns key and rule of every error that prevents a job, apart from its memory."""
+    problems = rule_problems(config)
+    if not problems:
+        problems = [*run_problems(config, world), *select_execution_mode(config, world).problems()]
+    return {(each.error.key, each.error.rule) for each in problems}

@@ -1,4 +1,4 @@
-"""The command `data`: what will be trained on, as the model sees it. Never loads MindSpore."""
+"""The command `data`: shows the first sequences of the data as the model sees them, without MindSpore."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
-from trainer.plan.render import Section, data_source_rows, format_count, print_sections
+from trainer.plan.render import Rows, Section, data_source_rows, format_count, print_sections
 from trainer.run.prepare import BuildProgress
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _PERCENTILES = (0, 10, 25, 50, 75, 90, 99, 100)
 _BAR_COLUMNS = 40
-_TIMED_TOKENS = 100_000  # for tokens a second of tokenizing
+_TIMED_TOKENS = 100_000  # tokens whose tokenizing is timed
 _OPEN = "\N{LEFT-POINTING DOUBLE ANGLE QUOTATION MARK}"
 _CLOSE = "\N{RIGHT-POINTING DOUBLE ANGLE QUOTATION MARK}"
 # Text of the data must not control the terminal.
@@ -32,17 +32,29 @@ _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if
 
 
 class Segment(NamedTuple):
-    """One document of a sequence."""
+    """One document of a sequence.
+
+    Attributes:
+        labels: The next token of each token; -100 if the label is masked.
+        trained_text: The text of the labels that are not masked.
+    """
 
     tokens: list[int]
-    labels: list[int]  # the next tokens; -100 where nothing is trained
+    labels: list[int]
     text: str
-    trained_text: str  # of the labels
+    trained_text: str
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """The numbers of a data set; counts are those of an epoch, or of all documents where text is cut."""
+    """The statistics of a data set. Counts are per epoch; with packing `cut` they count all documents.
+
+    Attributes:
+        padding: The fraction of tokens that are padding.
+        bad_records: The number of skipped records.
+        lengths: Percentiles of a document's tokens before it is truncated.
+        sources: The data sources of a blend; empty for a single data source.
+    """
 
     packing: str
     samples: int
@@ -52,31 +64,34 @@ class Statistics:
     padding: float
     truncated: int
     dropped: int
-    bad_records: int  # that were skipped
-    lengths: dict[str, int]  # percentiles of the tokens of a document before it is truncated
+    bad_records: int
+    lengths: dict[str, int]
     tokenizing_tokens_per_second: float | None
-    sources: tuple[SourceShare, ...]  # empty where there is one
+    sources: tuple[SourceShare, ...]
 
 
 class TokenIds:
-    """Stands in for the tokenizer of data that are tokens already, where the file names none: shows their ids."""
+    """Shows token ids as text, for data that consists of tokens and has no tokenizer."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Returns the ids, each followed by a space."""
         return "".join(f"{token_id} " for token_id in ids)
 
 
 class Preview(NamedTuple):
+    """The first sequences of a data set as documents, and its statistics."""
+
     rows: list[list[Segment]]
     statistics: Statistics
     tokenizer: Tokenizer | TokenIds
 
 
 def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
-    """Reads the first sequences that the run trains on (with run_mode eval: evaluates on), and counts all of them.
+    """Reads the first sequences that the run trains on (run_mode eval: evaluates on), and the statistics of all.
 
     Raises:
-        UserError: The data cannot be read, or are images.
-        RunError: The token file cannot be written.
+        UserError: The data cannot be read, or consists of images.
+        RunError: The token cache cannot be written.
     """
     if num_rows < 0:
         raise UserError("must be at least 0", key="--rows", value=num_rows, fix="write for example --rows 3")
@@ -99,35 +114,35 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
         raise UserError(
             "there is nothing to evaluate on", where=config.source.where("run_mode"), key="run_mode", fix=fix
         )
-    wanted = getattr(config, section)
-    shows_ids = not wanted.data_loader.reads_text and wanted.tokenizer.type == "bytes"
-    if shows_ids:
-        tokenizer = TokenIds()
-    else:
+    data_section = getattr(config, section)
+    tokenizer: Tokenizer | TokenIds = TokenIds()
+    if data_section.data_loader.reads_text or data_section.tokenizer.type != "bytes":
         tokenizer = find_tokenizer(config, section)
     indices = epoch_order(dataset, shuffle=shuffle, seed=config.seed, epoch=0)[:num_rows]
-    batch = None
+    rows = []
     if len(indices):
         batch = dataset.batch(indices)
-    rows = [split_segments(batch, row, tokenizer) for row in range(len(indices))]
+        rows = [split_segments(batch, row, tokenizer) for row in range(len(indices))]
     return Preview(rows, _statistics(dataset, tokenizer), tokenizer)
 
 
 def split_segments(batch: Batch, row: int, tokenizer: Tokenizer | TokenIds) -> list[Segment]:
-    """The documents of a sequence, without padding."""
+    """Splits a sequence into its documents, without padding."""
     ids = batch.input_ids[row]
     labels = batch.labels[row]
     segment_ids = batch.segment_ids[row]
-    found = []
+    segments = []
     for number in range(int(segment_ids[-1]) + 1):
-        own_ids = ids[segment_ids == number]
-        own_labels = labels[segment_ids == number]
-        learnt = own_labels[own_labels != IGNORE_INDEX]
-        if number and number == segment_ids[-1] and not len(learnt) and not own_ids.any():
+        is_document = segment_ids == number
+        document_ids = ids[is_document]
+        document_labels = labels[is_document]
+        trained = document_labels[document_labels != IGNORE_INDEX]
+        if number and number == segment_ids[-1] and not len(trained) and not document_ids.any():
             break  # padding
-        tokens = own_ids.tolist()
-        found.append(Segment(tokens, own_labels.tolist(), _decode(tokenizer, tokens), _decode(tokenizer, learnt)))
-    return found
+        tokens = document_ids.tolist()
+        text = _decode(tokenizer, tokens)
+        segments.append(Segment(tokens, document_labels.tolist(), text, _decode(tokenizer, trained)))
+    return segments
 
 
 def _decode(tokenizer: Tokenizer | TokenIds, ids: Sequence[int]) -> str:
@@ -138,24 +153,38 @@ def _statistics(dataset: SequenceDataset, tokenizer: Tokenizer | TokenIds) -> St
     counts = dataset.count_documents()
     packed = dataset.packing
     values = np.percentile(counts.lengths, _PERCENTILES, method="lower").astype(int).tolist()
-    return Statistics(
-        packing=packed.packing if packed is not None else "none",
-        samples=packed.samples if packed is not None else dataset.num_documents,
+    rate = None
+    if not isinstance(tokenizer, TokenIds):
+        rate = _tokenizing_rate(dataset, tokenizer)
+    statistics = Statistics(
+        packing="none",
+        samples=dataset.num_documents,
         tokens=dataset.num_tokens,
         loss_tokens=counts.loss_tokens,
         sequences=dataset.num_sequences,
-        padding=packed.padding if packed is not None else 0.0,
-        truncated=packed.truncated if packed is not None else 0,
-        dropped=packed.dropped if packed is not None else 0,
-        bad_records=packed.bad_records if packed is not None else 0,
+        padding=0.0,
+        truncated=0,
+        dropped=0,
+        bad_records=0,
         lengths={f"p{percent}": value for percent, value in zip(_PERCENTILES, values, strict=True)},
-        tokenizing_tokens_per_second=None if isinstance(tokenizer, TokenIds) else _tokenizing_rate(dataset, tokenizer),
+        tokenizing_tokens_per_second=rate,
         sources=getattr(dataset, "shares", ()),
+    )
+    if packed is None:
+        return statistics
+    return replace(
+        statistics,
+        packing=packed.packing,
+        samples=packed.samples,
+        padding=packed.padding,
+        truncated=packed.truncated,
+        dropped=packed.dropped,
+        bad_records=packed.bad_records,
     )
 
 
 def _tokenizing_rate(dataset: SequenceDataset, tokenizer: Tokenizer) -> float | None:
-    """Tokens a second, measured on the text of the first sequences; None without a sequence."""
+    """Returns the tokens per second of tokenizing the text of the first sequences; None without a sequence."""
     count = min(dataset.num_sequences, max(_TIMED_TOKENS // dataset.seq_length, 1))
     if not count:
         return None
@@ -166,47 +195,58 @@ def _tokenizing_rate(dataset: SequenceDataset, tokenizer: Tokenizer) -> float | 
 
 
 def print_preview(config: Config, num_rows: int, as_json: bool) -> int:
-    """Prints a preview: as JSON, with colours on a terminal, with marks into a pipe."""
+    """Prints the first sequences and the statistics; returns the exit code.
+
+    Tokens with a loss are green on a terminal and marked in a pipe. JSON has their labels.
+    """
     notes: list[str] = []
-    found = preview(config, num_rows, notes)
+    data = preview(config, num_rows, notes)
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     if as_json:
-        rows: list[dict[str, Any]] = [{"segments": [segment._asdict() for segment in row]} for row in found.rows]
-        print(json.dumps({"rows": rows, "statistics": asdict(found.statistics)}))
+        rows: list[dict[str, Any]] = [{"segments": [segment._asdict() for segment in row]} for row in data.rows]
+        print(json.dumps({"rows": rows, "statistics": asdict(data.statistics)}))
         return EXIT_OK
-    _print_rows(found)
-    print_sections(_sections(found.statistics))
+    _print_rows(data)
+    print_sections(_sections(data.statistics))
     return EXIT_OK
 
 
-def _print_rows(found: Preview) -> None:
+def _print_rows(data: Preview) -> None:
     has_colour = sys.stdout.isatty()
-    if found.rows:
+    if data.rows:
+        legend = f"stand between {_OPEN} and {_CLOSE}"
         if has_colour:
             legend = "are green"
-        else:
-            legend = f"stand between {_OPEN} and {_CLOSE}"
         print(f"Tokens with a loss {legend}.\n")
-    for number, row in enumerate(found.rows, start=1):
+    for number, row in enumerate(data.rows, start=1):
         for place, segment in enumerate(row, start=1):
             with_loss = sum(label != IGNORE_INDEX for label in segment.labels)
             tokens = format_count(len(segment.tokens), "tokens")
             head = f"row {number}, document {place} of {len(row)}: {tokens}, {with_loss} with loss"
-            parts = [(text.translate(_ESCAPED), has_loss) for text, has_loss in _parts(segment, found.tokenizer)]
+            parts = [(text.translate(_ESCAPED), has_loss) for text, has_loss in _parts(segment, data.tokenizer)]
             if has_colour:
-                from rich.console import Console
-                from rich.text import Text
-
-                text = Text.assemble(*((part, "bold green" if has_loss else "") for part, has_loss in parts))
-                Console().print(Text(head, style="dim"), text, "", sep="\n", soft_wrap=True, highlight=False)
+                _print_coloured(head, parts)
             else:
                 marked = "".join(f"{_OPEN}{part}{_CLOSE}" if has_loss else part for part, has_loss in parts)
                 print(f"-- {head}\n{marked}\n")
 
 
+def _print_coloured(head: str, parts: Sequence[tuple[str, bool]]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    text = Text()
+    for part, has_loss in parts:
+        if has_loss:
+            text.append(part, "bold green")
+        else:
+            text.append(part)
+    Console().print(Text(head, style="dim"), text, "", sep="\n", soft_wrap=True, highlight=False)
+
+
 def _parts(segment: Segment, tokenizer: Tokenizer | TokenIds) -> Iterator[tuple[str, bool]]:
-    """The text in parts, each with whether its tokens are the labels of the tokens before them."""
+    """Yields the text in parts, each with whether its tokens have a loss, as labels of the tokens before them."""
     has_loss = np.array([False, *(label != IGNORE_INDEX for label in segment.labels[:-1])])
     ends = [*(np.flatnonzero(np.diff(has_loss)) + 1).tolist(), len(has_loss)]
     shown = 0
@@ -217,27 +257,28 @@ def _parts(segment: Segment, tokenizer: Tokenizer | TokenIds) -> Iterator[tuple[
         shown = len(text)
 
 
-def _sections(found: Statistics) -> list[Section]:
+def _sections(statistics: Statistics) -> list[Section]:
     share = ""
-    if found.tokens:
-        share = f" ({found.loss_tokens / found.tokens:.1%})"
-    rows = [
+    if statistics.tokens:
+        share = f" ({statistics.loss_tokens / statistics.tokens:.1%})"
+    rows: Rows = [
         ("", ""),
-        ("packing", found.packing),
-        ("samples", f"{found.samples:,}"),
-        ("tokens", f"{found.tokens:,}"),
-        ("with loss", f"{found.loss_tokens:,}{share}"),
-        ("sequences", f"{found.sequences:,}, {found.padding:.1%} padding"),
-        ("truncated", f"{found.truncated:,}"),
-        ("dropped", f"{found.dropped:,}"),
+        ("packing", statistics.packing),
+        ("samples", f"{statistics.samples:,}"),
+        ("tokens", f"{statistics.tokens:,}"),
+        ("with loss", f"{statistics.loss_tokens:,}{share}"),
+        ("sequences", f"{statistics.sequences:,}, {statistics.padding:.1%} padding"),
+        ("truncated", f"{statistics.truncated:,}"),
+        ("dropped", f"{statistics.dropped:,}"),
     ]
-    rows += [("bad records", f"{found.bad_records:,} skipped")] if found.bad_records else []
-    if found.tokenizing_tokens_per_second is not None:
-        rows.append(("tokenizing", f"{found.tokenizing_tokens_per_second:,.0f} tokens/s"))
-    rows += data_source_rows(found.sources)
-    longest = max(found.lengths.values())
-    bars = [
-        (name, f"{length:,}", "#" * max(round(_BAR_COLUMNS * length / longest), 1))
-        for name, length in found.lengths.items()
-    ]
-    return [("statistics", rows), ("lengths", [("percentile", "tokens", ""), *bars])]
+    if statistics.bad_records:
+        rows.append(("bad records", f"{statistics.bad_records:,} skipped"))
+    if statistics.tokenizing_tokens_per_second is not None:
+        rows.append(("tokenizing", f"{statistics.tokenizing_tokens_per_second:,.0f} tokens/s"))
+    rows += data_source_rows(statistics.sources)
+    longest = max(statistics.lengths.values())
+    lengths: Rows = [("percentile", "tokens", "")]
+    for name, length in statistics.lengths.items():
+        bar = "#" * max(round(_BAR_COLUMNS * length / longest), 1)
+        lengths.append((name, f"{length:,}", bar))
+    return [("statistics", rows), ("lengths", lengths)]

@@ -65,5 +65,5 @@ def _devices(config: Config, plan: Plan) -> list[str]:
 
 
 def _not_built(plan: Plan) -> list[str]:
-    starts = "a run on Ascend does not start: "
+    starts = "not supported on Ascend: "
     return [f"run_trainer itself: {note}" for note in plan.notes if note.startswith(starts)]
