@@ -265,7 +265,7 @@ def batch(number: int = 0, rows: int = ROWS, length: int = TOKENS) -> Batch:
 
 def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor, ...]]:
     with graph_mode():
-        return step.network(*step.window.tensors(window, 1 / (window[0].labels != -100).sum()))
+        return step.network(*step.batch.tensors(window, 1 / (window[0].labels != -100).sum()))
 
 
 @pytest.mark.parametrize(

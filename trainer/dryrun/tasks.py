@@ -98,7 +98,7 @@ def micro_batches_for_step(run: CaseRun, step: Any, number: int) -> Sequence[Bat
     """The micro-batches of a step."""
     runner = run.config.runner_config
     if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
-        return [batch_of(run, step.window.rows, number)]
+        return [batch_of(run, step.batch.rows, number)]
     count = micro_batches_per_step(run.config, parallel_degrees(run.config, run.world))
     return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
 

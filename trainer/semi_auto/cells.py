@@ -1,4 +1,4 @@
-"""The cells around the loss of a training in semi-automatic mode, and all of them as one value."""
+"""The cell that differentiates the loss in semi-automatic mode, and all cells of a training as one value."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import mindspore
-from mindspore import Parameter, ParameterTuple, nn, ops
+from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from mindspore.parallel.auto_parallel import AutoParallel
 
 
 class GradientCell(nn.Cell):
-    """(batch of the loss cell) -> (loss, gradients), or where they are in `sums` (loss, 0).
+    """(batch of the loss cell) -> (loss, gradients), or (loss, 0) if the gradients are in `sums`.
 
     Args:
-        network: Computes the loss of a whole window.
-        accumulates_in_graph: MindSpore sums the gradients of the micro-batches in its own parameters, `accu_grads.*`.
-        uses_sums: These sums are the gradients. If the optimizer state is sharded they are not: MindSpore returns
+        network: Computes the loss of the whole batch of a step.
+        accumulates_in_graph: Whether MindSpore sums the gradients of the micro-batches in parameters `accu_grads.*`.
+        uses_sums: Whether these sums are the gradients. With a sharded optimizer state they are not: MindSpore returns
             this rank's shards of the sums.
     """
 
@@ -31,13 +31,13 @@ class GradientCell(nn.Cell):
         self.differentiated = mindspore.value_and_grad(network, None, self.weights)
         self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 
-    def construct(self, *batch):
+    def construct(self, *batch: Tensor) -> tuple:
         loss, gradients = self.differentiated(*batch)
         if not self.accumulates_in_graph:
             return loss, gradients
-        # In both cases the graph must hold these parameters: MindSpore finds them by name.
+        # The graph must contain these parameters in both cases: MindSpore finds them by name.
         sums = ops.depend(self.sums, gradients)
-        if self.uses_sums:  # a graph that returned them would copy them
+        if self.uses_sums:  # returning them would copy them
             return ops.depend(loss, sums), 0
         return loss, ops.depend(gradients, sums)
 
@@ -46,7 +46,7 @@ class SemiAuto(NamedTuple):
     """The cells of a training in this mode."""
 
     network: AutoParallel
-    """Around the step; called with the batch of a whole window, see `LossCell`."""
+    """The outermost cell; its arguments are those of `LossCell`, for the whole batch of a step."""
     step: GradientCell
     loss: nn.Cell
     """A `LossCell` or an `ImageLossCell`."""

@@ -1,4 +1,4 @@
-"""The classifier of images in semi-automatic mode: data parallelism alone, with every matrix product whole.
+"""The classifier of images in semi-automatic mode, with data parallelism only.
 
 Legend: as in trainer/models/classifier.py.
 """
@@ -24,14 +24,15 @@ if TYPE_CHECKING:
 
 
 class ImageLossCell(nn.Cell):
-    """Loss of a batch of images: (pixels_BP, targets_BC, share_B1) -> a scalar to be minimised, as that of `LossCell`.
+    """(pixels_BP, targets_BC, share_B1) -> the scalar loss to minimise.
 
-    `targets_BC` are one-hot, and zeros where there is no loss.
+    `targets_BC` are one-hot, and zeros for an image without a label. `share_B1` is the weight of an image's loss.
     """
 
     def __init__(self, config: Config, kernels: KernelSet) -> None:
         super().__init__(auto_prefix=False)
         settings = config.classifier
+        assert settings is not None
         trained = trained_shapes(config)
         self.by_name = {
             name: Parameter(initializer("zeros", shape, mstype.float32), name, requires_grad=name in trained)
@@ -42,7 +43,6 @@ class ImageLossCell(nn.Cell):
         self.layers = FullyConnected(settings, kernels)
         self.classes = settings.classes
         self.count = len(ordered)
-        # fmt: skip
         self.log_softmax = P.LogSoftmax(-1)
         self.pick = P.Mul()
         self.weigh = P.Mul()
@@ -55,22 +55,24 @@ class ImageLossCell(nn.Cell):
         self.one = Tensor(1.0, mstype.float32)
         self.zero = Tensor(0.0, mstype.float32)
 
-    def construct(self, pixels_BP, targets_BC, share_B1):
+    def construct(self, pixels_BP: Tensor, targets_BC: Tensor, share_B1: Tensor) -> Tensor:
         return self.loss(self.logits(pixels_BP), targets_BC, share_B1)
 
-    def evaluated(self, pixels_BP, targets_BC, share_B1):
-        """(sum of the images' losses, how many images have their largest logit at their label)."""
+    def evaluated(self, pixels_BP: Tensor, targets_BC: Tensor, share_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the sum of the losses, and the number of images whose largest logit is that of their label."""
         logits_BC = self.logits(pixels_BP)
-        found_BC = self.one_hot(self.best(logits_BC)[0], self.classes, self.one, self.zero)
-        return self.loss(logits_BC, targets_BC, share_B1), self.hits(self.hit(found_BC, targets_BC))
+        predicted_BC = self.one_hot(self.best(logits_BC)[0], self.classes, self.one, self.zero)
+        return self.loss(logits_BC, targets_BC, share_B1), self.hits(self.hit(predicted_BC, targets_BC))
 
-    def logits(self, pixels_BP):
+    def logits(self, pixels_BP: Tensor) -> Tensor:
+        """Computes logits_BC."""
         weights = ()
         for place in range(self.count):
             weights += (self.weights[place],)
         return self.layers(pixels_BP, *weights)
 
-    def loss(self, logits_BC, targets_BC, share_B1):
+    def loss(self, logits_BC: Tensor, targets_BC: Tensor, share_B1: Tensor) -> Tensor:
+        """Computes the weighted sum of the images' losses."""
         picked_BC = self.pick(self.log_softmax(logits_BC), targets_BC)
         return self.negate(self.total(self.weigh(picked_BC, share_B1)))
 
@@ -84,8 +86,8 @@ class ImageLossCell(nn.Cell):
 
 
 class LazyImageLossCell(ImageLossCell):
-    """`ImageLossCell` whose micro-batches are calls of one graph, which is inlined late."""
+    """An `ImageLossCell` whose micro-batches call one graph, which MindSpore inlines late."""
 
     @lazy_inline
-    def __init__(self, config, kernels) -> None:
+    def __init__(self, config: Config, kernels: KernelSet) -> None:
         super().__init__(config, kernels)

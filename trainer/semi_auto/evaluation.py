@@ -1,4 +1,4 @@
-"""Evaluation in semi-automatic mode: a graph of the forward pass alone, with the weights of the training."""
+"""Evaluation in semi-automatic mode: a graph of the forward pass, with the weights of the training."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ if TYPE_CHECKING:
 
 
 class MainLoss(nn.Cell):
-    """(batch of the loss cell) -> what its `evaluated` says: losses without multi-token prediction modules."""
+    """(batch of the loss cell) -> the result of its `evaluated`: the losses without MTP modules."""
 
     def __init__(self, loss: LossCell | ImageLossCell) -> None:
         super().__init__(auto_prefix=False)
         self.loss = loss
 
-    def construct(self, *batch):
+    def construct(self, *batch: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         return self.loss.evaluated(*batch)
 
 
 class GraphEvaluator:
-    """batch -> the sum of its losses; of a classifier its correct labels too. All ranks call it with the same batch.
+    """batch -> the sum of its losses, and for a classifier the number of correct labels.
 
-    The graph is compiled at the first call, for the rows of that batch; a shorter one is padded.
+    All ranks call it with the same batch. The first call compiles the graph for the number of sequences of its batch;
+    shorter batches are padded.
 
     Args:
-        loss: Of a compiled training.
+        loss: The loss cell of a compiled training.
     """
 
     def __init__(self, loss: LossCell | ImageLossCell, config: Config, world: World) -> None:
@@ -47,11 +48,11 @@ class GraphEvaluator:
         self.config = config
         self.world = world
         self.degrees = parallel_degrees(config, world)
-        self.window: GraphBatch | None = None
+        self.batch: GraphBatch | None = None
 
     @cached_property
     def network(self) -> AutoParallel:
-        """Built at the first call: `set_train(False)` reaches the cells that it shares with the training."""
+        """Returns the graph. The first call builds it, because `set_train(False)` also changes the training's cells."""
         network = AutoParallel(MainLoss(self.loss), parallel_mode="semi_auto")
         network.no_init_parameters_in_compile()
         set_parallelism(network, self.config, self.world, trains=False)
@@ -59,25 +60,27 @@ class GraphEvaluator:
         return network
 
     def __call__(self, batch: Batch) -> LossSums:
-        if self.window is None:
+        if self.batch is None:
             data = self.degrees.data_parallel
             rows = -(-len(batch.labels) // data) * data
-            self.window = GraphBatch(rows, self.config.network, local_rows(self.config, self.world, rows, 1))
+            self.batch = GraphBatch(rows, self.config.network, local_rows(self.config, self.world, rows, 1))
         with graph_mode():
-            found = self.network(*self.window.tensors([batch], 1.0))
+            result = self.network(*self.batch.tensors([batch], 1.0))
         if self.config.classifier is not None:
-            loss, correct = found
+            loss, correct = result
             return LossSums(loss, loss, correct=correct)
         stages = self.degrees.pipeline_stage
-        total = contribution_to_mean(found, self.world.rank // (self.world.size // stages), stages)
+        total = contribution_to_mean(result, self.world.rank // (self.world.size // stages), stages)
         return LossSums(total, total)
 
 
 def contribution_to_mean(loss: Tensor, stage: int, stages: int) -> Tensor:
-    """What a rank of a stage adds to the mean over all ranks, which is to be the loss.
+    """Returns the number whose mean over all ranks is the loss.
 
-    In a pipeline only the ranks of the last stage have the loss; what the others get has no meaning and may be NaN.
+    In a pipeline, only the ranks of the last stage have the loss; the result of the graph on other ranks may be NaN.
     """
+    if stages == 1:
+        return loss
     if stage != stages - 1:
         return Tensor(np.float32(0))
-    return loss if stages == 1 else Tensor(np.float32(loss.asnumpy() * stages))
+    return Tensor(np.float32(loss.asnumpy() * stages))

@@ -1,4 +1,4 @@
-"""Which parameters the parts of a decoder in one graph take, whether the graph holds them or is given them."""
+"""The parameters of each part of a decoder in one graph, which contains them or has them as arguments."""
 
 from __future__ import annotations
 
@@ -17,48 +17,51 @@ T = TypeVar("T")
 
 
 class GraphParts(NamedTuple):
-    """What each part of a decoder takes; None stands for a parameter that the model, or the layer, does not have."""
+    """The parameters of each part of a decoder; None for a parameter that the model or the layer does not have."""
 
     embedding: tuple
     """The embedding, and the matrix that maps it to the residual stream."""
     layers: tuple[tuple[tuple, tuple], ...]
-    """Of each layer `block_weights` and, of one with experts, `moe_shapes`."""
+    """For each layer those of `block_weights`, and for a MoE layer those of `moe_shapes`."""
     merges: tuple[tuple, ...]
-    """Of each multi-token prediction module the norm before it, and `MTP_WEIGHTS`."""
+    """For each MTP module the norm before it, and `MTP_WEIGHTS`."""
     heads: tuple[tuple, ...]
-    """Of the main model and each module the norm, the matrix of the head, and the one that maps to its width."""
+    """For the main model and each MTP module norm, matrix of the head, and matrix that maps to its width."""
 
 
 def graph_parts(
     settings: ModelConfig, take: Callable[[str], T | None], layers: Sequence[int] | None = None
 ) -> GraphParts:
-    """Returns what `take` gives for the name of each parameter.
+    """Returns the parts of a decoder with the result of `take` for the name of each parameter.
 
     Args:
-        layers: Numbers of the layers, those of multi-token prediction modules last. Default None: all.
+        layers: Numbers of the layers, with those of MTP modules last. Default None: all.
     """
     spec = model_spec(settings)
-    numbers = layers
-    if layers is None:
-        numbers = range(len(spec.layers))
+    numbers: Sequence[int] = range(len(spec.layers))
+    if layers is not None:
+        numbers = layers
     modules = [number for number in numbers if number in spec.module_layers]
 
-    def of_layer(number: int, names: Iterable[str]) -> tuple[T | None, ...]:
+    def take_all(number: int, names: Iterable[str]) -> tuple[T | None, ...]:
         return tuple(take(spec.parameter_name(number, name)) if name else None for name in names)
 
     def layer_parts(number: int) -> tuple[tuple, tuple]:
         names = block_weights(settings)
         if not spec.layers[number].is_moe:
-            return of_layer(number, names), ()
+            return take_all(number, names), ()
         in_block = [name if sublayer_of(name) == "attention" else "" for name in names]
-        return of_layer(number, in_block), of_layer(number, moe_shapes(settings))
+        return take_all(number, in_block), take_all(number, moe_shapes(settings))
 
-    norms = [take(FINAL_NORM), *(of_layer(number, [MTP_NORM])[0] for number in modules)]
-    head = take(EMBEDDING if spec.tied else HEAD)
+    norms = [take(FINAL_NORM), *(take_all(number, [MTP_NORM])[0] for number in modules)]
+    head_name = HEAD
+    if spec.tied:
+        head_name = EMBEDDING
+    head = take(head_name)
     mapping = take(MAPPING_OUT)
     return GraphParts(
         (take(EMBEDDING), take(MAPPING_IN)),
         tuple(map(layer_parts, numbers)),
-        tuple((norm, *of_layer(number, MTP_WEIGHTS)) for number, norm in zip(modules, norms, strict=False)),
+        tuple((norm, *take_all(number, MTP_WEIGHTS)) for number, norm in zip(modules, norms, strict=False)),
         tuple((norm, head, mapping) for norm in norms),
     )

@@ -2,9 +2,9 @@
 
     AutoParallel( GradientCell( GradAccumulation | Pipeline( LossCell( SemiAutoDecoder ) | ImageLossCell ) ) )
 
-MindSpore runs this on Ascend and GPU only. What is tested, on a CPU: what is built, in which order and with which
-settings; that its numbers are those of a run; and that MindSpore's own parallel pass, which needs no device but the
-name of one, shards it as intended. No run in this mode has been seen on a device.
+MindSpore runs this on Ascend and GPU only. Tests on a CPU check the order of the cells and their settings, compare the
+numbers with those of explicit mode, and check the shards that MindSpore's parallel pass makes, which needs only the
+name of a device. This mode has never run on a device.
 
 Legend: B sequences, T tokens, N = B * T, d head size.
 """
@@ -59,32 +59,38 @@ if TYPE_CHECKING:
 _KIB = 1024
 _BATCH_INPUTS = 5
 _IMAGE_INPUTS = 3
-"""How many inputs a loss cell has without the seeds of dropout masks: see `LossCell` and `ImageLossCell`."""
+"""The numbers of inputs of `LossCell`, without the seeds of dropout masks, and of `ImageLossCell`."""
 
 
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:
-    """Builds the network; its weights are zero, or none yet where there are several ranks: see `ShardedParameters`.
+    """Builds the cells of a training. The weights are zero, or with several ranks not yet allocated.
 
     Raises:
-        UserError: The configuration asks for what this mode cannot do.
+        UserError: The configuration requests a feature that this mode does not support.
     """
     raise_problems(semi_auto_problems(config, world))
     degrees = parallel_degrees(config, world)
     steps = config.runner_config.gradient_accumulation_steps
-    # MindSpore shards a parameter when it compiles: before that no rank allocates it, and after that only its shard.
-    with no_init_parameters() if world.size > 1 else contextlib.nullcontext():
-        inner = loss = (_decoder if config.classifier is None else _classifier)(config, world, device)
+    build_loss = _classifier
+    if config.classifier is None:
+        build_loss = _decoder
+    # MindSpore shards a parameter when it compiles: a rank allocates nothing before, and only its shard after that.
+    allocation = contextlib.nullcontext()
+    if world.size > 1:
+        allocation = no_init_parameters()
+    with allocation:
+        inner = loss = build_loss(config, world, device)
         if degrees.pipeline_stage > 1:
             inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stages(config))
         elif steps > 1:
             inner = GradAccumulation(loss, steps)
-        # A single rank is not sharded, so nothing but the gradients holds the sum over the micro-batches.
-        aside = inner is not loss and world.size > 1
+        # A single rank is not sharded: its gradients are already the sums over the micro-batches.
+        accumulates_in_graph = inner is not loss and world.size > 1
         step = GradientCell(
             inner,
             [loss.by_name[name] for name in differentiated_names(config)],
-            accumulates_in_graph=aside,
-            uses_sums=aside and not config.parallel.enable_parallel_optimizer,
+            accumulates_in_graph=accumulates_in_graph,
+            uses_sums=accumulates_in_graph and not config.parallel.enable_parallel_optimizer,
         )
     network = AutoParallel(step, parallel_mode="semi_auto")
     network.no_init_parameters_in_compile()
@@ -97,16 +103,19 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
 
 
 def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
-    """The loss cell of images, sharded."""
+    """Builds the sharded loss cell of a classifier."""
     degrees = parallel_degrees(config, world)
     kernels = load_kernels((), is_sharded=True)
-    loss = (LazyImageLossCell if _calls_one_graph(config, degrees) else ImageLossCell)(config, kernels)
+    cell_class = ImageLossCell
+    if _calls_one_graph(config, degrees):
+        cell_class = LazyImageLossCell
+    loss = cell_class(config, kernels)
     loss.shard_over(degrees.data_parallel)
     return loss
 
 
 def _decoder(config: Config, world: World, device: str) -> LossCell:
-    """The loss cell of a decoder, with strategies, recomputation and groups of gradients."""
+    """Builds the loss cell of a decoder, with strategies, recomputation and groups of gradients."""
     settings = config.decoder
     degrees = parallel_degrees(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
@@ -122,11 +131,15 @@ def _decoder(config: Config, world: World, device: str) -> LossCell:
 
         kernels = replace(kernels, rms_norm=separate_norm)
     tables = RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
-    windows = [None, *([settings.sliding_window] if settings.window_layers else [])]
+    windows: list[int | None] = [None]
+    if settings.window_layers:
+        windows.append(settings.sliding_window)
     masks = [AttentionMask("attention" in fused, settings.seq_length, window) for window in windows]
     experts = expert_cells(config, world, kernels, load_kernels(choices, precision))
-    kind = LazyLossCell if _calls_one_graph(config, degrees) else LossCell
-    loss = kind(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
+    cell_class = LossCell
+    if _calls_one_graph(config, degrees):
+        cell_class = LazyLossCell
+    loss = cell_class(config, kernels, tables, masks, experts, staged=degrees.pipeline_stage > 1)
     set_strategies(loss, settings, degrees, sequence=config.parallel_config.use_seq_parallel)
     set_recomputation(loss, config)
     set_fusion(loss, config, degrees)
@@ -134,13 +147,19 @@ def _decoder(config: Config, world: World, device: str) -> LossCell:
 
 
 def set_parallelism(network: AutoParallel, config: Config, world: World, *, trains: bool = True) -> None:
-    """What the sections `parallel` and `parallel_config` say of the whole graph; an evaluation does not train."""
+    """Applies the sections `parallel` and `parallel_config` to the graph of a training, or of an evaluation."""
     parallel = config.parallel
     degrees = parallel_degrees(config, world)
     if world.size > 1:
-        inputs = _BATCH_INPUTS if config.classifier is None else _IMAGE_INPUTS
-        rows = ((degrees.data_parallel, 1),) * (inputs + (uses_dropout(config.decoder) and trains))
-        network.dataset_strategy("full_batch" if parallel.full_batch else rows)
+        inputs = _BATCH_INPUTS
+        if config.classifier is not None:
+            inputs = _IMAGE_INPUTS
+        if trains and uses_dropout(config.decoder):
+            inputs += 1
+        strategy: str | tuple = ((degrees.data_parallel, 1),) * inputs
+        if parallel.full_batch:
+            strategy = "full_batch"
+        network.dataset_strategy(strategy)
     if degrees.pipeline_stage > 1:
         order = parallel.pipeline_config
         network.pipeline(
@@ -159,23 +178,26 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
 
 
 def stages(config: Config) -> dict[str, int]:
-    """The stage of each cell of the loss cell; multi-token prediction modules are on the last one."""
+    """Returns the pipeline stage of each cell of the loss cell; MTP modules are on the last stage."""
     spec = model_spec(config.decoder)
     last = config.parallel_config.pipeline_stage - 1
-    layers = {layer: stage for stage, own in enumerate(stage_layers(config)) for layer in own}
+    layers = {layer: stage for stage, numbers in enumerate(stage_layers(config)) for layer in numbers}
     layers |= dict.fromkeys(spec.module_layers, last)
-    found = {f"decoder.layers.{layer}": stage for layer, stage in sorted(layers.items())}
-    found |= {"decoder.embed": 0} | ({"decoder.matrix": 0} if spec.tied else {})
+    stage_by_cell = {f"decoder.layers.{layer}": stage for layer, stage in sorted(layers.items())}
+    stage_by_cell["decoder.embed"] = 0
+    if spec.tied:
+        stage_by_cell["decoder.matrix"] = 0
     for module in range(spec.mtp_modules):
-        found |= {f"decoder.mtp_embeds.{module}": 0, f"decoder.merges.{module}": last}
-    return found | {f"decoder.heads.{head}": last for head in range(spec.mtp_modules + 1)}
+        stage_by_cell |= {f"decoder.mtp_embeds.{module}": 0, f"decoder.merges.{module}": last}
+    return stage_by_cell | {f"decoder.heads.{head}": last for head in range(spec.mtp_modules + 1)}
 
 
 def differentiated_names(config: Config) -> list[str]:
-    """The weights whose gradient the graph gives: the trained ones, and in a pipeline one of each stage without any.
+    """Returns the weights whose gradients the graph computes.
 
-    MindSpore 2.10 compiles no stage in which nothing is trained ("should has at least 1 trainable parameter"): the
-    stage after it would hand a gradient to nobody. The gradient of that weight, a norm of its last layer, is not used.
+    These are the trainable weights, and in a pipeline one weight for each stage without trainable weights: a norm of
+    its last layer, whose gradient is not used. MindSpore 2.10 does not compile a stage without a gradient ("should has
+    at least 1 trainable parameter"), because no cell would receive the gradient from the next stage.
     """
     names = list(trained_shapes(config))
     if config.classifier is not None:
@@ -183,25 +205,33 @@ def differentiated_names(config: Config) -> list[str]:
     layers_of_stages = stage_layers(config)
     last = len(layers_of_stages) - 1
     for stage, layers in enumerate(layers_of_stages):
-        prefixes = (*map(layer_prefix, layers), *((EMBEDDING, MAPPING_IN) if stage == 0 else ()))
-        # The last stage has everything else: head, final norm and multi-token prediction modules.
-        others = {name for other in layers_of_stages[:last] for name in map(layer_prefix, other)}
-        others = (*others, EMBEDDING, MAPPING_IN)
-        is_own = [name.startswith(prefixes) or stage == last and not name.startswith(others) for name in names]
-        if layers and not any(is_own):
+        prefixes = tuple(map(layer_prefix, layers))
+        if stage == 0:
+            prefixes += (EMBEDDING, MAPPING_IN)
+        has_trainable = any(name.startswith(prefixes) for name in names)
+        if stage == last:
+            # The last stage also has the head, the final norm and MTP modules: all that no other stage has.
+            others = [layer_prefix(layer) for stage_of_others in layers_of_stages[:last] for layer in stage_of_others]
+            others += [EMBEDDING, MAPPING_IN]
+            has_trainable = has_trainable or not all(name.startswith(tuple(others)) for name in names)
+        if layers and not has_trainable:
             names.append(f"{layer_prefix(max(layers))}post_attention_layernorm.weight")
     return names
 
 
 def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, sequence: bool = False) -> None:
-    """Gives every operator its strategy: without one MindSpore shards it along the batch, over all ranks.
+    """Sets the strategy of every operator: without one, MindSpore shards it along the batch over all ranks.
 
-    With `sequence` the tensor-parallel ranks share the tokens of the residual stream and its norms.
+    With `sequence` (sequence parallelism), tensor-parallel ranks shard the tokens of the residual stream and its norms.
     """
     data = degrees.data_parallel
     tensor = degrees.model_parallel
-    vocabulary = tensor if settings.vocab_size % tensor == 0 else 1
-    tokens = data * tensor if sequence else data
+    vocabulary = 1
+    if settings.vocab_size % tensor == 0:
+        vocabulary = tensor
+    tokens = data
+    if sequence:
+        tokens = data * tensor
     decoder = loss.decoder
     loss.shard_over(data)
     for layer in decoder.layers:
@@ -209,62 +239,78 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
     if decoder.group_weights is not None:
         decoder.group_weights.shard_over(data)
     # Embedding and head may be one matrix, so they are sharded alike.
-    matrix = [decoder.matrix] if decoder.hands_on else []
-    for part in (decoder.embed, *decoder.mtp_embeds, *matrix, *decoder.merges, *decoder.heads):
-        part.shard_over(data, vocabulary, tokens)
+    cells = [decoder.embed, *decoder.mtp_embeds, *decoder.merges, *decoder.heads]
+    if decoder.passes_matrix:
+        cells.append(decoder.matrix)
+    for cell in cells:
+        cell.shard_over(data, vocabulary, tokens)
 
 
 def set_recomputation(loss: LossCell, config: Config) -> None:
-    """Marks what the backward pass computes again, and which communication of it."""
+    """Marks the cells that the backward pass recomputes, and the communication that it repeats."""
     section = config.recompute_config
     layers = loss.decoder.layers
-    staged = isinstance(loss, LazyLossCell)
     parts = recomputed_parts(config)
-    # Multi-token prediction modules recompute what the last layer recomputes, as in explicit mode.
+    # MTP modules recompute the same parts as the last layer, as in explicit mode.
     modules = len(layers) - len(parts)
     for layer, part in zip(layers, parts + parts[-1:] * modules, strict=True):
-        if part:
-            has_experts = part == "mlp" and layer.experts is not None
-            cell = layer if part == "block" else layer.experts if has_experts else getattr(layer.block, part)
-            if staged and part != "block" and not has_experts:
+        if not part:
+            continue
+        if part == "block":
+            cell = layer
+        elif part == "mlp" and layer.experts is not None:
+            cell = layer.experts
+        else:
+            cell = getattr(layer.block, part)
+            if isinstance(loss, LazyLossCell):
                 _recompute_operators(cell)
                 continue
-            cell.recompute(
-                mp_comm_recompute=section.mp_comm_recompute,
-                recompute_slice_activation=section.recompute_slice_activation,
-            )
+        cell.recompute(
+            mp_comm_recompute=section.mp_comm_recompute,
+            recompute_slice_activation=section.recompute_slice_activation,
+        )
     for number in comm_recompute_layers(config):
-        block = layers[number].block
-        experts = layers[number].experts
-        for norm in (block.attention.norm, block.mlp.norm if experts is None else experts.router.norm):
-            norm._mp_comm_recompute(True)  # of the communication that follows its operators
+        layer = layers[number]
+        mlp_norm = layer.block.mlp.norm if layer.experts is None else layer.experts.router.norm
+        for norm in (layer.block.attention.norm, mlp_norm):
+            norm._mp_comm_recompute(True)  # the communication that follows the norm's operators
 
 
 def _recompute_operators(cell: nn.Cell) -> None:
-    """As `Cell.recompute` for a cell that gets its weights as arguments, whose layouts MindSpore 2.10 then does not
-    find in a pipeline ("tensor_layout is null")."""
+    """Marks the operators of a cell that gets its weights as arguments for recomputation.
+
+    `Cell.recompute` fails in a pipeline: MindSpore 2.10 does not find the layouts of the weights ("tensor_layout is
+    null").
+    """
     for _, part in cell.cells_and_names():
         for operator in part._primitives.values():
             operator.recompute()
 
 
 def set_fusion(loss: LossCell, config: Config, degrees: Degrees) -> None:
-    """Numbers the groups of layers whose gradients MindSpore may sum in one collective, as MindSpore Transformers."""
+    """Numbers the groups of layers whose gradients MindSpore may sum in one collective, as MindSpore Transformers does.
+    """
     layers = loss.decoder.layers
     size = max((len(layers) + 1) // config.parallel_config.gradient_aggregation_group, 1)
     for number, layer in enumerate(layers):
-        layer.set_comm_fusion(number // size + 1 if degrees.pipeline_stage == 1 else 2)
+        group = 2
+        if degrees.pipeline_stage == 1:
+            group = number // size + 1
+        layer.set_comm_fusion(group)
 
 
 class LossCell(nn.Cell):
-    """Loss of a batch in the form that this mode can shard: every input has the batch as its first axis.
+    """(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1[, seeds_B1]) -> the scalar loss to minimise.
 
-    (input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1) -> a scalar to be minimised. `share_B1` is the
-    loss scale / the valid tokens of the whole window, on every row. GradAccumulation and Pipeline add the micro-batches
-    up without dividing, so their sum is the loss of the window, whatever number of valid tokens each of them has. The
-    cells `tables` and `masks` make rotary tables and attention masks from positions and segments: a causal mask, and
-    one with the window of a model that has one. A model with dropout gets the seeds_B1 of its masks too, those of
-    `MaskSeeds`.
+    Every input has the batch as its first axis, which MindSpore can shard. `share_B1` repeats for every sequence the
+    loss scale divided by the number of loss tokens of the step. GradAccumulation and Pipeline sum the micro-batches, so
+    the result is the mean over the loss tokens of the step. A model with dropout also gets the seeds of `MaskSeeds`.
+
+    Args:
+        tables: Makes the rotary tables from the positions.
+        masks: Make the attention masks from the segments: a causal one, and if layers have a window one with it.
+        experts: The cells of the experts; None for a dense model.
+        staged: Whether the cell is in a pipeline.
     """
 
     def __init__(
@@ -311,16 +357,35 @@ class LossCell(nn.Cell):
         self.share = P.ReduceMean(keep_dims=True)
         self.has_experts = experts is not None
 
-    def construct(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, *seeds):
+    def construct(
+        self,
+        input_ids_BT: Tensor,
+        labels_BT: Tensor,
+        positions_BT: Tensor,
+        segment_ids_BT: Tensor,
+        share_B1: Tensor,
+        *seeds: Tensor,
+    ) -> Tensor:
         batch = input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1
         return self.sum_of_losses(*batch, self.depth, seeds[0] if len(seeds) > 0 else None)
 
-    def evaluated(self, *batch):
-        """The sum of the main model's losses."""
-        return self.sum_of_losses(*batch, 0)
+    def evaluated(
+        self, input_ids_BT: Tensor, labels_BT: Tensor, positions_BT: Tensor, segment_ids_BT: Tensor, share_B1: Tensor
+    ) -> Tensor:
+        """Returns the sum of the main model's losses."""
+        return self.sum_of_losses(input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, 0)
 
-    def sum_of_losses(self, input_ids_BT, labels_BT, positions_BT, segment_ids_BT, share_B1, modules, seeds_B1=None):
-        """With the losses of so many multi-token prediction modules."""
+    def sum_of_losses(
+        self,
+        input_ids_BT: Tensor,
+        labels_BT: Tensor,
+        positions_BT: Tensor,
+        segment_ids_BT: Tensor,
+        share_B1: Tensor,
+        modules: int,
+        seeds_B1: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the sum of the losses of the main model and of the first `modules` MTP modules."""
         tables = self.tables(self.cos, self.sin, positions_BT)
         masks = ()
         mtp = ()
@@ -340,21 +405,21 @@ class LossCell(nn.Cell):
             counted = self.reshape(valid_BT, (-1, 1)), self.share(share_B1, 0)
         return self.decoder(ids_N, targets, tables + tables, masks, mtp, counted, seeds_B1)
 
-    def targets(self, labels_BT, share_B1):
-        """Labels, and what the loss of each counts: 0 where there is none."""
+    def targets(self, labels_BT: Tensor, share_B1: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns labels_N, and the weight of each label's loss, 0 for a masked label, [N, 1]."""
         valid_BT = self.cast(self.differs(labels_BT, IGNORE_INDEX), mstype.float32)
         counts_N1 = self.reshape(self.weigh(valid_BT, share_B1), (-1, 1))
         return self.reshape(self.at_least(labels_BT, 0), (-1,)), counts_N1
 
-    def shifted(self, values_BT, offset, last):
-        """The values `offset` positions later in each sequence, `last` at its end."""
+    def shifted(self, values_BT: Tensor, offset: int, last: int) -> Tensor:
+        """Returns the values `offset` positions later in each sequence, filled up with `last` at its end."""
         rows, length = values_BT.shape
         later_BT = self.slice(values_BT, (0, offset), (rows, length), (1, 1))
         first_BT = self.slice(values_BT, (0, 0), (rows, offset), (1, 1))
         return self.concat((later_BT, self.all_alike(first_BT, last)))
 
-    def all_alike(self, like_BT, value):
-        """An array of one value, sharded like another array."""
+    def all_alike(self, like_BT: Tensor, value: int) -> Tensor:
+        """Returns an array filled with one value, sharded like another array."""
         return self.fill(self.clear(like_BT, 0), value)
 
     def shard_over(self, data: int) -> None:
@@ -369,78 +434,95 @@ class LossCell(nn.Cell):
 
 
 class LazyLossCell(LossCell):
-    """`LossCell` whose micro-batches are calls of one graph, which is inlined late."""
+    """A `LossCell` whose micro-batches call one graph, which MindSpore inlines late."""
 
     @lazy_inline
-    def __init__(self, config, kernels, tables, masks, experts, *, staged) -> None:
+    def __init__(
+        self,
+        config: Config,
+        kernels: KernelSet,
+        tables: RotaryTables,
+        masks: Sequence[AttentionMask],
+        experts: ExpertCells | None,
+        *,
+        staged: bool,
+    ) -> None:
         super().__init__(config, kernels, tables, masks, experts, staged=staged)
 
 
 def _calls_one_graph(config: Config, degrees: Degrees) -> bool:
-    """Where MindSpore asks for it: in a pipeline, and to share the sums of gradients over micro-batches."""
-    shares = config.parallel.enable_parallel_optimizer and zero_level(config) != "level1"
-    return degrees.pipeline_stage > 1 or (shares and config.runner_config.gradient_accumulation_steps > 1)
+    """Returns whether micro-batches must call one graph: in a pipeline, or with sharded sums of gradients."""
+    shards_sums = config.parallel.enable_parallel_optimizer and zero_level(config) != "level1"
+    return degrees.pipeline_stage > 1 or (shards_sums and config.runner_config.gradient_accumulation_steps > 1)
 
 
 def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
-    """What the audit shows of this mode: the cells from outer to inner, their settings, stages and strategies.
+    """Returns the audit's table of this mode: the cells from outer to inner, their settings, stages and strategies.
 
-    It is built as for a training; a single process stands for as many ranks as the degrees ask for.
+    The cells are built as for a training. A single process stands for the number of ranks of the parallel degrees.
 
     Raises:
-        UserError: The configuration asks for what this mode cannot do.
+        UserError: The configuration requests a feature that this mode does not support.
     """
-    built = build_semi_auto(config, world if world.size > 1 else world_of(parallel_degrees(config, world).ranks))
+    if world.size == 1:
+        world = world_of(parallel_degrees(config, world).ranks)
+    built = build_semi_auto(config, world)
     network = built.network
     loss = built.loss
     cells = [built.network]
     while cells[-1] is not loss:
         cells.append(cells[-1].network)
-    shared = network._enable_parallel_optimizer
-    interleaved = network._pipeline_interleave
-    threshold = (
-        f"shared by data-parallel ranks (hsdp, {zero_level(config)}), of parameters from"
-        f" {network._parallel_optimizer_threshold} KB"
-    )
-    order = f", {'interleaved ' if interleaved else ''}{network._pipeline_scheduler}"
-    again = recompute_text(recomputed_parts(config))
-    sequence = "by tensor-parallel ranks too (sequence parallelism)" if config.parallel_config.use_seq_parallel else ""
+    mode = f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"
+    if network._pipeline_stages > 1 and network._pipeline_interleave:
+        mode += f", interleaved {network._pipeline_scheduler}"
+    elif network._pipeline_stages > 1:
+        mode += f", {network._pipeline_scheduler}"
+    batch = "its part of the batch"
+    if network._full_batch:
+        batch = "the whole batch"
+    state = "whole on every rank"
+    if network._enable_parallel_optimizer:
+        threshold = network._parallel_optimizer_threshold
+        state = f"shared by data-parallel ranks (hsdp, {zero_level(config)}), of parameters from {threshold} KB"
     rows = [
         ("network", " ( ".join(_name(cell) for cell in cells) + " )" * (len(cells) - 1)),
-        ("mode", f"{network._parallel_mode}, {network._pipeline_stages} pipeline stage(s)"
-         + (order if network._pipeline_stages > 1 else "")),
-        ("data of a rank", "the whole batch" if network._full_batch else "its part of the batch"),
+        ("mode", mode),
+        ("data of a rank", batch),
         ("optimizer", config.optimizer.type),
-        ("optimizer state", threshold if shared else "whole on every rank"),
+        ("optimizer state", state),
         ("weights", f"{len(loss.by_name)}, allocated once MindSpore has sharded them (no_init_parameters)"),
     ]
-    rows += [("tokens are shared", sequence)] if sequence else []
-    rows += [("activations", again)] if again else []
+    if config.parallel_config.use_seq_parallel:
+        rows.append(("tokens are shared", "by tensor-parallel ranks too (sequence parallelism)"))
+    recomputed = recompute_text(recomputed_parts(config))
+    if recomputed:
+        rows.append(("activations", recomputed))
     return [*rows, *_stages(loss), *_strategies(loss), *(("note", note) for note in semi_auto_notes(config))]
 
 
 def _name(cell: nn.Cell) -> str:
     micro_batches = getattr(cell, "micro_size", None)
-    return type(cell).__name__ + (f", {micro_batches} micro-batches" if micro_batches else "")
+    if micro_batches:
+        return f"{type(cell).__name__}, {micro_batches} micro-batches"
+    return type(cell).__name__
 
 
 def _stages(loss: LossCell) -> list[tuple[str, str]]:
-    """Layers by the stage of a pipeline; nothing without one."""
-    decoder = loss.decoder
-    found = {}
-    for number, layer in enumerate(decoder.layers):
-        found.setdefault(getattr(layer, "pipeline_stage", None), set()).add(number)
-    if len(found) < 2:
+    """Returns the layers of each pipeline stage; nothing without a pipeline."""
+    layers_by_stage: dict[int, set[int]] = {}
+    for number, layer in enumerate(loss.decoder.layers):
+        layers_by_stage.setdefault(getattr(layer, "pipeline_stage", -1), set()).add(number)
+    if len(layers_by_stage) < 2:
         return []
-    return [(f"stage {stage}", layer_text(layers)) for stage, layers in sorted(found.items())]
+    return [(f"stage {stage}", layer_text(layers)) for stage, layers in sorted(layers_by_stage.items())]
 
 
 def _strategies(loss: LossCell) -> list[tuple[str, str]]:
-    """The strategy of each matrix product of the first layer, which is the same in all layers."""
-    found = []
+    """Returns the strategy of each matrix product of the first layer; all layers have the same."""
+    rows = []
     for name, cell in loss.decoder.layers[0].cells_and_names():
         strategy = getattr(getattr(cell, "product", None), "in_strategy", None)
         if strategy:
             projection = name.removeprefix("block.").partition(".linear")[0]
-            found.append((projection, f"input {strategy[0]}, weight {strategy[1]}"))
-    return found
+            rows.append((projection, f"input {strategy[0]}, weight {strategy[1]}"))
+    return rows

@@ -1,4 +1,4 @@
-"""Rules of MindSpore's semi-automatic mode: what it does not support, what has no effect, which data a step reads."""
+"""Rules of MindSpore's semi-automatic mode: unsupported keys, keys without effect, and the data of a step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from trainer.parallel.world import World
 
 _NOT_YET = "not yet supported in semi-automatic mode"
 _FUSED = {"allreduce": ("auto", "size", "index"), "allgather": ("auto", "size"), "reducescatter": ("auto", "size")}
-"""Collectives that MindSpore joins, and the modes of each."""
-_INSTEAD = "or use data parallelism, the trainer's own (parallel_mode 0)"
+"""Collectives that MindSpore fuses, and the modes of each."""
+_INSTEAD = "or set parallel.parallel_mode to 0 (explicit mode)"
 
 
 def data_config(config: Config, world: World) -> Config:
-    """The configuration as the data sees it: every rank reads the rows of all, and cuts the batch afterwards."""
+    """Returns the configuration for the data: every rank reads the sequences of all ranks and selects its own later."""
     runner = config.runner_config
     degrees = parallel_degrees(config, world)
     rows = runner.batch_size * degrees.data_parallel
@@ -39,57 +39,56 @@ def data_config(config: Config, world: World) -> Config:
 
 
 def semi_auto_notes(config: Config) -> Iterator[str]:
-    """What of the file has no effect, or another one, in semi-automatic mode."""
+    """Yields notes about keys that have no effect, or another one, in semi-automatic mode."""
     yield from pipeline_notes(config)
     if config.context.mode == 1:
         yield Note("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
     if config.decoder.experts is not None and config.decoder.experts.moe_token_dispatcher_type == "allgather":
         yield Note("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
     if config.network.labels_text == "tokens":
-        parts = ""
+        parts = []
         if model_spec(config.decoder).mtp_modules:
-            parts = "multi-token prediction modules"
+            parts.append("losses of MTP modules")
         if config.decoder.moe_layers:
-            parts += (" and " if parts else "") + "balance losses of the experts"
+            parts.append("losses of the routers")
         if parts:
-            yield f"the loss of a training step is what is minimised, the {parts} included"
+            yield f"the loss of a training step includes the {' and the '.join(parts)}"
 
 
 def semi_auto_problems(config: Config, world: World) -> list[ConfigError]:
-    """What keeps this job from running in semi-automatic mode."""
+    """Returns the reasons why this job cannot run in semi-automatic mode."""
     return list(_unsupported(config, world)) or fit_problems(config, world)
 
 
 def speed_up_file(config: Config) -> Path | None:
-    """The file for MindSpore's `AutoParallel.transformer_opt`."""
-    written = (config.context.ascend_config or {}).get(SPEED_UP_KEY)
-    if written:
-        return Path(written).expanduser()
+    """Returns the file for MindSpore's `AutoParallel.transformer_opt`, or None."""
+    path = (config.context.ascend_config or {}).get(SPEED_UP_KEY)
+    if path:
+        return Path(path).expanduser()
     return None
 
 
-def missing_files(config: Config) -> Iterator[ConfigError]:
-    """Files that a run reads; a plan for another machine does not need them."""
+def missing_files(config: Config) -> list[ConfigError]:
+    """Returns an error for each missing file that a run reads; a plan for another machine does not need it."""
     file = speed_up_file(config)
-    if file is not None and not file.is_file():
-        key = f"context.ascend_config.{SPEED_UP_KEY}"
-        yield problem(config, key, "there is no such file", "correct the path, or remove the key", value=str(file))
+    if file is None or file.is_file():
+        return []
+    key = f"context.ascend_config.{SPEED_UP_KEY}"
+    return [problem(config, key, "there is no such file", "correct the path, or remove the key", value=str(file))]
 
 
 def semi_auto_without_device(config: Config) -> UserError:
-    """Says that semi-automatic mode is not for this machine."""
-    rule = (
-        "MindSpore compiles semi-automatic parallelism for Ascend and GPU alone, never for a CPU, which this run is on"
-    )
-    fix = "add --parallel_fallback explicit for data parallelism, the trainer's own; or set it to 0, which is the same"
+    """Returns the error for a run in semi-automatic mode on a CPU."""
+    rule = "semi-automatic mode requires Ascend or GPU; this run uses the CPU"
+    fix = "add --parallel_fallback explicit, or set it to 0 (explicit mode)"
     return problem(config, "parallel.parallel_mode", rule, fix).error
 
 
 def _unsupported(config: Config, world: World) -> Iterator[ConfigError]:
-    """What the mode cannot do."""
+    """Yields an error for each requested feature that the mode does not support."""
     if not config.trains:
         fix = "run it alone, without launch, or add --parallel_fallback explicit"
-        yield problem(config, "run_mode", "semi-automatic mode trains only", fix)
+        yield problem(config, "run_mode", "semi-automatic mode supports train and finetune only", fix)
         return
     yield from _communication(config, parallel_degrees(config, world))
     yield from _not_in_one_graph(config)
@@ -102,18 +101,19 @@ def _unsupported(config: Config, world: World) -> Iterator[ConfigError]:
 
 
 def _only_data_parallel(config: Config) -> Iterator[ConfigError]:
-    """The degrees that would cut a classifier's matrices or layers."""
+    """Yields an error for each parallel degree of a classifier except data_parallel."""
     for name in sorted({*Degrees._fields} - {"data_parallel"}):
         if getattr(config.parallel_config, name) > 1:
-            rule = "a classifier has data parallelism alone"
+            rule = "a classifier supports data parallelism only"
             yield problem(config, f"parallel_config.{name}", rule, "set it to 1, and raise data_parallel instead")
 
 
 def _degrees(config: Config) -> Iterator[ConfigError]:
     yield from tensor_problems(config)
     if config.parallel_config.context_parallel > 1:
-        rule = "explicit mode (parallel.parallel_mode 0) divides sequences, semi-automatic mode does not"
-        yield problem(config, "parallel_config.context_parallel", rule, "set parallel.parallel_mode to 0, or this to 1")
+        rule = "semi-automatic mode does not support context parallelism"
+        fix = "set parallel.parallel_mode to 0, or context_parallel to 1"
+        yield problem(config, "parallel_config.context_parallel", rule, fix)
 
 
 def _expert_parallel(config: Config) -> Iterator[ConfigError]:
@@ -137,38 +137,38 @@ def _expert_parallel(config: Config) -> Iterator[ConfigError]:
 
 
 def _communication(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
-    """What ranks send each other."""
-    for name, written in (config.parallel.comm_fusion or {}).items():
-        mistake = _fusion_mistake(name, written)
+    """Yields errors about the settings of collectives."""
+    for name, setting in (config.parallel.comm_fusion or {}).items():
+        mistake = _fusion_mistake(name, setting)
         if mistake:
             key = "parallel.comm_fusion"
-            yield problem(config, f"{key}.{name}", *mistake, value=written, because=key)
+            yield problem(config, f"{key}.{name}", *mistake, value=setting, because=key)
     size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
-    copies = degrees.data_parallel
+    replicas = degrees.data_parallel
     key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
     fix = "write -1 for all of them"
-    if size == 0 or 0 < size <= copies and copies % size:
-        rule = "must be the number of ranks that share a weight"
+    if size == 0 or 0 < size <= replicas and replicas % size:
+        rule = "must be the number of ranks that shard the optimizer state of a weight"
         if size:
-            rule = f"must divide data_parallel {copies}"
+            rule = f"must divide data_parallel {replicas}"
         yield problem(config, key, rule, fix)
     elif config.parallel.enable_parallel_optimizer and size > degrees.ranks:
         # MindSpore 2.10 then says: parallel init failed.
         yield problem(config, key, f"the job has {degrees.ranks} ranks", fix)
 
 
-def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
-    """Rule and fix for an entry of `comm_fusion` that is not as MindSpore's `AutoParallel.comm_fusion` documents it."""
+def _fusion_mistake(name: str, setting: Any) -> tuple[str, str] | None:
+    """Returns rule and fix for an entry of `comm_fusion` that MindSpore does not document; None if it is right."""
     if name == "openstate":
-        if isinstance(written, bool):
+        if isinstance(setting, bool):
             return None
-        return ("must be True or False", "True joins collectives")
+        return ("must be True or False", "write True to fuse collectives")
     if name not in _FUSED:
-        return f"MindSpore joins {', '.join(_FUSED)}", f"write one of openstate, {', '.join(_FUSED)}"
-    if not isinstance(written, dict) or set(written) != {"mode", "config"}:
+        return f"MindSpore fuses {', '.join(_FUSED)}", f"write one of openstate, {', '.join(_FUSED)}"
+    if not isinstance(setting, dict) or set(setting) != {"mode", "config"}:
         return "must have the keys mode and config", "write {mode: auto, config: null}"
-    mode = written["mode"]
-    value = written["config"]
+    mode = setting["mode"]
+    value = setting["config"]
     if mode not in _FUSED[name]:
         return f"its mode must be {one_of(_FUSED[name])}", "write {mode: auto, config: null}"
     if mode == "auto":
@@ -176,12 +176,11 @@ def _fusion_mistake(name: str, written: Any) -> tuple[str, str] | None:
             return None
         return ("mode auto takes no config", "write config: null, or mode: size")
     if mode == "size":
-        right = type(value) is int and value > 0
-        if right:
+        if type(value) is int and value > 0:
             return None
         return ("the config of mode size is a number of megabytes above 0", "write config: 64")
-    right = isinstance(value, list) and value and all(type(index) is int and index >= 0 for index in value)
-    if right and value == sorted(set(value)):
+    are_indices = isinstance(value, list) and value and all(type(index) is int and index >= 0 for index in value)
+    if are_indices and value == sorted(set(value)):
         return None
     return "the config of mode index is a list of ascending numbers of gradients", "write for example config: [10, 20]"
 
@@ -195,30 +194,31 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b" and not interleaves:
         key = "parallel.pipeline_config.pipeline_scheduler"
         fix = "write 1f1b, or set pipeline_interleave to True"
-        yield problem(config, key, "without pipeline_interleave MindSpore has 1f1b alone", fix)
+        yield problem(config, key, "without pipeline_interleave MindSpore supports 1f1b only", fix)
     if problems or any(stage_problems(config)):
         return
     for stage, layers in enumerate(stage_layers(config)[1:-1], 1):  # the first has the embedding, the last the head
         if not layers:  # MindSpore 2.10: "Stage num is 4 which is not equal to stage used: 3"
-            rule = f"leaves stage {stage} without a layer"
-            yield problem(config, "model.model_config.offset", rule, "give every stage one")
+            rule = f"assigns no layer to pipeline stage {stage}; every stage needs at least one"
+            fix = "change offset so that every stage has a layer"
+            yield problem(config, "model.model_config.offset", rule, fix)
 
 
 def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
-    """What a run does on the host, or between the graphs of its blocks."""
+    """Yields errors about features that do not work in one graph of the whole step."""
     settings = config.decoder
     sequence = config.parallel_config.use_seq_parallel
     adapter = adapter_spec(settings)
     if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:
-        rule = f"{_NOT_YET} with latent attention and sequence parallelism"
+        rule = f"{_NOT_YET} with MLA and sequence parallelism"
         fix = "set it to 0, or use_seq_parallel to False"
         yield problem(config, f"{SECTION}.lora_dropout", rule, fix)
-    staged = config.parallel_config.pipeline_stage > 1
-    staged = staged or zero_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
-    drops = settings.hidden_dropout or settings.attention_dropout
-    if drops and settings.maps_embedding and config.parallel.enable_parallel_optimizer and staged:
+    shards_sums = zero_level(config) != "level1" and config.runner_config.gradient_accumulation_steps > 1
+    calls_one_graph = config.parallel_config.pipeline_stage > 1 or shards_sums
+    has_dropout = settings.hidden_dropout or settings.attention_dropout
+    if has_dropout and settings.maps_embedding and config.parallel.enable_parallel_optimizer and calls_one_graph:
         # MindSpore 2.10 does not compile it ("The pointer[prim] is null", node_info.cc).
-        rule = f"{_NOT_YET} with dropout, shared optimizer state and a pipeline or shared sums of gradients"
+        rule = f"{_NOT_YET} with dropout, sharded optimizer state and a pipeline or sharded sums of gradients"
         fix = "set hidden_dropout and attention_dropout to 0, or enable_parallel_optimizer to False"
         yield problem(config, "model.model_config.embedding_size", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:

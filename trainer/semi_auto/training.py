@@ -1,4 +1,4 @@
-"""Sets up a training in MindSpore's semi-automatic mode: the device, the ranks, the graph and its parameters."""
+"""Opens a training in MindSpore's semi-automatic mode: device, ranks, graph and parameters."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def open_semi_auto_training(
     world: World,
     device: str = "Ascend",
 ) -> GraphStep:
-    """The step of a training, compiled and with its first weights.
+    """Returns the step of a training, compiled and with its initial weights.
 
     Args:
         schedule: Learning rate of update number `n`, from 0.
-        weights: Of the whole model, checked to fit; None for those of `seed`.
-        world: This rank and the number of ranks. A single rank is not sharded, and runs on a CPU too.
+        weights: The unsharded weights of the model, which must fit; None for random weights from `seed`.
+        world: This rank and the number of ranks. A single rank is not sharded, and may run on a CPU.
 
     Raises:
-        UserError: The configuration asks for what this mode cannot do.
+        UserError: The configuration requests a feature that this mode does not support.
         RunError: The other ranks do not answer.
     """
     set_up_device(config, device, world)
@@ -53,28 +53,28 @@ def open_semi_auto_training(
     if degrees.expert_parallel > 1:
         make_group(*expert_group(degrees, world.rank))
     built = build_semi_auto(config, world, device)
-    window = graph_batch(config, world)
+    batch = graph_batch(config, world)
     with graph_mode():
-        built.network.compile(*window.tensors([], 0.0))
+        built.network.compile(*batch.tensors([], 0.0))
     parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
     parameters.start(weights)
     shapes = trained_shapes(config)
     groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
-    trained = {name: parameter for name, parameter in parameters.local.items() if name in shapes}  # this rank's parts
+    trained = {name: parameter for name, parameter in parameters.local.items() if name in shapes}
     stages = degrees.pipeline_stage
     routers = None
     if config.network.moe_layers:
-        speaks = None
+        sends_counts = None
         if stages > 1:
-            speaks = world.rank % (world.size // stages) == 0
-        routers = GraphRouters(config, built.loss.decoder, parameters, communicator, speaks)
+            sends_counts = world.rank % (world.size // stages) == 0
+        routers = GraphRouters(config, built.loss.decoder, parameters, communicator, sends_counts)
     return GraphStep(
         built.network,
         built.step,
         build_optimizer(trained, groups, config.optimizer),
         schedule,
         config.runner_wrapper,
-        window=window,
+        batch=batch,
         parameters=parameters,
         communicator=communicator,
         model=GraphEvaluator(built.loss, config, world),
@@ -85,14 +85,14 @@ def open_semi_auto_training(
 
 
 def graph_batch(config: Config, world: World) -> GraphBatch:
-    """The batch of a step, and which of its rows this rank hands to the graph."""
-    read = data_config(config, world).runner_config
-    rows = read.batch_size * read.gradient_accumulation_steps
-    own = local_rows(config, world, rows, read.gradient_accumulation_steps)
+    """Returns what makes the input of the graph for a step."""
+    runner = data_config(config, world).runner_config
+    micro_batches = runner.gradient_accumulation_steps
+    rows = runner.batch_size * micro_batches
     seeds = None
     if uses_dropout(config.decoder):
-        seeds = MaskSeeds(config.seed, read.gradient_accumulation_steps, parallel_degrees(config, world).data_parallel)
-    return GraphBatch(rows, config.network, own, seeds)
+        seeds = MaskSeeds(config.seed, micro_batches, parallel_degrees(config, world).data_parallel)
+    return GraphBatch(rows, config.network, local_rows(config, world, rows, micro_batches), seeds)
 
 
 def _place_in_group(group: str) -> tuple[int, int]:
