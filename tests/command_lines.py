@@ -43,7 +43,7 @@ class Answer(NamedTuple):
 
 
 def answers_of(lines: Mapping[str, Sequence[object]], cwd: Path, **environment: str) -> dict[str, Answer]:
-    """The answers by the names of the command lines, which are arguments of the program."""
+    """Returns the answers by the names of the command lines, which are arguments of the program."""
     done = subprocess.run(
         [sys.executable, "-c", _RUNNER],
         input=json.dumps({name: [*map(str, arguments)] for name, arguments in lines.items()}),

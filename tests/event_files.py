@@ -43,7 +43,7 @@ def _add(found: Events, event: Any) -> None:
 
 
 def _masked(data: bytes) -> int:
-    """The checksum as TFRecord stores it: CRC-32C, rotated by 15 bits, plus a constant."""
+    """Returns the checksum as TFRecord stores it: CRC-32C, rotated by 15 bits, plus a constant."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)

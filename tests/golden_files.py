@@ -64,7 +64,8 @@ class OptimizerCase(NamedTuple):
 
 
 def golden_gradient(step: int, index: int, shape: tuple[int, ...]) -> np.ndarray:
-    """The gradient that update ``step`` (from 0) sees for tensor number ``index``: float32, computed in float64.
+    """Returns the gradient that update ``step`` (from 0) sees for tensor number ``index``: float32, computed in
+    float64.
 
     With k the flat index of an element: 10**(1 - 2 index) * sin(0.7 k + 0.3 (index + 1) step + 0.1), so tensor 0 has
     gradients of 10, tensor 3 of 1e-5 (where eps is felt). Tensor 2 has a gradient of zero in the first five steps.
@@ -103,7 +104,7 @@ def load_optimizer_case(name: str) -> OptimizerCase:
 
 
 def model_settings(config: dict[str, Any]) -> dict[str, Any]:
-    """The ``model_config`` section of a YAML that describes the model of a golden case."""
+    """Returns the ``model_config`` section of a YAML that describes the model of a golden case."""
     is_glm, is_sandwich = config["model_type"] in ("glm", "glm4"), config["model_type"] == "glm4"
     head_dim = config["head_dim"] if "head_dim" in config else config["hidden_size"] // config["num_attention_heads"]
     return {

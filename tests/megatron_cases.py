@@ -12,7 +12,7 @@ DOCUMENTS = {"a": (40, 300), "b": (11, 70_000), "c": (23, 300)}
 
 
 def documents_of(name: str) -> list[np.ndarray]:
-    """Documents of 1 to 33 tokens, each with the token `EOD` at its end: int64 [tokens]."""
+    """Returns documents of 1 to 33 tokens, each with the token `EOD` at its end: int64 [tokens]."""
     count, vocab_size = DOCUMENTS[name]
     start, found = 1_000 * ord(name), []
     for number in range(count):

@@ -107,7 +107,7 @@ def central_differences(
 
 
 def distance(ours: np.ndarray, right: np.ndarray) -> float:
-    """Largest difference relative to the largest right value."""
+    """Returns largest difference relative to the largest right value."""
     ours, right = np.asarray(ours, np.float64), np.asarray(right, np.float64)
     assert ours.shape == right.shape, f"shape {ours.shape} instead of {right.shape}"
     return float(np.abs(ours - right).max() / max(np.abs(right).max(), 1e-30))

@@ -27,7 +27,7 @@ _LIMIT_SECONDS = 240
 
 
 def on_rank_processes(ranks: int, function: str, *arguments: Any, limit_seconds: float = _LIMIT_SECONDS) -> list[Any]:
-    """The results of all ranks, in order.
+    """Returns the results of all ranks, in order.
 
     Args:
         function: "module:function", of a module beside the calling test or in tests/; it gets the group of all ranks

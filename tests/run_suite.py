@@ -86,7 +86,7 @@ class Running(NamedTuple):
 
 
 def batches(tests: Path = TESTS) -> list[Batch]:
-    """Every test file once; the longest batches come first, so that all cores end at about the same time."""
+    """Returns every test file once; the longest batches come first, so that all cores end at about the same time."""
     found = []
     for folder in {path.parent.name for path in tests.glob("*/test_*.py")}:
         every = {f"{folder}/{path.name}" for path in (tests / folder).glob("test_*.py")}
@@ -159,8 +159,8 @@ def closing_line(total: dict[str, int], seconds: float) -> str:
 
 
 def next_batch(waiting: Sequence[Batch], core: int | None, running: Sequence[Batch] = ()) -> Batch | None:
-    """The first batch for a core, or beside those of the cores: of these one with jobs and one that waits at a time. A
-    core without a batch of its own takes one of them."""
+    """Returns the first batch for a core, or beside those of the cores: of these one with jobs and one that waits at a
+    time. A core without a batch of its own takes one of them."""
     has_job, has_waiting = (any(batch.jobs and batch.waits == waits for batch in running) for waits in (False, True))
     jobs = [batch for batch in waiting if batch.jobs and not (has_job and not batch.waits)]
     if core is None:

@@ -42,7 +42,7 @@ numbers move by up to u, and this distance is about u / 3."""
 
 
 def rounding_limit(*terms: int, scale: float = 1.0) -> float:
-    """Largest relative difference by rounding.
+    """Returns largest relative difference by rounding.
 
     Args:
         terms: Lengths of the sums, and numbers of single operations, that follow each other on the longest path.

@@ -78,7 +78,7 @@ def on_ascend(
     steps: int = 2,
     **options: Any,
 ) -> OnAscend:
-    """A case: a configuration with changes, which replace single keys however deep they lie.
+    """Returns a case: a configuration with changes, which replace single keys however deep they lie.
 
     Args:
         model: Changes of `model.model_config`.

@@ -20,7 +20,7 @@ STARTS = "start_all_reduce", "start_reduce_scatter", "start_all_gather"
 
 
 def overlapped(run: CaseRun) -> dict[str, Any]:
-    """A training with gradients in buckets of `bucket_bytes`.
+    """Returns a training with gradients in buckets of `bucket_bytes`.
 
     Returns:
         events: Of the last step, in order: ["backward", "ends"] of a micro-batch, ["gradient", its name] in the last
@@ -76,12 +76,12 @@ def overlapped(run: CaseRun) -> dict[str, Any]:
 
 
 def micro_batches(run: CaseRun) -> dict[str, Any]:
-    """How many micro-batches a step has."""
+    """Returns how many micro-batches a step has."""
     return {"micro_batches": run.config.runner_config.gradient_accumulation_steps}
 
 
 def sharded(run: CaseRun) -> dict[str, Any]:
-    """A training in semi-automatic mode, and an evaluation after it where the option `evaluates` asks for one.
+    """Returns a training in semi-automatic mode, and an evaluation after it where the option `evaluates` asks for one.
 
     Returns:
         shapes: Of this rank's part of each parameter, those that add up gradients too.

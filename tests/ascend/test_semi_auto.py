@@ -48,8 +48,8 @@ PLAIN = {
 def sharded(
     degrees: str, parallel: dict[str, Any], model: dict[str, Any], rank: int = 0, level: str = "O0"
 ) -> OnAscend:
-    """A case that says the shapes of its parameters and its operators. The dtype and the attention are the defaults of
-    an Ascend."""
+    """Returns a case that says the shapes of its parameters and its operators. The dtype and the attention are the
+    defaults of an Ascend."""
     top = {"parallel_config": DEGREES[degrees], "parallel": parallel, "context": {"jit_config": {"jit_level": level}}}
     process = f"{degrees if 'pipeline' in degrees else ''}{bool(parallel.get('enable_parallel_optimizer'))}"
     model = {"compute_dtype": None, "use_flash_attention": None} | model
@@ -98,7 +98,7 @@ def test_the_host_reads_one_small_tensor_a_step(bench: Bench) -> None:
 
 
 def weights_of(name: str) -> dict[str, list[int]]:
-    """The shapes of whole weights."""
+    """Returns the shapes of whole weights."""
     config = parse_config(name, CASES[name].case.config)
     return {weight: list(shape) for weight, shape in all_shapes(config.decoder).items()}
 
@@ -116,7 +116,7 @@ def shard_of(shape: list[int], name: str) -> list[int]:
 
 
 def names_of(found: Measurement) -> set[str]:
-    """The names of its collectives."""
+    """Returns the names of its collectives."""
     return {each.name for each in found.collectives}
 
 

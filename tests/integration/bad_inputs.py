@@ -72,17 +72,17 @@ class Case:
 
 
 def line(name: str, old: str, new: str, *parts: str) -> Case:
-    """A mistake in the file: the message names the line."""
+    """Returns a mistake in the file: the message names the line."""
     return Case(name, ("{at}", *parts, "Fix: "), old, new)
 
 
 def flag(name: str, flags: str, *parts: str) -> Case:
-    """A mistake on the command line."""
+    """Returns a mistake on the command line."""
     return Case(name, (*parts, "Fix: "), flags=tuple(flags.split()))
 
 
 def file(name: str, config: str, *parts: str) -> Case:
-    """A file that is no configuration."""
+    """Returns a file that is no configuration."""
     return Case(name, parts, config=config)
 
 
@@ -229,7 +229,7 @@ _TEXT_LOADER = "type: TextDataset\n    dataset_dir: {home}/data"
 
 
 def record(name: str, file: str, *parts: str, more: str = "") -> Case:
-    """A mistake in a file of records, or in how it is read."""
+    """Returns a mistake in a file of records, or in how it is read."""
     return Case(name, (*parts, "Fix: "), _TEXT_LOADER, f"type: JsonlDataset\n    dataset_dir: {file}{more}")
 
 

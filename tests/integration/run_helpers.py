@@ -30,7 +30,7 @@ WORDS = "the cat sat on a mat and saw dogs run over hills while rain fell down f
 
 
 def write_corpus(folder: Path, documents: int = 6, lines: int = 8) -> Path:
-    """A folder of short texts of unequal lengths: rows with document boundaries at changing places."""
+    """Returns a folder of short texts of unequal lengths: rows with document boundaries at changing places."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(7)
     for number in range(documents):
@@ -51,7 +51,7 @@ def write_instructions(path: Path, records: int = 48) -> Path:
 
 
 def settings(folder: Path, data: Path | str) -> dict[str, Any]:
-    """A configuration that trains in a second: 2 layers, hidden 16, rows of 16 bytes."""
+    """Returns a configuration that trains in a second: 2 layers, hidden 16, rows of 16 bytes."""
     return {
         "output_dir": str(folder / "output"),
         "report": False,
@@ -147,7 +147,7 @@ def figures(output: Path, name: str = "metrics.jsonl") -> list[tuple]:
 
 
 def arrays_of(output: Path, step: int | None = None) -> dict[str, np.ndarray]:
-    """Weights and optimizer state of a checkpoint, the newest by default, by part and name."""
+    """Returns weights and optimizer state of a checkpoint, the newest by default, by part and name."""
     folder = output / "checkpoints"
     path = newest_complete(folder) if step is None else folder / f"step-{step:08d}"
     tensors = read_checkpoint(path).tensors
@@ -205,7 +205,7 @@ def start(
 
 
 def finish(process: subprocess.Popen, timeout_seconds: float = 60) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error; never leaves the process running."""
+    """Returns exit code, standard output and standard error; never leaves the process running."""
     try:
         output, errors = process.communicate(timeout=timeout_seconds)
     finally:
@@ -227,6 +227,6 @@ def wait_until(holds: Callable[[], bool], process: subprocess.Popen, timeout_sec
 
 
 def steps_done(output: Path) -> int:
-    """Steps that a running training has written down."""
+    """Returns steps that a running training has written down."""
     path = output / "metrics.jsonl"
     return path.read_text(encoding="utf-8").count('"loss"') if path.exists() else 0

@@ -127,7 +127,7 @@ def filled(text: str, home: Path) -> str:
 
 
 def arguments_of(case: Case, home: Path, number: int) -> tuple[list[str], str]:
-    """The command line, and file with line where its mistake is."""
+    """Returns the command line, and file with line where its mistake is."""
     if case.config:
         return ["--config", filled(case.config, home)], ""
     folder = home / f"case-{number}"
@@ -164,7 +164,7 @@ def answers(home: Path, places: dict) -> dict[str, Answer]:
 
 
 def contents(home: Path) -> dict[str, bytes]:
-    """All folders and files but the cache of token files, which may grow."""
+    """Returns all folders and files but the cache of token files, which may grow."""
     paths = [path for path in home.rglob("*") if home / "cache" not in (path, *path.parents)]
     return {str(path): path.read_bytes() if path.is_file() else b"" for path in paths}
 

@@ -44,7 +44,7 @@ def test_there_are_configurations() -> None:
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of Hugging Face without weights, which run mode train does not need."""
+    """Returns a folder of Hugging Face without weights, which run mode train does not need."""
     folder = tmp_path_factory.mktemp("model")
     for name, content in folder_files(config_of(REPOSITORY / "configs" / "quickstart.yaml")).items():
         (folder / name).write_bytes(content)

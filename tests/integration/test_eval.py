@@ -53,7 +53,7 @@ def evaluate(path: Path, trained: Path, **flags: object) -> dict:
 
 
 def by_numpy(path: Path, trained: Path, rows: int | None = None, **flags: object) -> tuple[float, int]:
-    """Mean loss of a valid token, row by row, from the model's logits in float64; and how many tokens."""
+    """Returns mean loss of a valid token, row by row, from the model's logits in float64; and how many tokens."""
     from trainer.run.session import open_session
 
     config = config_of(path, run_mode="eval", load_checkpoint=trained, context__mode=1, **flags)

@@ -24,7 +24,7 @@ SECTIONS = {
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
-    """The folder of a run, with its configuration as run.yaml."""
+    """Returns the folder of a run, with its configuration as run.yaml."""
     folder = home / "whole"
     train(write_config(folder, home / "data", SECTIONS), runner_config__stop_step=6)
     return folder

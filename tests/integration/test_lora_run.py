@@ -83,7 +83,7 @@ def whole(home: Path, path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def merged(home: Path, path: Path, whole: Path) -> Path:
-    """The model with the adapters folded in."""
+    """Returns the model with the adapters folded in."""
     file = home / "merged" / "model.safetensors"
     output = exported("--config", path, "--adapter", whole, "--merge", "--output", file)
     assert output.startswith(f"wrote {file}: ") and "6 adapters" in output and "times 3" in output

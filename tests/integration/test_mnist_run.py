@@ -116,7 +116,8 @@ def assert_the_log(path: Path, output: Path) -> None:
 
 
 def forked_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An interpreter for msrun_launcher.sh whose job is forked from a process that has imported MindSpore, msrun too.
+    """Returns an interpreter for msrun_launcher.sh whose job is forked from a process that has imported MindSpore,
+    msrun too.
 
     Jobs that import it themselves: tests/parallel."""
     ensure_server()

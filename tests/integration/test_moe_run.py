@@ -45,7 +45,7 @@ def run(folder: Path, data: Path, changes: dict, steps: int, **flags: object) ->
 
 @pytest.fixture(scope="module")
 def capacity(home: Path) -> tuple[Path, str]:
-    """A run with capacity: its output folder and what it printed."""
+    """Returns a run with capacity: its output folder and what it printed."""
     folder = home / "capacity"
     return folder / "output", run(folder, home / "data", CAPACITY, 6)
 

@@ -41,7 +41,7 @@ MODELS = {
 
 @pytest.fixture(scope="module")
 def trained(home: Path) -> Path:
-    """A model that knows a little, so that its likeliest token is no coin toss."""
+    """Returns a model that knows a little, so that its likeliest token is no coin toss."""
     return train(write_config(home / "trained", home / "data", {"runner_config.epochs": 3}))
 
 
@@ -61,7 +61,7 @@ def logits_of(session, ids: list[int]) -> np.ndarray:
 
 
 def generate(session, prompts: list[list[int]], new: list[int], sampling: Sampling, eos: tuple = (), first: int = 0):
-    """New tokens of each row."""
+    """Returns new tokens of each row."""
     rows = [[] for _ in prompts]
     for tokens in Generator(session.model, session.build_inputs, eos).stream(prompts, new, sampling, first):
         for row, token in zip(rows, tokens, strict=True):
@@ -71,7 +71,7 @@ def generate(session, prompts: list[list[int]], new: list[int], sampling: Sampli
 
 
 def with_large_weights(session):
-    """Weights far from zero: logits differ clearly, and a wrong cache shows."""
+    """Returns weights far from zero: logits differ clearly, and a wrong cache shows."""
     from mindspore import Tensor
 
     draw = np.random.default_rng(3)

@@ -16,7 +16,7 @@ from trainer.profiling.window import is_profiled
 
 @pytest.fixture(scope="module")
 def profiled(home: Path) -> tuple[Path, str]:
-    """A run of four steps of which the second and third are profiled, and what it printed."""
+    """Returns a run of four steps of which the second and third are profiled, and what it printed."""
     path = write_config(home, home / "data", {"profile": True, "profile_start_step": 2, "profile_stop_step": 3})
     return train_and_read(path, runner_config__stop_step=4, profiler_level=1)
 

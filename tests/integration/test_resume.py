@@ -243,7 +243,7 @@ def test_a_checkpoint_that_remembers_no_settings_can_be_resumed(
 
 
 def refusal(path: Path, output: Path, **flags: object) -> str:
-    """The message of a resumed run that is refused; nothing in the folder changes."""
+    """Returns the message of a resumed run that is refused; nothing in the folder changes."""
     before = {name: (output / name).read_bytes() for name in files_below(output)}
     with pytest.raises(UserError) as caught:
         train(path, **{"output_dir": output, "resume_training": True, **flags})

@@ -39,7 +39,7 @@ LONG = {"runner_config": {"batch_size": 4, "epochs": 10_000}, "lr_schedule": {"t
 
 @pytest.fixture(scope="module")
 def uninterrupted(home: Path) -> Path:
-    """A run that nobody disturbs; the disturbed ones stop long before its end."""
+    """Returns a run that nobody disturbs; the disturbed ones stop long before its end."""
     return train(write_config(home / "quiet", home / "data", LONG), runner_config__stop_step=60)
 
 

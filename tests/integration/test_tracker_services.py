@@ -25,7 +25,7 @@ STEPS = range(1, 7)
 
 @pytest.fixture
 def output(request: pytest.FixtureRequest, home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of a run of four steps that is resumed for two more, with the tracker that the test names."""
+    """Returns the folder of a run of four steps that is resumed for two more, with the tracker that the test names."""
     name = request.param
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
@@ -51,8 +51,8 @@ def assert_the_numbers(found: Numbers, output: Path, steps: range = STEPS) -> No
 
 
 def log_records(path: Path) -> Iterator[bytes]:
-    """The records of a file in LevelDB's log format, after a header of seven bytes: blocks of 32 KiB, in them pieces
-    with checksum, length and kind, of which 1 is a whole record and 4 the last piece of one."""
+    """Yields the records of a file in LevelDB's log format, after a header of seven bytes: blocks of 32 KiB, in them
+    pieces with checksum, length and kind, of which 1 is a whole record and 4 the last piece of one."""
     data, place, record = path.read_bytes(), 7, b""
     while place + 7 <= len(data):
         left = (1 << 15) - place % (1 << 15)

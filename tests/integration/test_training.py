@@ -35,7 +35,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def first_run(home: Path) -> tuple[Path, str, str]:
-    """A run as a user starts it: a process of its own, in a folder of its own. Output folder and what it printed."""
+    """Returns a run as a user starts it: a process of its own, in a folder of its own. Output folder and what it
+    printed."""
     cwd = home / "cwd"
     changes = {"do_eval": True, "eval_step_interval": 10, "report": True}
     path = write_config(home / "first", home / "data", changes)
@@ -241,7 +242,7 @@ def test_sgd_trains_too_and_the_log_may_have_mindformers_format(home: Path, caps
 
 
 def to_bfloat16(array: np.ndarray) -> np.ndarray:
-    """The upper halves, rounded to nearest even."""
+    """Returns the upper halves, rounded to nearest even."""
     bits = array.view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 

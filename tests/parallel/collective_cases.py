@@ -17,12 +17,12 @@ def numbers_of(rank: int) -> list[float]:
 
 
 def text_of(rank: int) -> bytes:
-    """Bytes of another length on every rank; none at all on rank 1."""
+    """Returns bytes of another length on every rank; none at all on rank 1."""
     return b"" if rank == 1 else bytes(range(256)) * (rank + 1) + "später"[: rank + 1].encode()
 
 
 def gradients_of(rank: int) -> list[np.ndarray]:
-    """Random gradients of `SHAPES`."""
+    """Returns random gradients of `SHAPES`."""
     random = np.random.default_rng(100 + rank)
     dtypes = [np.float16 if number in SUBLAYERS else np.float32 for number in range(len(SHAPES))]
     return [random.normal(size=shape).astype(dtype) for shape, dtype in zip(SHAPES, dtypes, strict=True)]
@@ -60,8 +60,8 @@ def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
 
 
 def pair_gradient(name: str, ranks: int, rank: int) -> np.ndarray:
-    """The gradient of the sum of all ranks' losses with respect to what this rank gave; that of a pair of tensor
-    parallelism takes what all ranks have alike for one thing, so its gradient is that of its name alone."""
+    """Returns the gradient of the sum of all ranks' losses with respect to what this rank gave; that of a pair of
+    tensor parallelism takes what all ranks have alike for one thing, so its gradient is that of its name alone."""
     shapes = {"AllGather": (2 * ranks * ranks, 3), "ReduceScatter": (2, 3)}
     every_g = np.stack([factors_of(each, shapes.get(name, (2 * ranks, 3))) for each in range(ranks)])
     if name in ("AllReduce", "CopyToTensorParallel"):

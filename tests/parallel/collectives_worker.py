@@ -124,7 +124,8 @@ def shared(group: ProcessGroup) -> dict[str, np.ndarray]:
 
 
 def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.ndarray]:
-    """Weights after updates with the whole state and with a shard of it, and the bytes of both; saves the shard."""
+    """Returns weights after updates with the whole state and with a shard of it, and the bytes of both; saves the
+    shard."""
     settings = parse_config("worker", '{"optimizer": {"type": "AdamW"}}').optimizer
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
     groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
@@ -197,7 +198,7 @@ class Gradient(nn.Cell):
 
 
 def native_operators(world: World, folder: Path) -> dict[str, list[str]]:
-    """The collectives in the graphs that a device would run, forward and backward."""
+    """Returns the collectives in the graphs that a device would run, forward and backward."""
     group = collectives.DeviceGroup(range(world.size), world.rank, communication.GlobalComm.WORLD_COMM_GROUP)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     x, found = Tensor(pair_input(group.rank, group.size)), {}

@@ -31,8 +31,8 @@ def nobody_left() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folder_of_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """A function that gives the folder in which the job of collectives_worker.py on so many ranks left its results. One
-    job serves all tests, whichever test process they run in."""
+    """Returns a function that gives the folder in which the job of collectives_worker.py on so many ranks left its
+    results. One job serves all tests, whichever test process they run in."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

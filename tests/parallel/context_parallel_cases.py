@@ -46,7 +46,8 @@ LAYOUTS = ((2, 1), (2, 2), (4, 1), (4, 4), (4, 2))
 
 
 def segments_of(case: Case) -> np.ndarray:
-    """Documents [B, T]: those of the first sequence end within chunks, one of the second is longer than a chunk."""
+    """Returns documents [B, T]: those of the first sequence end within chunks, one of the second is longer than a
+    chunk."""
     segments = np.zeros((ROWS, LENGTH), np.int32)
     if case.documents:
         for row, ends in enumerate(((3, 4, 13, 27), (18,))):
@@ -103,7 +104,8 @@ def on_rank(world: CpuGroup) -> dict[tuple[str, int, int], list[np.ndarray]]:
 
 
 def attend(world: CpuGroup, case: Case, size: int, ulysses: int) -> list[np.ndarray]:
-    """Result and gradients of a rank: those of the attention sublayer, whose output projection changes nothing."""
+    """Returns result and gradients of a rank: those of the attention sublayer, whose output projection changes
+    nothing."""
     degrees = Degrees(data_parallel=world.size // size, context_parallel=size)
     groups = process_groups(world, build_mesh(degrees, world.size), ulysses=ulysses)
     part = ContextShard(groups.cp.rank, size, ulysses)

@@ -35,7 +35,7 @@ def long_training(trainer: TinyTrainer, communicator: Communicator) -> dict[str,
 
 
 def overflow_of_one_rank(trainer: TinyTrainer, communicator: Communicator) -> dict[str, np.ndarray]:
-    """A gradient that is infinite on the last rank only."""
+    """Returns a gradient that is infinite on the last rank only."""
     step = trainer.step(communicator=communicator, runner_wrapper=SCALE)
     before, backward = trainer.weights(), step.backward
 

@@ -46,7 +46,7 @@ def exchanged_experts(group: CpuGroup) -> dict[str, np.ndarray]:
 
 
 def tokens_of(rank: int) -> tuple[np.ndarray, ...]:
-    """A rank's tokens, their gates and experts, and the gradient of the sum; nobody chooses the last expert."""
+    """Returns a rank's tokens, their gates and experts, and the gradient of the sum; nobody chooses the last expert."""
     random = np.random.default_rng(400 + rank)
     chosen = np.array([random.choice(EXPERTS - 1, CHOSEN, replace=False) for _ in range(TOKENS)], np.int32)
     y, grad = random.normal(size=(2, TOKENS, WIDTH)).astype(np.float32)

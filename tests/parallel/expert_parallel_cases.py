@@ -76,7 +76,7 @@ def computed(name: str, rank: int, group: CpuGroup | None = None) -> list[np.nda
 
 
 def inputs_of(name: str, rank: int) -> np.ndarray:
-    """The tokens of a rank, and the gradient of the result."""
+    """Returns the tokens of a rank, and the gradient of the result."""
     return np.random.default_rng(rank).normal(size=(2, TOKENS, settings_of(name).hidden_size)).astype(np.float32)
 
 

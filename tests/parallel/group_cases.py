@@ -29,7 +29,7 @@ class TwoLayers(nn.Cell):
 
 
 def sharded_layers(world: ProcessGroup, tensor: int) -> list[np.ndarray]:
-    """Output and gradients of two layers, the second with the weights of the first, on 2 x `tensor` ranks."""
+    """Returns output and gradients of two layers, the second with the weights of the first, on 2 x `tensor` ranks."""
     groups = process_groups(world, build_mesh(Degrees(data_parallel=world.size // tensor, model_parallel=tensor),
                                               world.size))  # fmt: skip
     x, a, b, dout = (Tensor(each) for each in whole(groups.dp.rank))

@@ -91,7 +91,7 @@ class Launcher:
         return json.loads(first.removeprefix("facts "))
 
     def family(self) -> list[psutil.Process]:
-        """Every living process that descends from this launcher, itself included."""
+        """Returns every living process that descends from this launcher, itself included."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -175,7 +175,7 @@ def forked_python() -> list[str]:
 
 
 def python_program(forked: bool = True) -> str:
-    """The interpreter for msrun_launcher.sh; a forked process of it starts in half the time."""
+    """Returns the interpreter for msrun_launcher.sh; a forked process of it starts in half the time."""
     ensure_server()
     return str(FORKED_PYTHON) if forked else sys.executable
 

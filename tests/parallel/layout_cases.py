@@ -120,7 +120,7 @@ def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
-    """The whole weights, each number from a rank that writes it to a checkpoint."""
+    """Returns the whole weights, each number from a rank that writes it to a checkpoint."""
     found: dict[str, np.ndarray] = {}
     own = {name: (each.spec, each.array.copy()) for name, each in step.state_dict_shard().weights.items()}
     for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(own))):

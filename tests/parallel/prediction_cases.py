@@ -42,7 +42,7 @@ def predicted_alone() -> Predicted:
 
 
 def _predicted(case: str, world: CpuGroup | None, name: str = "") -> list[list[int]]:
-    """The likeliest tokens, then sampled ones."""
+    """Returns the likeliest tokens, then sampled ones."""
     ranks = 1 if world is None else world.size
     one = config(case, Layout(**LAYOUTS[name]) if name else ALONE, ranks, layers=2)  # DeepSeek's second has experts
     where = SINGLE_PROCESS if world is None else World(world.rank, ranks, world.rank, ranks)

@@ -102,7 +102,7 @@ def data_ranks(case: str) -> int:
 
 
 def trained(group: ProcessGroup, case: str, levels: Sequence[str], steps: Sequence[int]) -> list[Trained]:
-    """A training for each level, of so many steps: "" shares nothing; "level3 level1" goes on with level1 after
+    """Returns a training for each level, of so many steps: "" shares nothing; "level3 level1" goes on with level1 after
     `RESUMED_AT` steps. A rank that is alone has the sequences of all."""
     # Who uses memory that was given back, gets what is no number.
     with mock.patch.object(compute_weights, "_free_pages", lambda flat: flat.fill(np.nan)):
@@ -136,7 +136,7 @@ def _trained(group: ProcessGroup, case: str, levels: Sequence[str], steps: int) 
 
 
 def saved(step: TrainStep, group: ProcessGroup) -> list[dict[str, np.ndarray]]:
-    """Weights and optimizer state as all ranks together write them; each number comes from one of them."""
+    """Returns weights and optimizer state as all ranks together write them; each number comes from one of them."""
     own = step.state_dict_shard()
     found: list[dict[str, np.ndarray]] = [{}, {}]
     for rank_parts in group.gather_bytes(pickle.dumps((dict(own.weights), dict(own.optimizer)))):
@@ -150,7 +150,7 @@ def saved(step: TrainStep, group: ProcessGroup) -> list[dict[str, np.ndarray]]:
 
 
 def resumed(step: TrainStep, config: Config, group: ProcessGroup) -> TrainStep:
-    """A step of this configuration that goes on where the other one is, as from a checkpoint."""
+    """Returns a step of this configuration that goes on where the other one is, as from a checkpoint."""
     weights, arrays = saved(step, group)
     following = open_step(config, group, weights)
     following.load_optimizer(arrays, step.optimizer.updates)

@@ -30,13 +30,13 @@ def tiny_trainer(name: str) -> TinyTrainer:
 
 
 def rows_of(step: int, micro_batch: int) -> list[Batch]:
-    """The four rows of a global micro-batch; valid labels between none and all."""
+    """Returns the four rows of a global micro-batch; valid labels between none and all."""
     seed = 100 * step + 10 * micro_batch
     return [make_batch(seed + row, (12, 3, 0, 7)[(row + micro_batch) % 4]) for row in range(ROWS)]
 
 
 def part_of(rows: list[Batch], rank: int, size: int) -> Batch:
-    """The rows of one rank as a batch."""
+    """Returns the rows of one rank as a batch."""
     own = len(rows) // size
     return join(rows[rank * own : (rank + 1) * own], own)
 
@@ -46,7 +46,7 @@ def window(step: int, rank: int, size: int, micro_batches: int = 2) -> list[Batc
 
 
 def uneven(rank: int, size: int) -> list[Batch]:
-    """A last batch with rows for rank 0 only: the others have nothing but padding."""
+    """Returns a last batch with rows for rank 0 only: the others have nothing but padding."""
     rows = [make_batch(7 + row, 12) for row in range(ROWS)]
     rows[ROWS // 2 :] = [row._replace(labels=np.full_like(row.labels, IGNORE_INDEX)) for row in rows[ROWS // 2 :]]
     return [part_of(rows, rank, size)]

@@ -196,8 +196,8 @@ def whole(world: ProcessGroup, wanted: list[tuple[str, int, list[int]]]) -> list
 def trained(
     name: str, stops: Collection[int], data: int, group: ProcessGroup | None = None, layout: Layout = ALONE
 ) -> dict[int, Trained]:
-    """A training by the ranks of `group`, or by one with the sequences of `data` data-parallel ranks; as it is after
-    each of these numbers of steps."""
+    """Returns a training by the ranks of `group`, or by one with the sequences of `data` data-parallel ranks; as it is
+    after each of these numbers of steps."""
     ranks = 1 if group is None else group.size
     one = config(name, layout, ranks)
     world = SINGLE_PROCESS if group is None else World(group.rank, ranks, group.rank, ranks)

@@ -42,7 +42,7 @@ def found() -> list[dict]:
 
 @functools.cache
 def right(name: str) -> list[np.ndarray]:
-    """Result and gradients of q, k and v for whole sequences, [B, T, heads * size]."""
+    """Returns result and gradients of q, k and v for whole sequences, [B, T, heads * size]."""
     case, group = CASES[name], HEADS // KV_HEADS
     q, k, v, dout = (
         each.astype(np.float64).reshape(ROWS, LENGTH, KV_HEADS, -1, size).transpose(0, 2, 3, 1, 4)

@@ -65,7 +65,7 @@ def run(folder: Path, ranks: int, config: Path, *flags: object, **environment: s
 
 
 def endless(folder: Path, *flags: object, **environment: str) -> Launcher:
-    """A job of two ranks that has done three steps of very many."""
+    """Returns a job of two ranks that has done three steps of very many."""
     changes = {"runner_config.epochs": 5000, "runner_config.batch_size": 2}
     config, output = write_config(folder, write_corpus(folder / "data"), changes), folder / "output"
     job = launch(folder, 2, config, *flags, forked=False, **environment)  # what ends is the worker itself
@@ -73,13 +73,13 @@ def endless(folder: Path, *flags: object, **environment: str) -> Launcher:
 
 
 def going_on(job: Launcher, output: Path, step: int) -> Launcher:
-    """The job, when it has done a step."""
+    """Returns the job, when it has done a step."""
     job.wait_until(lambda: job.process.poll() is not None or steps_done(output) >= step, JOB_SECONDS)
     return job
 
 
 def steps_done(output: Path) -> int:
-    """The last step that a running training has written down."""
+    """Returns the last step that a running training has written down."""
     path = output / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return max((int(found[1]) for line in lines if (found := re.match(r'{"step": (\d+),', line))), default=0)

@@ -24,7 +24,7 @@ ALL = range(4)
 def start_node(
     folder: Path, node: int, port: int, *words: object, workers: int = 4, forked: bool = True, **more: str
 ) -> Launcher:
-    """A launcher with msrun_launcher.sh's nine arguments; the nodes share the folder of logs."""
+    """Returns a launcher with msrun_launcher.sh's nine arguments; the nodes share the folder of logs."""
     own = folder / f"node-{node}"
     own.mkdir()
     order = " ".join([str(WORKER), *map(str, words)])

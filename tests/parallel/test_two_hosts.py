@@ -77,7 +77,7 @@ class Host:
         return [worker["pid"] for worker in state["workers"]]
 
     def pids(self) -> list[int]:
-        """Every process on this host."""
+        """Returns every process on this host."""
         found = subprocess.run(["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True)
         return [int(word) for word in found.stdout.split()]
 

@@ -157,7 +157,7 @@ def counted(world: CpuGroup, names: Sequence[str]) -> dict[str, Sent]:
 
 
 def _step(world: CpuGroup, config: Config) -> Sent:
-    """The second step, where the first one may leave weights whole; else the first one."""
+    """Returns the second step, where the first one may leave weights whole; else the first one."""
     sent: Sent = Counter()
     group = CountedGroup(CountedConnections(world.connections, sent), world.ranks)
     session.start = lambda _: group

@@ -64,7 +64,7 @@ class GoldenDecoder(NamedTuple):
 
 
 def golden_decoder(case: ModelCase, settings: ModelConfig, mode: int) -> GoldenDecoder:
-    """The model as a CPU computes it in this context.mode, with a parameter for each tensor of the case and no
+    """Returns the model as a CPU computes it in this context.mode, with a parameter for each tensor of the case and no
     others."""
     kernels = load_kernels(select_kernels(settings, "CPU"), host_layers=mode == 0)
     model = Decoder(settings, kernels, seed=1, compiled=mode == 0)

@@ -44,7 +44,7 @@ class Case(NamedTuple):
 
 
 def attention_masks(kernels: ModuleType, allowed_BTT: np.ndarray, kv_heads: int) -> tuple[Tensor, Tensor | None]:
-    """The two masks that `Attention` takes, of what each query may see."""
+    """Returns the two masks that `Attention` takes, of what each query may see."""
     return Tensor(kernels.attention_bias(allowed_BTT)[:, None]), None
 
 
@@ -154,7 +154,7 @@ def cross_entropy_case(kernels: ModuleType) -> Case:
 
 
 def cases_of(kernels: ModuleType) -> dict[str, Case]:
-    """The cases of one set of kernels, by name."""
+    """Returns the cases of one set of kernels, by name."""
     return {
         "linear": linear_case(kernels, WIDTH),
         "linear_wide": linear_case(kernels, 5 * HIDDEN + 1),  # the other form of the weight's gradient

@@ -119,7 +119,7 @@ class Case:
             assert distance(ours, right[name]) <= rounding_limit(terms, scale=3), name
 
     def call(self, trained: Iterable[str] | None = None, **options: Any) -> SublayerCall:
-        """A pass of a sublayer, a backward pass of all weights where they are not named."""
+        """Returns a pass of a sublayer, a backward pass of all weights where they are not named."""
         names = self.weights if trained is None else trained
         return SublayerCall(self.weights, dropout=self.dropout, trained=names, **options)
 
@@ -181,7 +181,7 @@ def dropping(
 
 
 def probabilities_mask(spec: AttentionSpec, site: int, sequences: int, length: int) -> np.ndarray:
-    """The factors of attention probabilities, [B, H, T, T]."""
+    """Returns the factors of attention probabilities, [B, H, T, T]."""
     kv_heads, groups = spec.kv_heads, spec.heads // spec.kv_heads
     mask = dropout_mask(KEY, site, (sequences * kv_heads, length * groups, length), spec.dropout)
     by_head = mask.reshape(sequences, kv_heads, length, groups, length).swapaxes(2, 3)
@@ -202,7 +202,7 @@ def linear_formula(
 def attention_formula(
     spec: AttentionSpec, sequences: Sequences, masks: Arrays, x: np.ndarray, **weights: np.ndarray
 ) -> np.ndarray:
-    """The sublayer with its residual."""
+    """Returns the sublayer with its residual."""
     y = numpy_kernels.rms_norm(x, weights[INPUT_NORM], spec.eps)
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
@@ -269,7 +269,7 @@ def mlp_formula(
     spec: MlpSpec, masks: Arrays, x: np.ndarray, *, prefix: str = "mlp.", is_sublayer: bool = True,
     **weights: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """The sublayer with its residual, or what the matrices alone make of x."""
+    """Returns the sublayer with its residual, or what the matrices alone make of x."""
     y = numpy_kernels.rms_norm(x, weights[MLP_NORM], spec.eps) if is_sublayer else x
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:

@@ -108,7 +108,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, hidden: np.ndarray, scal
 
 
 def both(settings: ModelConfig, segments: np.ndarray, window: int | None, values: int, drops: bool = False) -> tuple:
-    """The fused kernel's result and the reference's, and the masks of the former."""
+    """Returns the fused kernel's result and the reference's, and the masks of the former."""
     sizes, latent = (HEADS, settings.kv_heads, SIZE), {"value_size": values, "scale": 0.4} if values < SIZE else {}
     fused = ascend.Attention(*sizes, **latent, **ascend.attention_options(settings, window))
     masks, plain_masks = (room.AttentionMasks(settings)(segments, window) for room in (ascend, plain_kernels))

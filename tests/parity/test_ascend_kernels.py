@@ -211,7 +211,7 @@ class SwigluGrad:
 
 @pytest.fixture
 def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
-    """The cases with the operators as documented."""
+    """Returns the cases with the operators as documented."""
     monkeypatch.setattr(ascend, "FusedNorm", RmsNorm)
     for kind in (RotaryPositionEmbedding, Swiglu, RmsNormGrad, RotaryPositionEmbeddingGrad, SwigluGrad):
         monkeypatch.setattr(ascend, kind.__name__, kind)

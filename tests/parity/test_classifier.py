@@ -40,7 +40,7 @@ def config_of(**sections) -> Config:
 
 
 def trainer_of(config: Config) -> TrainStep:
-    """A step with a constant rate, over a model of its own."""
+    """Returns a step with a constant rate, over a model of its own."""
     precision = resolve_precision(config.network, None, "CPU")
     model, build_inputs = build_model(config, load_kernels(select_kernels(config.network, "CPU", precision), precision))
     shapes = trained_shapes(config)

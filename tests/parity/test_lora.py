@@ -57,7 +57,7 @@ def dense_model(**model: object) -> TinyTrainer:
 
 
 def merged_dense(tiny: TinyTrainer) -> TinyTrainer:
-    """A model without adapters, and without dropout, that has them in its matrices."""
+    """Returns a model without adapters, and without dropout, that has them in its matrices."""
     left_out = ("pet_config", "hidden_dropout")
     dense = dense_model(**{name: value for name, value in tiny.sections["model"].items() if name not in left_out})
     dense.initial = merge_adapters(tiny.initial, tiny.model.settings)
@@ -77,7 +77,7 @@ def losses_and_gradients(tiny: TinyTrainer, batch, number: int = 0) -> tuple[flo
 
 
 def literal(mask_NI: np.ndarray | float, scale: float, bias: bool):
-    """The projection in numpy; the arguments are x, W, bias, A, B."""
+    """Returns the projection in numpy; the arguments are x, W, bias, A, B."""
 
     def compute(x_NI, weight_OI, bias_O, a_RI, b_OR):
         out_NO = numpy_kernels.linear(x_NI, weight_OI, bias_O if bias else 0.0)

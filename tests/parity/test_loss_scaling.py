@@ -36,7 +36,7 @@ def window() -> list[Batch]:
 
 
 def poisoned(window: list[Batch], place: int) -> list[Batch]:
-    """The window with a micro-batch of the token whose embedding a test makes infinite."""
+    """Returns the window with a micro-batch of the token whose embedding a test makes infinite."""
     bad = window[place]._replace(input_ids=np.full_like(window[place].input_ids, RARE_TOKEN))
     return [*window[:place], bad, *window[place + 1 :]]
 

@@ -20,7 +20,7 @@ LIMIT = 1e-5  # sums of some hundred float32 numbers
 
 
 def with_numpy(function: Callable) -> Callable:
-    """A function of arrays, for tensors."""
+    """Returns a function of arrays, for tensors."""
 
     def array(value: Any) -> Any:
         return [array(one) for one in value] if isinstance(value, list) else np.asarray(value)

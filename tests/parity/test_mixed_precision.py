@@ -99,7 +99,7 @@ def right() -> Result:
 
 
 def furthest(found: Result, right: Result, factor: float = 1.0) -> float:
-    """The largest distance of a gradient."""
+    """Returns the largest distance of a gradient."""
     return max(distance(found.gradients[name].asnumpy() / factor, g.asnumpy()) for name, g in right.gradients.items())
 
 
@@ -159,7 +159,7 @@ def test_half_precision_and_dropout_on_the_attention_weights() -> None:
 
 
 def cells_of(decoder: Decoder) -> list[tuple[str, nn.Cell]]:
-    """The cells of blocks and head, by name."""
+    """Returns the cells of blocks and head, by name."""
     return [named for whole in (decoder.parts.block, decoder.parts.head) for named in whole.cells_and_names()]
 
 

@@ -83,7 +83,7 @@ def test_front_end_builds_the_routing(
 
 
 def built(fused: bool, dtype: mindspore.Type, folder: Path) -> tuple[Graph, Graph]:
-    """The forward and the backward graph of permute, product and un-permute."""
+    """Returns the forward and the backward graph of permute, product and un-permute."""
     kernels = moe_ascend.Permute(), moe_ascend.Unpermute()
     if fused:
         kernels = moe_ascend.FusedPermute(), moe_ascend.FusedUnpermute()
@@ -213,7 +213,7 @@ def test_gathers_are_those_of_the_reference(
 
 
 def permute_as_documented(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens with the same index together, in the order of the indices; and where each assignment went."""
+    """Returns tokens with the same index together, in the order of the indices; and where each assignment went."""
     order = np.argsort(indices.asnumpy().ravel())
     return Tensor(tokens.asnumpy()[order // indices.shape[1]]), Tensor(np.argsort(order).astype(np.int32))
 

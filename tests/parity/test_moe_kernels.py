@@ -324,7 +324,7 @@ def test_the_same_bits_every_time(experts_kernel: type[nn.Cell]) -> None:
 
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many each product makes, one entry for each; all of them are NumPy's."""
+    """Returns how many each product makes, one entry for each; all of them are NumPy's."""
     counted: list[int] = []
 
     def counting(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:

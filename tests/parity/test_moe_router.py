@@ -51,7 +51,7 @@ def decide(scores_NE: np.ndarray) -> Routing:
 
 
 def weighted(gates_Nk: Tensor, aux_loss: Tensor, z: Tensor, weights: np.ndarray) -> Tensor:
-    """A number that each of the three has a share in."""
+    """Returns a number that each of the three has a share in."""
     return (gates_Nk * Tensor(weights)).sum() + aux_loss * 0.7 + z * 0.3
 
 

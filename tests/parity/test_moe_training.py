@@ -71,7 +71,7 @@ def window() -> list[Batch]:
 
 
 def decided(statistics: RouterStatistics) -> tuple[np.ndarray, np.ndarray]:
-    """The scores and the chosen experts of the first layer."""
+    """Returns the scores and the chosen experts of the first layer."""
     _, routing, scores_NE = statistics.routings[0]
     scores, experts = (one.asnumpy() if isinstance(one, Tensor) else one for one in (scores_NE, routing.experts_Nk))
     return scores, experts

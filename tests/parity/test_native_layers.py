@@ -291,7 +291,7 @@ def mapped_embedding() -> Case:
 
 
 def run_mapped_embedding(case: Case, scratch: Scratch) -> tuple[Tensor, dict[str, Tensor]]:
-    """The result and the gradients of both matrices."""
+    """Returns the result and the gradients of both matrices."""
     look_up, mapping = CpuEmbedding(), CpuMapping(scratch)
     call = case.call([MAPPING_IN])
     x_NE = look_up.forward(call, IDS).asnumpy()

@@ -112,7 +112,7 @@ def moe_formula(
     moe: MoEConfig, eps: float, routing: Routing, inputs: MoeInputs, mask: np.ndarray | float, x: np.ndarray,
     **weights: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    """The residual stream, the auxiliary and the z loss, one after the other."""
+    """Returns the residual stream, the auxiliary and the z loss, one after the other."""
     y = numpy_kernels.rms_norm(x, weights[MLP_NORM], eps)
     logits = y @ weights[ROUTER].T
     scores = scores_formula(moe, logits)
@@ -145,7 +145,7 @@ def moe_formula(
 
 
 def load_of(routing: Routing, inputs: MoeInputs) -> np.ndarray:
-    """The experts' load in each sequence, [B, E], 1 where it is even; a constant of the loss."""
+    """Returns the experts' load in each sequence, [B, E], 1 where it is even; a constant of the loss."""
     if inputs.shares is not None:
         return inputs.shares(routing.requested_E)[None] * EXPERTS
     chosen = routing.experts_Nk.reshape(-1, LENGTH * CHOSEN)

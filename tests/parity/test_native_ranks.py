@@ -56,7 +56,7 @@ def where(rank: int) -> MeshCoordinate:
 
 
 def joined(layout: ModelLayout, name: str, parts: list[np.ndarray]) -> np.ndarray:
-    """The gradient of a whole weight from those of the ranks."""
+    """Returns the gradient of a whole weight from those of the ranks."""
     one: ParameterLayout = layout.parameters[LAYER + name]
     copies = RANKS // one.shards
     if "tp" in one.sums or "kv" in one.sums:  # each rank has a part of each number
@@ -99,7 +99,7 @@ def run_ranks(case: Case, sequence_parallel: bool, run: Callable, dtype: type = 
 
 
 def together(case: Case, sequence_parallel: bool, found: list[RankResult]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The result and the gradients of one rank with everything."""
+    """Returns the result and the gradients of one rank with everything."""
     layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=sequence_parallel)
     results, grads = [one.result_ND for one in found], [one.grad_ND for one in found]
     if not sequence_parallel:

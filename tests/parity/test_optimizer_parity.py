@@ -35,7 +35,7 @@ def settings_of(case: OptimizerCase, **changes):
 
 
 def build(case: OptimizerCase, weights: dict[str, np.ndarray] | None = None, **changes) -> Optimizer:
-    """The optimizer of a golden case over its tensors, with the decay that `parameter_groups` gives each."""
+    """Returns the optimizer of a golden case over its tensors, with the decay that `parameter_groups` gives each."""
     settings = settings_of(case, **changes)
     values = case.initial if weights is None else weights
     parameters = {key: Parameter(Tensor(values[key]), name=key) for key in case.names}

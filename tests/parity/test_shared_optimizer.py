@@ -79,7 +79,7 @@ class Ranks:
         self.given.clear()
 
     def state(self) -> Arrays:
-        """The states of all ranks put together."""
+        """Returns the states of all ranks put together."""
         states = [optimizer.state_arrays() for optimizer in self.optimizers]
         return {
             name: np.concatenate([state[name].reshape(-1) for state in states])

@@ -34,7 +34,7 @@ MODEL = {
 
 
 def config_of(**sections: dict[str, Any]) -> Config:
-    """A configuration of the tiny model; `model` changes its settings, other names are sections."""
+    """Returns a configuration of the tiny model; `model` changes its settings, other names are sections."""
     model = {"model_config": MODEL | sections.pop("model", {})}
     return parse_config("tiny", json.dumps({"model": model} | sections))
 
@@ -79,7 +79,7 @@ class TinyTrainer:
         communicator: Communicator | None = None,
         **sections: dict[str, Any],
     ) -> TrainStep:
-        """A step over the initial weights, with a new optimizer; `sections` are of the configuration."""
+        """Returns a step over the initial weights, with a new optimizer; `sections` are of the configuration."""
         for name, value in self.initial.items():
             self.set_weight(name, value)
         config = config_of(**self.sections, **sections)
@@ -99,8 +99,8 @@ class TinyTrainer:
 def shared_trainer(
     compiled: bool = True, sections: dict[str, Any] | None = None, host_layers: bool | None = None, **model: Any
 ) -> TinyTrainer:
-    """The one `TinyTrainer` of this process with such a configuration. `step` gives it its initial weights again; a
-    test that changes `initial` or a part of the model builds a trainer of its own."""
+    """Returns the one `TinyTrainer` of this process with such a configuration. `step` gives it its initial weights
+    again; a test that changes `initial` or a part of the model builds a trainer of its own."""
     used = {name: section for name, section in (sections or {}).items() if section}
     return _shared_trainer(
         compiled, json.dumps(used, sort_keys=True), host_layers, json.dumps(model, sort_keys=True)
@@ -125,7 +125,7 @@ def garbage_of(step: TrainStep, window: list[Batch]) -> int:
 
 
 def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:
-    """Random rows with `valid` labels that count, scattered; segments of the first row change in its middle."""
+    """Returns random rows with `valid` labels that count, scattered; segments of the first row change in its middle."""
     random = np.random.default_rng(seed)
     ids_BT = random.integers(0, RARE_TOKEN, (rows, TOKENS), dtype=np.int32)
     labels_BT = np.full((rows, TOKENS), IGNORE_INDEX, np.int32)
@@ -139,7 +139,7 @@ def make_batch(seed: int, valid: int, rows: int = 1) -> Batch:
 
 
 def join(batches: list[Batch], rows: int) -> Batch:
-    """All rows in one batch, filled to `rows` with rows that carry no loss, so that shapes do not change."""
+    """Returns all rows in one batch, filled to `rows` with rows that carry no loss, so that shapes do not change."""
     whole = batches[0]
     for batch in batches[1:]:
         whole = concatenate(whole, batch)

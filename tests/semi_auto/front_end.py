@@ -111,7 +111,7 @@ def _rename_device(before: str, name: str) -> None:
 
 
 def _text_at(place: int, readable: list[tuple[int, int]]) -> bytes | None:
-    """The text that a pointer at this place points to, where it is a string."""
+    """Returns the text that a pointer at this place points to, where it is a string."""
     pointer = ctypes.c_uint64.from_address(place).value
     if not any(first <= pointer - _HEADER and pointer + 32 < end for first, end in readable):
         return None

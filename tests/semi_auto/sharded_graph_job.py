@@ -64,7 +64,8 @@ def main(folder: Path) -> None:
 
 
 def ranks_of_groups(graph: ShardedGraph) -> dict[str, list[int]]:
-    """The groups of some ranks that the graph communicates in; that of all gets the name that a CPU knows it by."""
+    """Returns the groups of some ranks that the graph communicates in; that of all gets the name that a CPU knows it
+    by."""
     found = {}
     for primitive in graph.model.primitives:
         attributes = {attribute.name: attribute for attribute in primitive.attribute}

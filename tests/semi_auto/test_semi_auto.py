@@ -398,7 +398,7 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def trained(folder: Path, mode: int, **more: Any) -> tuple[list[dict[str, Any]], list[tuple[float, int]], Any]:
-    """Steps of the metrics, loss and tokens of the evaluations, and the last checkpoint."""
+    """Returns steps of the metrics, loss and tokens of the evaluations, and the last checkpoint."""
     top = {
         "output_dir": str(folder), "report": False, "parallel": {"parallel_mode": mode}, "use_parallel": mode == 1,
         "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 60}},

@@ -69,7 +69,7 @@ class Browser:
 
 @contextlib.contextmanager
 def open_browser(folder: Path) -> Iterator[Browser]:
-    """A browser with a profile of its own in `folder`."""
+    """Yields a browser with a profile of its own in `folder`."""
     driver = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     try:
         line = next(line for line in driver.stdout if "started successfully on port" in line)

@@ -35,12 +35,12 @@ def load(text: str, *pairs: str) -> Config:
 
 
 def error_of(text: str, *pairs: str) -> str:
-    """The whole message of the error that loading ends in."""
+    """Returns the whole message of the error that loading ends in."""
     return failure(lambda: load(text, *pairs))
 
 
 def failure(action: Callable[[], object]) -> str:
-    """The whole message of the error that an action ends in; it is a user's error, exit code 2."""
+    """Returns the whole message of the error that an action ends in; it is a user's error, exit code 2."""
     with pytest.raises(UserError) as caught:
         action()
     assert caught.value.exit_code == 2
@@ -48,5 +48,5 @@ def failure(action: Callable[[], object]) -> str:
 
 
 def notes(text: str, *pairs: str) -> str:
-    """All notes about a file, a line each."""
+    """Returns all notes about a file, a line each."""
     return "\n".join(config_notes(load(text, *pairs)))

@@ -49,7 +49,7 @@ def source_of(folder: Path, dataset_dir: Path | str, kind: str = "TextDataset") 
 
 
 def sample_of(columns: dict[str, str] | None = None, **fields: object) -> Sample | None:
-    """The sample of a record with these fields."""
+    """Returns the sample of a record with these fields."""
     return to_sample(Record(fields, "data.jsonl:3", 0), columns or {})
 
 

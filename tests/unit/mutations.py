@@ -11,7 +11,7 @@ ODD = [
 
 
 def mutate(draw: random.Random, value: object, names: list[str]) -> object:
-    """A copy with one value replaced, removed, added or moved, somewhere."""
+    """Returns a copy with one value replaced, removed, added or moved, somewhere."""
     if isinstance(value, dict) and value and draw.random() < 0.85:
         key = draw.choice(list(value))
         kind = draw.random()
@@ -26,7 +26,7 @@ def mutate(draw: random.Random, value: object, names: list[str]) -> object:
 
 
 def mutated_text(draw: random.Random, text: str) -> bytes:
-    """The text of a JSON file with bytes changed, cut off, or numbers and nesting without bounds."""
+    """Returns the text of a JSON file with bytes changed, cut off, or numbers and nesting without bounds."""
     kind = draw.randrange(6)
     position = draw.randrange(len(text))
     if kind == 0:

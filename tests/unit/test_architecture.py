@@ -112,7 +112,7 @@ class Module:
     package: frozenset[str] = field(default=frozenset())  # names of all modules of the package
 
     def imports(self) -> Iterator[tuple[str, int]]:
-        """The modules it imports anywhere, lazily and for type checkers too, with the line."""
+        """Yields the modules it imports anywhere, lazily and for type checkers too, with the line."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from ((alias.name, node.lineno) for alias in node.names)
@@ -131,7 +131,8 @@ class Module:
         return ".".join([*parts, node.module] if node.module else parts)
 
     def used_from_mindspore(self) -> Iterator[tuple[str, int]]:
-        """Every name it takes from MindSpore, by import or as an attribute of what it imported, with the line."""
+        """Yields every name it takes from MindSpore, by import or as an attribute of what it imported, with the
+        line."""
         bound = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mindspore":
@@ -158,7 +159,7 @@ class Module:
 
 
 def read_package(root: Path) -> list[Module]:
-    """All modules below ``root / "trainer"``."""
+    """Returns all modules below ``root / "trainer"``."""
     modules = []
     for path in sorted((root / "trainer").rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts

@@ -357,7 +357,7 @@ def test_every_case_of_the_soak_is_a_configuration() -> None:
 
 
 def figures_of_groups() -> dict[str, dict]:
-    """A round that meets each target."""
+    """Returns a round that meets each target."""
     trainer = replace(run(1.4, 0.45, 1_300_000_000), eval_tokens_per_second=2.6 * 2048 / 0.45)
     eager, compiled = run(1.0, 0.5, 800_000_000), run(30.0, 0.5)
     prediction = {"trainer 1 decode": 0.2, "trainer 8 decode": 0.6, "eager 1 decode": 0.31, "eager 8 decode": 0.91,

@@ -25,7 +25,7 @@ LARGE = {"vocab_size": 2000}
 
 
 def write_tokenizer_of(folder: Path, family: str) -> Path:
-    """The files of a family's tokenizer, without a template."""
+    """Returns the files of a family's tokenizer, without a template."""
     described = FAMILIES[family]
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(GOLDEN["tokenizers"][described["tokenizer"]]), encoding="utf-8")
@@ -42,7 +42,7 @@ def encode_sample(sample: Sample, tokenizer, template, train_on: str) -> Encoded
 
 
 def load(folder: Path, path: Path | None = None, *, model=None, **train):
-    """Tokenizer and template of a configuration in `folder`."""
+    """Returns tokenizer and template of a configuration in `folder`."""
     tokenizer = {} if path is None else {"tokenizer": {"type": "huggingface", "path": str(path)}}
     config = make_config(folder, "x", train={**tokenizer, **train}, model={**LARGE, **(model or {})})
     loaded = load_tokenizer(config)
@@ -51,7 +51,7 @@ def load(folder: Path, path: Path | None = None, *, model=None, **train):
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """Tokenizer and template of each family, the template where a published one is: beside the tokenizer."""
+    """Returns tokenizer and template of each family, the template where a published one is: beside the tokenizer."""
     loaded = {}
     for family, described in FAMILIES.items():
         folder = write_tokenizer_of(tmp_path_factory.mktemp("family"), family)
@@ -73,7 +73,7 @@ def assistant(content: str, **more: object) -> dict:
 
 
 def trained(template, messages, tools=None, train_on="assistant"):
-    """The parts of the text that carry loss."""
+    """Returns the parts of the text that carry loss."""
     text, spans = template.spans(messages, tools, train_on, "x:1")
     return [text[start:end] for start, end in spans]
 

@@ -186,7 +186,8 @@ def test_a_failure_reaches_the_training(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def train_and_save(communicator: ThreadRank, folder: Path, told: list) -> int:
-    """Steps of a run on this rank, as `trainer.run.loop` makes them, until a save is complete; how many there were."""
+    """Returns steps of a run on this rank, as `trainer.run.loop` makes them, until a save is complete; how many
+    there were."""
     rank, size = communicator.rank, communicator.size
     saver = Saver(folder, communicator, True, lambda path, step: told[rank].append(step))
     own = full_shard_spec((4 * size,))._replace(flat_range=slice(4 * rank, 4 * rank + 4))

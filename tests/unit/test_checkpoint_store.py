@@ -460,7 +460,7 @@ def test_sigkill_at_every_stage_leaves_a_complete_checkpoint(tmp_path: Path, ste
 
 @pytest.fixture
 def small_disk(tmp_path: Path):
-    """A real file system of 1 MiB. Needs the right to mount one."""
+    """Provides a real file system of 1 MiB. Needs the right to mount one."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)

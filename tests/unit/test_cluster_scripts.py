@@ -49,7 +49,8 @@ def arguments_in(notes: Path) -> list[list[str]]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> dict[str, str]:
-    """The environment of a batch script on the first of two nodes, with stand-ins for Slurm and the launcher."""
+    """Returns the environment of a batch script on the first of two nodes, with stand-ins for Slurm and the
+    launcher."""
     program(tmp_path / "bin" / "scontrol", _SCONTROL)
     program(tmp_path / "bin" / "srun", _SRUN)
     program(tmp_path / "scripts" / "msrun_launcher.sh", _LAUNCHER)

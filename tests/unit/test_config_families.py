@@ -15,7 +15,7 @@ SIZES = "num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_leng
 
 
 def family(kind: str, keys: str = "", more: str = "") -> str:
-    """A file with a model of a family, further keys of its model_config, and further sections."""
+    """Returns a file with a model of a family, further keys of its model_config, and further sections."""
     return f"model:\n  arch: {{type: {kind}}}\n  model_config: {{{SIZES}{keys and ', '}{keys}}}\n{more}"
 
 

@@ -107,7 +107,7 @@ ELSEWHERE = {
 
 
 def sections() -> dict[type[Section], str]:
-    """All sections that can act, with the key that leads to them."""
+    """Returns all sections that can act, with the key that leads to them."""
     found: dict[type[Section], str] = {Config: ""}
     for kind in (queue := [Config]):
         for name, field in kind.model_fields.items():
@@ -120,13 +120,13 @@ def sections() -> dict[type[Section], str]:
 
 @cache
 def code() -> str:
-    """The program outside of the schema: rules across sections alone do not make a key act."""
+    """Returns the program outside of the schema: rules across sections alone do not make a key act."""
     files = [path for path in ROOT.rglob("*.py") if "config" not in path.relative_to(ROOT).parts]
     return "\n".join(path.read_text() for path in files if path.name != "flags.py")
 
 
 def acting_fields() -> list[str]:
-    """The keys that claim to act: ``section.field``."""
+    """Returns the keys that claim to act: ``section.field``."""
     fields = []
     for kind, path in sections().items():
         for name, field in kind.model_fields.items():

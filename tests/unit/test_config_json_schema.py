@@ -89,7 +89,7 @@ def _of_object(value: dict[str, Any], rule: dict[str, Any], path: str) -> list[s
 
 
 def check(text: str) -> list[str]:
-    """The complaints about a YAML text."""
+    """Returns the complaints about a YAML text."""
     root, _ = parse_document("a.yaml", text)
     return complaints(plain(root), SCHEMA)
 

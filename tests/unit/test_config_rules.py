@@ -316,7 +316,7 @@ def test_derived_sizes():
 
 
 def run_error(text: str, *pairs: str) -> str:
-    """The message of the error that says why a valid file cannot run."""
+    """Returns the message of the error that says why a valid file cannot run."""
     config = load(text, *pairs)
     return failure(lambda: preflight(config))
 

@@ -18,7 +18,7 @@ JSONL = {"type": "JsonlDataset"}
 
 
 def corpus_of(folder: Path, sizes=(100, 3, 50, 0, 500, 40, 41, 42, 300, 7)) -> Path:
-    """Text files of the given sizes in bytes."""
+    """Returns text files of the given sizes in bytes."""
     corpus = folder / "corpus"
     corpus.mkdir(exist_ok=True)
     for number, size in enumerate(sizes):
@@ -27,7 +27,7 @@ def corpus_of(folder: Path, sizes=(100, 3, 50, 0, 500, 40, 41, 42, 300, 7)) -> P
 
 
 def text_of(dataset) -> bytes:
-    """All tokens of a data set as text; documents end in a new line."""
+    """Returns all tokens of a data set as text; documents end in a new line."""
     ids = dataset.batch(range(dataset.num_sequences)).input_ids.reshape(-1)
     return bytes(np.where(ids == 256, 10, ids).astype(np.uint8))
 

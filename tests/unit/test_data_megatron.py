@@ -30,7 +30,7 @@ LOADER = "BlendedMegatronDatasetDataLoader"
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """The golden data sets, written by our own writer."""
+    """Returns the golden data sets, written by our own writer."""
     folder = tmp_path_factory.mktemp("indexed")
     for name, (_, vocab_size) in DOCUMENTS.items():
         write_indexed(folder / name, documents_of(name), vocab_size)
@@ -38,7 +38,7 @@ def files(tmp_path_factory) -> Path:
 
 
 def config_of(folder: Path, files: Path, *paths: str, loader=None, model=None, **keys):
-    """A configuration that reads `paths`, of which some are names of data sets."""
+    """Returns a configuration that reads `paths`, of which some are names of data sets."""
     where = [str(files / path) if path in DOCUMENTS else path for path in paths]
     settings = {"seq_length": 16} | ({"data_path": where} if where else {}) | keys
     sizes = {"seq_length": 16, "vocab_size": 70_000} | (model or {})
@@ -158,7 +158,7 @@ def test_count_documents_counts_labels_with_a_loss(tmp_path, files):
 
 
 def damage(folder: Path, files: Path, suffix: str, change) -> str:
-    """A copy of a data set of which one file is changed."""
+    """Returns a copy of a data set of which one file is changed."""
     for each in (".bin", ".idx"):
         content = (files / f"a{each}").read_bytes()
         (folder / f"a{each}").write_bytes(change(content) if each == suffix else content)

@@ -59,7 +59,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory) -> Path:
-    """The files, written by MindSpore; those in `shards` have three parts."""
+    """Returns the files, written by MindSpore; those in `shards` have three parts."""
     from mindspore.mindrecord import FileWriter
 
     folder = tmp_path_factory.mktemp("mindrecord")
@@ -238,7 +238,7 @@ def test_content_changes_with_all_that_decides_about_the_rows(tmp_path, files):
 
 
 def copied(files: Path, folder: Path, suffix: str = "", change=None) -> Path:
-    """A copy of a file and its index, of which one is changed."""
+    """Returns a copy of a file and its index, of which one is changed."""
     for each in ("", ".db"):
         content = (files / f"tokens.mindrecord{each}").read_bytes()
         (folder / f"tokens.mindrecord{each}").write_bytes(change(content) if change and each == suffix else content)

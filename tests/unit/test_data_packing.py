@@ -20,7 +20,8 @@ def token_file_of(tmp_path, records):
 
 
 def random_records(count: int, seed: int = 0) -> list[dict]:
-    """Documents of very unequal length: some of one letter, some of many sequences, some with a masked prompt."""
+    """Returns documents of very unequal length: some of one letter, some of many sequences, some with a masked
+    prompt."""
     random = np.random.default_rng(seed)
     records = []
     for number in range(count):

@@ -18,7 +18,7 @@ def layout(batch_size: int, accumulation: int, ranks: int, **more: Any) -> dict[
 
 
 def steps(settings: dict[str, Any], rows: int, first: int = 0, last: int | None = None) -> list[list[int]]:
-    """The sequences that each step of an epoch takes on all ranks together, in order, without padding."""
+    """Returns the sequences that each step of an epoch takes on all ranks together, in order, without padding."""
     epochs = []
     for rank in range(settings["ranks"]):
         loader = BatchLoader(

@@ -178,7 +178,7 @@ def test_a_damaged_description_is_an_error(tmp_path, content, words):
 
 
 def hub(folder: Path) -> Path:
-    """A folder with a file of ten records."""
+    """Returns a folder with a file of ten records."""
     (folder / "hub").mkdir()
     jsonl(folder / "hub" / "alpaca.json", *({"text": str(number)} for number in range(10)))
     return folder / "hub"

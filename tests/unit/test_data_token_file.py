@@ -201,7 +201,7 @@ def test_memory_stays_bounded_and_progress_is_reported(tmp_path):
 
 
 def noted(source, tokenizer, cache):
-    """The token file's name, if it is known without reading the source."""
+    """Returns the token file's name, if it is known without reading the source."""
     reading = _TokenizationSettings(tokenizer, None, ASSISTANT, CHUNK_BYTES, GROUP_BYTES)
     return _read_stamp(_stamp_file(source, _settings(source, reading), cache))
 

@@ -29,7 +29,7 @@ JSONL = {"type": "JsonlDataset"}
 
 
 def best_fit_one_by_one(lengths: np.ndarray, seq_length: int) -> list[int]:
-    """The free space of each sequence, placing sample by sample as the definition says."""
+    """Returns the free space of each sequence, placing sample by sample as the definition says."""
     spaces: list[int] = []
     for length in sorted(lengths.tolist(), reverse=True):
         fitting = [(space, number) for number, space in enumerate(spaces) if space >= length]

@@ -224,7 +224,7 @@ def test_values_that_mindspore_would_refuse(text: str, words: list[str]) -> None
 
 
 def installed(path: str) -> str:
-    """The source of a module of the installed package, which is not imported."""
+    """Returns the source of a module of the installed package, which is not imported."""
     spec = importlib.util.find_spec("mindspore")
     return (Path(spec.origin).parent / path).read_text(encoding="utf-8")
 

@@ -66,13 +66,13 @@ PATH=/nonexistent
 
 
 def blocks(kind: str, page: str = "") -> list[str]:
-    """The fenced blocks of a kind, of one page or of all."""
+    """Returns the fenced blocks of a kind, of one page or of all."""
     pages = [PAGES[page]] if page else PAGES.values()
     return [text for content in pages for found, text in _FENCE.findall(content) if found == kind]
 
 
 def prose(page: str) -> str:
-    """A page without its fenced blocks."""
+    """Returns a page without its fenced blocks."""
     return _FENCE.sub("", PAGES[page])
 
 
@@ -92,7 +92,7 @@ def sentences(page: str) -> list[str]:
 
 
 def run_with_stubs(script: str, folder: Path) -> list[list[str]]:
-    """The commands that bash would start for `script`, each as its words after all expansions."""
+    """Returns the commands that bash would start for `script`, each as its words after all expansions."""
     (folder / "output").mkdir(exist_ok=True)
     notes = folder / "commands"
     done = subprocess.run(
@@ -116,7 +116,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
 
 @pytest.fixture(autouse=True, scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of Hugging Face that the pages name /models/Qwen3-0.6B."""
+    """Returns the folder of Hugging Face that the pages name /models/Qwen3-0.6B."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text('{"model_type": "qwen3"}')
     _PLACES["/models/Qwen3-0.6B"] = str(folder)
@@ -265,7 +265,7 @@ def test_every_import_of_a_python_block_exists() -> None:
 
 
 def names_in(module: str) -> set[str]:
-    """The classes, functions and imports at the top of a module."""
+    """Returns the classes, functions and imports at the top of a module."""
     path = REPOSITORY / module.replace(".", "/")
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     names = set()
@@ -340,7 +340,7 @@ def test_no_sentence_is_long(page: str) -> None:
 
 
 def titles(page: str) -> list[str]:
-    """The anchors of the headings of a page, as GitHub makes them."""
+    """Returns the anchors of the headings of a page, as GitHub makes them."""
     found = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in found]
 

@@ -69,7 +69,7 @@ def test_large_seeds_keep_all_their_digits(seed: int) -> None:
 
 
 def cuts(draw: np.random.Generator, size: int) -> slice:
-    """Some neighbours of so many, at least one."""
+    """Returns some neighbours of so many, at least one."""
     first, last = sorted(draw.choice(size + 1, 2, replace=False).tolist())
     return slice(first, last)
 

@@ -25,7 +25,7 @@ EXPERT = "model.layers.1.mlp.experts.2"
 
 
 def golden(name: str) -> tuple[dict[str, np.ndarray], ModelConfig]:
-    """Weights as on disk, and their model."""
+    """Returns weights as on disk, and their model."""
     case = load_model_case(name)
     text = json.dumps({"model_config": {"seq_length": 24, **case.metadata["config_json"]}})
     return dict(case.weights), parse_config(name, text).decoder

@@ -25,7 +25,7 @@ def config_of(freeze: str, *pairs: str) -> Config:
 
 
 def names_of(*parts: str) -> set[str]:
-    """The names that hold one of the parts."""
+    """Returns the names that hold one of the parts."""
     return {name for name in parameter_shapes(load(TEXT).decoder) if any(part in name for part in parts)}
 
 

@@ -41,7 +41,7 @@ SIZES = "num_layers: 2, hidden_size: 32, num_heads: 4, vocab_size: 300, seq_leng
 
 
 def source(path: Path, name: str = "model_qwen3") -> Path:
-    """A folder with a golden model."""
+    """Returns a folder with a golden model."""
     case = load_model_case(name)
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(case.metadata["config_as_saved"]))

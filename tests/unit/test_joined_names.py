@@ -24,7 +24,7 @@ HEADS, KEY_HEADS, SIZE = 4, 2, 16
 
 
 def golden(name: str, folder: Path) -> tuple[Weights, ModelConfig, str]:
-    """Weights by the names of the file, the settings, and the class."""
+    """Returns weights by the names of the file, the settings, and the class."""
     case = load_model_case(name)
     (folder / "config.json").write_text(json.dumps(case.metadata["config_as_saved"]))
     config = load(f"pretrained_model_dir: {folder}\n")

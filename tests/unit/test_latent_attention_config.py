@@ -29,7 +29,7 @@ SYNTHETIC = {"data_loader": {"type": "SyntheticDataset", "num_samples": 8}}
 
 
 def dense(**keys: object) -> str:
-    """A dense model: no family of transformers, but all that the attention needs."""
+    """Returns a dense model: no family of transformers, but all that the attention needs."""
     return json.dumps({"model": {"arch": {"type": "LlamaForCausalLM"}, "model_config": SIZES | keys}})
 
 

@@ -25,7 +25,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def options(tmp_path: Path) -> LaunchOptions:
-    """A job that can run."""
+    """Returns a job that can run."""
     return LaunchOptions(
         worker_num=4, local_worker_num=4, log_dir=tmp_path / "logs", arguments=("--config", QUICKSTART)
     )
@@ -33,7 +33,7 @@ def options(tmp_path: Path) -> LaunchOptions:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A Python file of the user's own, which nobody looks into."""
+    """Returns a Python file of the user's own, which nobody looks into."""
     path = tmp_path / "mine.py"
     path.write_text("")
     return path

@@ -142,7 +142,7 @@ def test_who_does_not_read_counts_as_gone() -> None:
 
 
 def pool_of(tmp_path: Path, ranks: int) -> tuple[WorkerPool, list[Channel]]:
-    """A pool whose agents are the other ends of the channels; nothing runs."""
+    """Returns a pool whose agents are the other ends of the channels; nothing runs."""
     listener = ListeningSocket(socket.create_server(("127.0.0.1", 0)))
     pool = WorkerPool({rank: WorkerHandle(rank) for rank in range(ranks)}, WorkerHandle(None), listener, {}, tmp_path)
     agents = []

@@ -43,7 +43,8 @@ DONE = Outcome(0, "finished")
 def run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcomes: list[Outcome], **changes: object
 ) -> tuple[int, list[tuple[LaunchOptions, Restart]]]:
-    """The exit code of a job whose starts end so, and how each was started. Each saves a checkpoint with its number."""
+    """Returns the exit code of a job whose starts end so, and how each was started. Each saves a checkpoint with its
+    number."""
     options = replace(LaunchOptions(4, 4, log_dir=tmp_path), **changes)
     starts: list[tuple[LaunchOptions, Restart]] = []
 

@@ -34,7 +34,7 @@ LINE = BASE.splitlines().index("    seq_length: 32") + 2  # where pet_config is 
 
 
 def with_adapters(**section: object) -> str:
-    """The base file with a `pet_config` in one line."""
+    """Returns the base file with a `pet_config` in one line."""
     return BASE.replace("    seq_length: 32\n", f"    seq_length: 32\n    pet_config: {json.dumps(section)}\n")
 
 

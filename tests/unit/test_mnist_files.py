@@ -28,7 +28,7 @@ def idx(magic: int, array: np.ndarray) -> bytes:
 
 
 def write_set(folder: Path, train: int = 12, test: int = 5, side: int = 4) -> Path:
-    """A set whose image number n is all n, and whose labels count from 0 to 9."""
+    """Returns a set whose image number n is all n, and whose labels count from 0 to 9."""
     folder.mkdir(parents=True, exist_ok=True)
     for part, count in (("train", train), ("t10k", test)):
         numbers = np.arange(count).astype(np.uint8)

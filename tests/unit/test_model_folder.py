@@ -22,7 +22,7 @@ GENERATION = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id
 
 
 def described(name: str = "model_qwen3") -> dict[str, Any]:
-    """The config.json of a golden model, as transformers saves it."""
+    """Returns the config.json of a golden model, as transformers saves it."""
     return load_model_case(name).metadata["config_as_saved"]
 
 
@@ -275,7 +275,8 @@ def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
 
 
 def our_balance_loss(logits_LNE: np.ndarray, chosen: int) -> float:
-    """The sum over layers of E / k * sum of (share of assignments * mean score), as trainer/models/moe.py has it."""
+    """Returns the sum over layers of E / k * sum of (share of assignments * mean score), as trainer/models/moe.py
+    has it."""
     total = 0.0
     for logits_NE in logits_LNE:
         scores_NE = np.exp(logits_NE) / np.exp(logits_NE).sum(-1, keepdims=True)

@@ -14,7 +14,7 @@ MODEL = "model_config: {num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size
 
 
 def moe(keys: str, more: str = "") -> str:
-    """A file with 8 experts, 2 chosen, and further keys."""
+    """Returns a file with 8 experts, 2 chosen, and further keys."""
     return f"{MODEL}moe_config: {{expert_num: 8, num_experts_chosen: 2{keys and ', '}{keys}}}\n{more}"
 
 

@@ -51,7 +51,7 @@ def test_the_lines_have_mindspore_transformers_form() -> None:
 
 
 def steps_of_lines(text: str) -> list[int]:
-    """The number of drop-rate lines after each line of a step."""
+    """Returns the number of drop-rate lines after each line of a step."""
     found: list[int] = []
     for line in text.splitlines():
         if "| loss" in line or "loss: " in line:

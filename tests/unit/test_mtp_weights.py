@@ -27,7 +27,8 @@ DENSE, MTP = "dense", "mtp_2"
 
 
 def config_of(name: str, folder: Path, *, mode: str = "train", moe: dict | None = None, **changes: object) -> Config:
-    """The model of a golden file, whose weights are in `folder`, with other keys of model_config and moe_config."""
+    """Returns the model of a golden file, whose weights are in `folder`, with other keys of model_config and
+    moe_config."""
     model = SIZES if name == DENSE else load_model_case(name).metadata["config_json"]
     model = model | changes | ({"moe_config": moe} if moe else {})
     if name == MTP and "mtp_depth" in changes:
@@ -45,7 +46,7 @@ def weights_of(name: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture
 def modules(tmp_path: Path) -> Path:
-    """A dense model with one layer and two multi-token prediction modules."""
+    """Returns a dense model with one layer and two multi-token prediction modules."""
     save_file(weights_of(DENSE), tmp_path / "model.safetensors")
     return tmp_path
 

@@ -40,7 +40,7 @@ def transposed(*shape: int) -> np.ndarray:
 
 
 def columns(*shape: int) -> np.ndarray:
-    """Some of the columns of a wider matrix."""
+    """Returns some of the columns of a wider matrix."""
     return contiguous(*shape[:-1], shape[-1] + 5)[..., 2:-3]
 
 

@@ -71,7 +71,7 @@ def test_every_number_is_held_and_counted_once(kind: str, tensor: int) -> None:
 
 
 def drawn(kind: str, seed: int) -> tuple[ModelConfig, ModelLayout]:
-    """A model and a layout of up to 64 ranks."""
+    """Returns a model and a layout of up to 64 ranks."""
     draw, settings = random.Random(f"{kind} {seed}"), settings_of(**KINDS[kind])
     pipeline, data, context = (draw.choice([1, 2]) for _ in range(3))
     tensor, rows = draw.choice([1, 2, 4, 8]), draw.random() < 0.4
@@ -112,7 +112,8 @@ def test_gradients_are_summed_over_just_those_that_have_a_part_of_them(kind: str
 
 
 def is_partial(name: str, settings: ModelConfig) -> bool:
-    """Whether tensor-parallel ranks always have different gradients of a parameter: from their own heads or tokens."""
+    """Returns whether tensor-parallel ranks always have different gradients of a parameter: from their own heads or
+    tokens."""
     layer, _, inner = name.removeprefix("model.layers.").partition(".")
     is_moe = layer.isdigit() and settings.is_moe_layer(int(layer))
     of_tokens = is_moe and inner in (
@@ -131,7 +132,7 @@ def test_shapes_of_the_local_model_are_those_of_the_layout(kind: str, tensor: in
 
 
 def project_qkv(layout: ModelLayout, name: str, size: int) -> list[list[int]]:
-    """The heads of which each tensor rank holds the rows or columns."""
+    """Returns the heads of which each tensor rank holds the rows or columns."""
     dimension = layout.parameters[name].dimension
     shards = [layout.shard(name, where) for where in coordinates(layout.degrees)]
     assert all(one.start[dimension] % size == 0 == one.shape[dimension] % size for one in shards)

@@ -24,7 +24,7 @@ LATENT = "multi_latent_attention: True, kv_lora_rank: 8, qk_nope_head_dim: 8, qk
 
 
 def run_error(text: str, world=EIGHT, *overrides: str) -> str:
-    """The message that a job ends in before it starts."""
+    """Returns the message that a job ends in before it starts."""
     config = load(BASE + text, *overrides)
     return failure(lambda: preflight(config, world, select_execution_mode(config, world).problems()))
 

@@ -74,7 +74,7 @@ def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int
 
 
 def ends_where_transfers_meet(schedule: Schedule, stream_of: Callable[[tuple[int, int]], object]) -> bool:
-    """Whether devices come to the end of a schedule where a transfer needs both of them at once.
+    """Returns whether devices come to the end of a schedule where a transfer needs both of them at once.
 
     A device takes the transfers of a stream one after the other. Those of other streams go on meanwhile, and what it
     computes waits for what it receives alone.

@@ -34,7 +34,7 @@ def config_of(degrees: Degrees, **keys: object) -> Config:
 
 
 def own(found: ShardingPlan, axis: str, rank: int) -> dict[str, str]:
-    """The parts of a rank by the table of an axis."""
+    """Returns the parts of a rank by the table of an axis."""
     for share in getattr(found, axis):
         if rank in ranks_of(share.ranks):
             return share.parts
@@ -42,7 +42,7 @@ def own(found: ShardingPlan, axis: str, rank: int) -> dict[str, str]:
 
 
 def ranks_of(text: str) -> list[int]:
-    """The ranks that a text means."""
+    """Returns the ranks that a text means."""
     blocks = [[int(end) for end in part.split("-")] for part in text.replace(" ... ", ", ... ").split(", ") if
               not part.startswith("...")]  # fmt: skip
     if "..." in text:

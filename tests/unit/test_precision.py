@@ -149,7 +149,7 @@ def test_nothing_is_told_where_all_is_as_written(text: str) -> None:
 
 
 def on_cpu(text: str) -> tuple[Precision, list[str]]:
-    """The dtypes of a run on a CPU, and what is told of them."""
+    """Returns the dtypes of a run on a CPU, and what is told of them."""
     config = load(text)
     precision = precision_of(config, "CPU")
     return precision, list(dtype_notes(config, precision, "CPU"))

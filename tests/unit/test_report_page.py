@@ -25,7 +25,7 @@ EVIL = "</script><b id=evil>x</b><!--<script>@data@"
 
 
 def make_run(folder: Path, steps: int = 120, layers: int = 4, running: bool = False) -> Path:
-    """The folder of a run with everything that a report shows; its texts try to get out of their places."""
+    """Returns the folder of a run with everything that a report shows; its texts try to get out of their places."""
     folder.mkdir(parents=True, exist_ok=True)
     config = load_config(str(REPOSITORY / "configs" / "moe_tiny.yaml"))
     (folder / "config.yaml").write_text(dump_config(config))

@@ -53,7 +53,7 @@ def picture(path: Path) -> np.ndarray:
 
 
 def colours(image: np.ndarray) -> set[int]:
-    """The colours of a picture as 0xRRGGBB."""
+    """Returns the colours of a picture as 0xRRGGBB."""
     red, green, blue = np.moveaxis((image[:, :, :3] * 255).round().astype(int), 2, 0)
     return set(np.unique(red << 16 | green << 8 | blue).tolist())
 

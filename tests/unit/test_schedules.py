@@ -46,7 +46,7 @@ def curve(config: SimpleNamespace, total: int = TOTAL, steps: np.ndarray = STEPS
 
 
 def with_warm_up(after: np.ndarray, warm: int = WARM) -> np.ndarray:
-    """The straight line of the warm-up drawn by numpy before step ``warm``, ``after`` from there on."""
+    """Returns the straight line of the warm-up drawn by numpy before step ``warm``, ``after`` from there on."""
     return np.where(STEPS < warm, np.interp(STEPS, [0, max(1, warm)], [INIT, LR]), after)
 
 

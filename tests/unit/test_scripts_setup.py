@@ -116,7 +116,7 @@ def project(tmp_path: Path) -> Project:
 
 
 def fake_python(path: Path, version: str, *, runs: bool = True) -> Path:
-    """An interpreter that only tells the version it has."""
+    """Returns an interpreter that only tells the version it has."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(f"#!/bin/sh\necho {version}\n" if runs else "#!/bin/sh\nexit 127\n")
     path.chmod(0o755)
@@ -124,7 +124,8 @@ def fake_python(path: Path, version: str, *, runs: bool = True) -> Path:
 
 
 def python_that_lends_its_pip(project: Project) -> Path:
-    """An interpreter whose environments use the pip of this one: installing another takes three seconds of CPU."""
+    """Returns an interpreter whose environments use the pip of this one: installing another takes three seconds of
+    CPU."""
     pip = importlib.util.find_spec("pip")
     (project.folder / "lent").mkdir()
     (project.folder / "lent" / "pip").symlink_to(Path(pip.origin).parent)

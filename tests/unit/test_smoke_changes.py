@@ -22,7 +22,7 @@ from trainer.smoke.run import smoke_changes
 
 
 def small(text: str, *pairs: str, ranks: int = 1, missing: bool = True) -> tuple[Config, dict[str, tuple]]:
-    """The configuration that is run, and what was changed: key -> (from, to, why)."""
+    """Returns the configuration that is run, and what was changed: key -> (from, to, why)."""
     overrides = [Override(*pair.split("=", 1)) for pair in pairs]
     config = parse_config("theirs.yaml", text, overrides, [])
     absent = dict.fromkeys(sections_read(config), "") if missing else {}

@@ -23,7 +23,7 @@ MODEL = f"model: {{model_config: {{{SIZES}}}}}\nrunner_config: {{batch_size: 2}}
 
 
 def prepared(folder: Path, text: str, steps: int = 3) -> Config:
-    """The small copy of a file whose data has been written, as `smoke` runs it."""
+    """Returns the small copy of a file whose data has been written, as `smoke` runs it."""
     path = folder / "file.yaml"
     path.write_text(f"output_dir: {folder}\n{text}", encoding="utf-8")
     config = load_config(str(path), problems=[])
@@ -32,7 +32,7 @@ def prepared(folder: Path, text: str, steps: int = 3) -> Config:
 
 
 def form_of(text: str, tmp_path: Path) -> str:
-    """The kind of the first record that is written."""
+    """Returns the kind of the first record that is written."""
     config = prepared(tmp_path, text)
     loader = config.train_dataset.data_loader
     file = Path(getattr(loader, "data_files", "") or loader.dataset_dir)
