@@ -8,8 +8,8 @@ import pytest
 
 
 def pytest_configure() -> None:
-    """Each of several test processes keeps to a core of its own: MindSpore's threads poll, and those of two processes
-    on the same cores make each other many times slower."""
+    """Binds each of several test processes to one core: MindSpore's threads poll, and two processes on the same
+    cores make each other many times slower."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -17,7 +17,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What the imports made stays as well, and MindSpore collects garbage with every function that it compiles."""
+    """Freezes what the imports made, because MindSpore collects garbage with every function that it compiles."""
     settle_heap()
     gc.set_threshold(20_000, 20, 20)
 
@@ -29,7 +29,7 @@ def settle_heap() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def settled_heap() -> Iterator[None]:
-    """What a file of tests leaves behind stays to the end (MindSpore keeps every function that it has compiled): the
-    garbage collector need not look at it again and again."""
+    """Freezes what a file of tests leaves behind, so that the garbage collector does not look at it again: MindSpore
+    keeps every function that it has compiled."""
     yield
     settle_heap()

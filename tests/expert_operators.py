@@ -14,7 +14,7 @@ from mindspore import mint, nn, ops
 
 
 def argsort(values, dim, descending, stable):
-    """By counting what stands before each value: equal ones keep their order."""
+    """Sorts by counting the values before each one; equal values keep their order."""
     values = values if descending else -values
     place = ops.arange(values.shape[-1])
     earlier = place.expand_dims(0) < place.expand_dims(1)
@@ -48,7 +48,7 @@ class GroupedMatmul(nn.Cell):
 
 @contextlib.contextmanager
 def operators_of_a_cpu() -> Iterator[None]:
-    """Inside, those of `mint` are these."""
+    """Replaces operators of `mint` by these while the block runs."""
     with (
         mock.patch.object(mint, "argsort", argsort),
         mock.patch.object(mint, "index_select", index_select),

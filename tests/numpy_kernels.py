@@ -45,7 +45,7 @@ def attention(
     q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray, allowed_BQS: np.ndarray, head_size: int,
     keep_BHQS: np.ndarray | None = None, scale: float | None = None,
 ) -> np.ndarray:
-    """One row and head at a time; `keep_BHQS` multiplies the probabilities (dropout)."""
+    """Computes one row and head at a time; `keep_BHQS` multiplies the probabilities (dropout)."""
     scale = head_size**-0.5 if scale is None else scale
     rows, queries, keys = allowed_BQS.shape
     heads, kv_heads = q_NC.shape[1] // head_size, k_NK.shape[1] // head_size
@@ -75,7 +75,7 @@ def cross_entropy(x_ND: np.ndarray, weight_VD: np.ndarray, labels_N: np.ndarray,
 def cross_entropy_gradient(
     x_ND: np.ndarray, weight_VD: np.ndarray, labels_N: np.ndarray, valid_N: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of x and weight: where logits are too large for central differences."""
+    """Returns the gradients of x and weight by formula, for logits that are too large for central differences."""
     logits_NV = x_ND @ weight_VD.T
     grad_NV = np.exp(logits_NV - logits_NV.max(-1, keepdims=True))
     grad_NV /= grad_NV.sum(-1, keepdims=True)
@@ -87,7 +87,7 @@ def cross_entropy_gradient(
 def central_differences(
     function: Callable[..., np.ndarray], arguments: list[np.ndarray], upstream: np.ndarray, step: float = 1e-4
 ) -> list[np.ndarray]:
-    """Gradient of sum(function(*arguments) * upstream) with respect to every argument.
+    """Returns the gradients of sum(function(*arguments) * upstream) with respect to every argument.
 
     Fourth order: with a step of 1e-4 and values around 1 its own error is near 1e-11, far below float32's.
     """

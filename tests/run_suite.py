@@ -141,7 +141,7 @@ def finished(running: list[Running]) -> tuple[Running, End]:
 
 
 def counts(output: str) -> dict[str, int]:
-    """What the closing line of pytest counts."""
+    """Returns the counts of pytest's closing line."""
     closing = output.rstrip().rpartition("\n")[2]
     found = re.findall(rf"(\d+) ({'|'.join(WORDS)})s?\b", closing)
     return {word: int(number) for number, word in found}

@@ -32,13 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def python() -> tuple[str, ...]:
-    """What begins the command of a dry run."""
+    """Returns the start of the command of a dry run."""
     return sys.executable, str(FORKED), "at", start_server(environment(os.environ, stand_ins(), 1, 0))
 
 
 @pytest.fixture(scope="module")
 def bench(request: pytest.FixtureRequest, python: tuple[str, ...]) -> Callable[[str], Measurement]:
-    """Name of a case of this file -> its measurement."""
+    """Returns the function that measures a case of this file by its name."""
     cases: dict[str, OnAscend] = request.module.CASES
     measured: dict[str, Measurement] = {}
 

@@ -104,7 +104,7 @@ def weights_of(name: str) -> dict[str, list[int]]:
 
 
 def shard_of(shape: list[int], name: str) -> list[int]:
-    """Of two tensor-parallel ranks, as Megatron-LM has it."""
+    """Returns the shape of a shard on one of two tensor-parallel ranks, as in Megatron-LM."""
     rows = ("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight", "q_proj.bias",
             "k_proj.bias", "v_proj.bias", "embed_tokens.weight", "lm_head.weight")  # fmt: skip
     # Of the two matrices of an adapter B is sharded along the outputs like its projection, A along the inputs.

@@ -40,7 +40,7 @@ def write_corpus(folder: Path, documents: int = 6, lines: int = 8) -> Path:
 
 
 def write_instructions(path: Path, records: int = 48) -> Path:
-    """JSON lines with prompts of very unequal lengths, which carry no loss."""
+    """Writes JSON lines with prompts of very unequal lengths, which carry no loss."""
     draw = random.Random(5)
     with path.open("w", encoding="utf-8") as file:
         for _ in range(records):
@@ -80,7 +80,7 @@ def settings(folder: Path, data: Path | str) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`base` with dotted keys set, for example ``{"runner_config.epochs": 3}``."""
+    """Returns `base` with dotted keys set, for example ``{"runner_config.epochs": 3}``."""
     merged = json.loads(json.dumps(base))
     for key, value in changes.items():
         *parents, last = key.split(".")
@@ -115,7 +115,7 @@ def train(path: Path, **flags: object) -> Path:
 
 
 def train_and_read(path: Path, **flags: object) -> tuple[Path, str]:
-    """`train`, with what the run printed."""
+    """Trains, and also returns what the run printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         return train(path, **flags), printed.getvalue()
@@ -141,7 +141,7 @@ def column(records: list[dict[str, Any]], name: str) -> list[Any]:
 
 
 def figures(output: Path, name: str = "metrics.jsonl") -> list[tuple]:
-    """What must be the same bits in two equal runs."""
+    """Returns the numbers that must have the same bits in two equal runs."""
     names = ("step", "epoch", "loss", "lr", "global_norm", "tokens", "loss_scale")
     return [tuple(record[key] for key in names) for record in step_records(output, name)]
 

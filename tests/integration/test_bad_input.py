@@ -38,7 +38,7 @@ CPU_SECONDS = 2.0  # of the process: those of the clock depend on what else the 
 
 
 def write_files(home: Path) -> None:
-    """The good data and checkpoint, and all the bad ones."""
+    """Writes the good data and checkpoint, and all the bad ones."""
     write_corpus(home / "data")
     (home / "bare").mkdir()
     (home / "blank.txt").write_text("")

@@ -61,7 +61,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
 
 
 def children_seconds() -> float:
-    """Processor time of all child processes so far."""
+    """Returns the CPU seconds of all child processes so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

@@ -52,7 +52,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def changes_of(path: Path, model_folder: Path) -> dict[str, object]:
-    """What a file needs besides: finetune.yaml names no model."""
+    """Returns the further settings that a file needs: finetune.yaml names no model."""
     return {"pretrained_model_dir": model_folder, "run_mode": "train"} if path.stem == "finetune" else {}
 
 

@@ -91,7 +91,7 @@ def merged(home: Path, path: Path, whole: Path) -> Path:
 
 
 def exported(*arguments: object) -> str:
-    """What `export` prints."""
+    """Returns the output of `export`."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         assert dispatch(["export", *map(str, arguments)]) == 0
@@ -99,7 +99,7 @@ def exported(*arguments: object) -> str:
 
 
 def dense(path: Path, folder: Path) -> Path:
-    """The same configuration without adapters."""
+    """Returns the configuration without adapters."""
     text = path.read_text()
     start = text.index("    pet_config:")
     end = text.index("target_modules")

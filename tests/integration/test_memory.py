@@ -46,6 +46,7 @@ def test_training_and_prediction_do_not_grow() -> None:
 
 
 def median_growth(samples: Sequence[Sequence[int]], name: str) -> float:
-    """Of every ten steps, bytes a step: what a shape of the data takes once, when it first comes, is no growth."""
+    """Returns the median growth of every ten steps, in bytes a step; it ignores what a new shape of the data takes
+    once."""
     pairs = zip(samples, samples[1:], strict=False)
     return statistics.median(getattr(benchmark_soak.growth(pair), name) for pair in pairs)

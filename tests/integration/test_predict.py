@@ -187,7 +187,7 @@ TOKENIZER = {"train_dataset__tokenizer__type": "huggingface", "train_dataset__to
 
 
 def write_tokenizer(path: Path) -> None:
-    """A tokenizer of words, one of which is beyond the model's vocabulary."""
+    """Writes a tokenizer of words, one of which is beyond the model's vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({"</s>": 0, "cat": 1, "mat": 300}, unk_token="</s>"))

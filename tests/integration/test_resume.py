@@ -60,7 +60,7 @@ def path(home: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(home: Path, path: Path) -> Path:
-    """2N steps in one go."""
+    """Trains 2N steps without interruption."""
     return train(path, output_dir=home / "whole")
 
 
@@ -69,7 +69,7 @@ BESIDE = {"callbacks__0__async_save": True, "callbacks__0__save_checkpoint_steps
 
 @pytest.fixture(scope="module")
 def resumed(home: Path, path: Path, whole: Path) -> Path:
-    """N steps, stopped, and N more; with checkpoints that are written beside the training."""
+    """Trains N steps, stops, and trains N more, with asynchronous saving."""
     output = train(path, output_dir=home / "halves", runner_config__stop_step=HALF, **BESIDE)
     assert column(step_records(output), "step") == list(range(1, HALF + 1))
     assert_same_bits(arrays_of(output), arrays_of(whole, HALF))
@@ -162,7 +162,7 @@ def test_ignoring_the_data_starts_it_from_the_beginning(path: Path, whole: Path,
 
 
 def plan_of(path: Path, capsys: pytest.CaptureFixture, **flags: object) -> dict:
-    """What `plan --json` says."""
+    """Returns the output of `plan --json`."""
     pairs = [text for name, value in flags.items() for text in (f"--{name.replace('__', '.')}", str(value))]
     assert dispatch(["plan", "--json", "--config", str(path), *pairs]) == 0
     return json.loads(capsys.readouterr().out)

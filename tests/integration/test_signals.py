@@ -44,7 +44,8 @@ def uninterrupted(home: Path) -> Path:
 
 
 def assert_stopped_and_goes_on(output: Path, printed: str, name: str, uninterrupted: Path) -> None:
-    """A run was stopped by the signal `name` at the end of a step, saved, and goes on as if nothing had been."""
+    """Checks that a run was stopped by the signal `name` at the end of a step, saved, and continues without a
+    difference."""
     last = step_records(output)[-1]["step"]
     assert f"stopped by {name} at step {last} of" in printed
     assert newest_complete(output / "checkpoints").name == f"step-{last:08d}"

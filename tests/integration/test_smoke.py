@@ -15,7 +15,7 @@ from trainer.cli.main import dispatch, main
 
 @pytest.fixture(autouse=True)
 def signals() -> Iterator[None]:
-    """The command blocks signals in this process, and what later tests start would inherit that."""
+    """Restores the signals that the command blocks in this process, so that later tests do not inherit them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     yield
     signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -248,7 +248,7 @@ def to_bfloat16(array: np.ndarray) -> np.ndarray:
 
 
 def write_bfloat16(path: Path, weights: dict[str, np.ndarray]) -> None:
-    """A safetensors file by hand, as numpy knows no bfloat16."""
+    """Writes a safetensors file byte by byte, because NumPy has no bfloat16."""
     header, offset, chunks = {}, 0, []
     for name, array in weights.items():
         data = to_bfloat16(array).tobytes()

@@ -39,7 +39,7 @@ DATA = {"batch_size": 1, "gradient_accumulation_steps": 1, "ranks": 1}
 
 
 def config_for(model: str, degrees: dict[str, Any]) -> Config:
-    """`degrees` are keys of parallel_config; "shared": the ranks share the optimizer's state."""
+    """Returns a configuration; `degrees` are keys of parallel_config, "shared" shards the optimizer state."""
     section = {key: value for key, value in degrees.items() if key != "shared"}
     shared = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 0}}
     return config_of(model={"vocab_size": VOCABULARY} | MODELS[model], use_parallel=bool(degrees),
@@ -48,7 +48,7 @@ def config_for(model: str, degrees: dict[str, Any]) -> Config:
 
 
 def resaved(group: ProcessGroup, jobs: list[tuple[str, dict[str, Any], str, str]]) -> None:
-    """Each job writes a checkpoint to a folder: of the initial weights, or of the checkpoint in another folder.
+    """Writes a checkpoint for each job: of the initial weights, or of the checkpoint in another folder.
 
     Args:
         jobs: The model, the degrees, the folder of the checkpoint to resume ("": none), and the folder to write to.
@@ -83,7 +83,7 @@ def save(step: TrainStep, config: Config, group: ProcessGroup, folder: Path) -> 
 
 
 def killed(group: ProcessGroup, degrees: dict[str, Any], folder: str) -> None:
-    """The last rank is killed when it has written a part of what it has."""
+    """Kills the last rank when it has written a part of its shards."""
     whole, names = writing.write_shards, []
 
     def write(path: Path, entries: Any, pieces: Any) -> int:

@@ -37,17 +37,17 @@ PAIRS = ("AllReduce", "AllGather", "ReduceScatter", "CopyToTensorParallel", "Red
 
 
 def pair_input(rank: int, ranks: int) -> np.ndarray:
-    """What a rank gives to each pair: [2 ranks, 3]."""
+    """Returns what a rank sends to each pair: [2 ranks, 3]."""
     return np.random.default_rng(200 + rank).normal(size=(2 * ranks, 3)).astype(np.float32)
 
 
 def factors_of(rank: int, shape: tuple[int, ...]) -> np.ndarray:
-    """A rank's loss is the sum of what came out times these, which thus are the gradient there."""
+    """Returns the gradient of a rank's loss, which is the sum of the results times these factors."""
     return np.random.default_rng(300 + rank).normal(size=shape).astype(np.float32)
 
 
 def pair_output(name: str, every_x: np.ndarray, rank: int) -> np.ndarray:
-    """What a pair gives to a rank: every_x [ranks, 2 ranks, 3]."""
+    """Returns what a rank receives from a pair, for every_x [ranks, 2 ranks, 3]."""
     ranks = len(every_x)
     by_rank = every_x.reshape(ranks, ranks, 2, 3)  # from whom, for whom
     return {

@@ -78,7 +78,7 @@ def main(folder: Path) -> None:
 
 
 def as_on_a_device(group: ProcessGroup, gradients: list[Tensor], in_float32: bool) -> dict[str, np.ndarray]:
-    """Two micro-batches with these gradients, which are summed during the backward pass of the second."""
+    """Runs two micro-batches with these gradients, which are summed during the backward pass of the second."""
     parameters = [Parameter(ops.zeros_like(each), name=f"w{number}") for number, each in enumerate(gradients)]
 
     def backward() -> MicroBatch:
@@ -176,7 +176,7 @@ def pairs(group: ProcessGroup) -> dict[str, np.ndarray]:
 
 
 def output_and_gradient(name: str, cell: Callable, x: Tensor, rank: int) -> dict[str, np.ndarray]:
-    """What comes out, and the gradient of the loss with respect to what went in."""
+    """Returns the result, and the gradient of the loss with respect to the input."""
 
     def loss(x: Tensor) -> tuple[Tensor, Tensor]:
         out = cell(x)

@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def nobody_left() -> Iterator[None]:
-    """A test that fails leaves no job behind."""
+    """Stops the jobs that a failed test leaves behind."""
     yield
     end_all()
 
@@ -74,6 +74,6 @@ def _call(item: pytest.Function, folder: Path) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """After an interruption those that have not begun do not begin."""
+    """Cancels jobs that have not begun when a session is interrupted."""
     for pool in session.stash.get(_POOLS, []):
         pool.shutdown(cancel_futures=True)

@@ -57,7 +57,7 @@ def segments_of(case: Case) -> np.ndarray:
 
 
 def inputs() -> list[np.ndarray]:
-    """q, k, v and the gradient of the result, [B, T, heads * size]."""
+    """Returns q, k, v and the gradient of the result, [B, T, heads * size]."""
     draw, sizes = np.random.default_rng(5), (HEADS * HEAD_SIZE, KV_HEADS * HEAD_SIZE, KV_HEADS * VALUE_SIZE)
     return [draw.normal(size=(ROWS, LENGTH, size)).astype(np.float32) for size in (*sizes, HEADS * VALUE_SIZE)]
 
@@ -88,9 +88,9 @@ class Given:
 
 
 def on_rank(world: CpuGroup) -> dict[tuple[str, int, int], list[np.ndarray]]:
-    """By case, number of ranks and how many of them exchange heads: result and gradients. Then a ring of four with a
-    mistake: the keys of two ranks are exchanged ("order"), a rank takes the gradients of its own queries alone
-    ("sum"), or the ranks see all that comes before, also in other documents ("mask")."""
+    """Returns result and gradients by case, number of ranks and how many of them exchange heads. Groups of four
+    ranks also make a mistake: they exchange the keys of two ranks ("order"), a rank takes the gradients of its
+    queries only ("sum"), or ranks see all earlier tokens, also of other documents ("mask")."""
     found = {
         (name, *layout): attend(world, case, *layout) for layout in LAYOUTS for name, case in CASES.items()
     }

@@ -26,7 +26,7 @@ NAMES = ("y", "gates", "gate", "up", "down")
 
 
 def exchanged_experts(group: CpuGroup) -> dict[str, np.ndarray]:
-    """Sum and gradients as this rank gets them, and as one rank gets them that has everything."""
+    """Returns sum and gradients of this rank, and those of one rank that has all experts."""
     every = [tokens_of(rank) for rank in range(group.size)]
     matrices = weights()
     own = slice(group.rank * EXPERTS // group.size, (group.rank + 1) * EXPERTS // group.size)
@@ -62,7 +62,7 @@ def weights() -> list[np.ndarray]:
 def computed(
     ranks: int, y: np.ndarray, gates: np.ndarray, chosen: np.ndarray, grad: np.ndarray, matrices: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """What the experts add, and the gradients of tokens, gates and weights."""
+    """Returns the output of the experts, and the gradients of tokens, gates and weights."""
     settings = SimpleNamespace(experts=SimpleNamespace(expert_num=EXPERTS, num_experts_chosen=CHOSEN))
     cells = SimpleNamespace(grouped_matmul=GroupedMatmul, swiglu=plain.SwiGLU)
     layer = experts.RoutedExperts(settings, cells, experts.ExpertRanks(ranks, 1, ranks, "all", TOKENS))
@@ -98,7 +98,7 @@ class AllToAll(nn.Cell):
 
 
 def exchange(group: CpuGroup, rows: Tensor, send: Sequence[int], receive: Sequence[int], name: str) -> Tensor:
-    """As `collectives.all_to_all_rows`."""
+    """Exchanges rows as `collectives.all_to_all_rows` does."""
     parts = ops.split(rows, list(send))
     filled = [ops.concat((part, ops.zeros((MOST - len(part), rows.shape[1])))) for part in parts]
     arrived = ops.split(AllToAll(group)(ops.concat(filled)), MOST)

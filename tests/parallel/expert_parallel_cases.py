@@ -50,8 +50,8 @@ def settings_of(name: str) -> ModelConfig:
 
 
 def on_rank(world: CpuGroup, names: list[str]) -> dict[str, list[list[np.ndarray]]]:
-    """Of each case, with groups of 2 and of 4 ranks: what a rank computes; where a device has the dispatcher, then what
-    its cells compute."""
+    """Returns the results of a rank for each case, with groups of 2 and of 4 ranks, also of a device's cells if it
+    has the dispatcher."""
     pairs = world.new_subgroup([world.rank // 2 * 2, world.rank // 2 * 2 + 1], "pair")
     found = {}
     for name in names:
@@ -62,7 +62,7 @@ def on_rank(world: CpuGroup, names: list[str]) -> dict[str, list[list[np.ndarray
 
 
 def computed(name: str, rank: int, group: CpuGroup | None = None) -> list[np.ndarray]:
-    """Output, gradients of the input and of the weights, for the tokens of a rank and all experts or a part."""
+    """Returns output and gradients of input and weights, for the tokens of a rank and all experts or a part."""
     settings = settings_of(name)
     moe = settings.experts
     layer = CpuMoe(model_spec(settings).layers[0].mlp, moe, RoutingRule.from_config(moe), Scratch(), experts=group)
@@ -95,7 +95,7 @@ def weights_of(name: str, group: CpuGroup | None) -> dict[str, np.ndarray]:
 
 
 def computed_by_cells(name: str, rank: int, group: CpuGroup) -> list[np.ndarray]:
-    """The same by the cells and the dispatcher of a device, in whose place the ranks exchange arrays."""
+    """Computes them with the cells and the dispatcher of a device, while the ranks exchange arrays in its place."""
     settings = settings_of(name)
     kernels = load_kernels(select_kernels(settings, "CPU"), resolve_precision(settings, None, "CPU"))
     layer = MoeLayer(settings, kernels, False, RankModelShard(None, None, experts=group))
@@ -120,7 +120,7 @@ def computed_by_cells(name: str, rank: int, group: CpuGroup) -> list[np.ndarray]
 
 
 def exchange_counts(counts: Tensor, group: CpuGroup) -> np.ndarray:
-    """As `collectives.exchange_counts`."""
+    """Exchanges counts as `collectives.exchange_counts` does."""
     given = counts.asnumpy().reshape(group.size, -1)
     return np.stack([given, np.stack(group.all_to_all(list(given), [given[0].shape] * group.size))])
 
@@ -128,7 +128,7 @@ def exchange_counts(counts: Tensor, group: CpuGroup) -> np.ndarray:
 def exchange_rows(
     rows: Tensor, send: np.ndarray, receive: np.ndarray, group: CpuGroup, least: int | None = None
 ) -> Tensor:
-    """As `collectives.exchange_rows`."""
+    """Exchanges rows as `collectives.exchange_rows` does."""
     array, total = rows.asnumpy(), int(receive.sum())
     result = np.zeros((max(total, least or 0), *array.shape[1:]), array.dtype)
     group.all_to_all_into(

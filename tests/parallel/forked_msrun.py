@@ -17,7 +17,8 @@ _FORKED = "forked"
 
 
 def in_own_session(*arguments: Any, **more: Any) -> subprocess.Popen:
-    """The fork server ends msrun with its whole group, which the scheduler would belong to."""
+    """Starts a process in its own session: the fork server ends msrun with its whole group, to which the scheduler
+    would belong."""
     return _popen(*arguments, **({} if "preexec_fn" in more else {"start_new_session": True}) | more)
 
 

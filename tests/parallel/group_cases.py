@@ -58,7 +58,7 @@ def fails_on_one(group: ProcessGroup, rank: int) -> None:
 
 
 def dies_in_exchange(group: ProcessGroup, rank: int) -> None:
-    """Tokens travel to experts; `rank` has sent half of its own when it is killed."""
+    """Sends tokens to experts; `rank` has sent half of its tokens when it is killed."""
     exchange = group.connections.exchange
 
     def half(sent: dict[int, list[memoryview]], received: dict[int, list[memoryview]]) -> None:

@@ -86,7 +86,7 @@ class Launcher:
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def facts(self, rank: int) -> dict:
-        """What a stand-in worker printed about itself."""
+        """Returns what a stand-in worker printed about itself."""
         first = self.log(rank).splitlines()[0]
         return json.loads(first.removeprefix("facts "))
 

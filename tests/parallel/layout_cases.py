@@ -84,7 +84,7 @@ class Trained(NamedTuple):
 
 
 def has_layout(model: str, layout: str) -> bool:
-    """Only experts can be divided among ranks as experts."""
+    """Returns whether a model can have a layout: only experts can be sharded over expert-parallel ranks."""
     return "expert_parallel" not in LAYOUTS[layout].degrees or "moe_config" in MODELS[model]
 
 
@@ -101,7 +101,7 @@ def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
 
 
 def trained(group: ProcessGroup | None, model: str, layout: Layout) -> Trained:
-    """By the ranks of a group; without one by one rank, with the sequences of all in one micro-batch."""
+    """Trains with the ranks of a group; without one with one rank, with the sequences of all in one micro-batch."""
     config = config_of_case(model, layout, alone=group is None)
     world = SINGLE_PROCESS if group is None else World(group.rank, group.size, group.rank, group.size)
     weights, parts = weights_of(config), local_shard_specs(config, world)
@@ -132,12 +132,12 @@ def saved(step: TrainStep) -> dict[str, np.ndarray]:
 
 
 def all_trained(group: ProcessGroup, cases: Sequence[tuple[str, str]]) -> list[Trained]:
-    """Of each of these models and layouts."""
+    """Trains each of these models and layouts."""
     return [trained(group, model, LAYOUTS[layout]) for model, layout in cases]
 
 
 def all_alone(group: ProcessGroup, cases: Sequence[tuple[str, str]]) -> list[Trained]:
-    """The same by one rank; layouts of equally many layers are one training."""
+    """Trains each of these models with one rank; layouts of equally many layers are one training."""
     found: dict[tuple[str, int], Trained] = {}
     keys = [(model, LAYOUTS[name].layers) for model, name in cases]
     for key, (model, name) in zip(keys, cases, strict=True):

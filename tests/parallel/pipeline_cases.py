@@ -133,7 +133,7 @@ def trained(
 
 
 def all_trained(group: CpuGroup, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Of these cases, and of each with each of its `MUTATIONS`."""
+    """Trains these cases, and each with each of its `MUTATIONS`."""
     found = {}
     for name in names:
         found[name] = trained(group, name, steps_of(name))
@@ -152,12 +152,12 @@ def _forgets_sum(step: TrainStep, kind: str) -> None:
 
 
 def _counts_norm_twice(step: TrainStep) -> None:
-    """Of what two stages or two ranks of a stage have."""
+    """Counts twice in the norm what two stages or two ranks of a stage have."""
     step.norm_contribution = step.norm_contribution._replace(factors=np.ones_like(step.norm_contribution.factors))
 
 
 def _forgets_routers(step: TrainStep) -> None:
-    """Of the stages before the last one."""
+    """Leaves out the router losses of the stages before the last one."""
     for cell in step.pipeline.stage.cells:
         if not cell.part.is_last:
             cell.model.aux_factor = cell.model.z_factor = 0.0

@@ -82,7 +82,7 @@ def config(case: str, level: str, alone: bool = False) -> Config:
 
 
 def open_step(config: Config, group: ProcessGroup, weights: Mapping[str, np.ndarray] | None = None) -> TrainStep:
-    """As a run opens it, with these ranks in the place of MindSpore's."""
+    """Opens the step of a run, with these ranks in the place of MindSpore's."""
     world = SINGLE_PROCESS if group.size == 1 else World(group.rank, group.size, group.rank, group.size)
     ready = mock.patch.object(session, "set_up_device", lambda *_: mindspore.set_context(mode=mindspore.PYNATIVE_MODE))
     prefetch = mock.patch.object(session, "can_prefetch_weights", lambda _: True)  # although a rank has one core here
@@ -91,7 +91,7 @@ def open_step(config: Config, group: ProcessGroup, weights: Mapping[str, np.ndar
 
 
 def window(step: int, rank: int) -> list[Any]:
-    """Two micro-batches of a data-parallel rank, of which the second one may have no label; one in later steps."""
+    """Returns two micro-batches of a data-parallel rank, of which the second may have no label; one in later steps."""
     counts = [2 * TOKENS - 5, 0 if (rank, step) == (1, 1) else 7][: 2 if step <= STEPS else 1]
     return [make_batch(100 * step + 10 * rank + micro, count, rows=2) for micro, count in enumerate(counts)]
 

@@ -20,7 +20,7 @@ RANK = int(os.environ["RANK_ID"])
 
 
 def wait_for_others(step: int) -> None:
-    """A failure comes when the other ranks of this host have done a step or two as well, however slow they start."""
+    """Waits until the other ranks of this host have done a step or two, however slowly they start."""
     job, size = Path(os.environ[heartbeat.JOB_VARIABLE]), int(os.environ["RUN_TRAINER_LOCAL_SIZE"])
     first = RANK // size * size
     for rank in set(range(first, first + size)) - {RANK}:

@@ -25,7 +25,7 @@ SCALE = {"scale_sense": {"type": "DynamicLossScaleUpdateCell", "loss_scale_value
 
 
 def tiny_trainer(name: str) -> TinyTrainer:
-    """Of one of `MODELS`."""
+    """Returns a trainer of one of `MODELS`."""
     return TinyTrainer(host_layers=True, **MODELS[name])
 
 

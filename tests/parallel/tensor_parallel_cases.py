@@ -125,7 +125,7 @@ class Layout(NamedTuple):
         return ranks // self.tensor // self.context
 
     def keys(self, ranks: int) -> dict[str, Any]:
-        """Those of parallel_config."""
+        """Returns the keys of parallel_config for so many ranks."""
         algorithm: dict[str, Any] = {"context_parallel_algo": "colossalai_cp"}
         if self.ulysses == self.context > 1:
             algorithm = {"context_parallel_algo": "ulysses_cp"}
@@ -141,7 +141,7 @@ ALONE = Layout()
 
 
 def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -> Config:
-    """One rank recomputes nothing: that would take longer and change no number."""
+    """Returns a configuration; one rank recomputes nothing, which would take longer and change no number."""
     sections = dict(CASES[name])
     model = {"vocab_size": VOCABULARY, "num_layers": layers} | sections.pop("model")
     if ranks > 1:
@@ -152,7 +152,7 @@ def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -
 
 
 def every_parted(world: ProcessGroup, suites: list[list[Any]]) -> list[tuple[dict[str, Trained], dict[str, Trained]]]:
-    """Of each suite, whose arguments of `parted` are given, what a rank of it has trained."""
+    """Trains on a rank of each suite, whose arguments of `parted` are given."""
     return [parted(world, *suite) for suite in suites]
 
 
@@ -233,7 +233,7 @@ def told(step: TrainStep, results: Sequence[Any], one: Config, group: ProcessGro
 
 
 def saved(step: TrainStep) -> dict[str, np.ndarray]:
-    """What all ranks write to a checkpoint, put together."""
+    """Joins what all ranks write to a checkpoint."""
     own, whole_arrays = step.state_dict_shard(), {}
     pieces = {key: (each.spec, each.array.copy()) for key, each in (own.weights | own.optimizer).items()}
     for of_rank in map(pickle.loads, step.communicator.gather_bytes(pickle.dumps(pieces))):
@@ -254,7 +254,7 @@ def spread(model: Any, settings: Any, shard: RankModelShard | None) -> None:
 
 
 def assembled(layout: ModelLayout, ranks: list[Trained]) -> dict[str, np.ndarray]:
-    """Whole weights from the parts of the ranks, which agree where they hold the same."""
+    """Joins the shards of the ranks to unsharded weights; ranks with the same shard agree."""
     found = {}
     degrees = layout.degrees
     for name, one in layout.parameters.items():

@@ -32,7 +32,7 @@ Found = list[dict[str, np.ndarray]]
 
 @pytest.fixture(scope="module", params=[2, 4])
 def found(request: pytest.FixtureRequest, folder_of_ranks: Callable[[int], Path]) -> Found:
-    """What came out on each rank, by name; one job for all tests."""
+    """Returns the results of each rank by name; one job serves all tests."""
     folder = folder_of_ranks(request.param)
     return [dict(np.load(folder / f"rank-{rank}.npz")) for rank in range(request.param)]
 

@@ -79,7 +79,7 @@ def test_mistakes_are_found(found: list[dict], wrong: str, name: str) -> None:
 
 
 def errors(found: list[dict], name: str, size: int, ulysses: int) -> list[float]:
-    """Of the result and of the gradients, the largest of any rank, as multiples of what rounding may cause."""
+    """Returns the largest errors of the result and of the gradients on any rank, as multiples of the rounding limit."""
     worst = []
     for rank, of_rank in enumerate(found):
         part = ContextShard(rank % size, size, ulysses)

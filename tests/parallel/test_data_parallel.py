@@ -42,7 +42,7 @@ def alone() -> dict[str, TinyTrainer]:
 
 @pytest.fixture(scope="module")
 def right(alone: dict[str, TinyTrainer]) -> dict[str, np.ndarray]:
-    """What one process finds that has the rows of all."""
+    """Returns the results of one process with the rows of all ranks."""
     found = {}
     for name, trainer in alone.items():
         found |= trained(trainer, Communicator(), 0, 1, name)

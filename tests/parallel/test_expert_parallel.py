@@ -22,7 +22,7 @@ def found() -> list[dict[str, list[list[np.ndarray]]]]:
 
 @functools.cache
 def alone(name: str, rank: int) -> list[np.ndarray]:
-    """What one rank with all experts computes for the tokens of `rank`."""
+    """Returns the results of one rank with all experts for the tokens of `rank`."""
     return computed(name, rank)
 
 

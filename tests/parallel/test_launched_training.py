@@ -101,7 +101,7 @@ def limits_of(config: Path) -> DecoderLimits:
 
 
 def restarts(output: Path) -> list[dict]:
-    """What metrics.jsonl says about restarts."""
+    """Returns the restarts in metrics.jsonl."""
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if "restart" in record]
 
@@ -125,7 +125,8 @@ def assert_starts_again(job: Launcher, output: Path, done: int) -> int:
 
 
 def assert_same_training(ours: Path, right: Path, ended_at: set[int]) -> None:
-    """`ended_at`: steps at which a signal ended our run, perhaps within the evaluation after the step."""
+    """Checks that two runs trained the same; `ended_at` has the steps at which a signal ended ours, perhaps within
+    the evaluation after the step."""
     mine, theirs = step_records(ours), step_records(right)
     for name in ("step", "epoch", "lr", "tokens"):
         assert column(mine, name) == column(theirs, name)
@@ -214,7 +215,7 @@ def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: 
 
 
 def assert_samples(output: Path, alone: Path, signals: int) -> None:
-    """Each evaluation has a sample of each prompt, once, but where a signal cut it short."""
+    """Checks that each evaluation has one sample of each prompt, unless a signal cut it short."""
     for folder, cut in ((output, signals), (alone, 0)):
         records = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
         steps = column(records, "step")[::2]

@@ -14,7 +14,7 @@ CASES = [(model, layout) for layout in LAYOUTS for model in MODELS if has_layout
 
 @functools.cache
 def of_ranks(ranks: int) -> dict[tuple[str, str], list[Trained]]:
-    """What each rank has trained, by case: one job for all cases of so many ranks."""
+    """Returns the training of each rank by case: one job for all cases of so many ranks."""
     cases = [case for case in CASES if LAYOUTS[case[1]].ranks == ranks]
     found = on_rank_processes(ranks, "layout_cases:all_trained", cases, limit_seconds=400)
     return dict(zip(cases, zip(*found, strict=True), strict=True))

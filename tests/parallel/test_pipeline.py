@@ -20,7 +20,7 @@ set_up_cpu_threads()  # before any tensor is made; see tests/parity/conftest.py
 
 @functools.cache
 def of_ranks(number: int) -> list[dict[str, Any]]:
-    """What each rank has trained: one job for all cases of so many ranks."""
+    """Returns the training of each rank: one job for all cases of so many ranks."""
     names = [name for name in CASES if ranks_of(name) == number]
     return on_rank_processes(number, "pipeline_cases:all_trained", names, limit_seconds=400)
 

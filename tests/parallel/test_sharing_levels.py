@@ -32,7 +32,7 @@ JOBS: dict[int, dict[str, tuple[list[str], list[int]]]] = {
 
 @functools.cache
 def of_ranks(ranks: int) -> list[dict[str, Any]]:
-    """What each rank has trained: one job for all cases."""
+    """Returns the training of each rank: one job for all cases."""
     return on_rank_processes(ranks, "sharing_cases:all_trained", JOBS[ranks], CLIPPED if ranks == 2 else "")
 
 
@@ -81,7 +81,7 @@ def test_mistakes_are_seen() -> None:
 
 
 def compare(ours: Trained, one: Trained) -> None:
-    """All steps, and what is there after them unless the one rank has done more."""
+    """Compares all steps, and the state after them unless the one rank has done more steps."""
     steps = len(ours.losses)
     close(ours.losses, one.losses[:steps], 1e-5)
     close(ours.norms, one.norms[:steps], 1e-4)
@@ -96,7 +96,7 @@ def compare(ours: Trained, one: Trained) -> None:
 
 
 def same(ours: Trained, theirs: Trained) -> None:
-    """All ranks see the same numbers."""
+    """Checks that all ranks see the same numbers."""
     for field in ("losses", "norms", "evaluated", "local_norms"):
         np.testing.assert_equal(getattr(ours, field), getattr(theirs, field))
 
@@ -107,7 +107,7 @@ def same_weights(ours: Trained, theirs: Trained) -> None:
 
 
 def check_shares(case: str, ours: Trained, one: Trained, levels: list[str]) -> None:
-    """A rank has half of the state from level 1 on, and half of the gradients from level 2 on."""
+    """Checks that a rank has half of the state from level 1 on, and half of the gradients from level 2 on."""
     least = 1024 * CASES[case].get("threshold", 0) // 4
     sizes = one.state_sizes
     halves = {name: size // 2 if levels and size >= least else size for name, size in sizes.items()}

@@ -80,7 +80,8 @@ SUITES = {
 
 @pytest.fixture(scope="module")
 def one_rank() -> dict[tuple[str, int], dict[int, Trained]]:
-    """By case and number of data-parallel ranks: the same by one rank, after each number of steps that is asked for."""
+    """Returns the training of one rank after each requested number of steps, by case and number of data-parallel
+    ranks."""
     stops: dict[tuple[str, int], set[int]] = {}
     for suite in SUITES.values():
         for name, steps in suite.cases.items():
@@ -92,7 +93,7 @@ def one_rank() -> dict[tuple[str, int], dict[int, Trained]]:
 
 @functools.cache
 def of_ranks(number: int) -> dict[str, list[tuple[dict[str, Trained], dict[str, Trained]]]]:
-    """What each rank has trained, by suite: one job for all suites of so many ranks."""
+    """Returns the training of each rank by suite: one job for all suites of so many ranks."""
     suites = {name: suite for name, suite in SUITES.items() if suite.ranks == number}
     given = [(suite.layout, suite.cases, suite.mistakes) for suite in suites.values()]
     ranks = on_rank_processes(number, f"{every_parted.__module__}:every_parted", given, limit_seconds=400)
@@ -118,7 +119,7 @@ def test_losses_norms_and_weights_are_those_of_one_rank(name: str, one_rank: dic
 
 
 def compare_steps(name: str, one: Trained, parts: list[Trained]) -> None:
-    """Of the steps that the ranks have done."""
+    """Compares the steps that the ranks have done."""
     steps = len(parts[0].losses)
     for part in parts:
         close(part.losses, one.losses[:steps], 1e-5, name)

@@ -21,7 +21,7 @@ _KINDS = {"all_gather_rows": "all_gather", "all_to_all_into": "all_to_all", "sta
 
 @pytest.fixture(scope="module")
 def counted() -> dict[str, list[Sent]]:
-    """By case, of each rank."""
+    """Returns the measured bytes of each rank, by case."""
     found = {}
     for ranks in (2, 4):
         names = [name for name in CASES if ranks_of(name) == ranks]
@@ -51,7 +51,7 @@ def test_the_plan_counts_what_is_sent(name: str, counted: dict[str, list[Sent]])
 
 
 def planned(config: Config, rank: int, ranks: int) -> tuple[Counter[tuple], int]:
-    """By ranks of the group and collective what a rank sends; and what for experts."""
+    """Returns the planned bytes of a rank by group and collective, and those of experts."""
     world = world_of(ranks)
     mesh, found, of_experts = Mesh(parallel_degrees(config, world)), Counter[tuple](), 0
     groups = rank_groups(config, world, rank)

@@ -90,7 +90,7 @@ def _ip(*words: str) -> None:
 
 
 def _join(first: str, second: str, addresses: list[str]) -> None:
-    """Two namespaces and the cable between them."""
+    """Makes two namespaces and the cable between them."""
     for name in (first, second):
         _ip("netns", "add", name)
         _ip("-n", name, "link", "set", "lo", "up")
@@ -123,7 +123,7 @@ def _unplug(names: list[str]) -> None:
 
 @pytest.fixture
 def hosts(cabled: tuple[list[str], list[str]], tmp_path: Path) -> Iterator[list[Host]]:
-    """Both hosts with a folder each; afterwards nothing runs on them."""
+    """Provides both hosts with a folder each; afterwards nothing runs on them."""
     made = []
     for node, (name, address) in enumerate(zip(*cabled, strict=True)):
         folder = tmp_path / f"host-{node}"

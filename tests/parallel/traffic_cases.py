@@ -151,7 +151,7 @@ def config_of_case(name: str) -> Config:
 
 
 def counted(world: CpuGroup, names: Sequence[str]) -> dict[str, Sent]:
-    """What this rank sends in a step of each case."""
+    """Returns the bytes that this rank sends in a step of each case."""
     with HEAD_IN_BLOCKS:
         return {name: _step(world, config_of_case(name)) for name in names}
 

@@ -30,7 +30,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["onednn", "numpy"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the library of MindSpore and without it."""
+    """Runs a test with MindSpore's library and without it."""
     if request.param == "numpy":
         monkeypatch.setattr(onednn, "library", lambda: None)
         monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())

@@ -52,7 +52,7 @@ class GoldenDecoder(NamedTuple):
             assert distance(value.asnumpy() / case.valid_tokens, right[name]) < limits.gradients, name
 
     def check_generation(self, prompt_tokens: int, new_tokens: int) -> None:
-        """Each generated token is the likeliest one of the whole row, which is computed without a cache."""
+        """Checks that each generated token is the likeliest one of the full sequence, computed without a cache."""
         prompt = self.case.input_ids[0, :prompt_tokens].tolist()
         generator = Generator(self.model, self.build_inputs, ())
         tokens = [step[0] for step in generator.stream([prompt], [new_tokens], Sampling())]

@@ -60,7 +60,8 @@ def normal(random: np.random.Generator, *shape: int, scale: float = 1.0) -> np.n
 def derivatives(
     function: Callable[..., np.ndarray], arguments: Arrays, upstream: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Of sum(function(**arguments) * upstream), which is analytic, with respect to each argument."""
+    """Returns the derivatives of sum(function(**arguments) * upstream), which is analytic, with respect to each
+    argument."""
     step, found = 1e-30, {}
     given = {name: array.astype(complex) for name, array in arguments.items()}
     for name, array in given.items():
@@ -110,7 +111,7 @@ class Case:
         assert distance(result, self.result) <= rounding_limit(self.terms)
 
     def check_gradients(self, found: Mapping[str, Tensor | np.ndarray]) -> None:
-        """`found` has the gradients of x and of all weights."""
+        """Compares gradients; `found` has those of x and of all weights."""
         right, rows = self.gradients, len(self.upstream_ND if self.x_ND is None else self.x_ND)
         terms = 2 * (self.terms + rows)
         assert found.keys() == right.keys()
@@ -133,7 +134,7 @@ class Sequences(NamedTuple):
     positions: positions.TokenPositions
 
     def allowed(self, window: int | None) -> np.ndarray:
-        """Which keys each query sees, [B, T, T]."""
+        """Returns which keys each query sees, [B, T, T]."""
         tokens = np.arange(self.segments_BT.shape[1])
         apart_QS = tokens[:, None] - tokens[None]
         seen_QS = (apart_QS >= 0) & (apart_QS < (window or 1000))
@@ -151,7 +152,7 @@ def sequences_of(spec: AttentionSpec, segments: Sequence[Sequence[int]], random:
 
 
 def weights_of(layer: LayerSpec, sublayer: str, random: np.random.Generator) -> dict[str, np.ndarray]:
-    """Random ones, "attention" or "mlp"; norms are around 1, and adapters small: in a softmax that has one large
+    """Draws weights of "attention" or "mlp". Norms are around 1 and adapters small: in a softmax with one large
     probability everything cancels."""
     found = {}
     for one in layer.parameters:
@@ -164,8 +165,8 @@ def weights_of(layer: LayerSpec, sublayer: str, random: np.random.Generator) -> 
 def dropping(
     settings: ModelConfig, layer: LayerSpec, rows: int, sequences: int
 ) -> tuple[LayerDropout, dict[str, np.ndarray]]:
-    """What draws the masks of a layer, and the factors of all sites with a rate: [N, width], and for "probabilities"
-    [B, H, T, T]."""
+    """Returns what draws the masks of a layer, and the factors of all sites with a rate: [N, width], and for
+    "probabilities" [B, H, T, T]."""
     numbers, spec = dropout_sites(settings, 0), layer.attention
     adapters = {**spec.adapters, **getattr(layer.mlp, "adapters", {})}
     widths = {one.name: one.shape[-1] for one in layer.parameters}
@@ -191,7 +192,7 @@ def probabilities_mask(spec: AttentionSpec, site: int, sequences: int, length: i
 def linear_formula(
     name: str, x: np.ndarray, weights: Arrays, adapters: Mapping[str, AdapterSpec], masks: Arrays
 ) -> np.ndarray:
-    """With its bias and its adapter, where it has them."""
+    """Computes a product with its bias and its adapter, if it has them."""
     y = numpy_kernels.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias", 0.0))
     if name in adapters:
         down, up = (weights[one] for one in adapter_names(name))
@@ -238,7 +239,7 @@ def _heads_formula(
 def _latent_formula(
     spec: AttentionSpec, sequences: Sequences, y: np.ndarray, weights: Arrays, linear: Callable
 ) -> list[np.ndarray]:
-    """The same by equations 37 to 47 of DeepSeek-V2 (DeepSeek-AI 2024)."""
+    """Computes latent attention by equations 37 to 47 of DeepSeek-V2 (DeepSeek-AI 2024)."""
     latent = spec.latent
     nope, tokens = latent.nope_size, len(y)
     if latent.query_rank is None:
@@ -385,7 +386,7 @@ def mlp_of(name: str, tokens: int, width: int = WIDTH) -> Case:
 
 
 def check_saved(saved: Arrays, listed: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> None:
-    """What a forward pass keeps is what the description lists: names, shapes and dtypes."""
+    """Checks that a forward pass keeps what the description lists: names, shapes and dtypes."""
     expected = {
         one.name: ((rows[one.rows], one.width), np.dtype(dtype if one.narrow else np.float32)) for one in listed
     }
@@ -393,5 +394,5 @@ def check_saved(saved: Arrays, listed: Iterable[SavedArray], rows: Mapping[str, 
 
 
 def trained_subsets(names: Collection[str]) -> list[list[str]]:
-    """No weight, and each alone."""
+    """Returns no weight, and each weight alone."""
     return [[], *([name] for name in names)]

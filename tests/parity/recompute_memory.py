@@ -43,7 +43,8 @@ def main() -> None:
     trainers = {name: TinyTrainer(sections=sections, **SIZES) for name, sections in VARIANTS.items()}
 
     def run(trainer: TinyTrainer, layers: slice) -> None:
-        """The whole backward pass through some of the layers; gradients of all weights, zero for the others'."""
+        """Runs the whole backward pass through some of the layers, with zero gradients for the weights of the
+        others."""
         model, parts, every = trainer.model, trainer.model.parts, trainer.model.parts.layers
         parts.layers, model.num_layers = every[layers], len(every[layers])
         inputs = trainer.build_inputs(batch)

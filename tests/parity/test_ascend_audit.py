@@ -47,7 +47,7 @@ def config_of(experts: dict | None = None, top: dict | None = None, **changes) -
 
 
 def counted(audit: Audit) -> dict[str, tuple[int, int]]:
-    """(asked for, found) of each operator that one of them is not zero for."""
+    """Returns (requested, found) of each operator with a count above zero."""
     return {each.operator: (each.asked, each.found) for each in audit.fused if each.asked or each.found}
 
 
@@ -69,8 +69,8 @@ _exported: dict[tuple, list[Node]] = {}
 
 
 def export_once(settings, kernels, layers, trained, *shape) -> list[Node]:
-    """As `export_step` for the kernels that the settings choose. Building graphs takes nearly all of the time of these
-    tests, and many of them look at the same ones: of layers of one kind the number makes no difference."""
+    """Exports a step as `export_step` does, once for equal settings: building graphs takes nearly all of the time of
+    these tests, and the number of layers of one kind makes no difference."""
     prefixes = {layer_prefix(layer): place for place, layer in enumerate(layers)}
     learn = set()
     for name in trained:

@@ -28,7 +28,8 @@ def as_documented(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, *, attn_mask: Tensor, scalar_value: float,
     input_layout: str, sparse_mode: int,
 ) -> Tensor:  # fmt: skip
-    """Layout BSH; True discards; mode 3: the triangle ends at the last query and the last key."""
+    """Computes attention as documented: layout BSH, True discards, mode 3 ends the triangle at the last query and
+    key."""
     assert input_layout == "BSH" and {query.dtype, key.dtype, value.dtype} == {mindspore.bfloat16}
     (rows, queries, width), keys = query.shape, key.shape[1]
     if sparse_mode == 3:

@@ -58,7 +58,7 @@ def make_batch(seed: int, rows: int = 6, padding: int = 0) -> ImageBatch:
 
 
 def exact(weights: dict[str, np.ndarray], batch: ImageBatch) -> tuple[float, dict[str, np.ndarray], int]:
-    """Sum of losses, its gradients and the number of hits, from the definition."""
+    """Returns the sum of losses, its gradients and the number of hits, from the definition."""
     names = [f"dense_relu_sequential.{place}" for place in (0, 2, 4)]
     weights = {name: array.astype(np.float64) for name, array in weights.items()}
     layers = [(weights[f"{name}.weight"], weights[f"{name}.bias"]) for name in names]

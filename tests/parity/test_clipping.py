@@ -25,7 +25,7 @@ def gradients_of(*arrays: list) -> list[Tensor]:
 
 
 def norms_of(gradients: list[Tensor], wrapper: RunnerWrapper, group_of: dict[str, str]) -> GradientNorms:
-    """As a step computes them."""
+    """Returns the norms as a step computes them."""
     wanted = norm_groups(list(group_of), wrapper, group_of)
     sums = measures.square_sums(measures.squares(gradients), list(wanted.groups.values()), wanted.each)
     return wanted.norms(sums)
@@ -36,7 +36,7 @@ def global_norm(gradients: list[Tensor]) -> float:
 
 
 def clipped(gradients: list[Tensor], scale: float = 1.0, **settings: object) -> list[np.ndarray]:
-    """What reaches the optimizer: gradients times factors."""
+    """Returns what reaches the optimizer: gradients times factors."""
     wrapper = parse_config("clip", json.dumps({"runner_wrapper": {"use_clip_grad": True} | settings})).runner_wrapper
     names = [str(number) for number in range(len(gradients))]
     group_of = {name: name for name in names}

@@ -51,7 +51,7 @@ LENGTHS, LONGEST, NEW = np.array([9, 2, 5]), 9, 3
 
 
 def with_large_weights(made: TinyTrainer) -> TinyTrainer:
-    """Far from zero, biases and adapters too: a mistake shows."""
+    """Draws weights far from zero, biases and adapters too, so that a mistake shows."""
     draw = np.random.default_rng(3)
     for parameter in made.model.parameters_by_name.values():
         noise = draw.standard_normal(parameter.shape).astype(np.float32)
@@ -61,7 +61,7 @@ def with_large_weights(made: TinyTrainer) -> TinyTrainer:
 
 
 def logits_of(made: TinyTrainer, kind: type) -> np.ndarray:
-    """After the prompts, and after each of some more tokens: [1 + NEW, B, V]."""
+    """Returns the logits after the prompts, and after each of some more tokens: [1 + NEW, B, V]."""
     draw = np.random.default_rng(4)
     generator = Generator(made.model, made.build_inputs, ())
     assert isinstance(generator.parts, kind)

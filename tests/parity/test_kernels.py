@@ -149,7 +149,8 @@ def test_attention_ignores_what_the_mask_excludes_however_large() -> None:
 
 
 def exact_logits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """x, weight, labels and valid whose logits are whole numbers between -1e4 and 1e4: float32 holds them exactly.
+    """Returns x, weight, labels and valid whose logits are whole numbers between -1e4 and 1e4, which float32 represents
+    exactly.
 
     Row 0 is decided by differences of 1 at 1e4, row 1 at -1e4, row 2 by a difference of 2e4 with the wrong label.
     """
@@ -265,7 +266,7 @@ class TwoSites(nn.Cell):
 
 
 def two_sites(first: nn.Cell, second: nn.Cell, compiled: bool) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Gradients of sum((3 e^x + e^y) * upstream), as they are and as they should be."""
+    """Returns the gradients of sum((3 e^x + e^y) * upstream), computed and expected."""
     x, y, upstream = normal(4, 3), normal(4, 3), normal(4, 3)
     found = gradients(runner(TwoSites(first, second), compiled), [x, y], upstream)
     return found, [3 * np.exp(x) * upstream, np.exp(y) * upstream]

@@ -32,7 +32,7 @@ def tiny(sections: dict | None = None, native: bool = True, **model: object) -> 
 
 
 def with_adapters(native: bool) -> TinyTrainer:
-    """B is zero at first, which would hide most mistakes."""
+    """Draws B, which is zero at first and would hide most mistakes."""
     made, random = tiny(native=native, **ADAPTERS), np.random.default_rng(8)
     for name, shape in adapter_shapes(made.model.settings).items():
         made.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)

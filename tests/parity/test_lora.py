@@ -42,7 +42,7 @@ def adapted(targets: str = ALL, dropout: float = 0.0) -> dict:
 
 
 def with_random_adapters(tiny: TinyTrainer, seed: int = 8) -> TinyTrainer:
-    """B is zero at first, which would hide most mistakes."""
+    """Draws B, which is zero at first and would hide most mistakes."""
     random = np.random.default_rng(seed)
     for name, shape in adapter_shapes(tiny.model.settings).items():
         tiny.initial[name] = random.normal(0, 0.15, shape).astype(np.float32)
@@ -52,7 +52,7 @@ def with_random_adapters(tiny: TinyTrainer, seed: int = 8) -> TinyTrainer:
 
 @functools.cache
 def dense_model(**model: object) -> TinyTrainer:
-    """One for all tests: each gives it all its weights."""
+    """Returns one model for all tests, each of which sets all its weights."""
     return TinyTrainer(compiled=False, **model)
 
 
@@ -187,7 +187,7 @@ def test_only_adapters_are_trained(tiny: TinyTrainer) -> None:
 
 
 def built(tiny: TinyTrainer, **how: object) -> TinyTrainer:
-    """The same model with its decoder built in another way; by itself, so that all parameters have gradients."""
+    """Builds the model with another decoder; alone, so that all parameters have gradients."""
     native = tiny.kernels.host_layers
     other = with_random_adapters(TinyTrainer(native, **tiny.sections["model"]))
     other.model = Decoder(tiny.model.settings, other.kernels, seed=5, compiled=native, **how)

@@ -202,7 +202,7 @@ def test_empty_micro_batches_are_counted(tiny: TinyTrainer, window: list[Batch])
 
 
 def float16_training(native: bool, scale_sense: float) -> TrainStep:
-    """Each call begins with the initial weights, so what an earlier call gave is at its end."""
+    """Returns a step from the initial weights; a later call resets the weights of an earlier one."""
     return shared_trainer(native, compute_dtype="float16").step(
         lambda update: 0.01,
         optimizer=TINY_EPS,

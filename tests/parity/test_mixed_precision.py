@@ -67,7 +67,7 @@ build_once = functools.cache(build_new)
 
 
 def build(amp_level: str | None = None, compiled: bool = False, **model: object) -> Model:
-    """Shared between tests: compiling is what takes time."""
+    """Builds a model once for all tests, because compiling takes the time."""
     return build_once(amp_level, compiled, frozenset(model.items()))
 
 
@@ -94,7 +94,7 @@ def differentiate(model: Model, factor: float = 1.0, dropout: DropoutKey | None 
 
 @pytest.fixture(scope="module")
 def right() -> Result:
-    """Of the float32 model, operator by operator."""
+    """Returns the results of the float32 model, operator by operator."""
     return differentiate(build())
 
 
@@ -167,7 +167,7 @@ Met = dict[str, list[np.ndarray]]
 
 
 def met_by_kernels(model: Model, monkeypatch: pytest.MonkeyPatch) -> Met:
-    """What the kernels of the model really take and give, by class and argument or result."""
+    """Returns the dtypes that the kernels of the model take and return, by class and argument or result."""
     met: Met = {}
     original = nn.Cell.__call__
 

@@ -116,7 +116,7 @@ def test_front_end_builds_the_fused_operators_and_their_gradients(
 
 
 def argsort_as_documented(input: Tensor, dim: int, descending: bool, stable: bool) -> Tensor:
-    """Stable: the relative order of equivalent elements is kept."""
+    """Sorts stably: equal elements keep their order."""
     assert stable and dim == -1 and input.dtype == mindspore.float32
     values = input.asnumpy()
     return Tensor(np.argsort(-values if descending else values, -1, kind="stable"))

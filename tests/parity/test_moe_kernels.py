@@ -51,7 +51,7 @@ def gradients(function: Callable[..., Tensor], arrays: list[np.ndarray], upstrea
 def check(
     ours: Callable[..., Tensor], right: Callable[..., np.ndarray], arrays: list[np.ndarray]
 ) -> list[np.ndarray]:
-    """Forward and gradients of `ours` are those of `right`; returns the gradients."""
+    """Compares results and gradients of `ours` with `right`; returns the gradients."""
     expected = right(*(array.astype(np.float64) for array in arrays))
     upstream = normal(*expected.shape)
     assert distance(ours(*map(Tensor, arrays)).asnumpy(), expected) < LIMIT
@@ -196,7 +196,7 @@ KERNELS = pytest.mark.parametrize("experts_kernel", [Chain, Native], ids=["plain
 
 
 def experts_literally(routing: Routing) -> Callable[..., np.ndarray]:
-    """One assignment after the other; those without a row in their expert's group add nothing."""
+    """Computes one assignment after the other; those without a row in their expert's group add nothing."""
     experts_Nk, row_Nk, computed = routing.experts_Nk.asnumpy(), routing.row_Nk.asnumpy(), routing.counts_E.asnumpy()
 
     def compute(x, gates, gate, up, down) -> np.ndarray:
@@ -236,7 +236,7 @@ def test_experts_of_a_layer(
 
 
 def outputs_and_gradients(layer: nn.Cell, arrays: list[np.ndarray], routing: Routing) -> list[np.ndarray]:
-    """As a run computes them: weights are parameters, and the gradient is that of a number."""
+    """Computes outputs and gradients as a run does: weights are parameters, and the gradient is that of a number."""
     inputs = [Tensor(array) for array in arrays[:2]]
     weights = [Parameter(Tensor(array), name=f"weight_{place}") for place, array in enumerate(arrays[2:])]
     kept: list[Tensor] = []
@@ -250,7 +250,7 @@ def outputs_and_gradients(layer: nn.Cell, arrays: list[np.ndarray], routing: Rou
 
 
 def uneven_scores(tokens: int, experts: int) -> np.ndarray:
-    """Every third expert gets nothing."""
+    """Returns scores by which every third expert gets nothing."""
     scores = RANDOM.random((tokens, experts)).astype(np.float32)
     scores[:, ::3] = 0
     return scores
@@ -276,7 +276,7 @@ def test_an_expert_without_tokens_works_with_and_without_safe_tokens(
 
 
 def leave_dirty_memory(*shapes: tuple[int, ...]) -> None:
-    """Memory of these sizes, given back to where the next tensors come from, is full of what is no number."""
+    """Frees memory of these sizes, filled with NaN, from which the next tensors are allocated."""
     tensors = [memory.empty(*shape) for shape in shapes for _ in range(12)]
     for _, array in tensors:
         array[:] = np.nan
@@ -324,7 +324,7 @@ def test_the_same_bits_every_time(experts_kernel: type[nn.Cell]) -> None:
 
 @pytest.fixture
 def multiplications(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Returns how many each product makes, one entry for each; all of them are NumPy's."""
+    """Returns the number of multiplications of each product; all of them are NumPy's."""
     counted: list[int] = []
 
     def counting(a: np.ndarray, b: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:

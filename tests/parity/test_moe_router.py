@@ -92,7 +92,7 @@ def test_numbers_and_gradients_are_those_of_the_cells(
         return weighted(*found, weights)
 
     def natively(x: np.ndarray, router: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Gradients of x, through the norm, and of the router."""
+        """Returns the gradients of x, through the norm, and of the router."""
         norm, native = RmsNorm(HIDDEN, settings.rms_norm_eps), CpuRouter(settings.experts)
         labels = labels_of(sequence_weights)
         y, scale = np.empty_like(x), norm.scales(x)

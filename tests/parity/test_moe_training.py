@@ -60,7 +60,7 @@ def deepseek() -> TinyTrainer:
 
 
 def eager(name: str) -> TinyTrainer:
-    """`tiny` or `deepseek` operator by operator."""
+    """Returns `tiny` or `deepseek` operator by operator."""
     keys = {"tiny": {"moe_config": ALL_LOSSES, "mtp_depth": 1}, "deepseek": {"moe_config": DEEPSEEK}}
     return shared_trainer(compiled=False, **keys[name])
 

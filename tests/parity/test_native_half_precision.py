@@ -37,7 +37,7 @@ RANDOM = np.random.default_rng(5)
 
 @pytest.fixture
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a processor without vector instructions for bfloat16."""
+    """Computes as on a processor without vector instructions for bfloat16."""
     monkeypatch.setattr(onednn, "bfloat16_products", lambda: "emulated")
     monkeypatch.setattr(onednn, "has_bfloat16_casts", lambda: False)
     monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())

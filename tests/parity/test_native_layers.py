@@ -151,7 +151,7 @@ def test_only_trained_weights_of_a_feed_forward_layer_have_gradients(name: str) 
 
 
 def check_trained(case: Case, gradients: Any) -> None:
-    """Each weight alone has the gradient that it has among all, and x has it always."""
+    """Checks that each weight alone has the gradient that it has among all, and that x always has its gradient."""
     whole_grad, whole = gradients(list(case.weights))
     for names in trained_subsets(case.weights):
         grad, found = gradients(names)
@@ -309,7 +309,7 @@ def test_an_embedding_of_another_width(implementation: str) -> None:
 
 
 def merge_case() -> Case:
-    """`x` is the embedding of later tokens, the residual stream stands among the weights."""
+    """Returns a case in which `x` is the embedding of later tokens and the residual stream is among the weights."""
     random = np.random.default_rng(4)
     names = ("norm", "enorm.weight", "hnorm.weight")
     weights = {name: 1 + normal(random, HIDDEN, scale=0.3) for name in names}
@@ -407,7 +407,7 @@ def test_the_bits_are_the_same_for_any_number_of_threads(
 
 
 def gradients(trainer: TinyTrainer) -> dict[str, np.ndarray]:
-    """Of all trained weights, and the loss."""
+    """Returns the gradients of all trained weights, and the loss."""
     inputs, trained = trainer.build_inputs(make_batch(seed=4, valid=9, rows=2)), trainer.model.trained_parameters
 
     def loss() -> Tensor:

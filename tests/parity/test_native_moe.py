@@ -200,7 +200,7 @@ def test_experts(name: str, implementation: str) -> None:
 
 
 def check_choice(made: MoeCase, passed: MoePass) -> None:
-    """A token's experts are those of the best scores, in its best groups, with the bias of the choice."""
+    """Checks that a token's experts have the best scores, in its best groups, with the expert bias."""
     weights = {name: array.astype(np.float64) for name, array in made.weights.items()}
     y = numpy_kernels.rms_norm(made.case.x_ND.astype(np.float64), weights[MLP_NORM], made.spec.eps)
     scores = scores_formula(made.moe, y @ weights[ROUTER].T) + weights.get(EXPERT_BIAS, 0.0)
@@ -218,8 +218,8 @@ def check_choice(made: MoeCase, passed: MoePass) -> None:
 
 
 def check_kept(spec: MoeSpec, passes: Sequence[MoePass], **ranks: Any) -> None:
-    """What the backward passes of all ranks need is what the description lists, which counts how many rows the experts
-    of a rank have in the mean."""
+    """Checks that all ranks keep for the backward pass what the description lists, which counts the mean rows of a
+    rank's experts."""
     kept = Counter[str]()
     for passed in passes:
         dispatched = passed.dispatched

@@ -69,8 +69,8 @@ def joined(layout: ModelLayout, name: str, parts: list[np.ndarray]) -> np.ndarra
 
 
 def run_ranks(case: Case, sequence_parallel: bool, run: Callable, dtype: type = np.float32) -> list[RankResult]:
-    """Forward and backward pass of a sublayer on each rank; `run` has the tests' (layer, tensor, call of a pass with
-    options, x_ND, gradient) -> result, gradient of x, gradients of the weights."""
+    """Runs the forward and backward pass of a sublayer on each rank; `run` takes the test's (layer, tensor, call of
+    a pass with options, x_ND, gradient) and returns result, gradient of x and gradients of the weights."""
     layout = model_layout(case.settings, Degrees(model_parallel=RANKS), sequence_parallel=sequence_parallel)
 
     def work(group: CpuGroup) -> RankResult:
@@ -162,7 +162,7 @@ def test_columns_of_two_ranks(name: str, sequence_parallel: bool) -> None:
 
 
 def even_columns(name: str) -> Case:
-    """Two ranks share the columns of a feed-forward layer."""
+    """Shards the columns of a feed-forward layer over two ranks."""
     return mlp_of(name, 10, width=8)
 
 
@@ -183,7 +183,7 @@ def test_half_precision_on_two_ranks_rounds_as_on_one(name: str, dtype: type, se
 
 
 def rms(ours: np.ndarray, right: np.ndarray) -> float:
-    """Root mean square of the difference, relative to that of the right numbers."""
+    """Returns the root mean square of the difference, relative to that of the right numbers."""
     return float(np.sqrt(np.mean((ours - right) ** 2) / np.mean(right**2)))
 
 

@@ -37,7 +37,7 @@ def normal(*shape: int) -> np.ndarray:
 
 
 def documentation(name: str) -> str:
-    """Of a function of `mindspore.ops`, on one line."""
+    """Returns the documentation of a function of `mindspore.ops`, on one line."""
     function = getattr(ops, name, None) or getattr(gen_ops_def, name)
     return re.sub(r"\s+", " ", inspect.getdoc(function))
 
@@ -46,19 +46,19 @@ def documentation(name: str) -> str:
 
 
 def rms_norm(x: np.ndarray, gamma: np.ndarray, epsilon: float) -> np.ndarray:
-    """Over the last axis; epsilon stands under the root, inside the mean's; gamma multiplies afterwards."""
+    """Normalises over the last axis; epsilon is added to the mean square, and gamma multiplies afterwards."""
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + epsilon) * gamma
 
 
 def rotary_position_embedding(x_BSND: np.ndarray, cos_1S1D: np.ndarray, sin_1S1D: np.ndarray) -> np.ndarray:
-    """Mode 0, rotate_half: number i of a head is paired with i + D/2; the tables have D numbers, not D/2."""
+    """Rotates in mode 0, rotate_half: number i of a head is paired with i + D/2; the tables have D numbers, not D/2."""
     half = x_BSND.shape[-1] // 2
     first, second = x_BSND[..., :half], x_BSND[..., half:]
     return x_BSND * cos_1S1D + np.concatenate([-second, first], -1) * sin_1S1D
 
 
 def swiglu(x: np.ndarray, dim: int) -> np.ndarray:
-    """The first half along `dim` gets the silu, the second multiplies it."""
+    """Applies silu to the first half along `dim`, and multiplies it by the second."""
     a, b = np.split(x, 2, dim)
     return a / (1 + np.exp(-a)) * b
 
@@ -66,8 +66,8 @@ def swiglu(x: np.ndarray, dim: int) -> np.ndarray:
 def flash_attention_score(
     q_BSH: np.ndarray, k_BSH: np.ndarray, v_BSH: np.ndarray, head_num: int, attn_mask_B1SS: np.ndarray, scale: float
 ) -> np.ndarray:
-    """Layout BSH: a token's heads side by side. True in the mask discards. The scale multiplies q k^T, not q and k.
-    Neighbouring query heads share a key/value head."""
+    """Computes attention in layout BSH: a token's heads side by side. True in the mask discards. The scale
+    multiplies q k^T, not q and k. Neighbouring query heads share a key/value head."""
     rows, length, _ = q_BSH.shape
     size = q_BSH.shape[2] // head_num
     out = np.empty(q_BSH.shape)
@@ -82,7 +82,7 @@ def flash_attention_score(
 
 
 def grouped_matmul(x_RI: np.ndarray, weight_EIO: np.ndarray, group_list: np.ndarray) -> np.ndarray:
-    """split_item 3, group_type 0, group_list_type 1: `group_list` holds the rows of each group, int64."""
+    """Multiplies with split_item 3, group_type 0, group_list_type 1: `group_list` has the rows of each group, int64."""
     assert group_list.dtype == np.int64 and group_list.sum() == len(x_RI)
     parts = np.split(x_RI, np.cumsum(group_list)[:-1])
     return np.concatenate([part @ weight for part, weight in zip(parts, weight_EIO, strict=True)])
@@ -95,7 +95,7 @@ def moe_token_permute(tokens_ND: np.ndarray, indices_Nk: np.ndarray) -> tuple[np
 
 
 def moe_token_unpermute(rows_RD: np.ndarray, sorted_indices: np.ndarray, probs_Nk: np.ndarray) -> np.ndarray:
-    """Row `sorted_indices[a]` belongs to assignment a; a token's k rows are added up, weighted by its probs."""
+    """Sums a token's k rows, weighted by its probs; row `sorted_indices[a]` belongs to assignment a."""
     assert sorted_indices.dtype == np.int32
     return (rows_RD[sorted_indices].reshape(*probs_Nk.shape, -1) * probs_Nk[..., None]).sum(1)
 
@@ -193,7 +193,7 @@ def test_attention_is_mindspores_own_composition_of_it() -> None:
 def same_forward_and_backward(
     kernel: Callable[..., Tensor], contract: Callable[..., np.ndarray], arrays: list[np.ndarray]
 ) -> None:
-    """`contract` takes and gives the kernel's own layouts."""
+    """Compares results and gradients; `contract` takes and returns the kernel's layouts."""
     out = kernel(*map(Tensor, arrays))
     assert distance(out.asnumpy(), contract(*arrays)) < TOLERANCE
     upstream = normal(*out.shape)

@@ -98,7 +98,8 @@ def gradients(step: int) -> list[Tensor]:
 
 
 def same_bits(kind: str, ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> None:
-    """A CPU's own Adam, which no training uses there, rounds the last numbers of an array in another way."""
+    """Compares bits, except for a CPU's Adam operator, which no training uses there: it rounds the last numbers of
+    an array differently."""
     accuracy = rounding_limit(10, 10) if kind == "AdamW by operators" else 0.0
     assert ours.keys() == theirs.keys()
     for name in ours:

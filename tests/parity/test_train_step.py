@@ -59,7 +59,7 @@ def clip(max_norm: float) -> dict:
 
 
 def norm_of(gradients: Sequence[Tensor | np.ndarray]) -> float:
-    """In float64."""
+    """Returns the norm in float64."""
     arrays = [value.asnumpy() if isinstance(value, Tensor) else value for value in gradients]
     return math.sqrt(sum(float((array.astype(np.float64) ** 2).sum()) for array in arrays))
 

@@ -69,7 +69,8 @@ KERNELS = ("rotary_embedding", "swiglu", "attention", "rms_norm")
 
 
 def one_product_each(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
-    """GroupedMatmulV4's documentation, in PyNative operators: group e of the rows times weight e, [E, I, O]."""
+    """Computes what GroupedMatmulV4 documents with PyNative operators: group e of the rows times weight e, [E, I,
+    O]."""
     assert group_type == 0
     parts = np.split(np.arange(x.shape[0]), np.cumsum(counts.asnumpy())[:-1])
     products = [x[Tensor(rows)] @ weight[place] for place, rows in enumerate(parts) if len(rows)]

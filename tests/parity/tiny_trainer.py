@@ -148,7 +148,7 @@ def join(batches: list[Batch], rows: int) -> Batch:
 
 
 def state_of(optimizer: Optimizer, trainer: TinyTrainer) -> dict[str, np.ndarray]:
-    """Everything that an update changes, for comparing bits."""
+    """Returns everything that an update changes, for comparing bits."""
     return trainer.weights() | optimizer.state_arrays() | {"updates": np.array(optimizer.updates)}
 
 

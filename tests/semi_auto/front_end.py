@@ -68,7 +68,8 @@ def sharded_graph(config: Config, world: World) -> ShardedGraph:
 
 @contextlib.contextmanager
 def another_device(name: str, world: World) -> Iterator[None]:
-    """Inside, MindSpore takes the device for another one, and groups for as large as their names say."""
+    """Makes MindSpore take the device for another one, and groups for as large as their names say, while the block
+    runs."""
     before = MSContext.get_instance().get_param(ms_ctx_param.device_target)
     changes = {
         (_comm_helper, "_HCCL_TEST_AVAILABLE"): True,
@@ -88,7 +89,7 @@ def another_device(name: str, world: World) -> Iterator[None]:
 
 
 def group_size(group: str, world: World) -> int:
-    """MindSpore calls a group of some ranks by their number and a hash."""
+    """Returns the size of a group, which MindSpore names by the number of its ranks and a hash."""
     size = group.partition("-")[0]
     return int(size) if size.isdecimal() else world.size
 
@@ -120,7 +121,7 @@ def _text_at(place: int, readable: list[tuple[int, int]]) -> bytes | None:
 
 
 def _readable() -> list[tuple[int, int]]:
-    """First and last address of each range of memory that this process may read."""
+    """Yields first and last address of each range of memory that this process may read."""
     with open("/proc/self/maps") as maps:
         lines = [line.split() for line in maps]
     return [tuple(int(end, 16) for end in line[0].split("-")) for line in lines if line[1].startswith("r")]

@@ -60,7 +60,7 @@ def config_of(top: dict | None = None, **changes: Any) -> Config:
 
 
 def explicit(config: Config, schedule: Callable[[int], float], weights: dict | None = None) -> TrainStep:
-    """The same training in explicit mode, operator by operator: compiling it would take seconds."""
+    """Trains in explicit mode, operator by operator, because compiling would take seconds."""
     context = config.context.model_copy(update={"mode": 1})
     return open_training(config.model_copy(update={"context": context}), schedule, weights)
 
@@ -393,7 +393,7 @@ def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the check that keeps this mode from a CPU, where one rank alone can run it."""
+    """Removes the check that keeps this mode from a CPU, where a single rank can run it."""
     monkeypatch.setattr(SemiAutoBackend, "check_device", lambda backend, device: None)
 
 

@@ -68,7 +68,7 @@ def batch_of(rows: int) -> Batch:
 
 
 def inputs_of(config: Config, ranks: int) -> dict[str, np.ndarray]:
-    """Of the loss cell, for all ranks."""
+    """Returns the inputs of the loss cell for all ranks."""
     batch = batch_of(graph_batch(config, world_of(ranks)).rows)
     share = np.full((len(batch.labels), 1), 1 / (batch.labels != -100).sum(), np.float32)
     return dict(zip(("ids", "labels", "positions", "segments", "share"), (*batch, share), strict=True))

@@ -32,7 +32,7 @@ class Browser:
         _ask("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: object) -> Any:
-        """What a script returns, as the body of a function."""
+        """Runs a script, as the body of a function, and returns its result."""
         return _ask("POST", f"{self._session}/execute/sync", {"script": script, "args": arguments})
 
     def move_to(self, x: float, y: float) -> None:
@@ -42,7 +42,7 @@ class Browser:
         _ask("POST", f"{self._session}/actions", {"actions": [mouse]})
 
     def wait(self, script: str, seconds: float = 20.0) -> Any:
-        """What a script returns, as soon as that is true."""
+        """Waits until the result of a script is true, and returns it."""
         until = time.monotonic() + seconds
         while not (found := self.run(script)):
             assert time.monotonic() < until, f"never true: {script}"
@@ -59,7 +59,7 @@ class Browser:
         self._devtools("Emulation.setEmulatedMedia", {"features": [value]})
 
     def messages(self) -> list[str]:
-        """What the console has said since the last call."""
+        """Returns the messages of the console since the last call."""
         found = _ask("POST", f"{self._session}/se/log", {"type": "browser"})
         return [one["message"] for one in found]
 

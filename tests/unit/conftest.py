@@ -10,7 +10,7 @@ from browser import MISSING, Browser, open_browser
 
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One window for all tests: each opens its own page."""
+    """Provides one window for all tests: each opens its own page."""
     if MISSING:
         pytest.skip(MISSING)
     with open_browser(tmp_path_factory.mktemp("profile")) as found:

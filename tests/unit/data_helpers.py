@@ -58,7 +58,7 @@ def cache_of(folder: Path) -> TokenCache:
 
 
 def line_of(folder: Path, word: str) -> str:
-    """``run.yaml:LINE`` of the first line that holds `word`, as messages show it."""
+    """Returns ``run.yaml:LINE`` of the first line with `word`, as messages show it."""
     lines = (folder / "run.yaml").read_text(encoding="utf-8").splitlines()
     return f"run.yaml:{next(number for number, line in enumerate(lines, 1) if word in line)}"
 

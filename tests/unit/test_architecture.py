@@ -173,7 +173,7 @@ def read_package(root: Path) -> list[Module]:
 
 
 def room_of(name: str) -> tuple[int, str] | None:
-    """Place and prefix of the room of a module; None without one. The package itself is left of all rooms."""
+    """Returns place and prefix of a module in ROOMS; None without one. The package itself comes before all."""
     if name == "trainer":
         return -1, name
     rooms = [
@@ -247,7 +247,7 @@ def mindspore_on_the_left(modules: list[Module]) -> list[str]:
 
 
 def eager_imports_of_the_right(modules: list[Module]) -> list[str]:
-    """What is without MindSpore may import what needs it only inside a function."""
+    """Returns imports outside of functions by which a module without MindSpore needs it."""
     found = []
     for module in modules:
         if not without_mindspore(module.name):
@@ -289,7 +289,7 @@ def communication_elsewhere(modules: list[Module]) -> list[str]:
 
 
 def files_as_programs(modules: list[Module]) -> list[str]:
-    """What it reads is data: nothing is unpickled, and templates run in the one sandbox."""
+    """Returns uses of unpicklers, and of templates outside of the one sandbox."""
     found = []
     for module in modules:
         for target, line in module.imports():
@@ -326,7 +326,7 @@ def long_functions(modules: list[Module]) -> list[str]:
 
 
 def function_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Its lines less those of its docstring, which may be as long as it needs to be."""
+    """Returns the number of lines of a function without its docstring, which may have any length."""
     first = node.body[0]
     has_docstring = ast.get_docstring(node) is not None
     return len(lines_of(node)) - (len(lines_of(first)) if has_docstring else 0)

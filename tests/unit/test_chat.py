@@ -105,7 +105,7 @@ def test_the_oldest_questions_are_forgotten_with_their_answers() -> None:
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    """What a run leaves: its configuration, and the checkpoints of two steps."""
+    """Writes the files of a run: its configuration, and the checkpoints of two steps."""
     folder = tmp_path / "output"
     for step in (1, 2):
         tensors = {"model": {"w": np.float32([step])}, "optimizer": {}}

@@ -57,7 +57,7 @@ def test_the_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> N
 
 
 def saved_of(config: Config, shares_memory: bool) -> SimpleNamespace:
-    """What a training step hands over."""
+    """Returns what a training step gives to the saver."""
     weights = {name: np.ones(shape, np.float32) for name, shape in all_shapes(config.decoder).items()}
     optimizer = {key: np.ones(shape, np.float32) for key, shape in state.optimizer_shapes(config).items()}
     return SimpleNamespace(weights=weights, optimizer=optimizer, updates=1, shares_memory=shares_memory)

@@ -39,7 +39,7 @@ ENTRIES = {
 
 
 def parts_of(rank: int, ranks: int) -> dict[str, FileShards]:
-    """Each rank has columns of w, and a range of m.w; rank 0 also has b and m.b."""
+    """Returns the shards of a rank: columns of w and a range of m.w; rank 0 also has b and m.b."""
     w, own = WEIGHTS["w"], shard_range(35, rank, ranks)
     columns = shard_range(7, rank, ranks)
     shard = Shard((0, columns.start), (5, columns.stop - columns.start))
@@ -70,7 +70,7 @@ def save(folder: Path, ranks: int, step: int = 1) -> list:
 
 
 def save_shards(folder: Path, ranks: int, step: int = 1) -> list:
-    """As earlier versions: each rank writes its range of m.w to a file of its own."""
+    """Saves as earlier versions did: each rank writes its range of m.w to its own file."""
 
     def work(communicator: ThreadRank) -> Path:
         shards = {"m.w": STATE["m.w"][shard_range(35, communicator.rank, ranks)]} | (
@@ -180,7 +180,7 @@ def test_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, function: str, file_name: str, rank: int) -> None:
-    """The disk fills up when a rank calls a function with a path of this name."""
+    """Fills the disk when a rank calls a function with a path of this name."""
     whole, whole_stages, own = getattr(writing, function), writing.do_stages, threading.local()
 
     def fail(path: Path, *arguments: object) -> object:

@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def tensors_of(step: int, elements: int = 64) -> dict[str, dict[str, np.ndarray]]:
-    """Recognisable arrays of a step."""
+    """Returns recognisable arrays of a step."""
     weights = np.arange(elements, dtype=np.float32) + step
     return {"model": {"w": weights, "b": np.float32([step])}, "optimizer": {"w.m": weights * 2}}
 

@@ -39,7 +39,7 @@ def program(path: Path, text: str) -> None:
 
 
 def arguments_in(notes: Path) -> list[list[str]]:
-    """What each call of the launcher got, in the order of node ranks."""
+    """Returns the arguments of each call of the launcher, in the order of node ranks."""
     calls = [path.read_text().split("\0")[:-1] for path in notes.iterdir() if path.name.isdecimal()]
     return sorted(calls, key=lambda call: call[5])
 

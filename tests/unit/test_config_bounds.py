@@ -17,7 +17,7 @@ from trainer.errors import UserError
 
 
 def bomb(use: str) -> str:
-    """Each of nine sections refers nine times to the one before: 9^9 values when they are expanded."""
+    """Returns nine sections that refer nine times to the one before: 9^9 values when they are expanded."""
     lines = ["processor:", "  a0: &a0 {x: 1, y: 2}"]
     for n in range(1, 9):
         names = ", ".join([f"*a{n - 1}"] * 9)

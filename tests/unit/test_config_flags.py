@@ -40,7 +40,7 @@ def run(tmp_path, monkeypatch):
 
 
 def overrides_of(*argv: str) -> dict[str, object]:
-    """Dotted key -> text (or texts) of a command line."""
+    """Returns dotted key -> text (or texts) of a command line."""
     return {o.key: list(o.texts) or o.text for o in split_arguments(argv).overrides}
 
 

@@ -35,7 +35,7 @@ SPOKEN = {"title", "description", "default", "$defs", "$schema", "x-aliases", "x
 
 
 def complaints(value: Any, rule: Any, path: str = "") -> list[str]:
-    """What a validator says: the part of JSON Schema that ours uses, and no more."""
+    """Validates against the part of JSON Schema that our schema uses; returns the complaints."""
     if rule is True:
         return []
     unknown = set(rule) - CHECKED - SPOKEN

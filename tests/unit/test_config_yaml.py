@@ -13,7 +13,7 @@ from trainer.config.read.yaml_reader import parse_document
 
 
 def value_of(text: str) -> object:
-    """What ``key: text`` holds."""
+    """Returns the value of ``key: text``."""
     root, _ = parse_document("a.yaml", f"key: {text}\n")
     return plain(root)["key"]
 

@@ -36,7 +36,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def options() -> LaunchOptions:
-    """Of node 0 of two."""
+    """Returns the options of node 0 of two."""
     return LaunchOptions(worker_num=4, local_worker_num=2, master_port=pick_free("127.0.0.1"))
 
 
@@ -139,7 +139,7 @@ def test_a_node_that_starts_again_waits_for_node_0_to_do_so(hub: Hub, options: L
 
 
 def heard(hub: Hub, data: bytes, now: float) -> bytes:
-    """What a stranger hears that says this."""
+    """Returns the answer to a stranger that sends this."""
     with socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) as stranger:
         stranger.setblocking(False)
         answer, deadline = b"", time.monotonic() + 20

@@ -79,7 +79,7 @@ def test_the_order_is_a_function_of_seed_and_epoch():
 
 
 def philox(key: tuple[int, int], counter: list[int]) -> list[int]:
-    """One block of Philox4x64-10, written out from the paper (Salmon et al., 2011)."""
+    """Computes one block of Philox4x64-10, written out from the paper (Salmon et al., 2011)."""
     low, high = key
     a, b, c, d = counter
     for _ in range(10):

@@ -34,7 +34,7 @@ def random_records(count: int, seed: int = 0) -> list[dict]:
 def sequences_by_hand(
     token_file, spans: DocumentSpans, seq_length: int, count: int
 ) -> list[list[tuple[int, int, int, int]]]:
-    """(input, label, position, segment) of every token of every sequence, token by token."""
+    """Returns (input, label, position, segment) of every token of every sequence, token by token."""
     stream = []
     for document, (start, length) in enumerate(zip(spans.starts.tolist(), spans.lengths.tolist(), strict=True)):
         for offset in range(length):

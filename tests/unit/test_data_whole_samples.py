@@ -165,7 +165,7 @@ def test_dropping_all_samples_is_an_error(tmp_path):
 
 
 def packed_by_hand(token_file, spans: DocumentSpans, packed, seq_length: int) -> list[list[tuple[int, int, int, int]]]:
-    """(input, label, position, segment) of every position of every sequence."""
+    """Returns (input, label, position, segment) of every position of every sequence."""
     sequences = []
     for samples in np.split(packed.samples, packed.starts[1:-1]):
         made = []

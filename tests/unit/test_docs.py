@@ -168,7 +168,7 @@ def check_command(words: list[str]) -> None:
 
 
 def check_job(options: LaunchOptions) -> None:
-    """The options of a launcher, and that the configuration runs on so many ranks.
+    """Checks the options of a launcher, and that the configuration runs on so many ranks.
 
     Raises:
         UserError: As above.
@@ -181,7 +181,7 @@ def check_job(options: LaunchOptions) -> None:
 
 @pytest.fixture(autouse=True)
 def images(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the tutorial on gradient accumulation has the user draw."""
+    """Makes the images that the tutorial on gradient accumulation asks the user to draw."""
     monkeypatch.setenv("DATA_PATH", str(write_set(tmp_path / "digits", train=640, side=28)))
 
 

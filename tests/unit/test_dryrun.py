@@ -45,7 +45,7 @@ with (folder / "results.jsonl").open("a") as file:
 
 @pytest.fixture
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
-    """What begins the command of a worker that answers at once."""
+    """Returns the start of the command of a worker that answers at once."""
     (tmp_path / "pretended_worker.py").write_text(WORKER)
     monkeypatch.setattr(process, "stand_ins", lambda: tmp_path)
     return sys.executable, str(tmp_path / "pretended_worker.py")

@@ -32,7 +32,8 @@ def golden(name: str) -> tuple[dict[str, np.ndarray], ModelConfig]:
 
 
 def fused(weights: dict[str, np.ndarray], settings: ModelConfig) -> dict[str, np.ndarray]:
-    """The same as transformers 5 has it in memory: gate above up in one matrix, all experts in one tensor."""
+    """Returns the weights as transformers 5 has them in memory: gate above up in one matrix, all experts in one
+    tensor."""
     stacked = fitting_weights(weights, settings, Path("golden"))
     for name in [name for name in stacked if name.endswith(".mlp.experts.gate_proj.weight")]:
         layer = name.removesuffix("gate_proj.weight")
@@ -87,7 +88,7 @@ def test_mixtrals_names_mean_gate_up_and_down() -> None:
 
 
 def changed(form: str, name: str, value: np.ndarray | None) -> tuple[dict[str, np.ndarray], ModelConfig]:
-    """Golden weights in a form, with one tensor left out or replaced."""
+    """Returns golden weights in a format, with one tensor left out or replaced."""
     weights, settings = golden("experts_mixtral" if form == MIXTRAL else "experts_glm4_moe")
     weights = fused(weights, settings) if form == FUSED else weights
     weights.pop(name, None)

@@ -25,7 +25,7 @@ ATTENTION = 2 * HEADS * D * PAIRS  # numbers of queries and keys, and of scores 
 
 
 def flops(**keys: object) -> float:
-    """Of a token."""
+    """Returns the operations per token."""
     overrides = [Override(name.replace("__", "."), str(value)) for name, value in keys.items()]
     return flops_per_sequence(parse_config("a.yaml", DENSE, overrides)) / T
 

@@ -46,7 +46,7 @@ def test_what_transformers_writes_is_read_and_written(name: str, tmp_path: Path)
 
 
 def as_chatglm(weights: Weights, joined: bool) -> Weights:
-    """Under the names of THUDM's files, or of MindSpore Transformers' with separate matrices."""
+    """Renames weights as in THUDM's files, or as in MindSpore Transformers' with separate matrices."""
     found: Weights = {"transformer.rotary_pos_emb.inv_freq": np.ones(4, np.float32)} if joined else {}
     for name, array in weights.items():
         name = name.replace("model.layers.", "transformer.encoder.layers.").replace("self_attn.", "self_attention.")

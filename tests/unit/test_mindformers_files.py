@@ -82,7 +82,7 @@ model: {model_config: {compute_dtype: "bfloat16", offset: 0}}
 
 @pytest.fixture(autouse=True)
 def no_ascend(monkeypatch):
-    """The machine of these tests has none, wherever they run."""
+    """Hides an Ascend of the machine that runs these tests."""
     monkeypatch.setattr(resolve, "missing_for_ascend", lambda *_: ["no card"])
     monkeypatch.setattr(resolve, "find_ascend", lambda *_: AscendParts(0, False, False))
 

@@ -161,7 +161,7 @@ def test_a_score_depends_on_the_distance_of_two_positions_only(scaling: dict | N
 
 
 def frequencies(**changes) -> np.ndarray:
-    """Angle of position 1 for each pair: from sine and cosine, without the attention factor."""
+    """Returns the angle of position 1 for each pair: from sine and cosine, without the attention factor."""
     cos, sin = rotary_angles(settings_of(**changes), 2)
     return np.arctan2(sin[1, :8].astype(np.float64), cos[1, :8].astype(np.float64))
 

@@ -276,7 +276,7 @@ def live_line(columns: int, state: LiveState) -> str:
 
 
 def live_state(info: RunInfo, **changes) -> tuple[LiveState, Clock]:
-    """Two steps of half a second after the start of `info`, and one more long pause."""
+    """Returns the state after two steps of half a second since the start of `info`, and one more long pause."""
     clock = Clock()
     state = LiveState(clock)
     state.begin(info)

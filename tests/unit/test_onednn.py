@@ -49,7 +49,7 @@ def columns_transposed(*shape: int) -> np.ndarray:
 
 
 def heads(*shape: int) -> np.ndarray:
-    """With more than two axes, the heads of a matrix of rows: [..., heads, rows, d] of [..., rows, heads, d]."""
+    """Returns the heads of a matrix of rows: [..., heads, rows, d] of [..., rows, heads, d]."""
     if len(shape) < 3:
         return columns(*shape)
     return contiguous(*shape[:-3], shape[-2], shape[-3], shape[-1]).swapaxes(-2, -3)
@@ -103,7 +103,7 @@ def test_products(run: onednn.Operators, batch: tuple[int, ...]) -> None:
 
 
 def beside(view: np.ndarray) -> np.ndarray:
-    """What else there is in the array that it is a view of."""
+    """Returns the rest of the array of which this is a view."""
     kept = view.copy()
     view[...] = 0
     found = view.copy() if view.base is None else view.base.copy()

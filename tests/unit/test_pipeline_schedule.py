@@ -36,7 +36,8 @@ SIZES += [(DRAWN.randint(2, 8), DRAWN.randint(1, 24), DRAWN.randint(1, 4)) for _
 
 
 def check_passes(schedule: Schedule, micro_batches: int, kinds: tuple[str, ...]) -> None:
-    """Each pass once, each backward after its forward pass, and messages taken in the order in which they are sent."""
+    """Checks that each pass comes once, each backward after its forward pass, and messages are received in the order
+    in which they are sent."""
     every = {Action(kind, n, c) for kind in kinds for n in range(micro_batches) for c in range(schedule.chunks)}
     for stage, actions in enumerate(schedule.actions):
         assert set(actions) == every and len(actions) == len(every)

@@ -20,7 +20,7 @@ def resolved(text: str, device: str = "CPU") -> Precision:
 
 
 def dtypes(text: str, device: str = "CPU") -> list[str]:
-    """In the order of KEYS, without "float"."""
+    """Returns the dtypes in the order of KEYS, without "float"."""
     found = resolved(text, device)
     parts = (found.compute, found.norm, found.softmax, found.rotary)
     return [part.dtype.replace("bfloat16", "b16").replace("float", "") for part in parts]

@@ -21,7 +21,7 @@ def random_scores(tokens: int, experts: int, *, ties: bool = False) -> np.ndarra
 
 
 def chosen_literally(rule: RoutingRule, scores: np.ndarray, bias: np.ndarray) -> list[list[int]]:
-    """Every set of groups and every order of experts is tried; the first of the best wins."""
+    """Tries every set of groups and every order of experts, and returns the first of the best."""
     chosen, group_size = [], rule.experts // max(rule.groups, 1)
     for choice in scores + bias:
         allowed = range(rule.experts)
@@ -40,7 +40,7 @@ def chosen_literally(rule: RoutingRule, scores: np.ndarray, bias: np.ndarray) ->
 def kept_literally(
     chosen: list[list[int]], scores: np.ndarray, capacity: int, policy: str
 ) -> set[tuple[int, int]]:
-    """(token, expert) of every assignment within the capacity."""
+    """Returns (token, expert) of every assignment within the capacity."""
     kept = set()
     for expert in range(scores.shape[1]):
         tokens = [token for token, experts in enumerate(chosen) if expert in experts]
@@ -89,7 +89,8 @@ def test_nan_scores_still_give_different_experts() -> None:
 
 
 def check_rows(rule: RoutingRule, routing: Routing, kept: set[tuple[int, int]], tokens: int) -> None:
-    """Each expert's rows one after the other, its tokens in order, zeros where it has none; then what is dropped."""
+    """Checks that each expert's rows follow each other, its tokens in order and zeros without tokens, and that
+    dropped ones come last."""
     rows: list[int] = []
     for expert in range(rule.experts):
         of_expert = sorted(token for token, other in kept if other == expert)

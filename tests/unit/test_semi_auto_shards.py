@@ -43,7 +43,7 @@ class Member:
 
 
 def layout(grid: list[int], axes: list, whole: list[int], group: str = "") -> tuple:
-    """As MindSpore 2.10 gives it."""
+    """Returns a layout as MindSpore 2.10 does."""
     part = []
     for axis, size in zip(axes, whole, strict=True):
         dimensions = axis if isinstance(axis, list) else [axis]

@@ -20,7 +20,7 @@ def one_by_one(values: np.ndarray) -> np.float32:
 
 
 def in_lanes(width: int) -> Callable[[np.ndarray], np.float32]:
-    """As a processor with registers of `width` numbers adds."""
+    """Sums as a processor with registers of `width` numbers does."""
     return lambda values: one_by_one(np.cumsum(values.reshape(-1, width), 0, dtype=np.float32)[-1])
 
 
