@@ -333,7 +333,7 @@ def test_a_file_of_a_checkpoint_is_checked_when_it_is_read_alone(tmp_path: Path)
         content = bytearray((path / name).read_bytes())
         content[-4] ^= 1
         (path / name).write_bytes(content)
-        with pytest.raises(UserError, match=f"the checksum of {name} differs from the one in COMPLETE"):
+        with pytest.raises(UserError, match=f"the checksum of {name} does not match COMPLETE"):
             read(path / name)
     (path / "COMPLETE").write_text("{")
     with pytest.raises(UserError, match="the checkpoint that it belongs to is damaged: COMPLETE is not valid JSON"):

@@ -327,15 +327,15 @@ def test_a_damaged_page_of_tokens_is_found_when_it_is_read(tmp_path):
     opened = open_token_file(built.path)
     first = np.arange(0, 2 * page_tokens, 8)
     opened.check(first, np.full(len(first), 8))
-    with pytest.raises(UserError, match="tokens.bin is not what was written, from byte 131,072 on") as caught:
+    with pytest.raises(UserError, match="tokens.bin differs from what was written, from byte 131,072 on") as caught:
         opened.check(*every)
     assert str(built.path) in str(caught.value) and "remove this folder" in str(caught.value)
     assert not may_restart(Outcome(caught.value.exit_code, "rank 0 failed"))
     dataset = TokenDataset(opened, all_documents(opened.offsets), 256)
-    with pytest.raises(UserError, match="tokens.bin is not what was written"):
+    with pytest.raises(UserError, match="tokens.bin differs from what was written"):
         dataset.batch(range(dataset.num_sequences))
     flip(built.path / "mask.bin", 7)
-    with pytest.raises(UserError, match="mask.bin is not what was written, from byte 0 on"):
+    with pytest.raises(UserError, match="mask.bin differs from what was written, from byte 0 on"):
         open_token_file(built.path).check(np.array([0]), np.array([100]))
 
 

@@ -195,7 +195,7 @@ def test_a_token_cache(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     content[100_000] ^= 1
     (path / "tokens.bin").write_bytes(content)
     code, printed = command(capsys, path)
-    assert code == 1 and "tokens.bin is not what was written, from byte 65,536 on; remove it" in printed
+    assert code == 1 and "tokens.bin differs from what was written, from byte 65,536 on; remove it" in printed
 
 
 # ---- a thousand mutations --------------------------------------------------------------------------------------------

@@ -112,6 +112,6 @@ def _check(path: Path, size: int, has_checksum: Callable[[str], bool]) -> None:
         raise OSError(errno.EIO, f"the checkpoint that it belongs to is damaged: {error}") from None
     checksum = (marker.checksums or {}).get(path.name)
     if size != marker.file_bytes.get(path.name, size):
-        raise OSError(errno.EIO, f"the length of {path.name} differs from the one in {MARKER}")
+        raise OSError(errno.EIO, f"the length of {path.name} does not match {MARKER}")
     if checksum is not None and not has_checksum(checksum):
-        raise OSError(errno.EIO, f"the checksum of {path.name} differs from the one in {MARKER}")
+        raise OSError(errno.EIO, f"the checksum of {path.name} does not match {MARKER}")

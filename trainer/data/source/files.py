@@ -102,7 +102,7 @@ def matching_files(root: Path, patterns: Sequence[str], key: str, where: str) ->
 def stdlib_files(key: str, where: str) -> tuple[SourceFile, ...]:
     """Lists the source files of this Python's standard library; raises a UserError if there are none."""
     root = Path(sysconfig.get_paths()[STDLIB])
-    paths = []
+    paths: list[Path] = []
     if root.is_dir():
         skipped = _STDLIB_SKIPPED_FOLDERS
         paths = _walk(root, lambda name: name not in skipped, lambda name: name.endswith(".py"), key, where)

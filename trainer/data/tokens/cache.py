@@ -1,7 +1,7 @@
 """Finds the token file of a data set in the cache, or builds it.
 
 The name of a token file is a hash of the source's content and of the settings of tokenizer and chat template. Computing
-it reads all text; so a stamp file stores the name under the source's metadata (paths, sizes, times, inodes), and the
+it reads all text. So a stamp file stores the name under the source's metadata (paths, sizes, times, inodes), and the
 next run reads no text.
 """
 
@@ -33,12 +33,13 @@ from trainer.data.tokens.tokenizer import Tokenizer
 from trainer.errors import RunError
 from trainer.input_files import read_bytes
 
-# Size of the pieces of a long document: bounds memory, and lets a tokenizer's threads share the work.
+# Size of the chunks of a long document: it limits memory and lets a tokenizer's threads share the work.
 CHUNK_BYTES = 1 << 18
 # Size of the text that is encoded in one call.
 GROUP_BYTES = 4 << 20
 
 OnNote = Callable[[str], None]
+"""Takes a sentence for the user."""
 
 
 class _TokenizationSettings(NamedTuple):
@@ -52,12 +53,11 @@ class _TokenizationSettings(NamedTuple):
 
     @property
     def settings(self) -> str:
-        """Everything that decides which tokens a text becomes."""
-        if self.template is None:
-            template = ()
-        else:
-            template = (self.template.fingerprint, self.train_on)
-        return "\n".join((str(FORMAT_VERSION), self.tokenizer.fingerprint, *template, str(self.chunk_bytes), ""))
+        """Returns everything that decides which tokens a text becomes, as a string to hash."""
+        lines = [str(FORMAT_VERSION), self.tokenizer.fingerprint]
+        if self.template is not None:
+            lines += [self.template.fingerprint, self.train_on]
+        return "\n".join([*lines, str(self.chunk_bytes), ""])
 
 
 def find_token_file(
@@ -72,15 +72,15 @@ def find_token_file(
     chunk_bytes: int = CHUNK_BYTES,
     group_bytes: int = GROUP_BYTES,
 ) -> TokenFile:
-    """Opens the token file of a source; builds it first if the cache has none, or a damaged one.
+    """Opens the token file of a source; builds it first if it is missing in the cache or damaged.
 
     Args:
-        template: How conversations become text; None for ChatML.
-        train_on: What of a conversation carries loss.
+        template: The chat template of conversations; None for ChatML.
+        train_on: The turns of a conversation that carry loss.
         progress: Called during a build with (bytes done, bytes of the source).
         note: Called with a sentence when a damaged file is rebuilt, and when records are skipped.
-        chunk_bytes: The most bytes of a piece of a text file.
-        group_bytes: How much text is encoded at a time.
+        chunk_bytes: The most bytes of a chunk of a text file.
+        group_bytes: The bytes of text that are encoded in one call.
 
     Raises:
         UserError: The source is not text, is empty or cannot be read, a record is bad, the template refuses a
@@ -96,11 +96,10 @@ def find_token_file(
     if note is not None and token_file.meta.num_skipped:
         count = token_file.meta.num_skipped
         first = token_file.meta.first_skipped.split("\n")[0]
+        skipped = f"{count:,} bad records of {source.name} are skipped"
         if count == 1:
-            records = "1 bad record"
-        else:
-            records = f"{count:,} bad records"
-        note(f"{records} of {source.name} {'is' if count == 1 else 'are'} skipped; the first: {first}")
+            skipped = f"1 bad record of {source.name} is skipped"
+        note(f"{skipped}; the first: {first}")
     return token_file
 
 
@@ -127,7 +126,7 @@ def _find(
     if os.path.lexists(path) and note is not None:
         note(f"The token file {path} is damaged; building it again.")
     skipped = SkippedRecords()
-    encoded = _encoded(source, tokenization, skipped)
+    encoded = _encode(source, tokenization, skipped)
     tokenizer = tokenization.tokenizer
     return build_token_file(cache, name, encoded, tokenizer, source=source, skipped=skipped, progress=progress)
 
@@ -140,8 +139,8 @@ def _stamp_file(source: DataSource, settings: str, cache: TokenCache) -> Path:
     return cache.path / f"{sources.stamp(source, settings)[:32]}.stamp"
 
 
-def _encoded(source: DataSource, tokenization: _TokenizationSettings, skipped: SkippedRecords) -> Iterator[Encoded]:
-    """Encodes the source; fails at its end, before the token file gets its name, if a file has changed meanwhile."""
+def _encode(source: DataSource, tokenization: _TokenizationSettings, skipped: SkippedRecords) -> Iterator[Encoded]:
+    """Encodes the source; raises a RunError at its end, before the token file is published, if a file has changed."""
     tokenizer, template, train_on, chunk_bytes, group_bytes = tokenization
     if template is None:
         yield from encode_text_chunks(read_text_chunks(source, chunk_bytes), tokenizer, group_bytes)
@@ -166,8 +165,7 @@ def _read_stamp(stamp_file: Path) -> str | None:
         name = read_bytes(stamp_file).decode("ascii")
     except (OSError, ValueError):
         return None
-    is_name = len(name) == 32 and set(name) <= set("0123456789abcdef")
-    if is_name:
+    if len(name) == 32 and set(name) <= set("0123456789abcdef"):
         return name
     return None
 

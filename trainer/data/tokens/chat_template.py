@@ -1,16 +1,16 @@
-"""Chat templates: from a conversation to its text, and to the characters of it that carry loss.
+"""Renders conversations with chat templates, and finds the characters that carry loss.
 
 The template is the first of these that exists:
 
 1. ``train_dataset.chat_template``: the name of a template in `templates`, a ``.jinja`` file, or a folder with a
    template as below;
 2. ``chat_template.jinja`` beside tokenizer.json;
-3. ``chat_template`` in ``tokenizer_config.json``: a text, or a list of ``{name, template}``, of which ``tool_use``
-   serves conversations with tools and ``default`` the others;
-4. ChatML. A turn ends with ``<|im_end|>`` if that is one token of the tokenizer; otherwise the assistant's turns end
-   with the tokenizer's end token, and those of the others with the text ``<|im_end|>``.
+3. ``chat_template`` in ``tokenizer_config.json``: a text, or a list of ``{name, template}``; in a list, ``tool_use``
+   serves conversations with tools and ``default`` all others;
+4. ChatML. A turn ends with ``<|im_end|>`` if that is one token of the tokenizer. Otherwise the assistant's turns end
+   with the tokenizer's end token, and all other turns with the text ``<|im_end|>``.
 
-The rendered text is what ``apply_chat_template`` of transformers gives.
+The rendered text equals that of ``apply_chat_template`` in transformers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 ASSISTANT = "assistant"
 LAST = "last"
 ALL = "all"
-"""Values of ``train_on``: the assistant's turns, its last one, or the whole text."""
+"""Values of ``train_on``: all turns of the assistant, its last turn, or all of the text."""
 TEMPLATES = Path(__file__).parent / "templates"
 
 _VERSION = "chat-template-2"
@@ -72,10 +72,10 @@ _CHATML_WITH_EOS = """\
 
 
 class _TemplateSource(NamedTuple):
-    """Templates as they were found."""
+    """The templates of a tokenizer or of the YAML."""
 
-    texts: dict[str, str]  # by name; `_DEFAULT` is always there
-    name: str  # where they come from, in words
+    texts: dict[str, str]  # by name; `_DEFAULT` always exists
+    name: str  # their origin, in words
     where: str  # the file, for messages
     is_given: bool
 
@@ -85,12 +85,12 @@ class ChatTemplate:
     """A template with the special tokens of its tokenizer.
 
     Attributes:
-        name: Where it comes from, in words.
-        is_given: Whether the tokenizer or the YAML has it; if not, it is ChatML.
-        fingerprint: Changes whenever the same conversation could become another text or other spans.
-        notes: What the user should know of it.
-        turn_end: The text that ends the assistant's turns; empty if that cannot be told.
-        turn_end_id: Its id if it is one token; generation ends with it.
+        name: Its origin, in words.
+        is_given: Whether the tokenizer or the YAML has the template; otherwise it is ChatML.
+        fingerprint: Changes whenever a conversation could become another text or other spans.
+        notes: Sentences for the user about the template.
+        turn_end: The text that ends the assistant's turns; empty if it is unknown.
+        turn_end_id: The id of `turn_end` if it is one token; generation ends with it.
     """
 
     name: str
@@ -107,14 +107,13 @@ class ChatTemplate:
 
     @property
     def as_file(self) -> str:
-        """The content of a chat_template.jinja for other programs.
+        """Returns the content of a chat_template.jinja for other programs.
 
-        They do not know the variables of our ChatML, and not all of them know generation blocks.
+        They do not know the variables of our ChatML, and some of them do not know generation blocks.
         """
+        names = ["bos", "eos"]
         if self.is_given:
-            names = ()
-        else:
-            names = ("bos", "eos")
+            names = []
         set_here = "".join(f"{{%- set {name} = {json.dumps(self._variables[name])} %}}" for name in names)
         source = self._compiled[_DEFAULT].source
         if Path(self.where).parent == TEMPLATES:
@@ -128,11 +127,14 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         where: str = "",
     ) -> str:
-        """Renders a conversation; with `add_generation_prompt` up to where the assistant goes on.
+        """Renders a conversation.
+
+        Args:
+            add_generation_prompt: Whether to append the header of a turn of the assistant.
+            where: The place of the conversation in its file, for messages.
 
         Raises:
-            UserError: The template refuses the conversation (with its reason), fails, or does not end. `where` is the
-                conversation's place, for the message.
+            UserError: The template refuses the conversation, fails, or does not end.
         """
         return self._render(_normalize_messages(messages), tools, add_generation_prompt, where)[0]
 
@@ -142,21 +144,21 @@ class ChatTemplate:
         """Renders a conversation for training.
 
         Returns:
-            The text, and which characters (from, to) of it carry loss. An answer at the end that the template leaves
-            without an end gets the tokenizer's end token.
+            The text, and the ranges (from, to) of its characters that carry loss. If the template does not end the last
+            answer, the tokenizer's end token is appended.
 
         Raises:
-            UserError: As `render`; or there is no turn of the assistant, the template leaves out a turn, or the
-                assistant's turns cannot be found.
+            UserError: The template refuses the conversation, fails, does not end or leaves out a turn. Or there is no
+                turn of the assistant, or the assistant's turns cannot be located.
         """
-        plain = _normalize_messages(messages)
-        turns = [number for number, message in enumerate(plain) if message["role"] == "assistant"]
-        trained = [turn for turn in turns if plain[turn].get("weight") != 0]
+        normalized = _normalize_messages(messages)
+        turns = [number for number, message in enumerate(normalized) if message["role"] == "assistant"]
+        trained = [turn for turn in turns if normalized[turn].get("weight") != 0]
         if train_on != ALL and not trained:
             rule = "the conversation has no turn of the assistant that carries loss, so there is nothing to learn"
             raise UserError(rule, where=where, key="messages", fix='add a message with role "assistant"')
-        text, generated = self._render(plain, tools, False, where)
-        self._check_is_whole(plain, tools, text, where)
+        text, generated = self._render(normalized, tools, False, where)
+        self._check_is_complete(normalized, tools, text, where)
         if train_on == ALL:
             return text, [(0, len(text))]
         if train_on == LAST:
@@ -165,9 +167,9 @@ class ChatTemplate:
             return text, self._generated_spans(generated, turns, trained, where)
         form = self._forms[self._kind(tools)]
         try:
-            spans = loss_spans.find_spans(self._renderer(tools), plain, trained, text, form)
+            spans = loss_spans.find_spans(self._renderer(tools), normalized, trained, text, form)
         except loss_spans.SpanError:
-            rule = f"the chat template ({self.name}) does not show where the assistant's turns of this conversation are"
+            rule = f"the chat template ({self.name}) does not show where the assistant's turns begin and end"
             fix = "use a template with {% generation %} blocks, or set train_on to last or all"
             raise UserError(rule, where=where, key="messages", fix=fix) from None
         start, end = spans[-1]
@@ -176,8 +178,16 @@ class ChatTemplate:
             spans[-1] = start, len(text)
         return text, spans
 
-    def _generated_spans(self, generated: Sequence[tuple[int, int]], turns: list, trained: list, where: str) -> Spans:
-        """Those of the template's generation blocks that carry loss."""
+    def _generated_spans(
+        self, generated: Sequence[tuple[int, int]], turns: list[int], trained: list[int], where: str
+    ) -> Spans:
+        """Returns the generation blocks of the template that carry loss.
+
+        Args:
+            generated: All generation blocks of the conversation, as ranges of characters.
+            turns: The numbers of the assistant's messages.
+            trained: The numbers of those messages that carry loss.
+        """
         if trained == turns:
             return list(generated)
         if len(generated) == len(turns):
@@ -185,7 +195,7 @@ class ChatTemplate:
         if trained == turns[-1:] and generated:
             return [generated[-1]]
         blocks = f"{len(generated)} generation blocks for {len(turns)} turns"
-        rule = f"the chat template ({self.name}) has {blocks}, so that turns without loss cannot be told"
+        rule = f"the chat template ({self.name}) has {blocks}, so turns without loss cannot be identified"
         fix = "write one block around each turn, or remove weight from the messages"
         raise UserError(rule, where=where, key="messages", fix=fix)
 
@@ -223,9 +233,15 @@ class ChatTemplate:
             raise _Refused(rule, where=where, fix=fix) from None
         except engine.Unbounded as error:
             line = engine.line_of(error)
-            rule = f"the chat template does not end on this conversation{f' ({where})' if where else ''}: {error}"
+            conversation = "this conversation"
+            if where:
+                conversation += f" ({where})"
+            template_where = self.where
+            if line:
+                template_where += f":{line}"
+            rule = f"the chat template does not end on {conversation}: {error}"
             fix = "correct its loops, or set train_dataset.chat_template to another template"
-            raise EndlessTemplateError(rule, where=f"{self.where}:{line}" if line else self.where, fix=fix) from None
+            raise EndlessTemplateError(rule, where=template_where, fix=fix) from None
         except Exception as error:  # a template is a program: it can fail in any way
             line = engine.line_of(error)
             at = ""
@@ -237,8 +253,8 @@ class ChatTemplate:
                 fix = f"write `arguments` of the tool calls as a JSON string, which this template may want; or {fix}"
             raise _Refused(rule, where=where, fix=fix) from None
 
-    def _check_is_whole(self, messages: Sequence[dict], tools: Sequence[Any] | None, text: str, where: str) -> None:
-        """Refuses a conversation of which the template leaves out something without a word."""
+    def _check_is_complete(self, messages: Sequence[dict], tools: Sequence[Any] | None, text: str, where: str) -> None:
+        """Raises an error if the template silently leaves out a part of the conversation."""
         source = self._compiled[self._kind(tools)].source
         lost = ""
         if tools and "tools" not in source:
@@ -249,8 +265,8 @@ class ChatTemplate:
             lost = "the reasoning of the assistant"
         for number, message in enumerate(messages):
             content = message.get("content")
-            is_prompt = message["role"] in ("system", "developer", "user") and isinstance(content, str)
-            if is_prompt and content.strip() not in text:
+            is_prompt = message["role"] in ("system", "developer", "user")
+            if is_prompt and isinstance(content, str) and content.strip() not in text:
                 lost = f"the {message['role']}'s message {number}"
                 break
         if lost:
@@ -260,7 +276,7 @@ class ChatTemplate:
 
 
 class EndlessTemplateError(UserError):
-    """The template does not end on a conversation: such a conversation is never skipped, as each takes its time."""
+    """The template does not end on a conversation. Such a conversation is never skipped, since each takes long."""
 
 
 class _Refused(UserError):
@@ -268,10 +284,10 @@ class _Refused(UserError):
 
 
 def load_chat_template(config: Config, section: str, tokenizer: Tokenizer) -> ChatTemplate:
-    """Finds and compiles the chat template of a data set section; see the top of this file.
+    """Finds and compiles the chat template of a data set section, in the order of the module's docstring.
 
     Raises:
-        UserError: The template that the YAML names does not exist, a template has a syntax error, or the token that
+        UserError: The template that the YAML names does not exist, or a template has a syntax error. Or the token that
             ends a turn lies beyond the model's vocabulary.
     """
     template = _build(_find(config, section, tokenizer), tokenizer)
@@ -285,17 +301,17 @@ def load_chat_template(config: Config, section: str, tokenizer: Tokenizer) -> Ch
 
 
 def chatml(tokenizer: Tokenizer) -> ChatTemplate:
-    """The template of a tokenizer that has none."""
+    """Builds the ChatML template, for a tokenizer without a template."""
     return _build(_chatml_source(tokenizer), tokenizer)
 
 
 def resolve_train_on(config: Config, section: str) -> str:
-    """What of a conversation carries loss in a section; see ``train_on``."""
+    """Returns the value of ``train_on`` for a section; by default it is that of ``train_dataset``."""
     return getattr(config, section).train_on or config.train_dataset.train_on or ASSISTANT
 
 
 def template_names() -> list[str]:
-    """The names that ``chat_template`` can have."""
+    """Lists the names that ``chat_template`` can have."""
     return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
 
 
@@ -318,16 +334,20 @@ def _build(source: _TemplateSource, tokenizer: Tokenizer) -> ChatTemplate:
         _variables=variables,
         _end_token=tokenizer.eos_token,
     )
-    # What short conversations show of it.
-    renderers = {kind: template._renderer([] if kind == _TOOL_USE else None) for kind in template._compiled}
+    # Short conversations show how it writes turns.
+    tools_of: dict[str, list[Any]] = {_TOOL_USE: []}
+    renderers = {kind: template._renderer(tools_of.get(kind)) for kind in template._compiled}
     added = tokenizer.added_tokens
     forms = {kind: loss_spans.detect_turn_format(render, added, end_tokens) for kind, render in renderers.items()}
     turn_end = forms[_DEFAULT].turn_end
+    turn_end_id = None
+    if turn_end:
+        turn_end_id = tokenizer.token_id(turn_end)
     return replace(
         template,
         _forms=forms,
         turn_end=turn_end,
-        turn_end_id=tokenizer.token_id(turn_end) if turn_end else None,
+        turn_end_id=turn_end_id,
         notes=tuple(_notes(template, forms[_DEFAULT], tokenizer)),
     )
 
@@ -358,9 +378,9 @@ def _find(config: Config, section: str, tokenizer: Tokenizer) -> _TemplateSource
     owner = "train_dataset"
     if getattr(config, section).chat_template:
         owner = section
-    wanted = getattr(config, owner).chat_template
-    if wanted:
-        return _find_named(wanted, f"{owner}.chat_template", config.source.where(f"{owner}.chat_template"))
+    name = getattr(config, owner).chat_template
+    if name:
+        return _find_named(name, f"{owner}.chat_template", config.source.where(f"{owner}.chat_template"))
     source = None
     if tokenizer.folder is not None:
         source = _find_in(tokenizer.folder)
@@ -376,29 +396,29 @@ def _chatml_source(tokenizer: Tokenizer) -> _TemplateSource:
     return _TemplateSource({_DEFAULT: "{{- bos }}" + path.read_text(encoding="utf-8")}, "ChatML", str(path), False)
 
 
-def _find_named(wanted: str, key: str, where: str) -> _TemplateSource:
-    named = TEMPLATES / f"{wanted}.jinja"
-    if wanted in template_names():
-        return _TemplateSource({_DEFAULT: named.read_text(encoding="utf-8")}, wanted, str(named), True)
-    path = Path(os.path.expanduser(wanted))
+def _find_named(name: str, key: str, where: str) -> _TemplateSource:
+    path = TEMPLATES / f"{name}.jinja"
+    if name in template_names():
+        return _TemplateSource({_DEFAULT: path.read_text(encoding="utf-8")}, name, str(path), True)
+    path = Path(os.path.expanduser(name))
     if path.is_dir():
         source = _find_in(path)
         if source is not None:
             return source
         rule = f"the folder has neither {_FILE} nor a {_CONFIG_FILE} with a chat_template"
         fix = "name another one"
-        raise UserError(rule, where=where, key=key, value=wanted, fix=fix)
+        raise UserError(rule, where=where, key=key, value=name, fix=fix)
     try:
         return _TemplateSource({_DEFAULT: read_saved(path).decode("utf-8")}, str(path), str(path), True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         rule = f"it is neither the name of a chat template nor a file that can be read ({reason})"
         fix = f"set it to one of {', '.join(template_names())}, or to a .jinja file"
-        raise UserError(rule, where=where, key=key, value=wanted, fix=fix) from None
+        raise UserError(rule, where=where, key=key, value=name, fix=fix) from None
 
 
 def _find_in(folder: Path) -> _TemplateSource | None:
-    """The template beside a tokenizer; None without one."""
+    """Finds the template beside a tokenizer, or returns None."""
     path = folder / _FILE
     if path.is_file():
         texts = {_DEFAULT: _read(path)}
@@ -406,13 +426,13 @@ def _find_in(folder: Path) -> _TemplateSource | None:
             texts[extra.stem] = _read(extra)
         return _TemplateSource(texts, str(path), str(path), True)
     path = folder / _CONFIG_FILE
-    found = read_beside(path, TokenizerConfigFile).chat_template
-    if not found:
+    templates = read_beside(path, TokenizerConfigFile).chat_template
+    if not templates:
         return None
-    if isinstance(found, str):
-        texts = {_DEFAULT: found}
+    if isinstance(templates, str):
+        texts = {_DEFAULT: templates}
     else:
-        texts = {item.name: item.template for item in found}
+        texts = {item.name: item.template for item in templates}
     if _DEFAULT not in texts:
         rule = f"its chat_template has no template named {_DEFAULT}"
         raise UserError(rule, where=str(path), fix="name the template in train_dataset.chat_template")
@@ -437,32 +457,30 @@ def _compile(source: str, where: str) -> Compiled:
         return compile_template(source)
     except jinja2.TemplateSyntaxError as error:
         inside = ""
+        place = f"{where}:{error.lineno}"
         if where.endswith(".json"):
             inside = f", line {error.lineno} of the template"
-        if inside:
             place = where
-        else:
-            place = f"{where}:{error.lineno}"
         rule = f"the chat template has a syntax error{inside}: {str(error.message).removesuffix('.')}"
         raise UserError(rule, where=place, fix=fix) from None
-    except Exception as error:  # nested too deep, or a constant that cannot be computed
+    except Exception as error:  # it is nested too deep, or has a constant that cannot be computed
         raise UserError(f"the chat template cannot be compiled ({error})", where=where, fix=fix) from None
 
 
 def _has_arguments_as_object(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a call of a tool has its arguments as an object; some templates join them to their text."""
+    """Checks whether a tool call has its arguments as an object; some templates append them to their text."""
     calls = (call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict))
     functions = (call.get("function", call) for call in calls)
     return any(isinstance(function, dict) and isinstance(function.get("arguments"), dict) for function in functions)
 
 
 def _normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Prepares messages as transformers does: no keys without a value, one name for a message's reasoning."""
-    plain = []
+    """Prepares messages as transformers does: no keys without a value, and one name for a message's reasoning."""
+    normalized = []
     for message in messages:
-        kept = {key: value for key, value in message.items() if value is not None}
-        reasoning = next((kept[name] for name in _REASONING if name in kept), None)
+        fields = {key: value for key, value in message.items() if value is not None}
+        reasoning = next((fields[name] for name in _REASONING if name in fields), None)
         if reasoning is not None:
-            kept = {"thinking": reasoning, **kept, "reasoning_content": reasoning}
-        plain.append(kept)
-    return plain
+            fields = {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+        normalized.append(fields)
+    return normalized

@@ -1,13 +1,13 @@
-"""From documents to token ids and the mask of those that carry loss.
+"""Encodes documents as token ids, with a mask of the tokens that carry loss.
 
-- A conversation is its chat template's text. It brings its own first and last tokens, and none is added.
+- A conversation is encoded as its chat template renders it; no token is added before or after it.
 - An instruction in Alpaca's form is a conversation if the tokenizer or the YAML has a chat template; otherwise it is
   a prompt with its completion, in the form "### Instruction:".
 - A prompt with its completion is one text between the tokens that begin and end a document; the completion and the end
   carry loss.
-- All of a text carries loss, with the token that ends it.
+- A text carries loss in all its tokens, and in the token that ends it.
 
-Every text is encoded as a whole, as it is in use; a token carries loss when it covers a character that does.
+Prompt and answer are encoded together, as in use. A token carries loss if it covers a character that carries loss.
 """
 
 from __future__ import annotations
@@ -26,46 +26,46 @@ from trainer.errors import UserError
 
 
 class Encoded(NamedTuple):
-    """The tokens of some documents; the last may go on in the next one."""
+    """The tokens of a group of documents; the last document may continue in the next group."""
 
     tokens: np.ndarray  # unsigned [tokens]
-    has_loss: np.ndarray | None  # bool [tokens]; None where all carry loss
-    ends: np.ndarray  # int64 [documents that end here], behind the last token of each
+    has_loss: np.ndarray | None  # bool [tokens]; None if all carry loss
+    ends: np.ndarray  # int64 [documents that end here], the index after the last token of each
     source_bytes: int  # bytes of the source that they consumed, for progress
     num_conversations: int = 0  # documents with a prompt: conversations, instructions, prompts with completions
-    num_rendered: int = 0  # those of them that the chat template wrote
+    num_rendered: int = 0  # how many of these the chat template rendered
 
 
 class _UnencodedDocument(NamedTuple):
     """A document before it is encoded."""
 
     text: str
-    spans: Spans | None  # characters that carry loss; None where all do
+    spans: Spans | None  # characters that carry loss; None if all do
     is_rendered: bool
     source_bytes: int
 
 
-def encode_text_chunks(pieces: Iterable[TextChunk], tokenizer: Tokenizer, group_bytes: int) -> Iterator[Encoded]:
-    """Encodes the pieces of text documents, `group_bytes` at a time."""
+def encode_text_chunks(chunks: Iterable[TextChunk], tokenizer: Tokenizer, group_bytes: int) -> Iterator[Encoded]:
+    """Encodes the chunks of text documents, `group_bytes` at a time."""
     eos = np.array([tokenizer.eos_id], np.uint32)
-    if tokenizer.bos_id is None:
-        bos = []
-    else:
-        bos = [np.array([tokenizer.bos_id], np.uint32)]
     in_document = False
-    for group in _groups(pieces, lambda piece: len(piece.text), group_bytes):
+    for group in _groups(chunks, lambda chunk: len(chunk.text), group_bytes):
         parts = []
         lengths = []
         ends = []
-        encoded = tokenizer.encode_utf8([piece.text for piece in group])
-        for piece, ids in zip(group, encoded, strict=True):
-            part = [*([] if in_document else bos), ids, *([eos] if piece.ends_document else [])]
+        encoded = tokenizer.encode_utf8([chunk.text for chunk in group])
+        for chunk, ids in zip(group, encoded, strict=True):
+            part = [ids]
+            if not in_document and tokenizer.bos_id is not None:
+                part.insert(0, np.array([tokenizer.bos_id], np.uint32))
+            if chunk.ends_document:
+                part.append(eos)
             parts.extend(part)
             lengths.append(sum(map(len, part)))
-            ends.append(piece.ends_document)
-            in_document = not piece.ends_document
+            ends.append(chunk.ends_document)
+            in_document = not chunk.ends_document
         cumulative = np.cumsum(lengths, dtype=np.int64)
-        source_bytes = sum(piece.source_bytes for piece in group)
+        source_bytes = sum(chunk.source_bytes for chunk in group)
         yield Encoded(np.concatenate(parts), None, cumulative[np.array(ends, bool)], source_bytes)
 
 
@@ -79,8 +79,8 @@ def encode_samples(
 ) -> Iterator[Encoded]:
     """Encodes samples, each with its bytes of the source, `group_bytes` at a time.
 
-    `report` gets the error of a conversation that the template refuses; if it returns, the sample is left out. That of
-    a template which does not end is raised: with many such conversations the run would not begin.
+    `report` takes the error of a conversation that the template refuses; if it returns, the sample is left out. If the
+    template does not end on a conversation, that error is raised: many such conversations would take hours.
     """
 
     def documents() -> Iterator[_UnencodedDocument]:
@@ -97,15 +97,16 @@ def encode_samples(
 
 
 def _groups(items: Iterable, size_of: Callable[..., int], group_size: int) -> Iterator[list]:
+    """Groups consecutive items until their sizes reach `group_size`."""
     group = []
-    held = 0
+    size = 0
     for item in items:
         group.append(item)
-        held += size_of(item)
-        if held >= group_size:
+        size += size_of(item)
+        if size >= group_size:
             yield group
             group = []
-            held = 0
+            size = 0
     if group:
         yield group
 
@@ -114,30 +115,31 @@ def _document(sample: Sample, template: ChatTemplate, train_on: str, source_byte
     if sample.messages is not None and (template.is_given or not sample.text):
         text, spans = template.spans(sample.messages, sample.tools, train_on, sample.where)
         return _UnencodedDocument(text, spans, True, source_bytes)
-    if not sample.prompt or train_on == "all":
-        if not sample.prompt:
-            spans = None
-        else:
-            spans = [(0, len(sample.prompt) + len(sample.text))]
-        return _UnencodedDocument(sample.prompt + sample.text, spans, False, source_bytes)
+    if not sample.prompt:
+        return _UnencodedDocument(sample.text, None, False, source_bytes)
     text = sample.prompt + sample.text
-    return _UnencodedDocument(text, [(len(sample.prompt), len(text))], False, source_bytes)
+    start = len(sample.prompt)
+    if train_on == "all":
+        start = 0
+    return _UnencodedDocument(text, [(start, len(text))], False, source_bytes)
 
 
 def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokenizer) -> Encoded:
     eos = np.array([tokenizer.eos_id], np.uint32)
-    bos = np.array([] if tokenizer.bos_id is None else [tokenizer.bos_id], np.uint32)
-    whole = [document.text.encode() for document in documents if document.spans is None]
+    bos = np.array([], np.uint32)
+    if tokenizer.bos_id is not None:
+        bos = np.array([tokenizer.bos_id], np.uint32)
+    unmasked = [document.text.encode() for document in documents if document.spans is None]
     masked = [document.text for document in documents if document.spans is not None]
-    encoded_whole = iter(tokenizer.encode_utf8(whole) if whole else ())
-    encoded_masked = iter(tokenizer.encode_offsets(masked) if masked else ())
+    encoded_unmasked = iter(tokenizer.encode_utf8(unmasked))
+    encoded_masked = iter(tokenizer.encode_offsets(masked))
     parts = []
     masks = []
     ends = []
     length = 0
     for document in documents:
         if document.spans is None:
-            ids = next(encoded_whole)
+            ids = next(encoded_unmasked)
             mask = np.ones(len(ids), bool)
         else:
             offsets = next(encoded_masked)
@@ -150,9 +152,12 @@ def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokeni
         masks.append(mask)
         length += len(ids)
         ends.append(length)
+    has_loss = None
+    if masked:
+        has_loss = np.concatenate(masks)
     return Encoded(
         np.concatenate(parts),
-        np.concatenate(masks) if masked else None,
+        has_loss,
         np.array(ends, np.int64),
         sum(document.source_bytes for document in documents),
         num_conversations=len(masked),
@@ -161,10 +166,10 @@ def _encode_documents(documents: Sequence[_UnencodedDocument], tokenizer: Tokeni
 
 
 def loss_mask(offsets: Offsets, spans: Spans) -> np.ndarray:
-    """Which tokens cover a character of the spans.
+    """Finds the tokens that cover a character of the spans.
 
     Returns:
-        bool [tokens]. A token without a character of its own, between two that carry loss, carries loss too.
+        bool [tokens]. A token that covers no character, between two tokens that carry loss, carries loss too.
     """
     starts, ends = np.array(spans, np.int64).reshape(-1, 2).T
     first = np.searchsorted(offsets.ends, starts, side="right")

@@ -1,13 +1,13 @@
 """Finds the characters of a rendered conversation that carry loss: the assistant's turns and the token that ends each.
 
-A template with ``{% generation %}`` blocks, as most that ship have, says where they are. Every other template is asked
-by rendering parts of the conversation. A turn starts where the messages before it, rendered with the generation prompt,
-and the whole conversation part. It ends behind the token that ends a turn, or, in templates that only mark where a turn
-begins (GLM-4), behind the token that begins the next one. An end token of the tokenizer that follows directly belongs
-to it: Cohere2 ends an answer with two.
+A template with ``{% generation %}`` blocks marks them; most templates that ship have such blocks. For other templates,
+parts of the conversation are rendered and compared. A turn starts where the complete conversation first differs from
+the messages before the turn, rendered with the generation prompt. It ends after the token that ends a turn, or, in
+templates that only mark the beginning of turns (GLM-4), after the token that begins the next turn. An end token of the
+tokenizer that follows directly belongs to the turn: Cohere2 ends an answer with two tokens.
 
-What is the same for every conversation, the assistant's header and the token that ends a turn, is read from a short
-conversation once, in `detect_turn_format`.
+The assistant's header and the token that ends a turn are the same in every conversation. `detect_turn_format` reads
+them once from a short conversation.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from os.path import commonprefix
 from typing import NamedTuple
 
 Render = Callable[[Sequence[dict], bool], "str | None"]
-"""Renders messages, with or without the generation prompt; None where the template refuses them."""
+"""Renders messages, with or without the generation prompt; returns None if the template refuses them."""
 Spans = list[tuple[int, int]]
-"""Characters from, to."""
+"""Ranges of characters: from, to."""
 
 MARKER = re.compile(r"<[|｜][^<>\s]+[|｜]>|</?[a-z]+(?:_[a-z]+)+>|\[/?[A-Z]+(?:_[A-Z]+)*\]|</s>")
-"""What looks like a special token in a rendered text: <|user|>, <｜User｜>, <start_of_turn>, [INST]."""
+"""Matches text that looks like a special token: <|user|>, <｜User｜>, <start_of_turn>, [INST]."""
 
-# Private-use characters around it: no text holds them, and no template strips them.
+# It begins and ends with a private-use character: no text has it, and no template strips it.
 _SENTINEL = "\ue0a7sentinel\ue0a7"
 _QUESTION = "Wqfirst"
 _ANSWER = "Xqanswer"
@@ -36,40 +36,41 @@ _NEXT_ANSWER = "Zqreply"
 class TurnFormat(NamedTuple):
     """How a template writes the assistant's turns."""
 
-    header: str  # what stands before each; empty if that cannot be told
-    prefill: str  # what the generation prompt has behind it, and not every turn, such as <think>
-    turn_end: str  # the token that ends each; empty if that cannot be told
-    call_end: str  # the one that ends a turn with the call of a tool, if that can be told
-    ends_last_turn: bool  # whether the last answer of a conversation has such a token too
-    sample: str  # a rendered conversation, for what else is to be known of the template
+    header: str  # the text before each turn; empty if it is unknown
+    prefill: str  # text after the header in the generation prompt but not in every turn, such as <think>
+    turn_end: str  # the token that ends each turn; empty if it is unknown
+    call_end: str  # the token that ends a turn with a tool call; empty if it is unknown
+    ends_last_turn: bool  # whether the last answer of a conversation ends with such a token too
+    sample: str  # a rendered conversation, from which notes are derived
     added: tuple[str, ...]  # the tokenizer's added tokens
-    special: tuple[str, ...]  # those of them that are special
-    end_tokens: tuple[str, ...]  # those with which the tokenizer ends a text
+    special: tuple[str, ...]  # the added tokens that are special
+    end_tokens: tuple[str, ...]  # the tokens with which the tokenizer ends a text
 
 
 class SpanError(Exception):
-    """The turns of the assistant cannot be found in this conversation."""
+    """The turns of the assistant cannot be located in this conversation."""
 
 
 def detect_turn_format(render: Render, added_tokens: Mapping[str, bool], end_tokens: Sequence[str]) -> TurnFormat:
-    """Reads a template's form from a conversation of two questions and answers.
+    """Reads how a template writes turns from a conversation of two questions and answers.
 
     Args:
-        added_tokens: As in `Tokenizer`.
+        added_tokens: The tokens that are matched in a text before all others -> whether each is special.
         end_tokens: The texts of the tokenizer's `eos_ids`.
     """
     special = tuple(token for token, is_special in added_tokens.items() if is_special)
     unknown = TurnFormat("", "", "", "", True, "", tuple(added_tokens), special, tuple(end_tokens))
-    whole = render(_conversation(_QUESTION, _ANSWER, _NEXT_QUESTION, _NEXT_ANSWER), False)
+    text = render(_conversation(_QUESTION, _ANSWER, _NEXT_QUESTION, _NEXT_ANSWER), False)
     prompt = render(_conversation(_QUESTION), True)
-    answers = [render(_conversation(_QUESTION, answer), False) for answer in (_ANSWER, _NEXT_ANSWER)]
-    if whole is None or prompt is None or None in answers:
-        return unknown._replace(sample=whole or "")
-    answer = whole.find(_ANSWER)
-    question = whole.find(_NEXT_QUESTION)
+    first_turn = render(_conversation(_QUESTION, _ANSWER), False)
+    other_turn = render(_conversation(_QUESTION, _NEXT_ANSWER), False)
+    if text is None or prompt is None or first_turn is None or other_turn is None:
+        return unknown._replace(sample=text or "")
+    answer = text.find(_ANSWER)
+    question = text.find(_NEXT_QUESTION)
     if answer < 0 or question < answer:
-        return unknown._replace(sample=whole)
-    between = whole[answer + len(_ANSWER) : question]
+        return unknown._replace(sample=text)
+    between = text[answer + len(_ANSWER) : question]
     turn_end = _first_token(between, unknown.added)
     if not turn_end:  # the markers of the template are ordinary text for this tokenizer
         marker = MARKER.match(between.lstrip())
@@ -77,24 +78,30 @@ def detect_turn_format(render: Render, added_tokens: Mapping[str, bool], end_tok
             turn_end = marker.group()
         else:
             turn_end = (between.split() or [""])[0]
-    tail = answers[0].partition(_ANSWER)[2]
+    tail = first_turn.partition(_ANSWER)[2]
     ends_last_turn = turn_end in tail or bool(_first_token(tail, special))
-    start = prompt.find(_QUESTION) + len(_QUESTION)
-    header = commonprefix([prompt[start:], *(text[text.find(_QUESTION) + len(_QUESTION) :] for text in answers)])
-    # What ends the user's turn before the header is no part of it: an answer to a tool's result has another one.
-    own = ""
+    rest_of_prompt = _after_question(prompt)
+    common = commonprefix([rest_of_prompt, _after_question(first_turn), _after_question(other_turn)])
+    # The end of the user's turn is not part of the header: a tool's result, for example, ends differently.
+    header = ""
     if turn_end:
-        own = header.rpartition(turn_end)[2].lstrip()
+        header = common.rpartition(turn_end)[2].lstrip()
     prefill = ""
-    if own:
-        prefill = prompt[start + len(header) :]
-    form = unknown._replace(header=own, prefill=prefill, turn_end=turn_end, ends_last_turn=ends_last_turn, sample=whole)
+    if header:
+        prefill = rest_of_prompt[len(common) :]
+    form = unknown._replace(
+        header=header, prefill=prefill, turn_end=turn_end, ends_last_turn=ends_last_turn, sample=text
+    )
     return form._replace(call_end=_call_end(render, form))
 
 
+def _after_question(text: str) -> str:
+    return text[text.find(_QUESTION) + len(_QUESTION) :]
+
+
 def _call_end(render: Render, form: TurnFormat) -> str:
-    """The token that ends a turn with the call of a tool; empty where the template has no calls."""
-    for arguments in ({"x": 1}, '{"x": 1}'):  # templates differ in what they take
+    """Finds the token that ends a turn with a tool call; empty if the template has no tool calls."""
+    for arguments in ({"x": 1}, '{"x": 1}'):  # a template takes one or the other
         call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
         question, answer, result, reply = _conversation(_QUESTION, "", "3", _ANSWER)
         answer["tool_calls"] = [call]
@@ -116,48 +123,48 @@ def _conversation(*contents: str) -> list[dict]:
 
 
 def _first_token(text: str, tokens: Sequence[str]) -> str:
-    """The token that stands first in `text`, the longest of several at the same place; empty if there is none."""
-    found = [(text.find(token), -len(token), token) for token in tokens if token and token in text]
-    if found:
-        return min(found)[2]
+    """Returns the first of the tokens in `text`, and the longest of several at the same place; empty without any."""
+    matches = [(text.find(token), -len(token), token) for token in tokens if token and token in text]
+    if matches:
+        return min(matches)[2]
     return ""
 
 
-def find_spans(render: Render, messages: Sequence[dict], wanted: Sequence[int], text: str, form: TurnFormat) -> Spans:
-    """Finds turns of the assistant in `text`, which is `messages` rendered.
+def find_spans(render: Render, messages: Sequence[dict], turns: Sequence[int], text: str, form: TurnFormat) -> Spans:
+    """Locates turns of the assistant in `text`, which is `messages` rendered.
 
     Args:
-        wanted: The numbers of the assistant's messages to find.
+        turns: The numbers of the assistant's messages to locate.
 
     Returns:
-        The spans, in order. Whether the last ends with the token that ends a turn, `has_end` tells.
+        The spans, in order. The last one may lack an end token, see `has_end`.
 
     Raises:
-        SpanError: A turn cannot be found.
+        SpanError: A turn cannot be located.
     """
-    starts = [_start(render, messages, turn, text, form) for turn in wanted]
+    starts = [_start(render, messages, turn, text, form) for turn in turns]
     limits = [*starts[1:], len(text)]
     spans = []
-    for turn, start, limit in zip(wanted, starts, limits, strict=True):
+    for turn, start, limit in zip(turns, starts, limits, strict=True):
         end = _end(render, messages, turn, text, form, start, limit)
         spans.append((start, end + len(_end_token_at(text, end, form))))
     return spans
 
 
-def _end_token_at(text: str, at: int, form: TurnFormat) -> str:
-    """The end token that follows the token that ends a turn; empty without one."""
-    if not has_end(text, at, form):
+def _end_token_at(text: str, turn_end: int, form: TurnFormat) -> str:
+    """Returns the end token of the tokenizer that follows a turn's end token; empty without one."""
+    if not has_end(text, turn_end, form):
         return ""
-    return next((token for token in form.end_tokens if token and text.startswith(token, at)), "")
+    return next((token for token in form.end_tokens if token and text.startswith(token, turn_end)), "")
 
 
 def has_end(text: str, end: int, form: TurnFormat) -> bool:
-    """Whether the turn that ends at `end` ends with a token."""
+    """Checks whether the turn that ends at `end` ends with a special token or the token that ends turns."""
     return text.endswith((form.turn_end or _SENTINEL, *form.special), 0, end)
 
 
 def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form: TurnFormat) -> int:
-    """The first character that the assistant writes in its turn."""
+    """Finds the first character that the assistant writes in its turn."""
     if turn == 0 and form.header in text:  # no template says what is before the first message
         start = text.index(form.header) + len(form.header)
         if text.startswith(form.prefill, start):
@@ -183,25 +190,25 @@ def _start(render: Render, messages: Sequence[dict], turn: int, text: str, form:
 
 
 def _start_after_message(render: Render, messages: Sequence[dict], turn: int, text: str) -> int | None:
-    """Finds the end of the message before the turn, and behind it the generation prompt; None if that fails."""
+    """Finds the end of the message before the turn, and after it the generation prompt; None if that fails."""
     if turn == 0:
         return None
     marked = [*messages[: turn - 1], {**messages[turn - 1], "content": _SENTINEL}]
     prompt = render(marked, True)
-    whole = render([*marked, *messages[turn:]], False)
-    if prompt is None or whole is None:
+    marked_text = render([*marked, *messages[turn:]], False)
+    if prompt is None or marked_text is None:
         return None
-    before, found, after = whole.partition(_SENTINEL)
-    if not found or not text.startswith(before) or not text.endswith(after):
+    before, sentinel, after = marked_text.partition(_SENTINEL)
+    if not sentinel or not text.startswith(before) or not text.endswith(after):
         return None
     return len(text) - len(after) + len(commonprefix([prompt.partition(_SENTINEL)[2], after]))
 
 
 def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text: str) -> int | None:
     """Finds the content of the turn; None if that fails."""
-    whole = render([*messages[:turn], {**messages[turn], "content": _SENTINEL}, *messages[turn + 1 :]], False)
-    before, found, _ = (whole or "").partition(_SENTINEL)
-    if found and text.startswith(before):
+    marked = [*messages[:turn], {**messages[turn], "content": _SENTINEL}, *messages[turn + 1 :]]
+    before, sentinel, _ = (render(marked, False) or "").partition(_SENTINEL)
+    if sentinel and text.startswith(before):
         return len(before)
     return None
 
@@ -209,28 +216,33 @@ def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text:
 def _end(
     render: Render, messages: Sequence[dict], turn: int, text: str, form: TurnFormat, start: int, limit: int
 ) -> int:
-    """Where the turn that starts at `start` ends: behind the token that ends it, and at most at `limit`."""
+    """Finds the end of the turn that starts at `start`: after the token that ends it, and at most at `limit`."""
     bound = limit
     is_known = turn == len(messages) - 1
     if not is_known:
-        upto = render(messages[: turn + 1], False)
-        if is_known := upto is not None and text.startswith(upto):
-            bound = min(len(upto), limit)
+        through_turn = render(messages[: turn + 1], False)
+        if through_turn is not None and text.startswith(through_turn):
+            is_known = True
+            bound = min(len(through_turn), limit)
     if not is_known:
-        ends = [token for token in (form.turn_end, form.call_end) if token]
-        found = [at + len(token) for token in ends if (at := text.find(token, start, bound)) >= 0]
-        if not found:
+        places = [(text.find(token, start, bound), token) for token in (form.turn_end, form.call_end) if token]
+        ends = [place + len(token) for place, token in places if place >= 0]
+        if not ends:
             raise SpanError
-        return min(found)
-    if form.turn_end and (at := text.rfind(form.turn_end, start, bound)) >= 0:
-        at += len(form.turn_end)
-        rest = text[at:bound].strip()
-        for token in form.special if rest else ():
-            rest = rest.replace(token, "")
-        if not rest.strip():  # otherwise it ended only a part of the turn, such as the thinking before the answer
-            return at
+        return min(ends)
+    last_end = -1
+    if form.turn_end:
+        last_end = text.rfind(form.turn_end, start, bound)
+    if last_end >= 0:
+        end = last_end + len(form.turn_end)
+        rest = text[end:bound].strip()
+        if rest:
+            for token in form.special:
+                rest = rest.replace(token, "")
+        if not rest.strip():  # otherwise it ended only a part of the turn, such as the reasoning before the answer
+            return end
     written = len(text[:bound].rstrip())
     if text.endswith(form.special, start, written):
-        return written  # a call of a tool, for example, may end with a token of its own
+        return written  # a tool call, for example, may end with another token
     begins = next((token for token in (form.turn_end, *form.added) if token and text.startswith(token, bound)), "")
     return bound + len(begins)

@@ -1,18 +1,18 @@
-"""The token file: a tokenized corpus on disk, written once as a stream and then memory-mapped.
+"""Writes and reads token files: a tokenized corpus on disk, written once as a stream and then memory-mapped.
 
-It is a folder of the cache, named by a hash of content and settings::
+A token file is a folder of the cache, named by a hash of content and settings::
 
     tokens.bin    uint16 or uint32 (by the tokenizer's vocabulary), all documents one after the other
     offsets.bin   int64 [documents + 1], where each document starts, and the end of the last
     mask.bin      uint8, 1 where a token carries loss; only if some token carries none
-    pages.bin     the checksum of each page of tokens.bin, then those of mask.bin
+    pages.bin     the checksum of each page of tokens.bin, then of each page of mask.bin
     meta.json     counts, sizes and checksums of the files; tokenizer and source
 
-It is written under a temporary name and renamed when it is complete and on disk: a build that is killed leaves nothing
-that looks like a token file, and of two concurrent builds the first wins and the second uses its file.
+It is written under a temporary name and renamed when it is complete and on disk. So a build that is killed leaves
+nothing that looks like a token file. If two builds run at once, the first wins and the second uses its file.
 
-Tokens may be many gigabytes, of which a rank reads a part: each page is checked when it is first read. The other files
-are read, and checked, when a token file is opened.
+Tokens may take many gigabytes, and a rank reads only some of them: each page is checked when it is first read. The
+other files are read, and checked, when a token file is opened.
 """
 
 from __future__ import annotations
@@ -47,18 +47,19 @@ from trainer.storage.checksums import (
 )
 from trainer.storage.json_files import Count, JsonError, StrictModel, parse_json
 
-FORMAT_VERSION = 2
+FORMAT_VERSION: Literal[2] = 2
 _MASK_CHUNK = 4 << 20
 _ABANDONED_SECONDS = 3600.0
 _TEMPORARY = ".building-"
-# where other processes build the same file
+# Other processes may build the same file at the same time.
 _ATTEMPTS = 10
 _WAIT_SECONDS = 0.05
 _PAGED = ("tokens.bin", "mask.bin")
 _PAGES = "pages.bin"
 _META = "meta.json"
 
-Progress = Callable[[int, int], None]  # bytes of the source done, of how many
+Progress = Callable[[int, int], None]
+"""Takes the bytes of the source that are done, and all of its bytes."""
 
 
 class TokenCache(NamedTuple):
@@ -76,10 +77,10 @@ class TokenFileMeta(StrictModel):
     num_tokens: Annotated[Count, Field(ge=1)]
     num_documents: Count
     num_conversations: Count  # documents with a prompt: conversations, instructions, prompts with completions
-    num_rendered: Count  # those of them that the chat template wrote
+    num_rendered: Count  # how many of these the chat template rendered
     num_loss_tokens: Count
     num_skipped: Count  # bad records that were left out
-    first_skipped: str  # the error of the first of them
+    first_skipped: str  # the error of the first bad record
     max_token_id: Count
     dtype: Literal["uint16", "uint32"]
     has_mask: bool
@@ -87,18 +88,20 @@ class TokenFileMeta(StrictModel):
     source: str
     file_bytes: dict[str, Count]
     checksums: dict[str, Annotated[str, Field(pattern=DIGEST_PATTERN)]] = {}
-    """Of offsets.bin and pages.bin, and of this file without its checksums; empty while it is written."""
+    """Checksums of offsets.bin, pages.bin and this file without its checksums; empty while it is written."""
 
-    def own_checksum(self) -> str:
+    def compute_checksum(self) -> str:
+        """Computes the checksum of this file without its checksums."""
         return checksum_of_bytes(self.model_dump_json(exclude={"checksums"}).encode())
 
     def expected_bytes(self) -> dict[str, int]:
-        """Sizes of the files by what is counted."""
+        """Computes the sizes of the files from the counts."""
         token_bytes = self.num_tokens * np.dtype(self.dtype).itemsize
-        found = {"tokens.bin": token_bytes, "offsets.bin": 8 * (self.num_documents + 1)}
-        found |= {"mask.bin": self.num_tokens} if self.has_mask else {}
-        pages = sum(PageChecks.count_pages(found[name]) for name in _PAGED if name in found)
-        return found | {_PAGES: pages * DIGEST_BYTES}
+        sizes = {"tokens.bin": token_bytes, "offsets.bin": 8 * (self.num_documents + 1)}
+        if self.has_mask:
+            sizes["mask.bin"] = self.num_tokens
+        pages = sum(PageChecks.count_pages(sizes[name]) for name in _PAGED if name in sizes)
+        return sizes | {_PAGES: pages * DIGEST_BYTES}
 
 
 @dataclass(frozen=True)
@@ -110,13 +113,13 @@ class TokenFile:
     tokens: np.ndarray  # uint16 or uint32 [num_tokens]
     offsets: np.ndarray  # int64 [num_documents + 1]
     mask: np.ndarray | None  # uint8 [num_tokens], or None when every token carries loss
-    checks: dict[str, PageChecks]  # of tokens.bin and mask.bin
+    checks: dict[str, PageChecks]  # for tokens.bin and mask.bin
 
     def check(self, starts: np.ndarray, lengths: np.ndarray, names: Iterable[str] = ("tokens.bin", "mask.bin")) -> None:
         """Checks ranges of tokens that are about to be read.
 
         Raises:
-            UserError: They are not what was written: nothing but another file helps, so that no launcher tries again.
+            UserError: They differ from what was written. It is not a RunError, since a restart of the job cannot help.
         """
         for name in names:
             if name not in self.checks:
@@ -126,16 +129,16 @@ class TokenFile:
                 item_bytes = self.tokens.itemsize
             damaged = self.checks[name].first_damaged_byte(starts * item_bytes, (starts + lengths) * item_bytes)
             if damaged is not None:
-                rule = f"the token file is damaged: {name} is not what was written, from byte {damaged:,} on"
+                rule = f"the token file is damaged: {name} differs from what was written, from byte {damaged:,} on"
                 raise UserError(rule, where=str(self.path), fix="remove this folder: the next run builds it again")
 
 
 class DamagedTokenFile(ValueError):
-    """A token file is missing, or not what was written; the message says which of its files."""
+    """A token file is missing or damaged; the message names the file in it."""
 
 
 def open_token_file(path: Path) -> TokenFile | None:
-    """Opens a token file; None when it is missing or damaged (truncated, changed, unreadable, of another format)."""
+    """Opens a token file; returns None if it is missing, damaged, unreadable or of another format."""
     try:
         return checked_token_file(path)
     except DamagedTokenFile:
@@ -143,10 +146,13 @@ def open_token_file(path: Path) -> TokenFile | None:
 
 
 def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
-    """Opens a token file and checks it; with `every_page` also the tokens, which otherwise are checked when read.
+    """Opens a token file and checks it.
+
+    Args:
+        every_page: Whether to check all tokens now; otherwise each page is checked when it is first read.
 
     Raises:
-        DamagedTokenFile: It is missing or damaged.
+        DamagedTokenFile: The token file is missing or damaged.
     """
     meta = _read_meta(path)
     dtypes = {"tokens.bin": np.dtype(meta.dtype), "offsets.bin": np.dtype(np.int64)}
@@ -158,50 +164,50 @@ def checked_token_file(path: Path, every_page: bool = False) -> TokenFile:
             raise DamagedTokenFile(f"{name} cannot be read ({error})") from None
     for name in ("offsets.bin", _PAGES):
         try:
-            found = checksum_of_file(path / name)
+            checksum = checksum_of_file(path / name)
         except OSError as error:
             raise DamagedTokenFile(f"{name} cannot be read ({error.strerror})") from None
-        if found != meta.checksums.get(name):
-            raise DamagedTokenFile(f"{name} is not what was written: its checksum is another")
+        if checksum != meta.checksums.get(name):
+            raise DamagedTokenFile(f"the checksum of {name} does not match {_META}")
     offsets = arrays["offsets.bin"]
     if offsets[0] != 0 or offsets[-1] != meta.num_tokens or (np.diff(offsets) <= 0).any():
-        raise DamagedTokenFile("offsets.bin does not hold the offsets of documents")
+        raise DamagedTokenFile("offsets.bin does not contain the offsets of documents")
     digests = arrays[_PAGES].reshape(-1, DIGEST_BYTES)
     paged = [name for name in _PAGED if name in arrays]
     ends = np.cumsum([PageChecks.count_pages(arrays[name].nbytes) for name in paged])
     parts = zip(paged, np.split(digests, ends[:-1]), strict=True)
     checks = {name: PageChecks(arrays[name].view(np.uint8), part) for name, part in parts}
-    found = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
+    token_file = TokenFile(path, meta, arrays["tokens.bin"], offsets, arrays.get("mask.bin"), checks)
     if every_page:
         try:
-            found.check(np.array([0]), np.array([meta.num_tokens]))
+            token_file.check(np.array([0]), np.array([meta.num_tokens]))
         except UserError as error:
             raise DamagedTokenFile(error.rule.partition(": ")[2]) from None
-    return found
+    return token_file
 
 
 def is_token_file(path: Path) -> bool:
-    """Whether a folder is a token file, whole or not."""
+    """Checks whether a folder is a token file, intact or damaged."""
     return (path / _META).is_file() and (path / "offsets.bin").exists()
 
 
 def _read_meta(path: Path) -> TokenFileMeta:
     """Reads ``meta.json`` and checks it against the sizes on disk; raises DamagedTokenFile if anything disagrees."""
     try:
-        meta = parse_json(read_bytes(path / _META), TokenFileMeta, _META)
+        meta: TokenFileMeta = parse_json(read_bytes(path / _META), TokenFileMeta, _META)
         sizes = {name: (path / name).stat().st_size for name in meta.expected_bytes()}
     except JsonError as error:
         raise DamagedTokenFile(str(error)) from None
     except OSError as error:
         name = Path(error.filename or _META).name
         raise DamagedTokenFile(f"{name} cannot be read ({error.strerror})") from None
-    if meta.checksums.get(_META) != meta.own_checksum():
-        raise DamagedTokenFile(f"{_META} has changed since it was written: its own checksum is another")
+    if meta.checksums.get(_META) != meta.compute_checksum():
+        raise DamagedTokenFile(f"{_META} was modified: its checksum does not match its content")
     for name, size in meta.expected_bytes().items():
         if sizes[name] != size or meta.file_bytes.get(name) != size:
             raise DamagedTokenFile(f"{name} has {sizes[name]:,} bytes, not {size:,}")
     if meta.file_bytes.keys() != sizes.keys():
-        raise DamagedTokenFile(f"{_META}: file_bytes names other files than it should")
+        raise DamagedTokenFile(f"{_META} lists unexpected files in file_bytes")
     return meta
 
 
@@ -215,17 +221,17 @@ def build_token_file(
     skipped: SkippedRecords,
     progress: Progress | None = None,
 ) -> TokenFile:
-    """Writes a token file from a stream of encoded documents, holding one part of it at a time.
+    """Writes a token file from a stream of encoded documents, with one group of them in memory at a time.
 
     Args:
-        name: The folder to make. An existing one is used if it is complete and replaced if it is damaged.
+        name: The folder to make. An existing one is used if it is intact and replaced if it is damaged.
         encoded: The corpus.
-        source: Origin of the corpus, for messages and progress.
+        source: The origin of the corpus, for messages and progress.
         skipped: The bad records that `encoded` leaves out.
-        progress: Called after every part.
+        progress: Called after every group of documents.
 
     Raises:
-        UserError: The corpus holds no text, or the cache folder cannot be written.
+        UserError: The corpus contains no text, or the cache folder cannot be written.
         RunError: The disk is full or fails.
     """
     temporary = _temporary_name(cache.path)
@@ -241,9 +247,9 @@ def build_token_file(
     source_bytes = source.size_bytes
     try:
         with _Writer(temporary, tokenizer) as writer:
-            for part in encoded:
-                writer.add(part)
-                done_bytes += part.source_bytes
+            for group in encoded:
+                writer.add(group)
+                done_bytes += group.source_bytes
                 if progress is not None:
                     progress(min(done_bytes, source_bytes), source_bytes)
             writer.finish(source, skipped)
@@ -285,7 +291,9 @@ class _Writer:
     def __init__(self, folder: Path, tokenizer: Tokenizer) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
-        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self._dtype: Literal["uint16", "uint32"] = "uint32"
+        if tokenizer.vocab_size <= 1 << 16:
+            self._dtype = "uint16"
         self._num_tokens = 0
         self._num_documents = 0
         self._num_conversations = 0
@@ -303,17 +311,21 @@ class _Writer:
         for stream in self._streams.values():
             stream.close()
 
-    def add(self, part: Encoded) -> None:
-        tokens = part.tokens.astype(self._dtype, casting="same_kind", copy=False)
-        offsets = self._num_tokens + part.ends
-        self._write_mask(len(tokens), part.has_loss)
+    def add(self, group: Encoded) -> None:
+        """Appends documents."""
+        tokens = group.tokens.astype(self._dtype, casting="same_kind", copy=False)
+        offsets = self._num_tokens + group.ends
+        self._write_mask(len(tokens), group.has_loss)
         self._streams["tokens.bin"].write(np.ascontiguousarray(tokens).data)
         self._streams["offsets.bin"].write(offsets.data)
         self._num_tokens += len(tokens)
         self._num_documents += len(offsets)
-        self._num_conversations += part.num_conversations
-        self._num_rendered += part.num_rendered
-        self._num_loss_tokens += len(tokens) if part.has_loss is None else int(part.has_loss.sum())
+        self._num_conversations += group.num_conversations
+        self._num_rendered += group.num_rendered
+        if group.has_loss is None:
+            self._num_loss_tokens += len(tokens)
+        else:
+            self._num_loss_tokens += int(group.has_loss.sum())
         self._max_token_id = max(self._max_token_id, int(tokens.max(initial=0)))
 
     def _write_mask(self, num_tokens: int, has_loss: np.ndarray | None) -> None:
@@ -337,7 +349,7 @@ class _Writer:
         """Flushes everything to disk, ``meta.json`` last.
 
         Raises:
-            UserError: The corpus holds no text.
+            UserError: The corpus contains no text.
         """
         if self._num_documents == 0:
             raise no_text_error(source, skipped.num_skipped, str(skipped.first or ""))
@@ -366,14 +378,14 @@ class _Writer:
             num_skipped=skipped.num_skipped,
             first_skipped=_valid_text(str(skipped.first or "")),
             max_token_id=self._max_token_id,
-            dtype=self._dtype.name,
+            dtype=self._dtype,
             has_mask=self._has_mask,
             tokenizer=self._tokenizer.fingerprint,
             source=_valid_text(source.name),
             file_bytes=file_bytes,
         )
         checksums = {name: checksum_of_file(self._folder / name) for name in ("offsets.bin", _PAGES)}
-        meta = meta.model_copy(update={"checksums": checksums | {_META: meta.own_checksum()}})
+        meta = meta.model_copy(update={"checksums": checksums | {_META: meta.compute_checksum()}})
         with open(self._folder / _META, "w", encoding="utf-8") as stream:
             stream.write(meta.model_dump_json(indent=1))
             stream.flush()
@@ -382,7 +394,7 @@ class _Writer:
 
 
 def _valid_text(text: str) -> str:
-    """Without the surrogates that stand for bytes of a path that are not UTF-8."""
+    """Replaces the surrogates that represent bytes of a path that are not UTF-8."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -403,27 +415,30 @@ def _publish(temporary: Path, path: Path) -> None:
 
 
 def _open_published(path: Path) -> TokenFile | None:
-    """A file that this process has made, or another one; None where it is gone.
+    """Opens a token file that this or another process has published; returns None if it does not exist.
 
-    Another builder may just have taken it for the damaged one that it replaces, and puts it back.
+    Another builder may have moved it away, as the damaged file that it replaces, and then puts it back.
     """
     for _ in range(_ATTEMPTS):
-        if (found := open_token_file(path)) is not None:
-            return found
+        token_file = open_token_file(path)
+        if token_file is not None:
+            return token_file
         time.sleep(_WAIT_SECONDS)
     return None
 
 
 def _discard(path: Path) -> None:
-    """Removes a damaged file atomically, so that no process sees half of it; another process may be faster. What one
-    has put in its place meanwhile comes back."""
+    """Removes a damaged file atomically, so that no process sees half of it.
+
+    If another process has replaced it by an intact file in the meantime, that file is put back.
+    """
     aside = _temporary_name(path.parent)
     try:
         os.rename(path, aside)
     except FileNotFoundError:
         return
     if open_token_file(aside) is not None:
-        with contextlib.suppress(OSError):  # a third one is there
+        with contextlib.suppress(OSError):  # a third process has put a file there
             os.rename(aside, path)
             return
     if aside.is_dir():
@@ -445,7 +460,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Removes what killed builds have left: folders that have not changed for an hour."""
+    """Removes the temporary folders of killed builds, which have not changed for an hour."""
     for folder in cache.glob(f"{_TEMPORARY}*"):
         try:
             written = max(path.stat().st_mtime for path in (folder, *folder.glob("*")))

@@ -5,13 +5,13 @@
 
 The token that ends a document (eos) is the first of these that exists: ``model_config.eos_token_id``;
 ``eos_token_id`` of a ``generation_config.json`` beside the tokenizer; ``eos_token`` of ``tokenizer_config.json``;
-``eos_token_id`` of ``config.json``; the first of `EOS_NAMES` that the tokenizer knows. Of a list of ids the first ends
-a document, and each of them ends generation. The token that begins a document (bos) is ``model_config.bos_token_id``,
-``bos_token`` of ``tokenizer_config.json`` or the first of `BOS_NAMES`. It may be missing, and is not used where
-``tokenizer_config.json`` says ``add_bos_token: false``.
+``eos_token_id`` of ``config.json``; the first of `EOS_NAMES` that the tokenizer knows. If it is a list of ids, the
+first ends a document, and each of them ends generation. The token that begins a document (bos) is
+``model_config.bos_token_id``, ``bos_token`` of ``tokenizer_config.json`` or the first of `BOS_NAMES`. It may be
+missing, and is not used if ``tokenizer_config.json`` has ``add_bos_token: false``.
 
-In every text the names of special tokens stand for their tokens, as in transformers; the end token of ``bytes`` is
-written `BYTES_EOS`.
+The name of a special token in a text stands for the token, as in transformers; the end token of ``bytes`` is written
+`BYTES_EOS`.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _LONGEST_CHARACTER_TOKENS = 4  # a character has at most four bytes of UTF-8, a 
 
 
 class TextStream(Protocol):
-    """Decodes token by token; see `Tokenizer.stream`."""
+    """Decodes token by token, for output that is shown during generation."""
 
     def push(self, token_id: int) -> str:
-        """Returns the text that this token completes; empty while a character is incomplete."""
+        """Returns the text that this token completes; it is empty while a character is incomplete."""
 
     def finish(self) -> str:
         """Returns the rest; an incomplete character becomes U+FFFD."""
 
 
 class Offsets(NamedTuple):
-    """The tokens of a text, and the characters of it that each covers."""
+    """The tokens of a text, with the characters that each token covers."""
 
     ids: np.ndarray  # unsigned [tokens]
     starts: np.ndarray  # int64 [tokens], the first character
@@ -65,16 +65,18 @@ class Offsets(NamedTuple):
 
 
 class Tokenizer(Protocol):
+    """Converts text to token ids and back."""
+
     vocab_size: int  # the largest id + 1
     eos_id: int  # ends a document, and each answer of a conversation
     eos_ids: tuple[int, ...]  # `eos_id` first; each of them ends generation
     eos_token: str  # the text of `eos_id`
     bos_id: int | None  # begins a document
     bos_token: str  # the text of `bos_id`; empty without one
-    special_tokens: Mapping[str, Any]  # for chat templates: bos_token, eos_token, pad_token ... as far as they exist
-    added_tokens: Mapping[str, bool]  # the tokens that are found in a text before all others -> whether it is special
+    special_tokens: Mapping[str, Any]  # for chat templates: those of bos_token, eos_token, pad_token ... that exist
+    added_tokens: Mapping[str, bool]  # tokens that are matched in a text before all others -> whether each is special
     folder: Path | None  # of the tokenizer's files
-    fingerprint: str  # changes whenever the same text could become other ids
+    fingerprint: str  # changes whenever a text could become other ids
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of `text`, without bos and eos."""
@@ -89,10 +91,10 @@ class Tokenizer(Protocol):
         """Returns the ids of each string, with the characters that each token covers."""
 
     def token_id(self, text: str) -> int | None:
-        """Returns the id of the token with this text; None where no single token has it."""
+        """Returns the id of the token with this text, or None."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of `ids`, without ids beyond the vocabulary, and by default without special tokens."""
+        """Returns the text of `ids`; ids beyond the vocabulary and, by default, special tokens are left out."""
 
     def stream(self) -> TextStream:
         """Starts decoding token by token, for output that is shown during generation."""
@@ -102,12 +104,12 @@ def load_tokenizer(config: Config, section: str = "train_dataset") -> Tokenizer:
     """Loads the tokenizer of a data set section.
 
     Raises:
-        UserError: The file is missing or not a tokenizer, no token that ends a document is known, it is not one of the
-            tokenizer's, or lies beyond the model's vocabulary.
+        UserError: The file is missing or not a tokenizer. Or the token that ends a document is not known, is not in
+            the tokenizer, or lies beyond the model's vocabulary.
     """
-    wanted = getattr(config, section).tokenizer
-    if wanted.type != "bytes":
-        return _load_hugging_face(config, wanted.path, f"{section}.tokenizer.path")
+    settings = getattr(config, section).tokenizer
+    if settings.type != "bytes":
+        return _load_hugging_face(config, settings.path, f"{section}.tokenizer.path")
     ids = _id_list(config.decoder.eos_token_id)
     if ids and ids[0] != _BYTES_EOS_ID:
         key = "model.model_config.eos_token_id"
@@ -122,13 +124,13 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id = _BYTES_EOS_ID
-    eos_ids = (_BYTES_EOS_ID,)
+    eos_ids: tuple[int, ...] = (_BYTES_EOS_ID,)
     eos_token = BYTES_EOS
-    bos_id = None
+    bos_id: int | None = None
     bos_token = ""
     special_tokens: Mapping[str, Any] = {"eos_token": BYTES_EOS}
     added_tokens: Mapping[str, bool] = {BYTES_EOS: True}
-    folder = None
+    folder: Path | None = None
     fingerprint = "bytes-2"
 
     def encode(self, text: str) -> list[int]:
@@ -152,10 +154,9 @@ class ByteTokenizer:
         return None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        eos = BYTES_EOS.encode()
         if skip_special_tokens:
             eos = b""
-        else:
-            eos = BYTES_EOS.encode()
         parts = (eos if token_id == _BYTES_EOS_ID else bytes([token_id]) for token_id in ids if 0 <= token_id <= 256)
         return b"".join(parts).decode("utf-8", "replace")
 
@@ -172,15 +173,15 @@ class ByteTokenizer:
     def _offsets(self, text: bytes) -> Offsets:
         character_of_byte = _characters_of_bytes(text)
         first = np.ones(len(text), bool)
-        for found in re.finditer(re.escape(BYTES_EOS.encode()), text):
-            first[found.start() + 1 : found.end()] = False
+        for match in re.finditer(re.escape(BYTES_EOS.encode()), text):
+            first[match.start() + 1 : match.end()] = False
         starts = character_of_byte[first]
         ids = self._ids(text)
         return Offsets(ids, starts, starts + np.where(ids == _BYTES_EOS_ID, len(BYTES_EOS), 1))
 
 
 def _characters_of_bytes(text: bytes) -> np.ndarray:
-    """The number of the character that each byte of UTF-8 belongs to."""
+    """Returns the number of the character of each byte of UTF-8."""
     # A byte that continues a character has the bits 10 at its start.
     return np.cumsum(np.frombuffer(text, np.uint8) & 0xC0 != 0x80) - 1
 
@@ -199,11 +200,15 @@ class _ByteStream:
 
 
 class HuggingFaceTokenizer:
-    """A ``tokenizer.json`` as a `tokenizers.Tokenizer`; `content` are the bytes of the file, for the fingerprint."""
+    """A ``tokenizer.json``, read by the `tokenizers` library.
+
+    Args:
+        content: The bytes of the file, for the fingerprint.
+    """
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: tokenizers.Tokenizer,
         *,
         eos_ids: Sequence[int],
         bos_id: int | None,
@@ -214,15 +219,15 @@ class HuggingFaceTokenizer:
         self._tokenizer = tokenizer
         self.eos_ids = tuple(eos_ids)
         self.eos_id = eos_ids[0]
-        self.eos_token = tokenizer.id_to_token(self.eos_id)
+        self.eos_token: str = tokenizer.id_to_token(self.eos_id) or ""
         self.bos_id = bos_id
-        if bos_id is None:
-            self.bos_token = ""
-        else:
-            self.bos_token = tokenizer.id_to_token(bos_id)
+        self.bos_token = ""
+        if bos_id is not None:
+            self.bos_token = tokenizer.id_to_token(bos_id) or ""
         self.special_tokens = special_tokens
-        self.added_tokens = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
-        self.folder = folder
+        added = tokenizer.get_added_tokens_decoder().values()
+        self.added_tokens: Mapping[str, bool] = {token.content: token.special for token in added}
+        self.folder: Path | None = folder
         self._token_bytes = _token_bytes(tokenizer)
         # Ids may have gaps, so the number of tokens does not give the largest one.
         self.vocab_size = _largest_id(tokenizer) + 1
@@ -238,39 +243,23 @@ class HuggingFaceTokenizer:
         encodings = self._encodings([text.decode() for text in strings])
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def _encodings(self, strings: list[str]):
+    def _encodings(self, strings: list[str]) -> list[tokenizers.Encoding]:
         # `fast` only leaves out the character offsets, which are not needed here.
         return self._tokenizer.encode_batch_fast(strings, add_special_tokens=False)
 
     def encode_offsets(self, strings: Sequence[str]) -> list[Offsets]:
-        found: list[Offsets | None] = [None] * len(strings)
+        result: dict[int, Offsets] = {}
         if self._token_bytes is not None:
-            encodings = self._encodings(list(strings))
-            found = [self._counted(text, encoding.ids) for text, encoding in zip(strings, encodings, strict=True)]
-        left = [number for number, offsets in enumerate(found) if offsets is None]
-        encodings = self._tokenizer.encode_batch([strings[number] for number in left], add_special_tokens=False)
-        for number, encoding in zip(left, encodings, strict=True):
+            for number, encoding in enumerate(self._encodings(list(strings))):
+                offsets = _offsets_by_lengths(strings[number], encoding.ids, self._token_bytes)
+                if offsets is not None:
+                    result[number] = offsets
+        remaining = [number for number in range(len(strings)) if number not in result]
+        encodings = self._tokenizer.encode_batch([strings[number] for number in remaining], add_special_tokens=False)
+        for number, encoding in zip(remaining, encodings, strict=True):
             covered = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-            found[number] = Offsets(np.array(encoding.ids, np.uint32), covered[:, 0], covered[:, 1])
-        return found
-
-    def _counted(self, text: str, ids: list[int]) -> Offsets | None:
-        """The characters that tokens of bytes cover, from their lengths, which costs less than to ask for them.
-
-        None if the tokens are not those of these bytes, because a normalizer has changed the text for example.
-        """
-        content = text.encode()
-        ids_N = np.array(ids, np.uint32)
-        ends_N = np.cumsum(self._token_bytes[ids_N])
-        if not ids or int(ends_N[-1]) != len(content) or not unicodedata.is_normalized("NFC", text):
-            return None
-        starts_N = ends_N - self._token_bytes[ids_N]
-        if len(content) > len(text):
-            character_of_byte = _characters_of_bytes(content)
-            starts_N = character_of_byte[starts_N]
-            ends_N = character_of_byte[ends_N - 1] + 1
-        return Offsets(ids_N, starts_N, ends_N)
-
+            result[number] = Offsets(np.array(encoding.ids, np.uint32), covered[:, 0], covered[:, 1])
+        return [result[number] for number in range(len(strings))]
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
 
@@ -282,8 +271,26 @@ class HuggingFaceTokenizer:
         return _DiffStream(self)
 
 
-def _token_bytes(tokenizer) -> np.ndarray | None:
-    """The number of bytes of each token of a byte-level tokenizer (GPT-2, Llama-3, Qwen); None for other tokenizers.
+def _offsets_by_lengths(text: str, ids: list[int], token_bytes: np.ndarray) -> Offsets | None:
+    """Computes the characters that tokens of bytes cover from their lengths, which is faster than the library's way.
+
+    Returns None if the tokens do not spell the text, for example because a normalizer changed it.
+    """
+    content = text.encode()
+    ids_N = np.array(ids, np.uint32)
+    ends_N = np.cumsum(token_bytes[ids_N])
+    if not ids or int(ends_N[-1]) != len(content) or not unicodedata.is_normalized("NFC", text):
+        return None
+    starts_N = ends_N - token_bytes[ids_N]
+    if len(content) > len(text):
+        character_of_byte = _characters_of_bytes(content)
+        starts_N = character_of_byte[starts_N]
+        ends_N = character_of_byte[ends_N - 1] + 1
+    return Offsets(ids_N, starts_N, ends_N)
+
+
+def _token_bytes(tokenizer: tokenizers.Tokenizer) -> np.ndarray | None:
+    """Counts the bytes of each token of a byte-level tokenizer (GPT-2, Llama-3, Qwen); None for other tokenizers.
 
     Returns:
         int64 [vocab_size].
@@ -307,8 +314,8 @@ def _token_bytes(tokenizer) -> np.ndarray | None:
 class _DiffStream:
     """Decodes a short window of tokens twice, without and with the new token: the difference is the new text.
 
-    A token cannot be decoded alone: some tokenizers drop or add a space at the start, and a character may be spread
-    over several tokens (its text ends in U+FFFD until the last one is there).
+    A single token cannot be decoded: some tokenizers drop or add a space at the start, and a character may be spread
+    over several tokens (its text ends in U+FFFD until the last one arrives).
     """
 
     def __init__(self, tokenizer: HuggingFaceTokenizer) -> None:
@@ -372,12 +379,15 @@ def _load_hugging_face(config: Config, name: str, key: str) -> HuggingFaceTokeni
         rule = f"the tokenizer has no token that ends a document; looked for {', '.join(EOS_NAMES)}"
         raise UserError(rule, where=where, key=key, value=str(path), fix="set model.model_config.eos_token_id")
     bos_id = _find_bos(config, tokenizer, described)
-    _check_vocabulary(config, tokenizer, (*eos_ids[:1], *(() if bos_id is None else (bos_id,))))
+    needed_ids = [eos_ids[0]]
+    if bos_id is not None:
+        needed_ids.append(bos_id)
+    _check_vocabulary(config, tokenizer, needed_ids)
     mapped = read_beside(path.with_name("special_tokens_map.json"), TokenizerConfigFile).values()
-    special = _special_tokens(tokenizer, {**mapped, **described})
+    special = _special_tokens({**mapped, **described})
     if not described:
-        found = {"eos_token": eos_ids[0], "bos_token": bos_id}
-        special = {name: tokenizer.id_to_token(each) for name, each in found.items() if each is not None} | special
+        known_ids = {"eos_token": eos_ids[0], "bos_token": bos_id}
+        special = {name: tokenizer.id_to_token(each) for name, each in known_ids.items() if each is not None} | special
     return HuggingFaceTokenizer(
         tokenizer, eos_ids=eos_ids, bos_id=bos_id, special_tokens=special, content=content, folder=path.parent
     )
@@ -388,7 +398,7 @@ def _largest_id(tokenizer: tokenizers.Tokenizer) -> int:
 
 
 def _text_of(token: object) -> str | None:
-    """The text of a token in tokenizer_config.json, which may be a serialised AddedToken."""
+    """Returns the text of a token in tokenizer_config.json, which may be a serialised AddedToken."""
     if isinstance(token, dict):
         token = token.get("content")
     if isinstance(token, str) and token:
@@ -396,8 +406,8 @@ def _text_of(token: object) -> str | None:
     return None
 
 
-def _special_tokens(tokenizer, described: Mapping[str, Any]) -> dict[str, Any]:
-    """The special tokens that tokenizer_config.json names, as transformers gives them to a chat template."""
+def _special_tokens(described: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the special tokens of tokenizer_config.json, as transformers passes them to a chat template."""
     names = [name for name in described if name.endswith("_token") and _text_of(described[name]) is not None]
     special: dict[str, Any] = {name: _text_of(described[name]) for name in names}
     added = described.get("additional_special_tokens")
@@ -414,8 +424,8 @@ def _id_list(value: object) -> list[int]:
     return [each for each in values if isinstance(each, int) and not isinstance(each, bool)]
 
 
-def _known_ids(tokenizer, ids: Iterable[int], where: str, key: str) -> tuple[int, ...]:
-    """Returns the ids; an id that the tokenizer does not have is an error of `key`."""
+def _known_ids(tokenizer: tokenizers.Tokenizer, ids: Iterable[int], where: str, key: str) -> tuple[int, ...]:
+    """Returns the ids; raises a UserError about `key` if the tokenizer lacks one."""
     for token_id in ids:
         if not 0 <= token_id < 1 << 31 or tokenizer.id_to_token(token_id) is None:
             fix = f"leave it out to use the tokenizer's own, or set an id below {tokenizer.get_vocab_size()}"
@@ -424,24 +434,27 @@ def _known_ids(tokenizer, ids: Iterable[int], where: str, key: str) -> tuple[int
     return tuple(ids)
 
 
-def _find_eos(config: Config, tokenizer, described: Mapping[str, Any], path: Path) -> tuple[int, ...]:
-    """Finds the ids that end a document or generation, in the order that the module's docstring gives."""
+def _find_eos(
+    config: Config, tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any], path: Path
+) -> tuple[int, ...]:
+    """Finds the ids that end a document or generation, in the order of the module's docstring."""
     key = "model.model_config.eos_token_id"
     if ids := _id_list(config.decoder.eos_token_id):
         return _known_ids(tokenizer, ids, config.source.where(key), key)
     beside = path.with_name("generation_config.json")
     if ids := _id_list(read_beside(beside, EndTokens).eos_token_id):
         return _known_ids(tokenizer, ids, str(beside), "eos_token_id")
-    found = tokenizer.token_to_id(_text_of(described.get("eos_token")) or "")
-    if found is not None:
-        return (found,)
+    token_id = tokenizer.token_to_id(_text_of(described.get("eos_token")) or "")
+    if token_id is not None:
+        return (token_id,)
     beside = path.with_name("config.json")
     if ids := _id_list(read_beside(beside, EndTokens).eos_token_id):
         return _known_ids(tokenizer, ids, str(beside), "eos_token_id")
-    return tuple(found for name in EOS_NAMES if (found := tokenizer.token_to_id(name)) is not None)[:1]
+    token_ids = [tokenizer.token_to_id(name) for name in EOS_NAMES]
+    return tuple(token_id for token_id in token_ids if token_id is not None)[:1]
 
 
-def _find_bos(config: Config, tokenizer, described: Mapping[str, Any]) -> int | None:
+def _find_bos(config: Config, tokenizer: tokenizers.Tokenizer, described: Mapping[str, Any]) -> int | None:
     if described.get("add_bos_token") is False:
         return None
     token_id = config.decoder.bos_token_id
@@ -449,11 +462,12 @@ def _find_bos(config: Config, tokenizer, described: Mapping[str, Any]) -> int | 
     if token_id is not None:
         return _known_ids(tokenizer, [token_id], config.source.where(key), key)[0]
     names = [name for name in (_text_of(described.get("bos_token")), *BOS_NAMES) if name]
-    return next((found for name in names if (found := tokenizer.token_to_id(name)) is not None), None)
+    token_ids = [tokenizer.token_to_id(name) for name in names]
+    return next((token_id for token_id in token_ids if token_id is not None), None)
 
 
-def _check_vocabulary(config: Config, tokenizer, ids: Iterable[int]) -> None:
-    """Checks that the tokens which every document holds are within the model's vocabulary."""
+def _check_vocabulary(config: Config, tokenizer: tokenizers.Tokenizer, ids: Iterable[int]) -> None:
+    """Checks that the tokens of every document are within the model's vocabulary."""
     vocab_size = config.decoder.vocab_size
     key = "model.model_config.vocab_size"
     for token_id in ids:

@@ -1,7 +1,7 @@
-"""The JSON files of a Hugging Face tokenizer, as pydantic models: what is read of them.
+"""Reads the JSON files of a Hugging Face tokenizer with pydantic models of the keys that are used.
 
-A file that is missing says nothing; one that is there must be right: a tokenizer without its end token or its chat
-template would train on something else.
+A file may be missing. A file that exists must be valid: without the end token or the chat template in it, a run would
+train on something else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Read = TypeVar("Read", bound=LenientModel)
 
 
 class AddedToken(LenientModel):
-    """A token that is found in a text before all others."""
+    """A token that is matched in a text before all others."""
 
     id: TokenId
     content: str
 
 
 class TokenizerModel(LenientModel):
-    """The vocabulary: ids by text, or of Unigram a list of texts with their scores."""
+    """The vocabulary: ids by text; for Unigram a list of texts with their scores."""
 
     vocab: dict[str, TokenId] | list[Any] = {}
     merges: Any = None  # hundreds of thousands of pairs, which the library checks
@@ -36,9 +36,10 @@ class TokenizerModel(LenientModel):
     @model_validator(mode="after")
     def has_prefixes(self) -> TokenizerModel:
         prefix = self.continuing_subword_prefix
-        merges = self.merges
-        # The library takes it off the second part of each merge, whatever that is.
-        for merge in merges if prefix and isinstance(merges, list) else ():
+        if not prefix or not isinstance(self.merges, list):
+            return self
+        # The library cuts as many bytes off the second part of each merge, without checking what they are.
+        for merge in self.merges:
             parts = merge
             if isinstance(merge, str):
                 parts = merge.split(" ")
@@ -48,13 +49,15 @@ class TokenizerModel(LenientModel):
 
 
 class TokenizerJson(LenientModel):
-    """``tokenizer.json``: what the library does not check before it counts on it."""
+    """``tokenizer.json``: the keys that the library uses without checking them."""
 
     added_tokens: list[AddedToken] = []
     model: TokenizerModel
 
 
 class SerializedToken(LenientModel):
+    """A token as the library saves it; it has further keys."""
+
     content: str
 
 
@@ -62,6 +65,8 @@ TokenText = str | SerializedToken | None
 
 
 class NamedTemplate(LenientModel):
+    """One of several chat templates."""
+
     name: str
     template: str
 
@@ -76,21 +81,21 @@ class TokenizerConfigFile(LenientModel):
     chat_template: str | list[NamedTemplate] | None = None
 
     def values(self) -> dict[str, Any]:
-        """What the file says, other keys too."""
+        """Returns all keys of the file with their values."""
         return self.model_dump(exclude_unset=True)
 
 
 class EndTokens(LenientModel):
-    """``generation_config.json`` and ``config.json``: the ids that end a text."""
+    """``generation_config.json`` and ``config.json``: the ids of the tokens that end a text."""
 
     eos_token_id: int | list[int] | None = None
 
 
 def read_beside(path: Path, model: type[Read]) -> Read:
-    """Reads a file that may be missing.
+    """Reads a file into `model`, which has default values for a missing file.
 
     Raises:
-        UserError: It cannot be read, or is not what it must be.
+        UserError: The file cannot be read, is not JSON, or has values of other types.
     """
     try:
         content = read_saved(path)
