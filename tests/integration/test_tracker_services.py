@@ -37,7 +37,7 @@ def output(request: pytest.FixtureRequest, home: Path, monkeypatch: pytest.Monke
     path = write_config(home / name, home / "data", changes)
     for more in ((), ("--resume_training", "--stop_step", STEPS[-1])):
         code, _, errors = call("--config", path, *more, cwd=home)
-        assert code == 0 and "keeps nothing" not in errors, errors
+        assert code == 0 and "stores nothing" not in errors, errors
     return home / name / "output"
 
 

@@ -20,7 +20,7 @@ from trainer.errors import RunError
 from trainer.monitors import formatting
 from trainer.monitors.console import LineMonitor, ProgressMonitor, console_monitor, log_file_monitor
 from trainer.monitors.jsonl import JsonlMonitor
-from trainer.monitors.live import Eta, LiveState, OpenTerminal, TerminalLine
+from trainer.monitors.live import Eta, FaultTolerantStream, LiveState, TerminalLine
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, StepMetrics, Totals
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -279,7 +279,7 @@ def live_state(info: RunInfo, **changes) -> tuple[LiveState, Clock]:
     """Returns the state after two steps of half a second since the start of `info`, and one more long pause."""
     clock = Clock()
     state = LiveState(clock)
-    state.begin(info)
+    state.start(info)
     for step in (info.start_step + 1, info.start_step + 2):
         clock.now += 0.5
         state.add(step_metrics(step, last_step=info.last_step, step_seconds=0.5, **changes))
@@ -317,23 +317,23 @@ def test_no_number_is_ever_cut() -> None:
 def test_the_live_line_says_what_else_the_run_does() -> None:
     clock = Clock()
     state = LiveState(clock)
-    state.do("loading MindSpore")
+    state.set_activity("loading MindSpore")
     assert live_line(80, state) == "loading MindSpore"
     clock.now += 3.4
     assert live_line(80, state) == "loading MindSpore  3s"
-    state.begin(run_info(compiles=True))
+    state.start(run_info(compiles=True))
     assert live_line(50, state) == "step   0/200  compiling"
-    state.begin(run_info(compiles=False))
+    state.start(run_info(compiles=False))
     assert live_line(50, state) == "step   0/200  first step"
     state.add(step_metrics(1, global_norm=None))
     assert live_line(50, state) == "step   1/200  loss 5.6123  12.3k tokens/s"
     for batch in range(13):
-        state.do("evaluating", batch, 64)
+        state.set_activity("evaluating", batch, 64)
         clock.now += 0.5
     assert live_line(60, state) == "step   1/200  --------  evaluating 12/64  6s  loss 5.6123"
     assert live_line(40, state) == "step   1/200  evaluating 12/64  6s"
     assert live_line(34, state) == "step   1/200  evaluating 12/64"
-    state.do("")
+    state.set_activity("")
     assert "evaluating" not in live_line(200, state)
 
 
@@ -366,10 +366,10 @@ def test_the_live_monitor_prints_the_other_events(columns: int) -> None:
 def test_a_terminal_that_is_closed_ends_no_run() -> None:
     leader, follower = os.openpty()
     stream, state = open(follower, "w"), LiveState()  # noqa: SIM115
-    line = TerminalLine(Console(file=OpenTerminal(stream), force_terminal=True), state)
+    line = TerminalLine(Console(file=FaultTolerantStream(stream), force_terminal=True), state)
     line.start()
     os.close(leader)
-    state.begin(run_info())
+    state.start(run_info())
     line.print("nobody reads this")
     line.stop()
     with contextlib.suppress(OSError):  # closing writes what is left

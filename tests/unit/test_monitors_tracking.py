@@ -13,7 +13,7 @@ from trainer.config.checks.rules import preflight
 from trainer.errors import UserError
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics
 from trainer.monitors.services import tracker_monitors
-from trainer.monitors.tracking import Tracker, TrackerMonitor, numbers_of, step_numbers
+from trainer.monitors.tracking import Tracker, TrackerMonitor, flat_numbers, step_numbers
 from trainer.monitors.training_state import TrainingStateRecords
 
 PAUSE = {"step": 9, "sample_seconds": 0.25}
@@ -85,31 +85,31 @@ def test_a_tracker_that_fails_is_told_once_and_nothing_else_fails(tmp_path):
     recorder, notes = Recorder(fails_at=3), []
     tell(TrackerMonitor("it", lambda: recorder, notes.append), tmp_path, range(1, 10))
     assert recorder.told == ["start", 1, 2]
-    assert notes == ["it keeps nothing of this run from here on: ConnectionError: the service is away"]
+    assert notes == ["it stores nothing of this run from here on: ConnectionError: the service is away"]
 
     def make() -> Tracker:
         raise SystemExit("no account")
 
     notes.clear()
     tell(TrackerMonitor("it", make, notes.append), tmp_path, range(1, 10))
-    assert notes == ["it keeps nothing of this run from here on: SystemExit: no account"]
+    assert notes == ["it stores nothing of this run from here on: SystemExit: no account"]
 
 
 def test_a_tracker_that_hangs_keeps_nobody_waiting(tmp_path, monkeypatch):
     monkeypatch.setattr("trainer.monitors.tracking._END_SECONDS", 0.2)
-    monkeypatch.setattr("trainer.monitors.tracking._WAITING", 4)
+    monkeypatch.setattr("trainer.monitors.tracking._MAX_WAITING", 4)
     waits, notes = threading.Event(), []
     monitor = TrackerMonitor("it", lambda: Recorder(waits=waits), notes.append)
     tell(monitor, tmp_path, range(1, 10))
     waits.set()
-    assert notes[0] == "it keeps nothing of this run from here on: did not end within 0 s"
-    assert "records were left out" in notes[1]
+    assert notes[0] == "it stores nothing of this run from here on: did not end within 0 s"
+    assert "records were dropped" in notes[1]
 
 
 def test_numbers_are_flat_and_finite():
     record = {"loss": 1, "lr": float("nan"), "flag": True, "drop_rate": [0.5, 0.25], "local_norm": {"a.b": 2.0}}
     flat = {"loss": 1.0, "flag": 1.0, "local_norm/a.b": 2.0, "drop_rate/layer_1": 0.5, "drop_rate/layer_3": 0.25}
-    assert numbers_of(record, [1, 3]) == flat
+    assert flat_numbers(record, [1, 3]) == flat
     assert "step" not in step_numbers(metrics(3), []) and step_numbers(metrics(3), [])["loss"] == 1.5
 
 
@@ -171,7 +171,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_the_run_goes_on(tmp_path):
     notes = []
     (monitor,) = tracker_monitors(load(f"tensorboard: {{tensorboard_dir: {tmp_path}/file/x}}\n"), notes.append)
     tell(monitor, tmp_path, range(1, 4))
-    assert len(notes) == 1 and "TensorBoard keeps nothing of this run from here on: NotADirectoryError" in notes[0]
+    assert len(notes) == 1 and "TensorBoard stores nothing of this run from here on: NotADirectoryError" in notes[0]
 
 
 def test_without_a_folder_for_tensorboard_its_records_are_printed():
@@ -181,7 +181,7 @@ def test_without_a_folder_for_tensorboard_its_records_are_printed():
     assert state.values(told, "log") == {"weight_norm": 2.0} and state.values(told, "tensorboard") == {}
     assert not state.is_selected("a")
     off = TrainingStateRecords(load("monitor_config: {weight_state_format: log, throughput_baseline: 1}\n"))
-    assert not (off.goes_to("log") or off.is_due(1) or off.asks_for("weight_norm"))
+    assert not (off.has_records("log") or off.is_due(1) or off.is_requested("weight_norm"))
 
 
 def test_the_threshold_of_spikes_may_stand_in_monitor_config():

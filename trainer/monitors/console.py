@@ -1,6 +1,6 @@
-"""The output of a run: a live progress line on a terminal, plain lines everywhere else and in the log file.
+"""Prints a run: a live progress line on a terminal, plain lines everywhere else and in the log file.
 
-`trainer/monitors/live.py` has what the live line shows and how it is drawn.
+`trainer/monitors/live.py` draws the live line.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, cast
 
 from trainer.monitors import formatting
 from trainer.monitors.files import write_failure
-from trainer.monitors.live import Eta, LiveState, NotebookLine, OpenTerminal, TerminalLine, in_notebook
+from trainer.monitors.live import Eta, FaultTolerantStream, LiveState, NotebookLine, TerminalLine, in_notebook
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics
 
 DetailLines = Callable[[StepMetrics], list[str]]
-"""Makes more lines after the line of a step."""
+"""Returns additional lines that follow the line of a step."""
 
 
 def no_details(metrics: StepMetrics) -> list[str]:
+    """Returns no additional lines."""
     return []
 
 
@@ -63,8 +64,9 @@ class LineMonitor(Monitor):
         return step % self._every == 0 or step in (self._first_step, self._last_step)
 
     def _write_details(self, metrics: StepMetrics) -> None:
-        for line in self._details(metrics) if self._is_printed(metrics.step) else ():
-            self._write(line)
+        if self._is_printed(metrics.step):
+            for line in self._details(metrics):
+                self._write(line)
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         self._write(formatting.eval_line(metrics))
@@ -89,8 +91,10 @@ class LineMonitor(Monitor):
 
 
 class ProgressMonitor(LineMonitor):
-    """Shows the newest step, or what else the run does, in a live line; evaluations, checkpoints, notes and details
-    scroll past above it. It must be closed, also after a failure. `line` draws `state`."""
+    """Shows the newest step, or the current activity, in a live line; all other lines are printed above it.
+
+    It must be closed, also after a failure. `line` draws `state`.
+    """
 
     def __init__(
         self,
@@ -105,21 +109,21 @@ class ProgressMonitor(LineMonitor):
 
     def on_start(self, info: RunInfo) -> None:
         super().on_start(info)
-        self._state.begin(info)
+        self._state.start(info)
         self._line.start()
 
     def on_step(self, metrics: StepMetrics) -> None:
         self._state.add(metrics)
-        self._line.changed()
+        self._line.refresh()
         if metrics.overflow:
             self._write(f"step {metrics.step}: overflow, update skipped (loss scale {metrics.loss_scale:g})")
         self._write_details(metrics)
 
     def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
-        self._state.do(name, done, total)
+        self._state.set_activity(name, done, total)
         if name:
             self._line.start()
-        self._line.changed()
+        self._line.refresh()
 
     def close(self, summary: RunSummary | None) -> None:
         self._state.end()
@@ -130,20 +134,21 @@ class ProgressMonitor(LineMonitor):
 def console_monitor(
     log_format: str, per_print_times: int = 1, stream: TextIO | None = None, details: DetailLines = no_details
 ) -> LineMonitor:
-    """The monitor that prints to the user; ``rich`` is a live line of every step on a terminal, plain lines elsewhere.
+    """Returns the monitor that prints to the user.
 
-    Elsewhere a line is printed every `per_print_times` steps. `stream` is standard output when None.
+    With ``rich`` it shows every step in a live line on a terminal or in a notebook. Elsewhere, and with any other
+    `log_format`, it prints a line every `per_print_times` steps. `stream` None is standard output.
     """
     if stream is None:
         stream = sys.stdout
     if log_format == "rich" and stream.isatty():
         from rich.console import Console
 
-        console = Console(file=OpenTerminal(stream))
+        console = Console(file=cast(TextIO, FaultTolerantStream(stream)))
         if not console.is_dumb_terminal:
             state = LiveState()
-            line = TerminalLine(console, state, print_above=stream is sys.stdout)
-            return ProgressMonitor(line, state, details, per_print_times)
+            terminal_line = TerminalLine(console, state, print_above=stream is sys.stdout)
+            return ProgressMonitor(terminal_line, state, details, per_print_times)
     if log_format == "rich" and stream is sys.stdout and in_notebook():
         state = LiveState()
         return ProgressMonitor(NotebookLine(state), state, details, per_print_times)
@@ -157,14 +162,17 @@ def console_monitor(
 
 
 def worker_log_monitor(
-    path: Path, log_format: str, every: int = 1, details: DetailLines = no_details, *, anew: bool = True
+    path: Path, log_format: str, every: int = 1, details: DetailLines = no_details, *, replaces: bool = True
 ) -> LineMonitor:
-    """Writes the lines of ``log_format`` alone, as a process prints them; `anew` replaces an existing file.
+    """Returns a monitor that writes the lines of ``log_format``, without times, to a worker's log file.
+
+    Args:
+        replaces: Whether to replace an existing file; otherwise lines are appended.
 
     Raises:
         RunError: The file cannot be opened or written.
     """
-    if anew:
+    if replaces:
         path.unlink(missing_ok=True)
     return log_file_monitor(path, every, details, step_line=formatting.STEP_LINES[log_format], stamp="")
 
@@ -177,7 +185,7 @@ def log_file_monitor(
     step_line: formatting.StepLine = formatting.plain_step,
     stamp: str = "%Y-%m-%d %H:%M:%S ",
 ) -> LineMonitor:
-    """Appends lines to the file at ``path``, each with date and time (`stamp`).
+    """Returns a monitor that appends lines to a file, each after the date and time in the format `stamp`.
 
     Raises:
         RunError: The file cannot be opened or written.

@@ -1,4 +1,4 @@
-"""Small files of a run: written completely or not at all; a failed write is an error with a fix."""
+"""Writes small files of a run completely or not at all; a failed write is an error with a fix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from trainer.errors import RunError, UserError
 
 
 def make_folder(folder: Path, where: str = "") -> None:
-    """Makes `output_dir`; `where` is the location of the setting, for the message.
+    """Creates `output_dir`. `where` is the location of the setting, for the error message.
 
     Raises:
-        UserError: It cannot be made.
+        UserError: The folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        rule = f"the folder cannot be made: {error.strerror}"
-        fix = "choose a folder you may write to"
+        rule = f"the folder cannot be created: {error.strerror}"
+        fix = "choose a folder that you may write to"
         raise UserError(rule, where=where, key="output_dir", value=str(folder), fix=fix) from error
 
 
@@ -41,7 +41,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_failure(path: Path, error: OSError, what: str = "the file", key: str = "") -> RunError:
-    """The error for a file of a run that cannot be written."""
+    """Returns the error for a file of a run that cannot be written."""
     rule = f"{what} cannot be written: {error.strerror or error}"
     fix = "free space or choose another output_dir"
     return RunError(rule, key=key or path.name, value=str(path), fix=fix)
@@ -49,10 +49,10 @@ def write_failure(path: Path, error: OSError, what: str = "the file", key: str =
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, where: str = "") -> Iterator[None]:
-    """Locks `output_dir` for this process, and makes it if missing. Leaves no file.
+    """Locks `output_dir` for this process while the block lasts; creates the folder, but no lock file.
 
     Raises:
-        UserError: Another run writes there, or it cannot be made.
+        UserError: Another run writes there, or the folder cannot be created.
     """
     make_folder(folder, where)
     descriptor = os.open(folder, os.O_RDONLY)

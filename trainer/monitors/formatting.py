@@ -1,4 +1,4 @@
-"""The lines that a run prints, as pure functions of its metrics."""
+"""Formats the lines that a run prints, its numbers and its summary."""
 
 from __future__ import annotations
 
@@ -10,44 +10,40 @@ StepLine = Callable[[StepMetrics, float | None], str]
 
 
 def count(number: float) -> str:
-    """A count in at most five characters: ``987``, ``12.3k``, ``4.56M``."""
+    """Formats a count in at most five characters: ``987``, ``12.3k``, ``4.56M``."""
     for limit, divisor, unit in ((1e3, 1, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (float("inf"), 1e9, "G")):
         # The limit leaves room for rounding, so that 999999 is 1.00M and not 1000k.
         if number < limit * 0.9995:
             scaled = number / divisor
-            if not unit:
-                digits = 0
-            else:
-                if scaled < 9.995:
-                    digits = 2
-                else:
-                    digits = 0
-                    if scaled < 99.95:
-                        digits = 1
+            digits = 0
+            if unit and scaled < 9.995:
+                digits = 2
+            elif unit and scaled < 99.95:
+                digits = 1
             return f"{scaled:.{digits}f}{unit}"
     return str(number)
 
 
 def duration(seconds: float) -> str:
-    """A duration: ``0.42s``, ``12s``, ``3m05s``, ``2h07m``, ``3d04h``."""
+    """Formats a duration: ``0.42s``, ``12s``, ``3m05s``, ``2h07m``, ``3d04h``."""
     if not seconds < float("inf"):
         return "?"
     if seconds < 9.95:
         if seconds >= 0.1:
             return f"{seconds:.2g}s"
         return f"{seconds * 1000:.0f}ms"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    total = round(seconds)
+    if total < 60:
+        return f"{total}s"
+    if total < 3600:
+        return f"{total // 60}m{total % 60:02d}s"
+    if total < 86400:
+        return f"{total // 3600}h{total % 3600 // 60:02d}m"
+    return f"{total // 86400}d{total % 86400 // 3600:02d}h"
 
 
 def size(number_bytes: float) -> str:
-    """A memory size: ``512 MiB``, ``1.43 GiB``."""
+    """Formats a memory size: ``512 MiB``, ``1.43 GiB``."""
     if number_bytes < 1 << 20:
         return f"{number_bytes / (1 << 10):.0f} KiB"
     if number_bytes < 1 << 30:
@@ -56,7 +52,7 @@ def size(number_bytes: float) -> str:
 
 
 def rate(metrics: StepMetrics | RunSummary) -> str:
-    """All tokens that are computed in a second, and those with a loss where they are fewer than 95 % of them."""
+    """Formats the tokens per second, and those with a loss if they are fewer than 95 % of all."""
     text = f"{count(metrics.input_tokens_per_second)} {metrics.labels}/s"
     if metrics.tokens_per_second >= 0.95 * metrics.input_tokens_per_second:
         return text
@@ -64,7 +60,7 @@ def rate(metrics: StepMetrics | RunSummary) -> str:
 
 
 def utilization(metrics: StepMetrics) -> str:
-    """Returns ``mfu 41.5 %``; ``83.2 GFLOP/s`` where devices have no published peak; empty without a count."""
+    """Formats ``mfu 41.5 %``, or ``83.2 GFLOP/s`` if the device has no published peak; empty if FLOPs are unknown."""
     if metrics.mfu is not None:
         return f"mfu {100 * metrics.mfu:.1f} %"
     if not metrics.flops_per_second:
@@ -75,7 +71,7 @@ def utilization(metrics: StepMetrics) -> str:
 
 
 def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
-    """``step 20/100 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s``."""
+    """Formats ``step 20/100 | epoch 1/2 | loss 5.6123 | lr 5.00e-05 | norm 0.981 | 12.3k tokens/s | eta 1m05s``."""
     width = len(str(metrics.last_step))
     parts = [
         f"step {metrics.step:>{width}}/{metrics.last_step}",
@@ -99,34 +95,33 @@ def plain_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
 
 
 def mindformers_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
-    """The line of MindSpore Transformers, for tools that read its logs; without a norm when none was requested."""
+    """Formats a step as MindSpore Transformers does, for tools that read its logs; without a norm if it is None."""
     epochs = f"Epoch:[{metrics.epoch:>3}/{metrics.epochs:>3}]"
     steps = f"step:[{metrics.step_in_epoch:>5}/{metrics.steps_per_epoch:>5}]"
-    if metrics.global_norm is None:
-        norm = ""
-    else:
+    norm = ""
+    if metrics.global_norm is not None:
         norm = f", global_norm: {metrics.global_norm:.3f}"
-    more = "".join(f", {name}: {value:.6f}" for name, value in metrics.extra.items())
+    extra = "".join(f", {name}: {value:.6f}" for name, value in metrics.extra.items())
     scale = f"overflow cond: {metrics.overflow}, loss_scale: {float(metrics.loss_scale)}"
     return (
         f"{{ {epochs}, {steps}, loss: {metrics.loss:.6f}, per_step_time: {metrics.step_seconds * 1000:.0f}ms, "
-        f"lr: {_scientific(metrics.lr)}, {scale}{norm}{more} }}"
+        f"lr: {_scientific(metrics.lr)}, {scale}{norm}{extra} }}"
     )
 
 
 def mindspore_step(metrics: StepMetrics, eta_seconds: float | None) -> str:
-    """The line of MindSpore's LossMonitor: ``epoch: 1 step: 100, loss is 7.793933868408203``."""
+    """Formats a step as MindSpore's LossMonitor does: ``epoch: 1 step: 100, loss is 7.793933868408203``."""
     return f"epoch: {metrics.epoch} step: {metrics.step_in_epoch}, loss is {metrics.loss}"
 
 
 STEP_LINES: dict[str, StepLine] = {
     "rich": plain_step, "plain": plain_step, "mindformers": mindformers_step, "mindspore": mindspore_step,
 }  # fmt: skip
-"""By `log_format`; ``rich`` has plain lines outside a terminal."""
+"""The format of a step's line by `log_format`; ``rich`` has plain lines outside a terminal."""
 
 
 def _scientific(number: float) -> str:
-    """Like ``5.0e-05`` or ``2.5641026e-08``: float32's eight digits without trailing zeros."""
+    """Formats a number with float32's eight digits, without trailing zeros: ``5.0e-05``, ``2.5641026e-08``."""
     mantissa, _, exponent = f"{number:.7e}".partition("e")
     mantissa = mantissa.rstrip("0")
     if mantissa.endswith("."):
@@ -135,14 +130,15 @@ def _scientific(number: float) -> str:
 
 
 def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]:
-    """Makes the drop-rate lines of a step, one for each of the MoE `layers`, in MindSpore Transformers' form.
+    """Returns a function that formats the drop rates of a step as MindSpore Transformers does, a line per MoE layer.
 
-    Multi-token prediction modules continue after the last layer.
+    Args:
+        layers: The numbers of the MoE layers; MTP modules continue after the last layer.
     """
 
     def lines(metrics: StepMetrics) -> list[str]:
-        rates = metrics.details.get(DROP_RATE)  # missing in a step without a valid token
-        if rates is None:
+        rates = metrics.details.get(DROP_RATE)  # missing in a step without a loss token
+        if not isinstance(rates, list):
             return []
         return [f"layer: {layer}, drop_rate: {rate:.5f}" for layer, rate in zip(layers, rates, strict=True)]
 
@@ -150,7 +146,7 @@ def drop_rate_lines(layers: Sequence[int]) -> Callable[[StepMetrics], list[str]]
 
 
 def eval_line(metrics: EvalMetrics) -> str:
-    """``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; without a step outside training."""
+    """Formats ``eval at step 20: loss 2.2510, perplexity 9.497 (16.4k tokens in 1.2s)``; step 0 is left out."""
     name = "eval"
     if metrics.step:
         name = f"eval at step {metrics.step}"
@@ -162,7 +158,7 @@ def eval_line(metrics: EvalMetrics) -> str:
 
 
 def start_line(info: RunInfo) -> str:
-    """``training: steps 51 to 100 of 200 (2 epochs of 100), continuing output/checkpoints/step-00000050``."""
+    """Formats ``training: steps 51 to 100 of 200 (2 epochs of 100), continuing output/checkpoints/step-00000050``."""
     epochs = ""
     if info.epochs > 1:
         epochs = f" ({info.epochs} epochs of {info.steps_per_epoch})"
@@ -173,7 +169,7 @@ def start_line(info: RunInfo) -> str:
 
 
 def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
-    """The closing summary as (name, value) rows, without what the run did not do."""
+    """Returns the closing summary as rows of name and value, without rows for what the run did not do."""
     done = "1 step"
     if summary.steps != 1:
         done = f"{summary.steps} steps"
@@ -186,7 +182,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append((summary.labels, f"{count(summary.tokens)}, {rate(summary)}{after}"))
     if summary.skipped:
         reasons = ", ".join(f"{number} x {reason}" for reason, number in summary.skipped.items())
-        rows.append(("skipped", f"{sum(summary.skipped.values())} steps updated nothing: {reasons}"))
+        rows.append(("skipped", f"{sum(summary.skipped.values())} steps changed no weight: {reasons}"))
     if summary.first_loss is not None and summary.last_loss is not None:
         rows.append(("loss", f"{summary.first_loss:.4f} -> {summary.last_loss:.4f}"))
     if summary.best_eval and summary.last_eval:
@@ -202,7 +198,7 @@ def summary_rows(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def summary_lines(summary: RunSummary) -> list[str]:
-    """The closing summary as aligned lines."""
+    """Formats the closing summary as aligned lines."""
     rows = summary_rows(summary)
     width = max(len(name) for name, _ in rows)
     return [f"{name:<{width}}  {value}" for name, value in rows]

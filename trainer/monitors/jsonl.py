@@ -1,7 +1,7 @@
-"""metrics.jsonl: one JSON object a line for each step, evaluation, restart and end, over all runs of one training.
-samples.jsonl beside it has the texts that were sampled while it trained.
+"""Writes metrics.jsonl and samples.jsonl of a training, and reads metrics.jsonl.
 
-Numbers that are not finite are written as ``null``, because JSON has none; a reader sees a gap.
+metrics.jsonl has a JSON object on each line: a step, an evaluation, a restart or a pause. samples.jsonl has the sampled
+texts. A resumed run continues both files. Numbers that are not finite are written as ``null``, because JSON has none.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO, TypeAlias
 
 from trainer.errors import RunError
 from trainer.monitors.files import write_failure
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
+MetricsRecord: TypeAlias = dict[str, Any]
+"""A line of metrics.jsonl, which has at least an integer `step`."""
+
 
 class JsonlMonitor(Monitor):
     """Writes metrics.jsonl.
 
-    A new run renames an older file; a resumed run continues it after its last step. Every line reaches the operating
-    system at once, so that a killed run leaves all its steps.
+    A new run renames an older file; a resumed run continues it after the step that it resumes from. Every line reaches
+    the operating system at once, so that a killed run leaves all its steps.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +56,7 @@ class JsonlMonitor(Monitor):
         self._write({"step": step, "sample_seconds": seconds})
 
     def close(self, summary: RunSummary | None) -> None:
-        if summary is not None and summary.save_wait_seconds:  # of the last checkpoint, which no step comes after
+        if summary is not None and summary.save_wait_seconds:  # no step follows the last checkpoint, to report it
             with contextlib.suppress(RunError):  # the run has succeeded
                 self._write({"step": summary.last_step, "save_wait_seconds": summary.save_wait_seconds})
         if self._file is not None:
@@ -63,7 +66,7 @@ class JsonlMonitor(Monitor):
             self._file = None
 
     def _write(self, record: dict[str, object]) -> None:
-        if self._file is None:  # an evaluation without training writes no file
+        if self._file is None:  # the run has not started, so that the file of an earlier run stays as it is
             return
         for name, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -75,7 +78,7 @@ class JsonlMonitor(Monitor):
 
 
 class SamplesMonitor(Monitor):
-    """Writes samples.jsonl, which begins and continues as metrics.jsonl does; a run without samples makes no file."""
+    """Writes samples.jsonl. A new run renames an older file; a run without samples creates none."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -91,7 +94,7 @@ class SamplesMonitor(Monitor):
 
     def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
         try:
-            # A prompt that was no UTF-8 holds lone surrogates; with a backslash they are JSON again.
+            # A prompt that is not UTF-8 has lone surrogates; as backslash escapes they are valid JSON.
             with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 for prompt, text in samples:
                     file.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
@@ -99,14 +102,14 @@ class SamplesMonitor(Monitor):
             raise write_failure(self._path, error, "samples", "samples file") from error
 
 
-def read_metrics_records(path: Path) -> Iterator[dict[str, object]]:
-    """The records of a metrics file in order, without a line that a killed run left incomplete."""
+def read_metrics_records(path: Path) -> Iterator[MetricsRecord]:
+    """Yields the records of a metrics file in order, without damaged or incomplete lines."""
     with path.open(encoding="utf-8", errors="replace") as lines:
         yield from filter(None, map(parse_line, lines))
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Removes the lines after ``step``, which a resumed run writes again. The file is replaced atomically.
+    """Removes the lines after ``step``, because a resumed run writes them again. The file is replaced atomically.
 
     Raises:
         OSError: The file cannot be read or written.
@@ -125,18 +128,21 @@ def cut_after(path: Path, step: int) -> None:
 
 
 def rename_old_metrics(path: Path) -> Path | None:
-    """Renames a metrics file of an earlier training to the first free ``metrics-1.jsonl``, ``metrics-2.jsonl`` ..."""
+    """Renames the metrics file of an earlier training to the first free ``metrics-1.jsonl``, ``metrics-2.jsonl`` ...
+
+    Returns the new path; None if there is no file, or an empty one.
+    """
     if not path.exists() or path.stat().st_size == 0:
         return None
     number = 1
-    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+    while (new_path := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
         number += 1
-    path.rename(aside)
-    return aside
+    path.rename(new_path)
+    return new_path
 
 
-def parse_line(line: str) -> dict[str, object] | None:
-    """A record of a metrics file; None for a line that is incomplete or none of ours."""
+def parse_line(line: str) -> MetricsRecord | None:
+    """Returns the record of a line of a metrics file; None for an incomplete line and one without an integer `step`."""
     if not line.endswith("\n"):
         return None
     try:

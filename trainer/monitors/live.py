@@ -1,6 +1,6 @@
-"""The live line of a run: its newest step, or what else it does right now; rich draws it on a terminal.
+"""Draws the live line of a run, with rich on a terminal: its newest step, or its current activity.
 
-It fits into the columns that there are at the moment: what matters least is left out, and no number is cut.
+The line fits the current width of the terminal. The least important fields are left out; no number is cut.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ if TYPE_CHECKING:
 
 REFRESHES_PER_SECOND = 4
 NOTEBOOK_COLUMNS = 100
-_GAP = 2  # columns between two parts
+_GAP = 2  # columns between two fields
 _BARS = {160: 30, 105: 20, 80: 12, 60: 8}  # terminal columns -> columns of the bar
-_NOTEBOOK_SECONDS = 0.5  # between two drawings: each is a message to the browser
-_SHOWN_SECONDS = 2.0  # from which on the time that an activity takes is shown
+_NOTEBOOK_SECONDS = 0.5  # between two updates, because each one is a message to the browser
+_SHOWN_SECONDS = 2.0  # the duration of a longer activity is shown
 
 
 class Eta:
-    """Estimates the seconds until the last step of this run: an exponential mean of the steps, over about twenty of
-    them, and a share of the pauses between the steps so far, which evaluations and checkpoints take."""
+    """Estimates the seconds until the last step of this run.
+
+    It adds an exponential mean of step times, over about twenty steps, and the mean pause between two steps, which
+    evaluations and checkpoints take.
+    """
 
     _FORGET = 0.05
 
@@ -53,17 +56,17 @@ class Eta:
             self._mean_seconds += self._FORGET * (metrics.step_seconds - self._mean_seconds)
 
     def seconds(self, metrics: StepMetrics) -> float | None:
-        """Returns seconds from ``metrics`` to the last step; None at the last step, and before the second step."""
+        """Returns the seconds from ``metrics`` to the last step; None at the last step, and before the second step."""
         steps_left = metrics.last_step - metrics.step
         if self._mean_seconds is None or steps_left <= 0:
             return None
         return steps_left * (self._mean_seconds + self._pause_seconds / (self._steps_seen - 1))
 
 
-class Part(NamedTuple):
-    """A part of the line; the one with the highest rank is left out first."""
+class StatusField(NamedTuple):
+    """A field of the line. The field with the highest priority number is left out first."""
 
-    rank: int
+    priority: int
     text: str
     style: str = "dim"
 
@@ -72,7 +75,7 @@ _STEP, _ACTIVITY, _LOSS, _BAR, _ETA, _RATE, _NORM, _UTILIZATION, _LR, _MORE = ra
 
 
 class LiveState:
-    """Holds what the line shows; rich renders it. `clock` gives seconds."""
+    """The values that the line shows; rich renders it. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -83,105 +86,114 @@ class LiveState:
         self._activity_at = clock()
         self._ended = False
 
-    def begin(self, info: RunInfo) -> None:
+    def start(self, info: RunInfo) -> None:
+        """Shows the activity of the first step."""
         self._info = info
-        self.do("compiling" if info.compiles else "first step")
+        self.set_activity("compiling" if info.compiles else "first step")
 
     def add(self, metrics: StepMetrics) -> None:
+        """Shows a step that has ended."""
         self._eta.add(metrics)
         if self._newest is None:
-            self.do("")
+            self.set_activity("")
         self._newest = metrics
 
-    def do(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Takes what `Monitor.on_activity` is called with."""
+    def set_activity(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Shows an activity, see `Monitor.on_activity`."""
         if name != self._activity[0]:
             self._activity_at = self._clock()
         self._activity = (name, done, total)
 
     def end(self) -> None:
-        """Ends the activity and the estimate."""
-        self.do("")
+        """Removes the activity and the estimate."""
+        self.set_activity("")
         self._ended = True
 
     @property
     def is_empty(self) -> bool:
+        """Returns whether no step has ended."""
         return self._newest is None
 
-    def parts(self) -> Iterator[Part]:
-        """Yields what the line could say, in its order, without the bar."""
+    def fields(self) -> Iterator[StatusField]:
+        """Yields all fields of the line in their order, without the bar."""
         metrics = self._newest
         info = self._info
         if info is not None:
-            if metrics is None:
-                step = info.start_step
-            else:
+            step = info.start_step
+            if metrics is not None:
                 step = metrics.step
-            yield Part(_STEP, f"step {step:>{len(str(info.last_step))}}/{info.last_step}", "")
+            yield StatusField(_STEP, f"step {step:>{len(str(info.last_step))}}/{info.last_step}", "")
         name, done, total = self._activity
         if name:
-            yield Part(_ACTIVITY, f"{name} {done}/{total}" if total else name, "")
+            progress = ""
+            if total:
+                progress = f" {done}/{total}"
+            yield StatusField(_ACTIVITY, f"{name}{progress}", "")
             seconds = self._clock() - self._activity_at
             if seconds >= _SHOWN_SECONDS:
-                yield Part(_ACTIVITY, formatting.duration(round(seconds)))
+                yield StatusField(_ACTIVITY, formatting.duration(round(seconds)))
         if metrics is None:
             return
-        yield Part(_LOSS, f"loss {metrics.loss:.4f}", "bold")
+        yield StatusField(_LOSS, f"loss {metrics.loss:.4f}", "bold")
         if metrics.global_norm is not None:
-            yield Part(_NORM, f"norm {metrics.global_norm:#.3g}")
+            yield StatusField(_NORM, f"norm {metrics.global_norm:#.3g}")
         for extra, value in metrics.extra.items():
-            yield Part(_MORE, f"{extra} {value:.4g}")
-        yield Part(_LR, f"lr {metrics.lr:.2e}")
-        yield Part(_RATE, formatting.rate(metrics))
+            yield StatusField(_MORE, f"{extra} {value:.4g}")
+        yield StatusField(_LR, f"lr {metrics.lr:.2e}")
+        yield StatusField(_RATE, formatting.rate(metrics))
         if formatting.utilization(metrics):
-            yield Part(_UTILIZATION, formatting.utilization(metrics))
-        left = self._eta.seconds(metrics)
-        if left is not None and not self._ended:
-            yield Part(_ETA, f"eta {formatting.duration(max(1, round(left)))}")
+            yield StatusField(_UTILIZATION, formatting.utilization(metrics))
+        eta = self._eta.seconds(metrics)
+        if eta is not None and not self._ended:
+            yield StatusField(_ETA, f"eta {formatting.duration(max(1, round(eta)))}")
         if info is not None and info.start_step:
             steps = info.last_step - info.start_step
-            yield Part(_MORE, f"{metrics.step - info.start_step}/{steps} in this run")
+            yield StatusField(_MORE, f"{metrics.step - info.start_step}/{steps} in this run")
 
     def bar(self, columns: int) -> ProgressBar:
-        """Returns a bar of so many columns over the steps of this run."""
+        """Returns a progress bar over the steps of this run, with this number of columns."""
         from rich.progress_bar import ProgressBar
 
-        assert self._info is not None, "it has begun"
+        assert self._info is not None, "a line has a bar once the run has started"
         first = self._info.start_step
-        if self._newest is None:
-            step = first
-        else:
+        step = first
+        if self._newest is not None:
             step = self._newest.step
         return ProgressBar(max(1, self._info.last_step - first), step - first, columns, complete_style="cyan")
 
-    def fitted(self, columns: int) -> list[Part]:
-        """Returns the parts that fit into so many columns, the bar included, whose text is blank."""
-        parts = list(self.parts())
-        bar_columns = next((length for least, length in _BARS.items() if columns >= least), 0)
+    def fit_fields(self, columns: int) -> list[StatusField]:
+        """Returns the fields that fit into this number of columns. A field of spaces stands for the bar."""
+        fields = list(self.fields())
+        bar_columns = next((length for minimum, length in _BARS.items() if columns >= minimum), 0)
         if self._info is not None and bar_columns:
-            parts.insert(1, Part(_BAR, " " * bar_columns))
-        # The last column stays empty: a line that fills all of them is wrapped by some terminals.
-        while parts and sum(len(part.text) + _GAP for part in parts) - _GAP >= columns:
-            least = max(part.rank for part in parts)
-            del parts[max(place for place, part in enumerate(parts) if part.rank == least)]
-        return parts
+            fields.insert(1, StatusField(_BAR, " " * bar_columns))
+        # The last column stays empty: some terminals wrap a line that fills all of them.
+        while fields and sum(len(field.text) + _GAP for field in fields) - _GAP >= columns:
+            lowest = max(field.priority for field in fields)
+            del fields[max(place for place, field in enumerate(fields) if field.priority == lowest)]
+        return fields
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.table import Table
         from rich.text import Text
 
-        parts = self.fitted(options.max_width)
-        grid = Table.grid(*("" for _ in parts), padding=(0, _GAP, 0, 0))
-        cells = [self.bar(len(part.text)) if part.rank == _BAR else Text(part.text, part.style) for part in parts]
+        fields = self.fit_fields(options.max_width)
+        grid = Table.grid(*("" for _ in fields), padding=(0, _GAP, 0, 0))
+        cells: list[ProgressBar | Text] = []
+        for field in fields:
+            if field.priority == _BAR:
+                cells.append(self.bar(len(field.text)))
+            else:
+                cells.append(Text(field.text, field.style))
         grid.add_row(*cells)
         yield grid
 
 
 class TerminalLine:
-    """Draws the line on a terminal, where other lines appear above it. It must be stopped, also after a failure.
+    """Draws the line on a terminal, below all other lines. It must be stopped, also after a failure.
 
     Args:
-        print_above: Whether what the program prints itself appears above, too.
+        print_above: Whether text that the program prints to standard output and error appears above the line.
     """
 
     def __init__(self, console: Console, state: LiveState, print_above: bool = False) -> None:
@@ -195,29 +207,30 @@ class TerminalLine:
         )  # fmt: skip
 
     def start(self) -> None:
+        """Starts to draw the line."""
         self._live.start()
 
-    def changed(self) -> None:
-        """Does nothing: rich's thread draws the line a few times a second."""
+    def refresh(self) -> None:
+        """Does nothing, because rich's thread draws the line a few times a second."""
 
     def print(self, line: str) -> None:
-        """Prints a line above the live one. It is wrapped between words; a path that is too long stays whole."""
+        """Prints text above the live line, wrapped between words. A long path is not broken."""
         from rich.text import Text
 
-        options = {"subsequent_indent": "  ", "break_long_words": False, "break_on_hyphens": False}
         for paragraph in line.split("\n"):
-            wrapped = textwrap.wrap(paragraph, self._console.width, **options)
+            wrapped = textwrap.wrap(
+                paragraph, self._console.width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+            )
             self._console.print(Text("\n".join(wrapped)), overflow="ignore", crop=False)
 
     def stop(self) -> None:
-        """Leaves the last state as a line; nothing where there was no step."""
+        """Stops drawing; the last state stays on the terminal if there was a step."""
         self._live.transient = self._state.is_empty
         self._live.stop()
 
 
-class OpenTerminal:
-    """A terminal's stream that ignores errors: a terminal that was closed is no reason to end a run, whose log file has
-    all lines."""
+class FaultTolerantStream:
+    """A terminal's stream without errors: a run continues after its terminal was closed, and its log has all lines."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -226,11 +239,13 @@ class OpenTerminal:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
+        """Writes text if that is possible."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
+        """Flushes the stream if that is possible."""
         with contextlib.suppress(OSError, ValueError):
             self._stream.flush()
 
@@ -244,35 +259,39 @@ class NotebookLine:
         self._drawn_at = 0.0
 
     def start(self) -> None:
+        """Shows the line."""
         from IPython.display import display
 
         if self._display is None:
             self._display = display(self._content(), raw=True, display_id=True)
 
-    def changed(self) -> None:
+    def refresh(self) -> None:
+        """Updates the line, at most every half second."""
         if self._display is not None and time.monotonic() - self._drawn_at > _NOTEBOOK_SECONDS:
             self._display.update(self._content(), raw=True)
 
     def print(self, line: str) -> None:
+        """Prints text in the cell."""
         print(line, flush=True)
 
     def stop(self) -> None:
+        """Updates the line once more."""
         if self._display is not None:
             self._display.update(self._content(), raw=True)
             self._display = None
 
     def _content(self) -> dict[str, str]:
         self._drawn_at = time.monotonic()
-        return {"text/plain": plain_line(self._state.fitted(NOTEBOOK_COLUMNS))}
+        return {"text/plain": plain_line(self._state.fit_fields(NOTEBOOK_COLUMNS))}
 
 
-def plain_line(parts: Sequence[Part]) -> str:
+def plain_line(fields: Sequence[StatusField]) -> str:
     """Returns the line as text, without its bar."""
-    return (" " * _GAP).join(part.text for part in parts if part.rank != _BAR)
+    return (" " * _GAP).join(field.text for field in fields if field.priority != _BAR)
 
 
 def in_notebook() -> bool:
-    """Checks whether a Jupyter kernel runs this program."""
+    """Returns whether a Jupyter kernel runs this program."""
     ipython = sys.modules.get("IPython")
     shell = None
     if ipython is not None:

@@ -1,4 +1,4 @@
-"""The events of a run as plain values, the hooks of a monitor that receive them, and the totals of a run."""
+"""Defines the events of a run as plain values, the monitors that receive them, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +37,11 @@ class RunInfo:
     epochs: int = 1  # of the whole schedule
     steps_per_epoch: int = 0
     resumed_from: Path | None = None  # the checkpoint that this run continues
-    restarted: Mapping[str, object] = field(default_factory=dict)  # number, reason ... of a job that starts again
+    restarted: Mapping[str, object] = field(default_factory=dict)  # number, most, reason and ranks of a restarted job
     compiles: bool = True  # whether the first step compiles
-    samples_per_step: int = 0  # sequences or images of a full window, over all ranks
+    samples_per_step: int = 0  # sequences or images of a global batch
     ranks: int = 1
-    flops_per_step: float = 0.0  # floating-point operations of the model in a full window, by the plan's count
+    flops_per_step: float = 0.0  # floating-point operations of the model for a global batch, by the plan's count
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class StepMetrics:
     """One optimizer step, and one line of metrics.jsonl. Steps and epochs count from 1.
 
     Attributes:
-        extra: Values that models add, for example ``{"aux_loss": 1.02}``; the console shows them too. In report.png
-            the part before the first dot names the panel.
-        details: Values for metrics.jsonl alone, for example the norm of each gradient, or a number for each MoE layer.
+        extra: Values that models add, for example ``{"aux_loss": 1.02}``; the console shows them, too. In report.png
+            the text before the first dot of a name is the title of its panel.
+        details: Values that only metrics.jsonl has, for example the norm of each gradient, or a number per MoE layer.
     """
 
     step: int
@@ -60,14 +60,14 @@ class StepMetrics:
     epochs: int  # of the whole schedule
     step_in_epoch: int
     steps_per_epoch: int
-    loss: float  # sum of token losses of the window divided by its valid tokens, in nats
+    loss: float  # mean over the loss tokens of the global batch, in nats
     lr: float
     global_norm: float | None  # before clipping; None when it was not requested
     loss_scale: float  # 1.0 without scaling
     overflow: bool  # whether the gradient was not finite, so that the update was skipped
-    tokens: int  # valid tokens of the window, over all micro-batches and ranks
-    tokens_per_second: float  # valid tokens
-    input_tokens_per_second: float  # all tokens that are computed: with prompts and padding, over all ranks
+    tokens: int  # loss tokens of the global batch
+    tokens_per_second: float  # loss tokens
+    input_tokens_per_second: float  # all tokens of the global batch, with prompts and padding
     step_seconds: float  # wall-clock time, including the wait for data
     data_wait_seconds: float  # the wait for data
     peak_rss_bytes: int  # highest resident memory of this process so far
@@ -85,22 +85,22 @@ class EvalMetrics:
 
     step: int  # optimizer steps done before it; 0 before training
     epoch: int  # from 1
-    loss: float  # mean per valid token, in nats
+    loss: float  # mean over the loss tokens, in nats
     perplexity: float  # exp(loss)
-    tokens: int  # valid tokens evaluated
+    tokens: int  # loss tokens
     seconds: float  # wall-clock time
     accuracy: float | None = None  # fraction of the images that are classified right; None for a decoder
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """Summary of a run, for its last lines. Values are None where the run made no step or no evaluation."""
+    """The summary that a run prints at its end. Values are None without a step, or without an evaluation."""
 
     outcome: str  # how it ended, for example "finished" or "stopped by SIGTERM"
     steps: int  # optimizer steps of this run
     last_step: int  # number of the last optimizer step; total_steps when the schedule is complete
     total_steps: int  # of the whole schedule
-    tokens: int  # valid tokens this run trained on
+    tokens: int  # loss tokens that this run trained on
     seconds: float  # wall-clock time from the start of the first step
     # Medians over the steps except the first, which compiles; the first if it is alone.
     tokens_per_second: float
@@ -121,62 +121,67 @@ class Monitor:
     """The hooks of a run, which do nothing: a monitor overrides those that it needs."""
 
     def on_start(self, info: RunInfo) -> None:
-        """Called before the first step."""
+        """Receives the facts of the run before its first step."""
 
     def on_step(self, metrics: StepMetrics) -> None:
-        """Called after every optimizer step: must stay far below a millisecond."""
+        """Receives every optimizer step; must take far less than a millisecond."""
 
     def on_activity(self, name: str, done: int = 0, total: int = 0) -> None:
-        """Called when the run begins with something that is no step, such as "evaluating", as often as it gets on, and
-        with an empty name when it is over. Must be as quick as `on_step`."""
+        """Receives what the run does between steps, such as "evaluating", and its progress.
+
+        The name is empty when the activity has ended. It must be as fast as `on_step`.
+        """
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Called after an evaluation."""
+        """Receives an evaluation."""
 
     def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
-        """Called with prompts, what the model of ``step`` adds to each, and how long that took."""
+        """Receives prompts with the text that the model of ``step`` adds to each, and the time that it took."""
 
     def on_checkpoint(self, path: Path, step: int) -> None:
-        """Called when the checkpoint of ``step`` is complete at ``path``."""
+        """Receives the path of the checkpoint of ``step`` when it is complete."""
 
     def on_note(self, text: str) -> None:
-        """Called with something that the user should know: a sentence or a few lines."""
+        """Receives a note for the user: a sentence or a few lines."""
 
     def close(self, summary: RunSummary | None) -> None:
-        """Called at the end to release resources; ``summary`` is None when the run failed."""
+        """Releases resources at the end of the run; ``summary`` is None if the run failed."""
 
 
 def step_record(metrics: StepMetrics) -> dict[str, object]:
-    """The fields of a step in metrics.jsonl, in order."""
-    if metrics.skipped:
-        skipped = {"skipped": metrics.skipped}
-    else:
-        skipped = {}
-    fields = {name: getattr(metrics, name) for name in _STEP_FIELDS}
+    """Returns the fields of a step in metrics.jsonl, in order."""
+    fields: dict[str, object] = {name: getattr(metrics, name) for name in _STEP_FIELDS}
     if metrics.mfu is None:
         del fields["mfu"]
-    return fields | skipped | {**metrics.extra, **metrics.details}
+    if metrics.skipped:
+        fields["skipped"] = metrics.skipped
+    return fields | {**metrics.extra, **metrics.details}
 
 
 def eval_record(metrics: EvalMetrics) -> dict[str, object]:
-    """The fields of an evaluation in metrics.jsonl: ``step``, ``epoch``, and the others with the prefix ``eval_``."""
-    fields = {name: value for name, value in asdict(metrics).items() if (name, value) != ("accuracy", None)}
-    return {name if name in ("step", "epoch") else f"eval_{name}": value for name, value in fields.items()}
+    """Returns the fields of an evaluation in metrics.jsonl: ``step``, ``epoch``, and ``eval_...`` for the others."""
+    record: dict[str, object] = {}
+    for name, value in asdict(metrics).items():
+        if name in ("step", "epoch"):
+            record[name] = value
+        elif value is not None:
+            record[f"eval_{name}"] = value
+    return record
 
 
 def routing_details(rates: RouterRates) -> dict[str, list[float]]:
-    """The router statistics of a step for metrics.jsonl.
+    """Returns the router statistics of a step for metrics.jsonl.
 
-    The drop rate is counted (assignments dropped / requested), not estimated from the router's scores. The load
-    imbalance is the busiest expert's load over the mean, 1 for an even load. The entropy of scores is in nats
-    and at most log(experts).
+    The drop rate is the number of dropped assignments over the number of requested ones. The load imbalance is the
+    busiest expert's load over the mean, 1 for an even load. The entropy of the router's scores is in nats and at most
+    log(experts).
     """
-    found = {DROP_RATE: rates.drop_rate, LOAD_IMBALANCE: rates.load_imbalance, ROUTER_ENTROPY: rates.entropy}
-    return {name: [float(value) for value in values] for name, values in found.items()}
+    by_field = {DROP_RATE: rates.drop_rate, LOAD_IMBALANCE: rates.load_imbalance, ROUTER_ENTROPY: rates.entropy}
+    return {name: [float(value) for value in values] for name, values in by_field.items()}
 
 
 def peak_rss_bytes() -> int:
-    """Highest resident memory of this process so far, in bytes."""
+    """Returns the highest resident memory of this process so far, in bytes."""
     status = Path("/proc/self/status")
     if status.exists():
         # psutil has no peak, and getrusage includes the memory of the parent process before exec.
@@ -226,41 +231,50 @@ class Totals(Monitor):
             self._best_eval = metrics
 
     def summary(self, outcome: str, paths: Mapping[str, Path], save_wait_seconds: float = 0.0) -> RunSummary:
-        """The summary of the run so far."""
+        """Returns the summary of the run so far."""
+        last_step = 0
+        total_steps = 0
         if self._info:
-            start_step = self._info.start_step
+            last_step = self._info.start_step
             total_steps = self._info.total_steps
-        else:
-            start_step = 0
-            total_steps = 0
-        return RunSummary(
+        summary = RunSummary(
             outcome=outcome,
             steps=len(self._rates),
-            last_step=self._last.step if self._last else start_step,
+            last_step=last_step,
             total_steps=total_steps,
             tokens=self._tokens,
             seconds=time.perf_counter() - self._started_at,
-            tokens_per_second=steady_rate(self._rates) or 0.0,
-            input_tokens_per_second=steady_rate(self._input_rates) or 0.0,
-            first_step_seconds=self._first.step_seconds if self._first else 0.0,
-            first_loss=self._first.loss if self._first else None,
-            last_loss=self._last.loss if self._last else None,
+            tokens_per_second=median_rate(self._rates) or 0.0,
+            input_tokens_per_second=median_rate(self._input_rates) or 0.0,
+            first_step_seconds=0.0,
+            first_loss=None,
+            last_loss=None,
             best_eval=self._best_eval,
             last_eval=self._last_eval,
             peak_rss_bytes=peak_rss_bytes(),
             paths=dict(paths),
             skipped=dict(self._skipped),
-            labels=self._last.labels if self._last else "tokens",
             save_wait_seconds=save_wait_seconds,
+        )
+        if self._first is None or self._last is None:
+            return summary
+        return replace(
+            summary,
+            last_step=self._last.step,
+            first_step_seconds=self._first.step_seconds,
+            first_loss=self._first.loss,
+            last_loss=self._last.loss,
+            labels=self._last.labels,
         )
 
 
-def steady_rate(rates: array[float]) -> float | None:
-    """The median over steps without the first one, which compiles; of the first if it is alone, None without any. It is
-    tokens/s wherever one number stands for a run."""
-    import numpy as np
+def median_rate(rates: array[float]) -> float | None:
+    """Returns the median over all steps but the first, which compiles. This is "the" tokens/s of a run.
 
-    # sorting a million takes half a second
-    if rates:
-        return float(np.median(np.array(rates[1:] or rates)))
-    return None
+    With one step it is the rate of that step; without a step it is None.
+    """
+    if not rates:
+        return None
+    import numpy as np  # sorting a million numbers in Python takes half a second
+
+    return float(np.median(np.array(rates[1:] or rates)))

@@ -1,8 +1,8 @@
-"""Weights & Biases, MLflow and SwanLab, each through its own package and the environment variables that it reads.
+"""Sends numbers to Weights & Biases, MLflow and SwanLab through their packages.
 
-Where to send to, and whether to send at all, is theirs to say: WANDB_MODE=offline, MLFLOW_TRACKING_URI,
-SWANLAB_MODE=offline. A resumed run goes on in the run that the first one made there, whose name is in output_dir, in
-the file trackers/wandb and so on.
+Their environment variables select the server, and whether anything is sent: WANDB_MODE=offline, MLFLOW_TRACKING_URI,
+SWANLAB_MODE=offline. A resumed run continues the service's run, whose id is in output_dir/trackers/wandb, mlflow or
+swanlab.
 """
 
 from __future__ import annotations
@@ -26,13 +26,12 @@ if TYPE_CHECKING:
     from trainer.config import Config
 
 _PROJECT = "run_trainer"
-# of a request of MLflow; characters
-_MOST_PARAMETERS = 100
-_LONGEST_PARAMETER = 500
+_MLFLOW_MAX_PARAMETERS = 100  # in one request
+_MLFLOW_MAX_CHARACTERS = 500  # of one parameter
 
 
 class _Service:
-    """What the three share; each is a `Tracker`."""
+    """The base of the three trackers."""
 
     name = ""
 
@@ -42,145 +41,162 @@ class _Service:
         self.folder = Path()
 
     def start(self, info: RunInfo) -> None:
+        """Opens a new run of the service, or the one that a resumed run continues."""
         self.folder = info.output_dir.absolute()
-        known = ""
-        with contextlib.suppress(OSError, ValueError):
-            known = ""
-            if info.start_step:
-                known = self._name_file().read_text(encoding="utf-8").strip()
-        self.open(self.folder.name, known)
+        run_id = ""
+        if info.start_step:
+            with contextlib.suppress(OSError, ValueError):
+                run_id = self._id_file().read_text(encoding="utf-8").strip()
+        self.open(self.folder.name, run_id)
 
-    def open(self, title: str, known: str) -> None:
-        """Begins a run of this title, or goes on with the run that is `known` there."""
+    def open(self, title: str, run_id: str) -> None:
+        """Opens the run with this id; without an id a new run with this title."""
         raise NotImplementedError
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Sends the numbers of a step."""
         raise NotImplementedError
 
-    def remember(self, name: str) -> None:
-        path = self._name_file()
+    def save_id(self, run_id: str) -> None:
+        """Saves the id of the run, for a run that resumes this one."""
+        path = self._id_file()
         path.parent.mkdir(exist_ok=True)
-        write_text(path, f"{name}\n")
+        write_text(path, f"{run_id}\n")
 
-    def _name_file(self) -> Path:
+    def _id_file(self) -> Path:
         return self.folder / "trackers" / self.name
 
     def step(self, metrics: StepMetrics) -> None:
+        """Sends a step."""
         self.log(step_numbers(metrics, self.layers), metrics.step)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
+        """Sends an evaluation."""
         self.log(eval_numbers(metrics), metrics.step)
 
     def wait(self, record: Mapping[str, float]) -> None:
+        """Sends a pause."""
         self.log(wait_numbers(record), int(record["step"]))
 
     def flush(self) -> None:
-        """The packages send by themselves."""
+        """Does nothing, because the packages send by themselves."""
 
 
 class Wandb(_Service):
-    """https://docs.wandb.ai: project run_trainer, or WANDB_PROJECT."""
+    """Weights & Biases (https://docs.wandb.ai): project run_trainer, or WANDB_PROJECT."""
 
     name = "wandb"
 
-    def open(self, title: str, known: str) -> None:
+    def open(self, title: str, run_id: str) -> None:
+        """Opens a run, see `_Service.open`."""
         import wandb
 
         if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.login(prompt=False):
             raise RuntimeError("there is no API key: call `wandb login`, or set WANDB_API_KEY or WANDB_MODE=offline")
-        name = known or secrets.token_hex(4)
+        resume = None
+        if run_id:
+            resume = "allow"
+        run_id = run_id or secrets.token_hex(4)
         self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", _PROJECT), name=os.environ.get("WANDB_NAME", title), id=name,
-            resume="allow" if known else None, dir=str(self.folder), config=plain_values(self.config),
+            project=os.environ.get("WANDB_PROJECT", _PROJECT), name=os.environ.get("WANDB_NAME", title), id=run_id,
+            resume=resume, dir=str(self.folder), config=plain_values(self.config),
             settings=wandb.Settings(console="off", silent=True),
         )  # fmt: skip
-        self.remember(name)
+        self.save_id(run_id)
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Sends the numbers of a step."""
         self.run.log(dict(numbers), step=step)
 
     def close(self, outcome: str) -> None:
+        """Ends the run of the service."""
         self.run.finish(exit_code=int(outcome == "failed"))
 
 
 class Mlflow(_Service):
-    """https://mlflow.org: experiment run_trainer, or MLFLOW_EXPERIMENT_NAME."""
+    """MLflow (https://mlflow.org): experiment run_trainer, or MLFLOW_EXPERIMENT_NAME."""
 
     name = "mlflow"
 
-    def open(self, title: str, known: str) -> None:
+    def open(self, title: str, run_id: str) -> None:
+        """Opens a run, see `_Service.open`."""
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         self.client = MlflowClient()
         self.metric = Metric
-        if known:
-            self.run = known
-            self.client.update_run(known, status="RUNNING")
+        if run_id:
+            self.run = run_id
+            self.client.update_run(run_id, status="RUNNING")
             return
-        wanted = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
-        found = self.client.get_experiment_by_name(wanted)
-        if found:
-            experiment = found.experiment_id
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT)
+        experiment = self.client.get_experiment_by_name(name)
+        if experiment:
+            experiment_id = experiment.experiment_id
         else:
-            experiment = self.client.create_experiment(wanted)
-        self.run = self.client.create_run(experiment, run_name=os.environ.get("MLFLOW_RUN_NAME", title)).info.run_id
-        self.remember(self.run)
-        keys = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in flatten(plain_values(self.config))]
-        for first in range(0, len(keys), _MOST_PARAMETERS):
-            self.client.log_batch(self.run, params=keys[first : first + _MOST_PARAMETERS])
+            experiment_id = self.client.create_experiment(name)
+        self.run = self.client.create_run(experiment_id, run_name=os.environ.get("MLFLOW_RUN_NAME", title)).info.run_id
+        self.save_id(self.run)
+        keys = [Param(key, str(value)[:_MLFLOW_MAX_CHARACTERS]) for key, value in flatten(plain_values(self.config))]
+        for first in range(0, len(keys), _MLFLOW_MAX_PARAMETERS):
+            self.client.log_batch(self.run, params=keys[first : first + _MLFLOW_MAX_PARAMETERS])
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Sends the numbers of a step."""
         now = int(1000 * time.time())
         self.client.log_batch(self.run, [self.metric(name, value, now, step) for name, value in numbers.items()])
 
     def close(self, outcome: str) -> None:
+        """Ends the run of the service."""
+        status = "FINISHED"
         if outcome == "failed":
             status = "FAILED"
-        else:
-            status = "FINISHED"
-            if outcome.startswith("stopped by"):
-                status = "KILLED"
+        elif outcome.startswith("stopped by"):
+            status = "KILLED"
         self.client.set_terminated(self.run, status)
 
 
 class SwanLab(_Service):
-    """https://docs.swanlab.cn: project run_trainer, or SWANLAB_PROJ_NAME."""
+    """SwanLab (https://docs.swanlab.cn): project run_trainer, or SWANLAB_PROJ_NAME."""
 
     name = "swanlab"
 
-    def open(self, title: str, known: str) -> None:
+    def open(self, title: str, run_id: str) -> None:
+        """Opens a run, see `_Service.open`."""
         import swanlab
 
         mode = os.environ.get("SWANLAB_MODE", "online")
-        if known and mode in ("online", "cloud"):
-            resumes = {"id": known, "resume": "allow"}
-        else:
-            resumes = {}
+        resume = {}
+        if run_id and mode in ("online", "cloud"):
+            resume = {"id": run_id, "resume": "allow"}
         self.run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJ_NAME", _PROJECT), name=os.environ.get("SWANLAB_EXP_NAME", title),
             mode=mode, log_dir=os.environ.get("SWANLAB_LOG_DIR", str(self.folder / "swanlog")),
-            config=plain_values(self.config), reinit=True, **resumes,
+            config=plain_values(self.config), reinit=True, **resume,
             settings=swanlab.Settings(interactive=False, terminal=swanlab.Settings.Terminal(proxy_type="none")),
         )  # fmt: skip
-        self.remember(str(self.run.id))
+        self.save_id(str(self.run.id))
 
     def log(self, numbers: Mapping[str, float], step: int) -> None:
+        """Sends the numbers of a step."""
         self.run.log(dict(numbers), step=step)
 
     def close(self, outcome: str) -> None:
-        state = "success"
+        """Ends the run of the service."""
         if outcome == "failed":
-            state = "crashed"
-        self.run.finish(state, **({"error": outcome} if outcome == "failed" else {}))
+            self.run.finish("crashed", error=outcome)
+        else:
+            self.run.finish("success")
 
 
 SERVICES = {service.name: service for service in (Wandb, Mlflow, SwanLab)}
 
 
 def tracker_monitors(config: Config, note: Callable[[str], None]) -> list[Monitor]:
-    """Returns the monitors of all trackers that a configuration asks for, whose packages are imported when a run
-    starts, and only then."""
+    """Returns the monitors of all trackers that a configuration requests.
+
+    Their packages are imported when the run starts. `note` shows the user a note.
+    """
     monitors: list[Monitor] = []
     if config.tensorboard.tensorboard_dir:
         every = config.tensorboard.log_interval

@@ -1,8 +1,8 @@
-"""TensorBoard's event files, with the tags of MindSpore Transformers (mindformers/core/callback, MFLossMonitor and
-TrainingStateMonitor), so that its runs and ours share charts.
+"""Writes TensorBoard's event files.
 
-A step is one record with all of its values, and one more over the samples seen so far: a record for each value, as
-SummaryWriter writes them, takes several times as long.
+The tags are those of MindSpore Transformers (mindformers/core/callback, MFLossMonitor and TrainingStateMonitor), so
+that runs of both programs share charts. A step is one record with all values, and one record over the number of
+samples. A record for each value, as SummaryWriter writes them, takes several times as long.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, EvalMetrics, RunInfo, StepMetrics
-from trainer.monitors.tracking import eval_numbers, numbers_of, wait_numbers
+from trainer.monitors.tracking import eval_numbers, flat_numbers, wait_numbers
 from trainer.monitors.training_state import TrainingStateRecords
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 _LOSSES = {"aux_loss": "load-balancing-loss", "mtp_loss": "mtp-loss", "z_loss": "z-loss"}
-_OF_LAYERS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY)
-_SECONDS_OF_A_DAY = 86_400
+_LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY)
+_SECONDS_PER_DAY = 86_400
 
 
 class TensorBoard:
     """A `Tracker` that writes ``tensorboard_dir/rank_0/events.out.tfevents...``.
 
-    A new training in a folder with files of another one shows its own steps only: a mark tells TensorBoard to leave out
-    what was written before. A resumed run repeats at most steps that an earlier one has written, with the same numbers;
-    a mark would take the values over samples too, whose numbers are larger than those of steps.
+    A new training in a folder with older files shows nothing but its steps: a START record tells TensorBoard to hide
+    what was written before. A resumed run writes no START record. It may repeat steps with the same numbers, and the
+    record would hide values over samples, whose numbers are larger than those of steps.
     """
 
     def __init__(self, config: Config) -> None:
@@ -38,18 +38,18 @@ class TensorBoard:
         self._section = config.tensorboard
         self._state = TrainingStateRecords(config)
         self._layers = config.decoder.moe_layers
-        # messages, and what writes them
-        self._waiting = 0
-        self._event = None
-        self._summary = None
-        self._writer = None
+        self._waiting = 0  # records since the last flush
+        self._event: Any = None  # the classes and the writer of tensorboardX
+        self._summary: Any = None
+        self._writer: Any = None
         self._info: RunInfo | None = None
 
     def start(self, info: RunInfo) -> None:
+        """Opens a new event file."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        folder = Path(self._section.tensorboard_dir).expanduser() / "rank_0"
+        folder = Path(self._section.tensorboard_dir or "").expanduser() / "rank_0"
         folder.mkdir(parents=True, exist_ok=True)
         self._info = info
         self._event = event_pb2.Event
@@ -62,32 +62,39 @@ class TensorBoard:
         self.flush()
 
     def step(self, metrics: StepMetrics) -> None:
-        main, others = step_tags(metrics, self._config, self._info)
-        of_layers = {name: metrics.details[name] for name in _OF_LAYERS if name in metrics.details}
-        others |= numbers_of(of_layers, self._layers) | self._state.values(metrics, "tensorboard")
+        """Writes the values of a step over steps and over samples."""
+        info = self._info
+        assert info is not None, "`start` is called first"
+        main, others = step_tags(metrics, self._config, info)
+        per_layer = {name: metrics.details[name] for name in _LAYER_FIELDS if name in metrics.details}
+        others |= flat_numbers(per_layer, self._layers) | self._state.values(metrics, "tensorboard")
         self._scalars(metrics.step, main | others)
-        if self._info.samples_per_step:
+        if info.samples_per_step:
             over_samples = {f"{tag} vs samples": value for tag, value in main.items()}
-            self._scalars(metrics.step * self._info.samples_per_step, over_samples)
+            self._scalars(metrics.step * info.samples_per_step, over_samples)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
-        found = eval_numbers(metrics)
-        self._scalars(metrics.step, {name.replace("_", "-"): value for name, value in found.items()})
+        """Writes an evaluation."""
+        numbers = eval_numbers(metrics)
+        self._scalars(metrics.step, {name.replace("_", "-"): value for name, value in numbers.items()})
 
     def wait(self, record: Mapping[str, float]) -> None:
-        values = wait_numbers(record)
-        self._scalars(int(record["step"]), {name.replace("_", "-"): value for name, value in values.items()})
+        """Writes a pause."""
+        numbers = wait_numbers(record)
+        self._scalars(int(record["step"]), {name.replace("_", "-"): value for name, value in numbers.items()})
 
     def flush(self) -> None:
+        """Writes buffered records to the disk."""
         self._waiting = 0
         self._writer.flush()
 
     def close(self, outcome: str) -> None:
+        """Closes the event file."""
         self._writer.close()
 
     def _scalars(self, step: int, values: Mapping[str, float]) -> None:
-        found = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._write(step, summary=self._summary(value=found))
+        scalars = [self._summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
+        self._write(step, summary=self._summary(value=scalars))
 
     def _write(self, step: int, **content: Any) -> None:
         self._writer.write_event(self._event(wall_time=time.time(), step=step, **content))
@@ -96,24 +103,21 @@ class TensorBoard:
             self.flush()
 
     def _write_text(self, config: Config) -> None:
-        """The resolved configuration, a page for each section, as TensorBoard's text plugin reads it."""
+        """Writes the resolved configuration for TensorBoard's text plugin, a page for each section."""
         from tensorboardX.summary import text
 
         from trainer.config.read.dump import dump_values, plain_values
 
         for key, value in plain_values(config).items():
+            page = str(value)
             if isinstance(value, (dict, list)):
-                page = dump_values({key: value}, "")
-            else:
-                page = str(value)
-            shown = page
-            if isinstance(value, (dict, list)):
-                shown = f"```\n{page}```"
-            self._write(1, summary=text(key, shown))
+                yaml_text = dump_values({key: value}, "")
+                page = f"```\n{yaml_text}```"
+            self._write(1, summary=text(key, page))
 
 
 def step_tags(metrics: StepMetrics, config: Config, info: RunInfo) -> tuple[dict[str, float], dict[str, float]]:
-    """The values of a step by tag: those that are also shown over samples, and the others."""
+    """Returns the values of a step by tag: first those that are also written over samples, then the others."""
     section = config.tensorboard
     seconds = max(metrics.step_seconds, 1e-9)
     main = {"learning-rate": metrics.lr, "batch-size": float(info.samples_per_step), "loss": metrics.loss}
@@ -126,7 +130,7 @@ def step_tags(metrics: StepMetrics, config: Config, info: RunInfo) -> tuple[dict
         samples = info.samples_per_step / seconds
         main |= {"iteration-time": 1000 * seconds, "throughput": samples / info.ranks}  # ms; samples/s on a device
         others |= {
-            "B-samples-per-day": samples * _SECONDS_OF_A_DAY / 1e9,
+            "B-samples-per-day": samples * _SECONDS_PER_DAY / 1e9,
             "model-flops-throughput-per-npu": info.flops_per_step / seconds / info.ranks / 1e12,  # TFLOP/s
             "tokens-per-second": metrics.input_tokens_per_second,
             "data-wait-time": 1000 * metrics.data_wait_seconds,

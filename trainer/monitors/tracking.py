@@ -1,7 +1,7 @@
-"""Hands the numbers of a run to what keeps them elsewhere: TensorBoard's files, Weights & Biases, MLflow, SwanLab.
+"""Passes the numbers of a run to trackers: TensorBoard's files, Weights & Biases, MLflow, SwanLab.
 
-A thread does it: a disk or a network that is slow, or hangs, costs the training nothing. What fails is told once, and
-the run goes on without it.
+Each tracker has a thread, so that a slow disk or network does not slow the training. A tracker that fails is reported
+in one note, and the run continues without it.
 """
 
 from __future__ import annotations
@@ -15,39 +15,41 @@ from typing import Any, Protocol
 
 from trainer.monitors.metrics import EvalMetrics, Monitor, RunInfo, RunSummary, StepMetrics, eval_record, step_record
 
-_WAITING = 10_000  # events; a training that is that far ahead leaves the next ones out
+_MAX_WAITING = 10_000  # events that wait for a slow tracker; further ones are dropped
 _END_SECONDS = 60.0
 _FLUSH_SECONDS = 5.0
 
 
 class Tracker(Protocol):
-    """What keeps the numbers of a run. All is called from one thread; any exception ends it."""
+    """A service or file that stores the numbers of a run. One thread calls its methods; an exception ends it."""
 
     def start(self, info: RunInfo) -> None:
-        """Called first; here its package is imported."""
+        """Opens the tracker, which imports its package. It is called first."""
 
-    def step(self, metrics: StepMetrics) -> None: ...
+    def step(self, metrics: StepMetrics) -> None:
+        """Stores a step."""
 
-    def evaluation(self, metrics: EvalMetrics) -> None: ...
+    def evaluation(self, metrics: EvalMetrics) -> None:
+        """Stores an evaluation."""
 
     def wait(self, record: Mapping[str, float]) -> None:
-        """A line of metrics.jsonl that is neither: its `step`, and how long the training waited there."""
+        """Stores a pause of the training: the `step` before it, and its seconds under a name of metrics.jsonl."""
 
     def flush(self) -> None:
-        """Called after some seconds without a flush."""
+        """Flushes what is buffered. It is called every few seconds."""
 
     def close(self, outcome: str) -> None:
-        """Called last; `outcome` is that of the summary, or ``failed``."""
+        """Closes the tracker. It is called last; `outcome` is that of the summary, or ``failed``."""
 
 
 class TrackerMonitor(Monitor):
-    """Tells a tracker of a run's steps, evaluations and pauses.
+    """Passes a run's steps, evaluations and pauses to a tracker.
 
     Args:
-        name: For notes.
-        make: Makes the tracker, in the thread.
-        note: Takes what the user should know, in the thread of the training.
-        every: Optimizer steps between two that the tracker is told of; the first and the last of a run are always told.
+        name: The name of the tracker in notes.
+        make: Creates the tracker; called in its thread.
+        note: Shows the user a note; called in the thread of the training.
+        every: The tracker receives every n-th optimizer step, and the first and the last one.
     """
 
     def __init__(self, name: str, make: Callable[[], Tracker], note: Callable[[str], None], every: int = 1) -> None:
@@ -55,11 +57,11 @@ class TrackerMonitor(Monitor):
         self._make = make
         self._note = note
         self._every = every
-        self._events: queue.Queue[tuple[str, Any]] = queue.Queue(_WAITING)
+        self._events: queue.Queue[tuple[str, Any]] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._failure = ""
-        self._left_out = 0
-        self._told = False
+        self._dropped = 0
+        self._failure_noted = False
         self._always: tuple[int, ...] = ()
 
     def on_start(self, info: RunInfo) -> None:
@@ -85,9 +87,12 @@ class TrackerMonitor(Monitor):
         thread = self._thread
         self._thread = None
         deadline = time.monotonic() + _END_SECONDS
-        while thread.is_alive():  # a full queue is worked off first
+        outcome = "failed"
+        if summary is not None:
+            outcome = summary.outcome
+        while thread.is_alive():  # a full queue is emptied first
             try:
-                self._events.put(("close", "failed" if summary is None else summary.outcome), timeout=0.1)
+                self._events.put(("close", outcome), timeout=0.1)
                 break
             except queue.Full:
                 if time.monotonic() > deadline:
@@ -95,25 +100,25 @@ class TrackerMonitor(Monitor):
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             self._failure = f"did not end within {_END_SECONDS:.0f} s"
-        self._tell()
-        if self._left_out:
-            self._note(f"{self._name}: {self._left_out} records were left out, it takes them too slowly")
+        self._note_failure()
+        if self._dropped:
+            self._note(f"{self._name}: {self._dropped} records were dropped, because it stores them too slowly")
 
     def _put(self, event: str, value: object) -> None:
         if self._thread is None:
             return
-        self._tell()
+        self._note_failure()
         if self._failure:
             return
         try:
             self._events.put_nowait((event, value))
         except queue.Full:
-            self._left_out += 1
+            self._dropped += 1
 
-    def _tell(self) -> None:
-        if self._failure and not self._told:
-            self._told = True
-            self._note(f"{self._name} keeps nothing of this run from here on: {self._failure}")
+    def _note_failure(self) -> None:
+        if self._failure and not self._failure_noted:
+            self._failure_noted = True
+            self._note(f"{self._name} stores nothing of this run from here on: {self._failure}")
 
     def _work(self, info: RunInfo) -> None:
         try:
@@ -141,37 +146,40 @@ class TrackerMonitor(Monitor):
                 self._failure = type(error).__name__
 
 
-def numbers_of(record: Mapping[str, object], layers: Sequence[int] = ()) -> dict[str, float]:
-    """The finite numbers of a record of metrics.jsonl, flat: ``drop_rate/layer_3``, ``local_norm/NAME``.
+def flat_numbers(record: Mapping[str, object], layers: Sequence[int] = ()) -> dict[str, float]:
+    """Returns the finite numbers of a record of metrics.jsonl, flat: ``drop_rate/layer_3``, ``local_norm/NAME``.
 
-    `layers` are the numbers of the MoE layers, which lists go by.
+    Args:
+        layers: The numbers of the MoE layers, for lists with a number per MoE layer.
     """
-    found: dict[str, float] = {}
+    values: dict[str, object] = {}
     for name, value in record.items():
         if isinstance(value, Mapping):
-            found |= {f"{name}/{below}": number for below, number in value.items()}
+            values |= {f"{name}/{key}": item for key, item in value.items()}
         elif isinstance(value, (list, tuple)):
-            if len(layers) == len(value):
-                places = layers
-            else:
-                places = range(len(value))
-            found |= {f"{name}/layer_{place}": number for place, number in zip(places, value, strict=True)}
+            numbers = layers
+            if len(layers) != len(value):
+                numbers = range(len(value))
+            values |= {f"{name}/layer_{number}": item for number, item in zip(numbers, value, strict=True)}
         else:
-            found[name] = value
-    return {name: float(number) for name, number in found.items()
-            if isinstance(number, (int, float)) and math.isfinite(number)}  # fmt: skip
+            values[name] = value
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
 
 
 def step_numbers(metrics: StepMetrics, layers: Sequence[int]) -> dict[str, float]:
-    """The numbers of a step but its own."""
-    return numbers_of({name: value for name, value in step_record(metrics).items() if name != "step"}, layers)
+    """Returns the numbers of a step, without the step itself."""
+    return flat_numbers({name: value for name, value in step_record(metrics).items() if name != "step"}, layers)
 
 
 def eval_numbers(metrics: EvalMetrics) -> dict[str, float]:
-    """The numbers of an evaluation but its step and epoch."""
-    return numbers_of({name: value for name, value in eval_record(metrics).items() if name.startswith("eval_")})
+    """Returns the numbers of an evaluation, without its step and epoch."""
+    return flat_numbers({name: value for name, value in eval_record(metrics).items() if name.startswith("eval_")})
 
 
 def wait_numbers(record: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a pause but its step."""
-    return numbers_of({name: value for name, value in record.items() if name != "step"})
+    """Returns the numbers of a pause, without its step."""
+    return flat_numbers({name: value for name, value in record.items() if name != "step"})

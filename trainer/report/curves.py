@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.monitors.jsonl import parse_line
-from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, steady_rate
+from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, median_rate
 
 LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY)
 """Fields that are lists with a number for each MoE layer: a curve for each, ``drop_rate.0``, ``drop_rate.1`` ..."""
@@ -209,7 +209,7 @@ class Metrics:
 
     def rate(self, name: str) -> float | None:
         """One of the `RATES` for the whole file, as the last lines of a run tell it; None where no step has it."""
-        return steady_rate(self.rates[name])
+        return median_rate(self.rates[name])
 
     @property
     def last_step(self) -> int:

@@ -362,7 +362,7 @@ def make_monitors(config: Config, folder: Path, world: World, device: str) -> li
     lines = [log_file_monitor(folder / "logs" / f"rank-{rank}.log", every, details)]
     if config.worker_log_dir is not None:
         path = Path(config.worker_log_dir).expanduser() / f"worker_{rank}.log"
-        lines.append(worker_log_monitor(path, config.log_format, every, details, anew=not config.resume_training))
+        lines.append(worker_log_monitor(path, config.log_format, every, details, replaces=not config.resume_training))
     if rank > 0:
         return [*lines]
     console = console_monitor(config.log_format, every, details=details)
@@ -373,7 +373,7 @@ def make_monitors(config: Config, folder: Path, world: World, device: str) -> li
     monitors.append(SamplesMonitor(folder / SAMPLES_FILE))
     monitors.append(StartMonitor(folder, device, world.size))
     state = TrainingStateRecords(config)
-    if state.goes_to("log"):
+    if state.has_records("log"):
         monitors += [TrainingStateLog(state, monitor.write_line) for monitor in lines]
     if config.report:
         # It reads the files of the other monitors, which must be closed before it.

@@ -469,8 +469,8 @@ def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
     if not job.records.is_due(step):
         return {}
     records = job.records
-    kinds = [kind for kind, name in OPTIMIZER_NORMS.items() if records.asks_for(name)]
-    if not (kinds or records.asks_for(WEIGHT_NORM)):
+    kinds = [kind for kind, name in OPTIMIZER_NORMS.items() if records.is_requested(name)]
+    if not (kinds or records.is_requested(WEIGHT_NORM)):
         return {}
     from trainer.step.state_norms import norm_of_weights, norms_of_state
 
@@ -480,7 +480,7 @@ def _state_norms(job: Job, engine: Engine, step: int) -> dict[str, object]:
     if engine.session.computes_together and job.world.rank > 0:  # rank 0 has gathered them
         saved = saved._replace(weights={}, optimizer={})
     norms: dict[str, object] = {}
-    if records.asks_for(WEIGHT_NORM):
+    if records.is_requested(WEIGHT_NORM):
         norms[WEIGHT_NORM] = norm_of_weights(saved, names, communicator)
     if kinds:
         for kind, by_name in norms_of_state(saved, kinds, names, communicator).items():
