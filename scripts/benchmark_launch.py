@@ -25,7 +25,7 @@ from benchmark_tools import (
 )
 from rich.console import Console
 
-from trainer.launch.msrun import pick_free
+from trainer.launch.msrun import pick_free_port
 from trainer.monitors.jsonl import read_metrics_records
 
 MANY, FEW = 8, 2
@@ -53,8 +53,8 @@ def bare_start_seconds(workers: int) -> float:
         (folder / "python").chmod(0o755)
         began = time.time()
         run_process([sys.executable, "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}",
-                     f"--local_worker_num={workers}", f"--master_port={pick_free()}", f"--log_dir={folder / 'logs'}",
-                     "--join=True", folder / "minimal.py", folder / "done-"],
+                     f"--local_worker_num={workers}", f"--master_port={pick_free_port()}",
+                     f"--log_dir={folder / 'logs'}", "--join=True", folder / "minimal.py", folder / "done-"],
                     {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
         return float((folder / "done-0").read_text()) - began
 

@@ -15,15 +15,15 @@ from fuzz import Attempt, check
 
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.errors import UserError
-from trainer.launch.control.messages import Message, failed, parse
+from trainer.launch.control.messages import NodeMessage, failure_message, parse
 from trainer.launch.control.signed import ControlListener, SignedChannel
 from trainer.launch.wire import Channel
 
 _SECRET = b"s" * 32
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 _RIGHT = (
-    Message(kind="hello", node=1, worker_num=8), Message(kind="welcome", lines=[""]), Message(kind="beat"),
-    Message(kind="done"), failed(1, ["a line", "\x1b[2J"]),
+    NodeMessage(kind="hello", node=1, worker_num=8), NodeMessage(kind="welcome", lines=[""]), NodeMessage(kind="beat"),
+    NodeMessage(kind="done"), failure_message(1, ["a line", "\x1b[2J"]),
 )  # fmt: skip
 
 
@@ -137,7 +137,7 @@ def _messages(folder: Path) -> Attempt:
         if message is None:
             raise UserError("refused", fix="none")
         read = json.loads(data)
-        check(set(read) <= set(Message.model_fields), f"{data!r:.300}")
+        check(set(read) <= set(NodeMessage.model_fields), f"{data!r:.300}")
         lines = message.lines
         check(not any(_CONTROL.search(line) for line in lines), "control characters in a line")
         check(len(lines) <= 100 and all(len(line) < 20_000 for line in lines), "lines without a bound")

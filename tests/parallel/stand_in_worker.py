@@ -43,14 +43,14 @@ def act(action: str, step: int) -> None:
         print("something bad happened", file=sys.stderr, flush=True)
         os._exit(int(value))
     elif name == "first":  # fails in the first start of the job alone
-        if not heartbeat.restarted():
+        if not heartbeat.restart_info():
             os._exit(int(value))
     elif name == "raise":
         raise ValueError("something bad happened")
     elif name == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     elif name == "announce":  # it fails, but its process takes its time to end
-        heartbeat.failed(int(value))
+        heartbeat.announce_failure(int(value))
         time.sleep(30)
     elif name == "deaf":
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -232,7 +232,7 @@ def test_a_rank_that_holds_the_others_up_is_named_once(tmp_path: Path) -> None:
     assert job.end() == 0
     lines = [line for line in job.errors.splitlines() if line.startswith("rank 1 ")]
     text = f"rank 1 was stopped by a signal (SIGSTOP or the like, process {stopped.pid}); the others wait."
-    assert lines == [text, "rank 1 gets on."]
+    assert lines == [text, "rank 1 is making progress again."]
 
 
 def test_a_stopped_agent_is_woken_to_report_the_end(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_a_hang_is_found_and_shown(tmp_path: Path) -> None:
     assert job.end() == EXIT_HANG
     assert time.monotonic() - began < LIMIT_SECONDS + 2
     assert "no step was finished for 2 s (--hang_timeout)." in job.errors
-    assert "\nrank 0 has done step 3, others 4; nothing moves any more.\n" in f"\n{job.errors}"
+    assert "\nrank 0 is stuck after step 3; other ranks finished step 4 and are waiting.\n" in f"\n{job.errors}"
     for rank in range(2):
         assert "in wait_for_ever" in job.log(rank) and "most recent call first" in job.log(rank)
 

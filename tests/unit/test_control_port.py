@@ -17,12 +17,12 @@ import pytest
 from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
-from trainer.launch.control.messages import Message, failed, parse
-from trainer.launch.control.nodes import Hub, Spoke, connect_nodes
+from trainer.launch.control.messages import NodeMessage, failure_message, parse
+from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.control.signed import SignedChannel, _Caller
 from trainer.launch.job import job_files
-from trainer.launch.msrun import pick_free
+from trainer.launch.msrun import pick_free_port
 from trainer.launch.terminal import printable
 
 SECRET = "a secret for tests alone"
@@ -37,23 +37,23 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def options() -> LaunchOptions:
     """Returns the options of node 0 of two."""
-    return LaunchOptions(worker_num=4, local_worker_num=2, master_port=pick_free("127.0.0.1"))
+    return LaunchOptions(worker_num=4, local_worker_num=2, master_port=pick_free_port("127.0.0.1"))
 
 
 @pytest.fixture
-def hub(options: LaunchOptions, tmp_path: Path) -> Iterator[Hub]:
+def hub(options: LaunchOptions, tmp_path: Path) -> Iterator[NodeServer]:
     made = connect_nodes(options, tmp_path)
     yield made
     made.close()
 
 
-def spoke(options: LaunchOptions, folder: Path, attempt: int = 0) -> Spoke:
+def spoke(options: LaunchOptions, folder: Path, attempt: int = 0) -> NodeClient:
     return connect_nodes(replace(options, node_rank=1), folder, attempt)
 
 
-def talk(*nodes: Hub | Spoke, until: str, now: float | None = None) -> list[Message]:
+def talk(*nodes: NodeServer | NodeClient, until: str, now: float | None = None) -> list[NodeMessage]:
     """Polls the nodes until one of them says `until`; all events."""
-    events: list[Message] = []
+    events: list[NodeMessage] = []
     deadline = time.monotonic() + 20
     while not any(until in line for event in events for line in (*event.lines, event.kind)):
         assert time.monotonic() < deadline, events
@@ -63,21 +63,23 @@ def talk(*nodes: Hub | Spoke, until: str, now: float | None = None) -> list[Mess
     return events
 
 
-def test_nodes_that_know_the_secret_understand_each_other(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+def test_nodes_that_know_the_secret_understand_each_other(
+    hub: NodeServer, options: LaunchOptions, tmp_path: Path
+) -> None:
     other = spoke(options, tmp_path)
     talk(hub, other, until="connected to the launcher of node 0")
     assert hub.connected
     while not other.connected:
         talk(other, until="the launchers of all 2 nodes are connected")
-    other.stop(signal.SIGINT)
+    other.send_stop(signal.SIGINT)
     (event,) = (event for event in talk(hub, until="stop") if event.kind == "stop")
     assert (event.number, event.node) == (signal.SIGINT, 1)
-    hub.failed(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200])
+    hub.report_failure(7, ["\x1b[31mred\x1b[0m\x07 \u202eturned\x9b1m\ttab\r\n", "x" * 5000, *["more"] * 200])
     (event,) = (event for event in talk(other, until="failed") if event.kind == "failed")
     assert event.number == 7 and event.lines[0] == "red turned1m tab  " and event.lines[1] == "x" * 2000
     assert len(event.lines) == 100
-    other.failed(8, ["a consequence"])
-    other.stop(signal.SIGTERM)
+    other.report_failure(8, ["a consequence"])
+    other.send_stop(signal.SIGTERM)
     assert "failed" not in [event.kind for event in talk(hub, until="stop")]
     other.close()
 
@@ -96,7 +98,7 @@ def test_workers_start_once_all_nodes_are_connected(options: LaunchOptions, tmp_
             spoke.poll(time.monotonic())
     assert hub.connected
     later = time.monotonic() + 2
-    one.moved()  # a rank of node 1 gets on, while those of node 2 wait for it
+    one.report_progress()  # a rank of node 1 gets on, while those of node 2 wait for it
     for sender, receiver in ((one, hub), (hub, two)):
         sender.poll(later)
         assert talk(receiver, until="moved", now=later)[-1].kind == "moved"
@@ -105,7 +107,7 @@ def test_workers_start_once_all_nodes_are_connected(options: LaunchOptions, tmp_
         each.close()
 
 
-def test_it_listens_where_master_addr_points_and_nowhere_else(hub: Hub, options: LaunchOptions) -> None:
+def test_it_listens_where_master_addr_points_and_nowhere_else(hub: NodeServer, options: LaunchOptions) -> None:
     (listening,) = hub.sources
     assert listening.getsockname() == ("127.0.0.1", options.master_port + 1)
     with pytest.raises(OSError):  # the other addresses of this machine are free
@@ -113,15 +115,17 @@ def test_it_listens_where_master_addr_points_and_nowhere_else(hub: Hub, options:
 
 
 def test_a_name_that_other_machines_cannot_reach_is_told(options: LaunchOptions, tmp_path: Path) -> None:
-    named = connect_nodes(replace(options, master_addr="localhost", master_port=pick_free()), tmp_path)
+    named = connect_nodes(replace(options, master_addr="localhost", master_port=pick_free_port()), tmp_path)
     assert "note: localhost is" in talk(named, until="which other machines cannot reach")[0].lines[0]
     named.close()
 
 
-def test_a_node_that_starts_again_waits_for_node_0_to_do_so(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+def test_a_node_that_starts_again_waits_for_node_0_to_do_so(
+    hub: NodeServer, options: LaunchOptions, tmp_path: Path
+) -> None:
     other = spoke(options, tmp_path)
     talk(hub, other, until="connected to the launcher of node 0")
-    other.failed(7, ["rank 3 failed"])
+    other.report_failure(7, ["rank 3 failed"])
     talk(hub, until="failed")
     other.close()
     again = spoke(options, tmp_path, attempt=1)  # while the workers of node 0 still save
@@ -138,7 +142,7 @@ def test_a_node_that_starts_again_waits_for_node_0_to_do_so(hub: Hub, options: L
         each.close()
 
 
-def heard(hub: Hub, data: bytes, now: float) -> bytes:
+def heard(hub: NodeServer, data: bytes, now: float) -> bytes:
     """Returns the answer to a stranger that sends this."""
     with socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) as stranger:
         stranger.setblocking(False)
@@ -157,7 +161,7 @@ def heard(hub: Hub, data: bytes, now: float) -> bytes:
         raise AssertionError("it was not dropped")
 
 
-EVENTS: list[Message] = []
+EVENTS: list[NodeMessage] = []
 HELLO = b"run_trainer-2 " + b"0" * 32 + b"\n"
 FORGED = b"0" * 64 + b' {"kind":"hello","node":1,"worker_num":4,"attempt":0}\n'
 
@@ -177,7 +181,9 @@ FORGED = b"0" * 64 + b' {"kind":"hello","node":1,"worker_num":4,"attempt":0}\n'
     ],
     ids=["brackets", "one long line", "a browser", "messages of old", "forged", "unsigned", "empty", "twice", "bytes"],
 )
-def test_a_stranger_is_dropped_and_named_once(hub: Hub, options: LaunchOptions, tmp_path: Path, data: bytes) -> None:
+def test_a_stranger_is_dropped_and_named_once(
+    hub: NodeServer, options: LaunchOptions, tmp_path: Path, data: bytes
+) -> None:
     EVENTS.clear()
     for _ in range(3):
         answer = heard(hub, data, time.monotonic())
@@ -190,7 +196,7 @@ def test_a_stranger_is_dropped_and_named_once(hub: Hub, options: LaunchOptions, 
     other.close()
 
 
-def test_who_says_nothing_is_dropped_after_some_seconds(hub: Hub) -> None:
+def test_who_says_nothing_is_dropped_after_some_seconds(hub: NodeServer) -> None:
     EVENTS.clear()
     now = time.monotonic()
     with socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) as silent:
@@ -200,7 +206,7 @@ def test_who_says_nothing_is_dropped_after_some_seconds(hub: Hub) -> None:
         assert silent.recv(1 << 10).startswith(b"run_trainer-2 ") and not silent.recv(1 << 10)
 
 
-def test_of_very_many_callers_the_last_are_kept(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+def test_of_very_many_callers_the_last_are_kept(hub: NodeServer, options: LaunchOptions, tmp_path: Path) -> None:
     callers = [socket.create_connection(("127.0.0.1", hub.options.master_port + 1)) for _ in range(150)]
     other = spoke(options, tmp_path)
     talk(hub, other, until="connected to the launcher of node 0")
@@ -210,7 +216,7 @@ def test_of_very_many_callers_the_last_are_kept(hub: Hub, options: LaunchOptions
     other.close()
 
 
-def test_a_flood_from_one_address_keeps_no_other_one_out(hub: Hub, options: LaunchOptions) -> None:
+def test_a_flood_from_one_address_keeps_no_other_one_out(hub: NodeServer, options: LaunchOptions) -> None:
     """A node's first words may take a while. Those who flood even send a nonce, as a node does."""
     port = options.master_port + 1
     callers = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
@@ -222,7 +228,7 @@ def test_a_flood_from_one_address_keeps_no_other_one_out(hub: Hub, options: Laun
         hub.poll(time.monotonic())
     assert len(hub.sources) == 65
     channel = SignedChannel(slow, SECRET.encode(), called=False)
-    channel.send(Message(kind="hello", node=1, worker_num=4))
+    channel.send(NodeMessage(kind="hello", node=1, worker_num=4))
     while not hub.connected:
         assert not channel.closed
         hub.poll(time.monotonic())
@@ -238,7 +244,7 @@ def test_networks_of_callers(tmp_path: Path) -> None:
     assert networks == ["10.0.0.1", "fe80::/64", "2001:db8::/64", "2001:db8::/64"]
 
 
-def test_a_lack_of_file_descriptors_is_no_failure(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+def test_a_lack_of_file_descriptors_is_no_failure(hub: NodeServer, options: LaunchOptions, tmp_path: Path) -> None:
     callers = [socket.create_connection(("127.0.0.1", options.master_port + 1)) for _ in range(40)]
     other = spoke(options, tmp_path)
     other.poll(time.monotonic())
@@ -255,7 +261,7 @@ def test_a_lack_of_file_descriptors_is_no_failure(hub: Hub, options: LaunchOptio
         each.close()
 
 
-def test_what_was_said_once_cannot_be_said_again(hub: Hub, options: LaunchOptions, tmp_path: Path) -> None:
+def test_what_was_said_once_cannot_be_said_again(hub: NodeServer, options: LaunchOptions, tmp_path: Path) -> None:
     """All that a node sent, recorded on its way, is worth nothing on another connection, nor on its own."""
     recorded = b""
     with socket.create_server(("127.0.0.1", 0)) as between:
@@ -286,11 +292,11 @@ def received(connection: socket.socket) -> bytes:
 
 
 def test_another_secret_is_not_taken(
-    hub: Hub, options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: NodeServer, options: LaunchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", SECRET + "!")
     other = spoke(options, tmp_path)
-    here, other.address = other.address, ("127.0.0.1", pick_free("127.0.0.1"))
+    here, other.address = other.address, ("127.0.0.1", pick_free_port("127.0.0.1"))
     other.began -= 60
     assert "does not answer" in talk(other, until="waiting for node 0")[-1].lines[0]
     other.address = here
@@ -326,7 +332,7 @@ def test_no_other_shape_is_a_message(message: object) -> None:
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
-    message = failed(137, ["größe", "\\ud800 and 漢字"])
+    message = failure_message(137, ["größe", "\\ud800 and 漢字"])
     assert parse(message.model_dump_json(exclude_defaults=True).encode()) == message
     assert parse(b"[" * 200_000) is None and parse(b'{"kind": 1e999}') is None and parse(b"\xff") is None
 

@@ -19,21 +19,21 @@ from trainer.errors import EXIT_HANG, RunError, UserError
 from trainer.launch import heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.job import (
-    End,
+    ProcessExit,
     decide_outcome,
-    how,
+    describe_exit_code,
+    failure_lines,
     job_files,
     new_state,
-    prepare,
-    read_state,
-    report,
+    prepare_folder,
+    read_job_state,
     shell_code,
-    write_state,
+    write_job_state,
 )
-from trainer.launch.msrun import listen_error, pick_free
+from trainer.launch.msrun import listen_error, pick_free_port
 from trainer.launch.pool import WorkerHandle, WorkerPool
-from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, share_of_cores
-from trainer.launch.terminal import Follower, PlainText, last_lines, tail_file
+from trainer.launch.processes import Identity, catches, identity, is_alive, send_signal, worker_cores
+from trainer.launch.terminal import LogTail, PlainText, last_lines, tail_file
 from trainer.launch.wire import Channel, Lines, ListeningSocket
 
 CHATTER = (
@@ -51,18 +51,18 @@ def test_a_port_in_use_is_not_free() -> None:
         port = other.getsockname()[1]
         assert listen_error("127.0.0.1", port) == listen_error("", port) == errno.EADDRINUSE
     assert listen_error("127.0.0.1", port) == 0
-    assert listen_error("192.0.2.1", pick_free()) == errno.EADDRNOTAVAIL  # an address for documentation is nobody's
+    assert listen_error("192.0.2.1", pick_free_port()) == errno.EADDRNOTAVAIL  # an address for documentation
 
 
 def test_picked_ports_are_free_and_differ() -> None:
-    ports = {pick_free("127.0.0.1") for _ in range(20)}
+    ports = {pick_free_port("127.0.0.1") for _ in range(20)}
     assert len(ports) > 15 and all(not listen_error("", port) and 20_000 <= port for port in ports)
 
 
 def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.launch.msrun.listen_error", lambda host, port: errno.EADDRINUSE)
     with pytest.raises(RunError, match="no free port"):
-        pick_free()
+        pick_free_port()
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_whether_a_signal_has_a_handler() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 3, 5, 8, 16])
 def test_shares_of_cores_are_fair(count: int, workers: int) -> None:
     cores = [3 * core for core in range(count)]
-    shares = [share_of_cores(cores, place, workers) for place in range(workers)]
+    shares = [worker_cores(cores, place, workers) for place in range(workers)]
     used = [sum(core in share for share in shares) for core in cores]
     assert max(used) - min(used) <= (0 if workers <= count else 1)
     sizes = {len(share) for share in shares}
@@ -186,10 +186,10 @@ def test_what_not_even_sigkill_ends_is_left_behind(tmp_path: Path) -> None:
     pool, agents = pool_of(tmp_path, 2)
     agents[0].send({"ended": 0, "at_seconds": time.monotonic()})
     pool.poll()
-    assert not pool.ended
+    assert not pool.has_ended
     pool.ending_since = time.monotonic()
     pool.give_up()
-    assert pool.ended and pool.workers[1].end.by_launcher
+    assert pool.has_ended and pool.workers[1].end.by_launcher
     assert "does not react to SIGKILL" in pool.workers[1].end.why and pool.workers[0].end.exit_code == 0
     pool.listener.close()
 
@@ -199,7 +199,7 @@ def test_what_not_even_sigkill_ends_is_left_behind(tmp_path: Path) -> None:
 
 def test_a_log_is_followed_without_chatter(tmp_path: Path) -> None:
     log, terminal = tmp_path / "rank-0.log", io.BytesIO()
-    follower = Follower(tail_file(log), terminal)
+    follower = LogTail(tail_file(log), terminal)
     shown = b""
     for piece in (b"", b"one\n" + CHATTER[:30], CHATTER[30:] + b"tw", b"o\n[0/3]", b" x\n\rstep 1", b"\rstep 2\n"):
         with log.open("ab") as file:
@@ -213,7 +213,7 @@ def test_a_log_is_followed_without_chatter(tmp_path: Path) -> None:
 def test_following_ends_quietly_when_nobody_reads(tmp_path: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    follower = Follower(tail_file(tmp_path / "absent"), os.fdopen(writer, "wb", buffering=0))
+    follower = LogTail(tail_file(tmp_path / "absent"), os.fdopen(writer, "wb", buffering=0))
     assert follower.new_text() == b""
     follower.copy(b"x")
     assert follower.broken
@@ -229,8 +229,8 @@ def test_what_a_terminal_shows_in_the_end(piece: int) -> None:
     plain, text = PlainText(), b""
     for begin in range(0, len(drawn), piece):
         text += plain.feed(drawn[begin : begin + piece])
-    assert text + plain.end() == "bold text\nnote: ü\nstep 4\n".encode()
-    assert plain.end() == b""
+    assert text + plain.flush() == "bold text\nnote: ü\nstep 4\n".encode()
+    assert plain.flush() == b""
 
 
 def test_last_lines_are_the_telling_ones(tmp_path: Path) -> None:
@@ -248,18 +248,21 @@ def test_last_lines_are_the_telling_ones(tmp_path: Path) -> None:
 
 def test_exit_codes_in_words() -> None:
     assert (shell_code(-9), shell_code(7)) == (137, 7)
-    assert (how(137), how(7), how(255)) == ("ended by SIGKILL", "exit code 7", "exit code 255")
+    assert describe_exit_code(137) == "ended by SIGKILL"
+    assert describe_exit_code(7) == "exit code 7"
+    assert describe_exit_code(255) == "exit code 255"
 
 
 def test_the_first_failure_is_the_outcome() -> None:
-    ends = [End(0, 1, 3.0), End(1, 7, 2.0), End(2, 143, 2.5, by_launcher=True), End(3, 0, 1.0)]
+    by_launcher = ProcessExit(2, 143, 2.5, by_launcher=True)
+    ends = [ProcessExit(0, 1, 3.0), ProcessExit(1, 7, 2.0), by_launcher, ProcessExit(3, 0, 1.0)]
     outcome = decide_outcome(ends, None)
     assert outcome.exit_code == 7 and outcome.first is ends[1] and outcome.others == [ends[2], ends[0]]
-    text = "\n".join(report(outcome, None, 12))
+    text = "\n".join(failure_lines(outcome, None, 12))
     assert "rank 1 failed first: exit code 7, 12 s after" in text
     assert "rank 0 (exit code 1), rank 2 (ended by SIGTERM)" in text
     assert "signal" not in text
-    by_others = "\n".join(report(decide_outcome([End(0, 143, 3.0)], None), None, 12))
+    by_others = "\n".join(failure_lines(decide_outcome([ProcessExit(0, 143, 3.0)], None), None, 12))
     assert "No launcher sent that signal" in by_others
 
 
@@ -274,10 +277,10 @@ def test_the_first_failure_is_the_outcome() -> None:
 def test_a_heartbeat_that_mindspore_missed_is_told_in_plain_words(tmp_path: Path, said: str, whose: str) -> None:
     log = tmp_path / "scheduler.log"
     log.write_text(f"{said}\nmindspore/ccsrc/cluster/topology/meta_server_node.cc:554 UpdateTopoState\n")
-    lines = report(decide_outcome([End(None, 1, 3.0)], None), log, 135)
+    lines = failure_lines(decide_outcome([ProcessExit(None, 1, 3.0)], None), log, 135)
     assert lines[:2] == ["error: the scheduler failed first: exit code 1, 135 s after the start.", f"  Log: {log}"]
     assert lines[2].startswith(f"  MindSpore's scheduler got no heartbeat{whose} in time: the machine was suspended")
-    assert lines[3].startswith("  Fix: go on with --resume_training.") and len(lines) == 4
+    assert lines[3].startswith("  Fix: continue with --resume_training.") and len(lines) == 4
 
 
 @pytest.mark.parametrize(
@@ -293,12 +296,12 @@ def test_a_heartbeat_that_mindspore_missed_is_told_in_plain_words(tmp_path: Path
     ],
 )
 def test_exit_codes_of_jobs(codes: list[int], stopped_by: int | None, hang: str, expected: int) -> None:
-    ends = [End(rank, code, float(rank)) for rank, code in enumerate(codes)]
+    ends = [ProcessExit(rank, code, float(rank)) for rank, code in enumerate(codes)]
     assert decide_outcome(ends, stopped_by, hang).exit_code == expected
 
 
 def test_what_the_launcher_ended_did_not_fail_first() -> None:
-    ends = [End(0, 137, 1.0, by_launcher=True), End(1, 137, 2.0, by_launcher=True)]
+    ends = [ProcessExit(0, 137, 1.0, by_launcher=True), ProcessExit(1, 137, 2.0, by_launcher=True)]
     assert decide_outcome(ends, 2).exit_code == 130
     outcome = decide_outcome(ends, None)
     assert (outcome.exit_code, outcome.first) == (1, None)
@@ -312,49 +315,49 @@ def test_files_of_earlier_jobs_get_one_number(tmp_path: Path) -> None:
     for name in ("rank-0.log", "rank-5.log", "rank-1.4.log", "other.log", "job.2"):
         (tmp_path / name).touch()
     files.folder.mkdir()
-    prepare(files, range(2), whole_host=True)
+    prepare_folder(files, range(2), is_single_node=True)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["job", "job.2", "job.5", "other.log", "rank-0.5.log", "rank-1.4.log", "rank-5.5.log"]
 
 
 def test_nodes_that_share_a_folder_leave_each_others_files(tmp_path: Path) -> None:
     first, second = job_files(tmp_path, 0, 2), job_files(tmp_path, 1, 2)
-    prepare(first, range(0, 2), whole_host=False)
+    prepare_folder(first, range(0, 2), is_single_node=False)
     first.log(1).touch()
     second.log(2).touch()
-    prepare(second, range(2, 4), whole_host=False)
+    prepare_folder(second, range(2, 4), is_single_node=False)
     assert {path.name for path in tmp_path.iterdir()} == {"job-node-0", "job-node-1", "rank-1.log", "rank-2.1.log"}
 
 
 def test_state_is_written_and_read(tmp_path: Path) -> None:
     files = job_files(tmp_path, 0, 1)
-    assert read_state(files.folder) is None
-    prepare(files, range(2), whole_host=True)
+    assert read_job_state(files.folder) is None
+    prepare_folder(files, range(2), is_single_node=True)
     state = new_state(LaunchOptions(2, 2), files)
-    write_state(files, state)
-    assert read_state(files.folder) == state
+    write_job_state(files, state)
+    assert read_job_state(files.folder) == state
     heartbeat.beat_file(files.folder, 1).write_text("12   \n")
-    assert read_state(files.folder).workers[1].step == 12
+    assert read_job_state(files.folder).workers[1].step == 12
     with pytest.raises(UserError, match=f"a job is running with this folder .*{os.getpid()}"):
-        prepare(files, range(2), whole_host=True)
+        prepare_folder(files, range(2), is_single_node=True)
     written = (files.folder / "state.json").read_text()
     whole = json.loads(written)
     for name, value in (("launcher", ["x", 1]), ("launcher", [1]), ("workers", [[]]), ("workers", 1), ("began", "now")):
         (files.folder / "state.json").write_text(json.dumps({**whole, name: value}))
-        assert read_state(files.folder) is None, name
+        assert read_job_state(files.folder) is None, name
     for text in ("{", "[1]", "", "[" * 100_000, '{"workers":' * 10_000, "1e999"):
         (files.folder / "state.json").write_text(text)
-        assert read_state(files.folder) is None, text[:10]
+        assert read_job_state(files.folder) is None, text[:10]
     for pid in (-1, 0, 2**40, 2**70):
         (files.folder / "state.json").write_text(json.dumps({**whole, "launcher": [pid, 1.0]}))
-        found = read_state(files.folder)
+        found = read_job_state(files.folder)
         assert found is None or not is_alive(found.launcher), pid
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written"):
-        prepare(job_files(tmp_path / "file" / "logs", 0, 1), range(2), whole_host=True)
+        prepare_folder(job_files(tmp_path / "file" / "logs", 0, 1), range(2), is_single_node=True)
 
 
 def test_descendants_whose_parent_ends_during_the_look_are_killed_too():
@@ -389,7 +392,7 @@ from trainer.launch import heartbeat
 heartbeat.start()
 heartbeat.beat(7)
 if len(sys.argv) > 1:
-    heartbeat.failed(3)
+    heartbeat.announce_failure(3)
     os.kill(os.getpid(), signal.SIGUSR1)
 """
 

@@ -21,9 +21,9 @@ from trainer.launch import command, heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import Restart, worker_specs
 from trainer.launch.control.nodes import Nodes
-from trainer.launch.job import End, JobFiles, Outcome, RestartPlan, decide_outcome, job_files
-from trainer.launch.msrun import pick_free
-from trainer.launch.restart import continuation
+from trainer.launch.job import JobFiles, Outcome, ProcessExit, RestartPlan, decide_outcome, job_files
+from trainer.launch.msrun import pick_free_port
+from trainer.launch.restart import make_restart_plan
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import RunInfo
 from trainer.parallel.world import World
@@ -33,7 +33,7 @@ QUICKSTART = str(Path(__file__).resolve().parents[2] / "configs" / "quickstart.y
 
 
 def fails(rank: int | None, code: int = 137, progressed: bool = True) -> Outcome:
-    first = None if rank is None else End(rank, code, 1.0)
+    first = None if rank is None else ProcessExit(rank, code, 1.0)
     return Outcome(code, f"rank {rank} failed", first, progressed=progressed)
 
 
@@ -87,7 +87,8 @@ def test_a_job_that_fails_starts_again_from_its_newest_checkpoint(
         ([fails(1, 2)], 3, 2),  # bad input stays bad input
         ([fails(1), fails(0, 2)], 3, 2),
         ([Outcome(143, "stopped by SIGTERM")], 3, 143),
-        ([decide_outcome([End(0, 143, 1.0), End(1, 1, 2.0)], 15)], 3, 1),  # stopped, and a rank failed while saving
+        # Stopped, and a rank failed while saving.
+        ([decide_outcome([ProcessExit(0, 143, 1.0), ProcessExit(1, 1, 2.0)], 15)], 3, 1),
         ([decide_outcome([], 15, "no step was finished for 600 s")], 3, 124),
         ([Outcome(130, "stopped by SIGINT")], 3, 130),
         ([Outcome(124, "no step was finished for 600 s"), DONE], 1, 0),
@@ -112,7 +113,7 @@ def test_a_signal_that_comes_after_the_failure_ends_the_job(
     )
     try:
         code, starts = run(tmp_path, monkeypatch, [fails(1), DONE], max_restarts=3)
-        assert code == 137 and len(starts) == 1 and "was told to end" in capsys.readouterr().err
+        assert code == 137 and len(starts) == 1 and "was asked to stop" in capsys.readouterr().err
         assert signal.getsignal(number) is before
     finally:
         signal.signal(number, inherited)
@@ -120,7 +121,7 @@ def test_a_signal_that_comes_after_the_failure_ends_the_job(
 
 def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
     told: list[int] = []
-    nodes = types.SimpleNamespace(connected=False, poll=lambda now: [], stop=told.append)
+    nodes = types.SimpleNamespace(connected=False, poll=lambda now: [], send_stop=told.append)
     outcome = command._gather(nodes, deque([signal.SIGWINCH, signal.SIGINT]))
     assert outcome.exit_code == 130 and told == [signal.SIGINT]
 
@@ -128,12 +129,12 @@ def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
 def test_nodes_do_not_wait_long_for_a_lost_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RUN_TRAINER_SECRET", "a secret for tests alone")
     way = RestartPlan(tmp_path, lambda: "", lambda given, name: given, lambda given, name: None)
-    options = LaunchOptions(4, 2, master_port=pick_free("127.0.0.1"))
+    options = LaunchOptions(4, 2, master_port=pick_free_port("127.0.0.1"))
     for attempt, changes, seconds in ((0, {}, 7200), (1, {}, 600), (1, {"start_timeout": 30.5}, 31)):
         nodes = command._nodes(replace(options, **changes), way, attempt, "")
         assert not [event for event in nodes.poll(nodes.began + seconds - 1) if event.kind == "failed"]
         (event,) = (event for event in nodes.poll(nodes.began + seconds + 1) if event.kind == "failed")
-        assert event.lines == ["error: no launcher called from node 1."]
+        assert event.lines == ["error: node 1 did not connect."]
         nodes.close()
 
 
@@ -176,7 +177,7 @@ def test_a_batch_that_allows_no_fewer_ranks_ends_the_job(tmp_path: Path, monkeyp
 
 def job(tmp_path: Path, *words: str, plan_of: Callable[[Config, World], None] | None = None) -> RestartPlan:
     fits = plan_of or (lambda config, world: None)
-    return continuation(options_of(tmp_path, *words), config_of(tmp_path, *words), fits)
+    return make_restart_plan(options_of(tmp_path, *words), config_of(tmp_path, *words), fits)
 
 
 def options_of(tmp_path: Path, *words: str) -> LaunchOptions:
@@ -195,31 +196,31 @@ def save(folder: Path, step: int) -> str:
 def test_only_checkpoints_of_this_job_count(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     save(tmp_path, 70)
     way = job(tmp_path)
-    assert way.newest() == "" and way.resumed(options_of(tmp_path), "") == options_of(tmp_path)
+    assert way.find_newest() == "" and way.resume_from(options_of(tmp_path), "") == options_of(tmp_path)
     for step in (20, 10):
         name = save(tmp_path, step)
-        assert way.newest() == name
+        assert way.find_newest() == name
     weights = tmp_path / "checkpoints" / name / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    assert way.newest() == "step-00000020"
+    assert way.find_newest() == "step-00000020"
     assert f"{name} is left out: the checkpoint is damaged" in capsys.readouterr().err
     (tmp_path / "checkpoints").rename(tmp_path / "aside")
-    assert way.newest() == ""
+    assert way.find_newest() == ""
     save(tmp_path, 70)
-    assert way.newest() == "step-00000070"
+    assert way.find_newest() == "step-00000070"
     began = options_of(tmp_path, "--resume_training", "--ignore_data_skip", "True")
-    words = split_arguments(way.resumed(began, "step-00000070").arguments)
+    words = split_arguments(way.resume_from(began, "step-00000070").arguments)
     config = load_config(words.config, words.overrides)
     assert config.resume_training == "step-00000070" and config.ignore_data_skip is False
     assert config.load_checkpoint == str(tmp_path / "checkpoints")
 
 
 def test_scripts_and_evaluations_start_as_they_did(tmp_path: Path) -> None:
-    script = continuation(LaunchOptions(log_dir=tmp_path), None, lambda config, world: None)
+    script = make_restart_plan(LaunchOptions(log_dir=tmp_path), None, lambda config, world: None)
     evaluation = job(tmp_path, "--run_mode", "eval", "--load_checkpoint", str(tmp_path))
     save(tmp_path, 5)
     for way in (script, evaluation):
-        assert way.newest() == "" and way.fewer(LaunchOptions(), "") is None
+        assert way.find_newest() == "" and way.shrink(LaunchOptions(), "") is None
 
 
 @pytest.mark.parametrize(
@@ -236,7 +237,7 @@ def test_scripts_and_evaluations_start_as_they_did(tmp_path: Path) -> None:
     ],
 )
 def test_fewer_ranks_take_the_same_sequences(tmp_path: Path, words: list[str], ranks: int, changed: list[str]) -> None:
-    smaller = job(tmp_path, *words).fewer(options_of(tmp_path, *words), "")
+    smaller = job(tmp_path, *words).shrink(options_of(tmp_path, *words), "")
     assert smaller == replace(options_of(tmp_path, *words, *changed), worker_num=ranks, local_worker_num=ranks)
 
 
@@ -247,7 +248,7 @@ def test_a_smaller_job_must_have_a_plan(tmp_path: Path) -> None:
             raise UserError("does not fit")
 
     words = ["--gradient_accumulation_steps", "3"]
-    smaller = job(tmp_path, *words, plan_of=plan_of).fewer(options_of(tmp_path, *words), "step-00000007")
+    smaller = job(tmp_path, *words, plan_of=plan_of).shrink(options_of(tmp_path, *words), "step-00000007")
     assert smaller.worker_num == 1 and "--resume_training" not in smaller.arguments
 
 
@@ -257,11 +258,11 @@ def test_a_smaller_job_must_have_a_plan(tmp_path: Path) -> None:
 def test_a_restart_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.5}}\n' for step in range(1, 6)))
-    assert heartbeat.restarted() == {}
+    assert heartbeat.restart_info() == {}
     monkeypatch.setenv("RUN_TRAINER_RESTART", json.dumps(Restart(1, 3, "rank 1 failed: exit code 7", 2)._asdict()))
     for step in (3, 3):  # the second time the job fails before it has done a step
         monitor = JsonlMonitor(path)
-        monitor.on_start(RunInfo(tmp_path, 9, 9, start_step=step, restarted=heartbeat.restarted()))
+        monitor.on_start(RunInfo(tmp_path, 9, 9, start_step=step, restarted=heartbeat.restart_info()))
         monitor.close(None)
     records = [json.loads(line) for line in path.read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3, 3, 3]
@@ -270,4 +271,4 @@ def test_a_restart_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_metrics(path).curves.steps == [1, 2, 3]
     for nonsense in ("[1]", '{"x": 1}', json.dumps({**again, "number": "1"}), "[" * 90_000, ""):
         monkeypatch.setenv("RUN_TRAINER_RESTART", nonsense)
-        assert heartbeat.restarted() == {}
+        assert heartbeat.restart_info() == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.sweep.grid import points, step_folder_name
+from trainer.sweep.grid import points, folder_name
 from trainer.sweep.run import jobs_for
 
 
@@ -34,10 +34,10 @@ def test_values_are_those_of_yaml(listed, texts):
 
 
 def test_names_are_folders_without_quotes_and_stay_different():
-    assert step_folder_name("lr=1e-4,seed=2") == "lr=1e-4,seed=2"
+    assert folder_name("lr=1e-4,seed=2") == "lr=1e-4,seed=2"
     hostile = ["a=/etc", "a=..", "a=../..", "a='", "a=\n", "a=x y", "a=x\ty", "a=$(ls)"]
     hostile += ["a=" + "x" * 300, "a=" + "x" * 301]
-    names = [step_folder_name(name) for name in hostile]
+    names = [folder_name(name) for name in hostile]
     assert len(set(names)) == len(names) and all(len(name) <= 110 for name in names)
     assert not any(set(name) & set("/'\" \n\t$()\\*?") for name in names)
     keys = points(["optimizer.eps=1e-8", "runner_config.epochs=1", "train_dataset.seed=1", "seed=2"])

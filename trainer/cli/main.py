@@ -96,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except Exception:
         if is_ending():  # MindSpore makes an exception of its own of a signal's
             sys.exit(EXIT_SIGTERM)
-        heartbeat.failed(EXIT_RUN_FAILED)
+        heartbeat.announce_failure(EXIT_RUN_FAILED)
         raise
     if code not in (EXIT_OK, EXIT_SIGINT, EXIT_SIGTERM):
-        heartbeat.failed(code)
+        heartbeat.announce_failure(code)
     try:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end
@@ -178,11 +178,11 @@ def _no_such_command(name: str, commands: list[str]) -> UserError:
 
 
 def _dispatch_launch(command: Any, rest: list[str]) -> int:
-    from trainer.launch.arguments import HELP, read_options, read_positional, split_own
+    from trainer.launch.arguments import HELP, read_options, read_positional, split_options
 
     if rest[:1] == ["--positional"]:  # of scripts/msrun_launcher.sh
         return _run(command, [], read_positional(rest[1:], os.environ))
-    if "help" not in split_own(rest)[0]:
+    if "help" not in split_options(rest)[0]:
         return _run(command, [], read_options(rest))
     template = command.params[0]
     command.params += [_option(template, name, text, metavar) for name, (metavar, text) in HELP.items()]

@@ -48,7 +48,7 @@ def is_ending() -> bool:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     end_at_next_signal(EXIT_SIGTERM)
-    heartbeat.signalled(number)
+    heartbeat.announce_signal(number)
     print("stopped by SIGTERM", file=sys.stderr, flush=True)
     if _is_in_mindspore(frame):
         os._exit(EXIT_SIGTERM)
@@ -57,7 +57,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if _is_in_mindspore(frame):
-        heartbeat.signalled(number)
+        heartbeat.announce_signal(number)
         print("stopped by SIGINT", file=sys.stderr, flush=True)
         os._exit(EXIT_SIGINT)
     raise KeyboardInterrupt

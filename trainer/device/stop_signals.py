@@ -50,7 +50,7 @@ class StopSignals:
         now = time.monotonic()
         if now - self._remembered_at.setdefault(number, now) < _ECHO_SECONDS:
             self.received = self.received or signal.Signals(number)
-            heartbeat.signalled(self.received)
+            heartbeat.announce_signal(self.received)
             return
         before = self._before[number]
         signal.signal(number, before)

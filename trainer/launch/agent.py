@@ -14,11 +14,12 @@ import signal
 import socket
 import subprocess
 import time
+from typing import BinaryIO
 
 from trainer.launch.heartbeat import DUMP_SIGNAL
 from trainer.launch.processes import catches, kill_group, start_session
 from trainer.launch.terminal import WorkerTerminal
-from trainer.launch.wire import Channel, Message, scaled, wakeup_pipe
+from trainer.launch.wire import AgentMessage, Channel, scale_timeout, wakeup_pipe
 
 SOCKET_VARIABLE = "RUN_TRAINER_LAUNCHER"
 """Environment variable with the path of the launcher's socket."""
@@ -27,7 +28,7 @@ _GRACE_WITHOUT_LAUNCHER_SECONDS = 8.0
 _STARTED_TOO_LATE = 1
 
 
-def main() -> int:
+def run_agent() -> int:
     """Connects to the launcher, asks what to start, and serves until it is released. Returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # the launcher decides; a worker gets its own
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -46,29 +47,32 @@ def main() -> int:
 
 
 def _pass(number: int, frame: object) -> None:
-    """A handler, and not SIG_IGN, which the worker would inherit."""
+    """Ignores a signal; unlike SIG_IGN, the worker does not inherit a handler."""
 
 
 class _Agent:
-    """An agent of one worker, which it may not have started yet."""
+    """The agent of one worker, which may not have started yet."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.selector = selectors.DefaultSelector()
-        self.process: subprocess.Popen | None = None
+        self.process: subprocess.Popen | None = None  # while it runs
         self.terminal: WorkerTerminal | None = None
-        self.running = False
         self.released = False
         self.kill_at: float | None = None
 
     def serve(self) -> int:
+        """Handles messages of the launcher until it releases the agent; returns the exit code."""
         awake, wake = wakeup_pipe()
         signal.signal(signal.SIGCHLD, _pass)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         self.selector.register(awake, selectors.EVENT_READ)
         self.selector.register(self.channel, selectors.EVENT_READ)
         while not self.released:
-            self.selector.select(timeout=1.0 if self.kill_at is None else 0.1)
+            timeout = 1.0
+            if self.kill_at is not None:
+                timeout = 0.1
+            self.selector.select(timeout)
             with contextlib.suppress(BlockingIOError):
                 os.read(awake, 1 << 12)
             for message in self.channel.receive():
@@ -77,31 +81,35 @@ class _Agent:
                 self.close_terminal()
             if self.channel.closed:  # the launcher is gone
                 shutil.rmtree(os.path.dirname(os.environ[SOCKET_VARIABLE]), ignore_errors=True)
-                if not self.running:
+                if self.process is None:
                     return _STARTED_TOO_LATE
                 if self.kill_at is None:
                     self.selector.unregister(self.channel)
                     self.process.send_signal(signal.SIGTERM)
-                    self.kill_at = time.monotonic() + scaled(_GRACE_WITHOUT_LAUNCHER_SECONDS)
-            if self.running:
-                self.check_worker()
+                    self.kill_at = time.monotonic() + scale_timeout(_GRACE_WITHOUT_LAUNCHER_SECONDS)
+            if self.process is not None:
+                self.check_worker(self.process)
         return 0
 
-    def handle(self, message: Message) -> None:
+    def handle(self, message: AgentMessage) -> None:
+        """Does what a message of the launcher says; one for a worker that does not run is ignored."""
+        process = self.process
         if "start" in message:
             self.start(message["start"])
         elif "size" in message and self.terminal is not None:
             self.terminal.resize(message["size"])
-        elif "signal" in message and self.running:
-            self.process.send_signal(message["signal"])
-        elif "dump" in message and self.running and catches(self.process.pid, DUMP_SIGNAL):
-            self.process.send_signal(DUMP_SIGNAL)
-        elif "kill" in message and self.running:
-            kill_group(self.process.pid)
         elif "release" in message:
             self.released = True
+        elif process is None:
+            return
+        elif "signal" in message:
+            process.send_signal(message["signal"])
+        elif "dump" in message and catches(process.pid, DUMP_SIGNAL):
+            process.send_signal(DUMP_SIGNAL)
+        elif "kill" in message:
+            kill_group(process.pid)
 
-    def start(self, spec: Message) -> None:
+    def start(self, spec: AgentMessage) -> None:
         """Starts the worker as the leader of its own session, on its cores, with its output in its log."""
         if spec["cores"] and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, spec["cores"])
@@ -112,15 +120,13 @@ class _Agent:
             log = open(spec["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it
             if spec.get("terminal"):
                 self.terminal = WorkerTerminal(log, spec["terminal"]["pipe"], spec["terminal"]["size"])
-            if self.terminal is None:
-                output = log
-            else:
+            output: BinaryIO | int = log
+            if self.terminal is not None:
                 output = self.terminal.slave
             self.process = start_session(spec["command"], environment, output)
         except OSError as error:
             self.channel.send({"ended": 127, "at_seconds": time.monotonic(), "why": str(error)})
             return
-        self.running = True
         if self.terminal is None:
             log.close()
         else:
@@ -129,20 +135,21 @@ class _Agent:
         self.channel.send({"started": self.process.pid})
 
     def close_terminal(self) -> None:
+        """Closes the worker's terminal, if it has one."""
         if self.terminal is not None:
             self.selector.unregister(self.terminal.master)
             self.terminal.close()
             self.terminal = None
 
-    def check_worker(self) -> None:
-        """Reports the worker's end, once; processes that it started end with it."""
+    def check_worker(self, process: subprocess.Popen) -> None:
+        """Reports the worker's exit, once, and kills the processes that it started."""
         if self.kill_at is not None and time.monotonic() > self.kill_at:
-            kill_group(self.process.pid)
-        # Its number is still its own while it is not reaped, and so is that of its group.
-        if os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+            kill_group(process.pid)
+        # Until it is reaped, the system gives its number, and that of its group, to no other process.
+        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
             return
         at_seconds = time.monotonic()
-        kill_group(self.process.pid)
-        self.running = False
+        kill_group(process.pid)
+        self.process = None
         self.close_terminal()
-        self.channel.send({"ended": self.process.wait(), "at_seconds": at_seconds})
+        self.channel.send({"ended": process.wait(), "at_seconds": at_seconds})

@@ -29,15 +29,15 @@ START_SECONDS = 7200.0
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A job as its user wants it. `_OPTIONS` below describes most fields.
+    """The options of a job. `_OPTIONS` below describes most fields.
 
     Attributes:
-        master_port: None: a free one is picked, or `SHARED_PORT` with several nodes.
-        start_timeout: None: `START_SECONDS`, or no limit for a script, which may not report its steps.
-        force: Whether to start even where the estimate says that memory is too small.
-        script: What every worker runs: a Python file; None: this trainer.
-        arguments: Those of the script.
-        devices: Numbers of the devices that are left, where ranks were lost for good; empty: all of the host.
+        master_port: None picks a free port, or `SHARED_PORT` with several nodes.
+        start_timeout: None means `START_SECONDS`, or no limit for a script, which may not report its steps.
+        force: Whether to start even if the memory estimate exceeds what is available.
+        script: A Python file that every worker runs; None runs this trainer.
+        arguments: The arguments of the script.
+        devices: Numbers of the remaining devices, after ranks failed permanently; empty means all of the host.
     """
 
     worker_num: int = 8
@@ -59,11 +59,12 @@ class LaunchOptions:
 
     @property
     def nodes(self) -> int:
+        """Returns the number of nodes."""
         return max(1, self.worker_num // max(1, self.local_worker_num))
 
     @property
     def ranks(self) -> range:
-        """The ranks of this node, as msrun numbers them."""
+        """Returns the ranks of this node, as msrun numbers them."""
         first = 0
         if self.nodes > 1:
             first = self.node_rank * self.local_worker_num
@@ -71,12 +72,13 @@ class LaunchOptions:
 
     @property
     def needs_msrun(self) -> bool:
-        """One worker of this trainer needs no scheduler and no cluster."""
+        """Returns whether msrun starts the workers; a single worker of this trainer needs no scheduler."""
         return self.worker_num > 1 or self.script is not None
 
     @property
     def start_limit(self) -> float:
-        """Seconds from the start to the first finished step that count as a hang; 0: none do."""
+        """Returns the seconds from the start to the first finished step after which the job counts as hung; 0 means
+        never."""
         if self.start_timeout is not None:
             return self.start_timeout
         if self.script is None:
@@ -85,6 +87,7 @@ class LaunchOptions:
 
     @property
     def script_name(self) -> str:
+        """Returns the file name of the program that the workers run."""
         if self.script is None:
             return PROGRAM.name
         return self.script.name
@@ -93,19 +96,20 @@ class LaunchOptions:
 DEVICES_VARIABLE = "ASCEND_RT_VISIBLE_DEVICES"
 """Environment variable with the numbers of the devices that the ranks of this host may use."""
 
-_PEERS_PROGRAM = "run_mindformer.py"
+_MINDFORMERS_PROGRAM = "run_mindformer.py"
 
 
 def find_script(name: str) -> Path | None:
-    """A Python file by its path from the working directory, or else from the repository; None for this trainer.
+    """Returns a Python file by its path from the working directory, or else from the repository; None for this trainer.
 
-    MindSpore Transformers' program is this trainer, which takes its flags and files; a line on stderr says so.
+    MindSpore Transformers' program is replaced by this trainer, which takes its flags and files; a line on stderr says
+    so.
     """
-    given = user_path(name, "launch", "script")
-    if given.name == _PEERS_PROGRAM:
+    script = user_path(name, "launch", "script")
+    if script.name == _MINDFORMERS_PROGRAM:
         print(f"note: {name} is taken as {PROGRAM.name}, which has its flags and reads its files", file=sys.stderr)
         return None
-    for path in (given, REPOSITORY / given):
+    for path in (script, REPOSITORY / script):
         if path.is_file():
             if path.resolve() == PROGRAM:
                 return None
@@ -119,16 +123,15 @@ def find_script(name: str) -> Path | None:
 
 
 def visible_devices() -> tuple[int, ...]:
-    """The devices of `DEVICES_VARIABLE`; empty where it is not set.
+    """Returns the device numbers of `DEVICES_VARIABLE`; empty if it is not set.
 
     Raises:
         UserError: It is no list of numbers.
     """
     text = os.environ.get(DEVICES_VARIABLE, "")
+    words = []
     if text.strip():
         words = [word.strip() for word in text.split(",")]
-    else:
-        words = []
     if not all(word.isascii() and word.isdecimal() for word in words):
         rule = "must be numbers with commas between them, where a rank that is lost is left out"
         raise UserError(rule, key=DEVICES_VARIABLE, value=text, fix="write 0,1,2,3 for the range 0-3")
@@ -165,8 +168,8 @@ class _Option(NamedTuple):
 
     Attributes:
         metavar: The placeholder of its value in the help.
-        read: Takes where the option stands, for an error, and its string.
-        field: In `LaunchOptions`; empty: of the same name as the option.
+        read: Parses its string; the first argument names the option in an error.
+        field: Its field in `LaunchOptions`; empty if it has the name of the option.
     """
 
     metavar: str
@@ -199,7 +202,7 @@ _OPTIONS: Mapping[str, _Option] = {
         "SECONDS", "End the job when no step was finished for so long; default 600, 0: never.", _seconds
     ),
     "max_restarts": _Option(
-        "INT", "How often a job that fails starts again, from its newest checkpoint; default 0.", _integer
+        "INT", "Most restarts of a failed job, from its newest checkpoint; default 0.", _integer
     ),
     "script": _Option("FILE", "A Python file to run instead of run_trainer.py.", lambda where, name: find_script(name)),
 }
@@ -209,14 +212,14 @@ HELP: Mapping[str, tuple[str, str]] = {name: (option.metavar, option.help) for n
 
 
 def read_options(argv: Sequence[str]) -> LaunchOptions:
-    """Takes the options of `launch` out of a command line; everything else is the workers', unchanged.
+    """Takes the options of `launch` out of a command line; all other arguments are for the workers, unchanged.
 
     Raises:
         UserError: An option without a value, or with one that cannot be one.
     """
-    own, arguments = split_own(argv)
-    options = _with_values(LaunchOptions(arguments=tuple(arguments)), own, shown="flag --")
-    if "log_dir" in own or options.script is not None:
+    strings, arguments = split_options(argv)
+    options = _with_values(LaunchOptions(arguments=tuple(arguments)), strings, prefix="flag --")
+    if "log_dir" in strings or options.script is not None:
         return options
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--output_dir", "--output-dir", nargs="?")
@@ -226,40 +229,36 @@ def read_options(argv: Sequence[str]) -> LaunchOptions:
     return options
 
 
-def split_own(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of `launch` by name, and all other arguments in their order."""
-    own: dict[str, str] = {}
+def split_options(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the options of `launch` by name, and all other arguments in their order."""
+    strings: dict[str, str] = {}
     others: list[str] = []
     tokens = list(argv)
     while tokens:
         token = tokens.pop(0)
-        if token.startswith("--"):
-            name, equals, string = token[2:].partition("=")
-        else:
-            name = ""
-            equals = ""
-            string = ""
-        name = name.replace("-", "_")
+        flag, equals, string = token.partition("=")
+        name = ""
+        if flag.startswith("--"):
+            name = flag[2:].replace("-", "_")
         if name == "worker_num":
             name = "nproc"
         if name in (*_SWITCHES, "help") and not equals:
-            own[name] = "True"
+            strings[name] = "True"
         elif name in _OPTIONS:
             if not equals and not tokens:
                 raise UserError("needs a value", where=f"flag {token}", fix=f"write {token} {_OPTIONS[name].metavar}")
-            if equals:
-                own[name] = string
-            else:
-                own[name] = tokens.pop(0)
+            if not equals:
+                string = tokens.pop(0)
+            strings[name] = string
         else:
             others.append(token)
-    return own, others
+    return strings, others
 
 
-def _with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str) -> LaunchOptions:
-    """Options with those that are given as strings; `shown` is what stands before a name in a message."""
+def _with_values(options: LaunchOptions, strings: Mapping[str, str], prefix: str) -> LaunchOptions:
+    """Returns options with values that are given as strings; `prefix` stands before a name in a message."""
     values = {
-        _OPTIONS[name].field or name: _OPTIONS[name].read(f"{shown}{name}", string)
+        _OPTIONS[name].field or name: _OPTIONS[name].read(f"{prefix}{name}", string)
         for name, string in strings.items()
         if name in _OPTIONS
     }
@@ -270,14 +269,14 @@ def _with_values(options: LaunchOptions, strings: Mapping[str, str], shown: str)
 
 
 def to_arguments(options: LaunchOptions) -> list[str]:
-    """The command line that `read_options` reads as these options."""
-    own = {name: getattr(options, option.field or name) for name, option in _OPTIONS.items()}
-    given = [f"--{name}={value}" for name, value in own.items() if value is not None]
-    return [*given, *(f"--{name}" for name in _SWITCHES if getattr(options, name)), *options.arguments]
+    """Returns the command line that `read_options` reads as these options."""
+    values = {name: getattr(options, option.field or name) for name, option in _OPTIONS.items()}
+    flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
+    return [*flags, *(f"--{name}" for name in _SWITCHES if getattr(options, name)), *options.arguments]
 
 
 def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> LaunchOptions:
-    """The options that msrun_launcher.sh was given as 1, 2, 6 or 9 arguments.
+    """Reads the 1, 2, 6 or 9 positional arguments of msrun_launcher.sh.
 
     Args:
         words: The script or command, then the values of `names` below.
@@ -308,10 +307,10 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
         )
     order, *strings = words
     script, arguments = split_order(order)
-    own, others = split_own(arguments)  # options that only this launcher has, such as --hang_timeout
+    flags, others = split_options(arguments)  # options that only this launcher has, such as --hang_timeout
     options = LaunchOptions(join=False, script=script, arguments=tuple(others))
-    options = _with_values(options, own, shown="flag --")
-    options = _with_values(options, dict(zip(names[len(words)], strings, strict=True)), shown="msrun_launcher.sh: ")
+    options = _with_values(options, flags, prefix="flag --")
+    options = _with_values(options, dict(zip(names[len(words)], strings, strict=True)), prefix="msrun_launcher.sh: ")
     suffix = environment.get("MF_LOG_SUFFIX", "")
     if suffix:
         options = replace(options, log_dir=options.log_dir.with_name(f"{options.log_dir.name}_{suffix}"))
@@ -319,7 +318,7 @@ def read_positional(words: Sequence[str], environment: Mapping[str, str]) -> Lau
 
 
 def split_order(order: str) -> tuple[Path | None, list[str]]:
-    """The Python file and the arguments of an EXECUTE_ORDER, which is quoted as for a shell, but never run by one."""
+    """Splits an EXECUTE_ORDER into its Python file and arguments; it is quoted as for a shell, but no shell runs it."""
     try:
         words = shlex.split(order)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Checks a job before any process of it starts: exit code 2 within a second.
+"""Checks a job before any process of it starts: an error ends it with exit code 2 within a second.
 
-Without them a worker that cannot start, a scheduler that cannot listen, or memory that runs out would show only minutes
-later, in one of many logs.
+Without these checks a worker that cannot start, a scheduler that cannot listen, or too little memory would show only
+minutes later, in one of many logs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions, visible_devices
 from trainer.launch.job import RestartPlan
 from trainer.launch.msrun import listen_error
-from trainer.launch.restart import continuation
+from trainer.launch.restart import make_restart_plan
 from trainer.parallel.world import World
 from trainer.plan.plan import Plan
 
@@ -35,14 +35,14 @@ _HOST_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Z
 def check_launch(
     options: LaunchOptions, plan_of: Callable[[Config, World], Plan], *, left_bytes: int | None = None
 ) -> RestartPlan:
-    """Checks the options of `launch` and msrun_launcher.sh on the machine of this node.
-
-    Returns:
-        How the job goes on where it fails.
+    """Checks the options of `launch` and msrun_launcher.sh on the machine of this node; returns how the job restarts.
 
     Args:
         plan_of: Plans what a worker will run, and tokenizes its text, which all workers then find in the cache.
-        left_bytes: Memory that is left on this host; None: look.
+        left_bytes: Memory that is available on this host; None asks the system.
+
+    Returns:
+        How the job goes on where it fails.
 
     Raises:
         UserError: The job could not run, or would need more memory than there is (`force` starts anyway).
@@ -54,7 +54,7 @@ def check_launch(
         fix = "write 7200 for two hours"
         raise _error("cluster_time_out", options.cluster_time_out, "must be at least 1 second", fix)
     _check_restarts(options)
-    addresses = _resolved(options.master_addr)
+    addresses = _resolve(options.master_addr)
     _check_port(options, addresses)
     try:  # permissions, file systems and quotas show only when something is written
         options.log_dir.mkdir(parents=True, exist_ok=True)
@@ -64,10 +64,10 @@ def check_launch(
         rule = f"cannot be written to ({error.strerror})"
         raise _error("log_dir", str(options.log_dir), rule, "give another --log_dir, or make room there") from None
     if options.script is not None:
-        return continuation(options, None, plan_of)
+        return make_restart_plan(options, None, plan_of)
     config, world = _work(options)
     _check_memory(options, plan_of(config, world), left_bytes)
-    return continuation(options, config, plan_of)
+    return make_restart_plan(options, config, plan_of)
 
 
 def _error(key: str, value: object, rule: str, fix: str) -> UserError:
@@ -90,10 +90,9 @@ def _check_counts(options: LaunchOptions) -> None:
         fix = f"set it to {' or '.join(map(str, sorted(near)))}, or change worker_num"
         raise _error("local_worker_num", local, rule, fix)
     if not 0 <= node < options.nodes:
-        several = f"the nodes are 0 to {options.nodes - 1}"
         rule = "with all workers on one node it is 0"
         if options.nodes > 1:
-            rule = several
+            rule = f"the nodes are 0 to {options.nodes - 1}"
         raise _error("node_rank", node, rule, "number the nodes from 0, or lower local_worker_num")
 
 
@@ -113,17 +112,21 @@ def _check_restarts(options: LaunchOptions) -> None:
     visible_devices()
 
 
-def _resolved(host: str) -> list[str]:
-    """Returns the addresses of a host, none of which means every address of a machine: that would open the ports to all
-    its networks."""
-    found = _addresses(host)
-    for string in found:
+def _resolve(host: str) -> list[str]:
+    """Returns the addresses of a host.
+
+    An address that means every address of a machine is refused: it would open the ports to all its networks.
+    """
+    addresses = _addresses(host)
+    for string in addresses:
         address = ipaddress.ip_address(string)
         address = getattr(address, "ipv4_mapped", None) or address
         if address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255":
-            rule = "is no address of one machine" + (f" ({address})" if str(address) != host else "")
+            rule = "is not the address of one machine"
+            if str(address) != host:
+                rule += f" ({address})"
             raise _error("master_addr", host, rule, "write the address at which the other nodes reach node 0")
-    return found
+    return addresses
 
 
 def _addresses(host: str) -> list[str]:
@@ -137,11 +140,11 @@ def _addresses(host: str) -> list[str]:
         fix = "write the name or the address of node 0 alone, such as 10.0.0.1; the port is master_port"
         raise _error(key, host, "is neither an IP address nor the name of a host", fix)
     try:
-        found = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(bare, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         rule = f"no such host is known ({getattr(error, 'strerror', None) or error})"
         raise _error(key, host, rule, "write its IP address, or make its name known to this machine") from None
-    return [str(entry[4][0]) for entry in found]
+    return [str(entry[4][0]) for entry in entries]
 
 
 def _check_port(options: LaunchOptions, addresses: list[str]) -> None:
@@ -183,7 +186,9 @@ def _work(options: LaunchOptions) -> tuple[Config, World]:
     if arguments.config is None:
         raise UserError("a run needs its YAML file", key="--config", fix="write --config configs/quickstart.yaml")
     config = load_config(arguments.config, arguments.overrides)
-    world = World(options.ranks.start, options.worker_num, 0, options.local_worker_num)
+    world = World(
+        rank=options.ranks.start, size=options.worker_num, local_rank=0, local_size=options.local_worker_num
+    )
     logs = Path(config.output_dir).expanduser() / "logs"
     if options.log_dir.expanduser().resolve() == logs.resolve():
         rule = "is where the run itself keeps its logs (output_dir/logs), under the same names"
@@ -195,18 +200,17 @@ def _check_memory(options: LaunchOptions, plan: Plan, left_bytes: int | None) ->
     if options.force or plan.device != "CPU":  # other devices have memory of their own
         return
     worker_bytes = plan.memory_bytes["total"]
-    left = left_bytes
     if left_bytes is None:
-        left = memory_left_bytes()
+        left_bytes = memory_left_bytes()
     workers = options.local_worker_num
-    if worker_bytes * workers <= left:
+    if worker_bytes * workers <= left_bytes:
         return
     rule = (
         f"{workers} workers on this host need about {workers * worker_bytes / _MIB:,.0f} MiB of memory"
         f" ({worker_bytes / _MIB:,.0f} MiB each, as `plan --ranks {options.worker_num}` shows),"
-        f" and {left / _MIB:,.0f} MiB are left"
+        f" and {left_bytes / _MIB:,.0f} MiB are left"
     )
-    fitting = left // worker_bytes
+    fitting = left_bytes // worker_bytes
     fewer = ""
     if fitting:
         fewer = f"start {fitting}, or spread them over more nodes; "

@@ -36,31 +36,31 @@ from trainer.launch.job import (
     Outcome,
     RestartPlan,
     WorkerState,
-    how,
+    describe_exit_code,
     job_files,
     lost_rank,
     may_restart,
     new_state,
-    prepare,
-    read_state,
+    prepare_folder,
+    read_job_state,
     refuse_running,
-    stopped,
-    write_state,
+    stopped_outcome,
+    write_job_state,
 )
 from trainer.launch.msrun import (
     ENCODING_VARIABLE,
     SCHEDULER,
-    pick_free,
+    pick_free_port,
     scratch_folder,
     socket_path,
     start_msrun,
     trainer_command,
 )
 from trainer.launch.pool import WorkerHandle, WorkerPool
-from trainer.launch.processes import adopt_orphans, is_alive, send_signal, share_of_cores
+from trainer.launch.processes import adopt_orphans, is_alive, send_signal, worker_cores
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
-from trainer.launch.terminal import Follower, Screen, output_of_pipe, tail_file, terminal_size
-from trainer.launch.wire import ListeningSocket, Message
+from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, terminal_size
+from trainer.launch.wire import AgentMessage, ListeningSocket
 
 _DETACHED_START_SECONDS = 20.0
 _GATHER_SECONDS = 600
@@ -74,7 +74,7 @@ _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST",
 
 
 class Restart(NamedTuple):
-    """How often and why a job has been started again, for its log and metrics."""
+    """The number of this restart and its reason, for the log and metrics of the job."""
 
     number: int = 0  # how often it has been started again
     most: int = 0
@@ -85,15 +85,15 @@ class Restart(NamedTuple):
 _FIRST_START = Restart()
 
 
-def launch(options: LaunchOptions, continuation: RestartPlan | None = None) -> int:
+def launch(options: LaunchOptions, restart_plan: RestartPlan | None = None) -> int:
     """Runs a job on this host and returns its exit code: that of the first worker that failed, or of the signal.
 
     Args:
-        continuation: That of `check_launch`; only a job on one node without restarts needs none.
+        restart_plan: The result of `check_launch`; only a job on one node without restarts needs none.
 
     Raises:
-        UserError: Bad input.
-        RunError: This host cannot run it.
+        UserError: An option or the configuration is wrong.
+        RunError: This host cannot run the job.
     """
     files = job_files(options.log_dir, options.node_rank, options.nodes)
     refuse_running(files)
@@ -103,62 +103,61 @@ def launch(options: LaunchOptions, continuation: RestartPlan | None = None) -> i
         return _detach(options, files)
     signals: deque[int] = deque()
     with collect_signals(signals):  # also those that arrive between two starts
-        code = _start_and_restart(options, files, continuation, signals)
+        code = _start_and_restart(options, files, restart_plan, signals)
     for number in (signal.SIGTERM, signal.SIGINT):  # a late one must not change the exit code
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
 def _start_and_restart(
-    options: LaunchOptions, files: JobFiles, continuation: RestartPlan | None, signals: deque[int]
+    options: LaunchOptions, files: JobFiles, restart_plan: RestartPlan | None, signals: deque[int]
 ) -> int:
-    """Runs the job until it ends well, is told to end, or fails once more than it may be started again."""
+    """Runs the job until it succeeds, is asked to stop, or has used up its restarts."""
     before: Outcome | None = None
     restart = _FIRST_START
     name = ""
     while True:
-        nodes = _nodes(options, continuation, restart.number, name)
+        nodes = _nodes(options, restart_plan, restart.number, name)
         try:
             outcome = None
             if restart.number:
                 outcome = _gather(nodes, signals)
             if outcome is None:
-                if continuation is None:
-                    attempt = options
-                else:
-                    attempt = continuation.resumed(options, nodes.resume)
+                attempt = options
+                if restart_plan is not None:
+                    attempt = restart_plan.resume_from(options, nodes.resume)
                 outcome = _supervise(attempt, files, nodes, restart, signals)
         finally:
             nodes.close()
-        if restart.number >= options.max_restarts or continuation is None or not may_restart(outcome):
+        if restart.number >= options.max_restarts or restart_plan is None or not may_restart(outcome):
             return outcome.exit_code
-        first_node = options.node_rank == 0
+        is_first_node = options.node_rank == 0
         name = ""
-        if first_node:
-            name = continuation.newest()
+        if is_first_node:
+            name = restart_plan.find_newest()
         lost = None
         if options.elastic:
             lost = lost_rank(before, outcome)
         if stop_signal(signals) is not None:
-            _tell("the job was told to end and does not start again")
+            _print_status("not restarting: the job was asked to stop")
             return outcome.exit_code
         if lost is not None:
-            smaller = continuation.fewer(options, name)
+            smaller = restart_plan.shrink(options, name)
             if smaller is None:
-                _tell(f"rank {lost} is taken for lost, and the batch allows no smaller number of ranks")
+                _print_status(f"rank {lost} failed twice; no smaller number of ranks keeps the global batch")
                 return outcome.exit_code
             options = replace(smaller, devices=_devices_without(options, lost))
-            _tell(f"rank {lost} is taken for lost: the job goes on with worker_num {options.worker_num}")
-        reason = f"{outcome.words}: {how(outcome.exit_code)}"
+            _print_status(f"rank {lost} failed twice; the job continues with --worker_num {options.worker_num}")
+        reason = f"{outcome.words}: {describe_exit_code(outcome.exit_code)}"
         restart = Restart(restart.number + 1, options.max_restarts, reason, options.worker_num)
         since = "the checkpoint that node 0 names"
-        if first_node:
+        if is_first_node:
             since = name or "where the job began"
-        _tell(f"restart {restart.number} of {restart.most}, from {since}")
+        _print_status(f"restart {restart.number} of {restart.most}, from {since}")
         before = outcome
 
 
-def _tell(line: str) -> None:
+def _print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
@@ -169,19 +168,22 @@ def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
 
 
 def _gather(nodes: Nodes, signals: deque[int]) -> Outcome | None:
-    """Waits before a restart until the workers of all nodes have ended and their launchers are connected again; an
-    outcome where that fails."""
+    """Waits before a restart until the workers of all nodes have ended and their launchers are connected again.
+
+    Returns None, or the outcome of the job if that fails.
+    """
     while not nodes.connected:
-        if (number := stop_signal(signals)) is not None:
-            nodes.stop(number)
-            return stopped(number)
+        number = stop_signal(signals)
+        if number is not None:
+            nodes.send_stop(number)
+            return stopped_outcome(number)
         for event in nodes.poll(time.monotonic()):
             for line in event.lines:
-                _tell(line)
+                _print_status(line)
             if event.kind == "failed":
                 return Outcome(event.number, "the launchers did not find each other again")
             if event.kind == "stop":
-                return stopped(event.number)
+                return stopped_outcome(event.number)
         time.sleep(_POLL_SECONDS)
     return None
 
@@ -190,11 +192,11 @@ def _supervise(
     options: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart, signals: deque[int]
 ) -> Outcome:
     if options.master_port is None:
-        options = replace(options, master_port=pick_free(options.master_addr))
-    prepare(files, options.ranks, whole_host=options.nodes == 1)
+        options = replace(options, master_port=pick_free_port(options.master_addr))
+    prepare_folder(files, options.ranks, is_single_node=options.nodes == 1)
     adopt_orphans()
     state = new_state(options, files, restart.number)
-    write_state(files, state)
+    write_job_state(files, state)
     specs = worker_specs(options, files, restart)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     with scratch_folder() as folder, socket.socket(socket.AF_UNIX) as listening:
@@ -204,7 +206,9 @@ def _supervise(
         screen = _screen(specs[options.ranks[0]], scratch)
         start = functools.partial(start_msrun, options, files, scratch)
         supervisor = Supervisor(options, pool, start, files, state, nodes, screen, signals)
-        count = f"{options.local_worker_num} worker{'s' if options.local_worker_num > 1 else ''}"
+        count = "1 worker"
+        if options.local_worker_num > 1:
+            count = f"{options.local_worker_num} workers"
         if options.nodes > 1:
             count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
         cores = len(os.sched_getaffinity(0))
@@ -212,56 +216,64 @@ def _supervise(
         return supervisor.run()
 
 
-def _nodes(options: LaunchOptions, continuation: RestartPlan | None, attempt: int, resume: str) -> Nodes:
+def _nodes(options: LaunchOptions, restart_plan: RestartPlan | None, attempt: int, resume: str) -> Nodes:
     if options.nodes == 1:
         return Nodes(resume=resume)
-    assert continuation is not None
+    assert restart_plan is not None
     if attempt:
         longest = min(_GATHER_SECONDS, options.start_limit or _GATHER_SECONDS, options.cluster_time_out)
         options = replace(options, cluster_time_out=math.ceil(longest))
-    return connect_nodes(options, continuation.shared, attempt, resume)
+    return connect_nodes(options, restart_plan.shared, attempt, resume)
 
 
-def _screen(followed: Message, scratch: Path) -> Screen:
-    """Shows the worker of this spec to the user; on a terminal, as if it were alone there."""
+def _screen(followed: AgentMessage, scratch: Path) -> Screen:
+    """Returns a screen that shows the worker of this spec to the user; on a terminal, as if it ran there alone."""
     if not sys.stdout.isatty():
-        return Screen(Follower(tail_file(Path(followed["log"])), sys.stdout.buffer))
+        return Screen(LogTail(tail_file(Path(followed["log"])), sys.stdout.buffer))
     pipe = scratch / "terminal"
     followed["terminal"] = {"pipe": str(pipe), "size": terminal_size()}
-    return Screen(Follower(output_of_pipe(pipe), sys.stdout.buffer), drawn=True)
+    return Screen(LogTail(tail_pipe(pipe), sys.stdout.buffer), drawn=True)
 
 
 def worker_specs(
     options: LaunchOptions, files: JobFiles, restart: Restart = _FIRST_START
-) -> dict[int | None, Message]:
-    """Returns what each agent starts, by rank: command, environment, cores and log; the scheduler's under None."""
+) -> dict[int | None, AgentMessage]:
+    """Returns what each agent starts, by rank: command, environment, cores and log. The scheduler's spec is under None.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    if options.script is None:
-        program = trainer_command()
-    else:
+    program = trainer_command()
+    if options.script is not None:
         program = [sys.executable, "-u", str(options.script)]
     # Variables that only msrun and the agents get.
-    without = [SOCKET_VARIABLE, SECRET_VARIABLE, *([ENCODING_VARIABLE] if ENCODING_VARIABLE not in os.environ else [])]
-    specs: dict[int | None, Message] = {}
+    without = [SOCKET_VARIABLE, SECRET_VARIABLE]
+    if ENCODING_VARIABLE not in os.environ:
+        without.append(ENCODING_VARIABLE)
+    without_for_workers = list(without)
+    if not options.needs_msrun:
+        without_for_workers += _CLUSTER_VARIABLES
+    specs: dict[int | None, AgentMessage] = {}
     for place, rank in enumerate(options.ranks):
-        own = share_of_cores(cores, place, options.local_worker_num)
+        local_cores = worker_cores(cores, place, options.local_worker_num)
+        environment = {
+            **_worker_environment(len(local_cores)),
+            JOB_VARIABLE: str(files.folder),
+            "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
+        }
+        if restart.number:
+            environment[RESTART_VARIABLE] = json.dumps(restart._asdict())
+        if options.devices:
+            environment[DEVICES_VARIABLE] = ",".join(map(str, options.devices))
         specs[rank] = {
             "command": [*program, *options.arguments],
-            "environment": {
-                **_own_environment(len(own)),
-                JOB_VARIABLE: str(files.folder),
-                "RUN_TRAINER_LOCAL_SIZE": str(options.local_worker_num),
-                **({RESTART_VARIABLE: json.dumps(restart._asdict())} if restart.number else {}),
-                **({DEVICES_VARIABLE: ",".join(map(str, options.devices))} if options.devices else {}),
-            },
-            "without": [*without, *(() if options.needs_msrun else _CLUSTER_VARIABLES)],
-            "cores": own,
+            "environment": environment,
+            "without": without_for_workers,
+            "cores": local_cores,
             "log": str(files.log(rank)),
         }
     if options.node_rank == 0 or options.nodes == 1:
         specs[None] = {
             "command": [sys.executable, "-c", SCHEDULER],
-            "environment": _own_environment(1),
+            "environment": _worker_environment(1),
             "without": without,
             "cores": cores,
             "log": str(files.log(None)),
@@ -269,24 +281,26 @@ def worker_specs(
     return specs
 
 
-def _own_environment(threads: int) -> dict[str, str]:
-    """Returns PATH and encoding as the user has them, at most so many threads, and a long wait for heartbeats.
+def _worker_environment(threads: int) -> dict[str, str]:
+    """Returns PATH and encoding of the user, at most `threads` threads, and a long wait for heartbeats.
 
-    By itself its scheduler ends a job whose machine was suspended for 30 s. Who is dead or hangs the launchers note
-    themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs ended with SIGSEGV.
+    By default MindSpore's scheduler ends a job whose machine was suspended for 30 s. The launchers detect dead and hung
+    workers themselves. Without heartbeats (MS_DISABLE_HEARTBEAT=1) one of eight jobs ended with SIGSEGV.
     """
     environment = {"PATH": os.environ.get("PATH", os.defpath)}
     environment[_HEARTBEAT] = os.environ.get(_HEARTBEAT, str(_HEARTBEAT_SECONDS))
     if ENCODING_VARIABLE in os.environ:
         environment[ENCODING_VARIABLE] = os.environ[ENCODING_VARIABLE]
     for name in _THREAD_VARIABLES:
-        wanted = os.environ.get(name, "")
-        environment[name] = str(min(threads, int(wanted)) if wanted.isdecimal() and int(wanted) else threads)
+        limit = os.environ.get(name, "")
+        environment[name] = str(threads)
+        if limit.isdecimal() and int(limit):
+            environment[name] = str(min(threads, int(limit)))
     return environment
 
 
 def _detach(options: LaunchOptions, files: JobFiles) -> int:
-    """Starts a launcher that outlives this process and its terminal, and says where to find it."""
+    """Starts a launcher that outlives this process and its terminal, and prints where to find it."""
     files.log_dir.mkdir(parents=True, exist_ok=True)
     output = files.log_dir / f"{files.folder.name}.launcher"
     with output.open("wb") as log:
@@ -299,7 +313,7 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
         )
     deadline = time.monotonic() + _DETACHED_START_SECONDS
     while time.monotonic() < deadline:
-        state = read_state(files.folder)
+        state = read_job_state(files.folder)
         if state is not None and state.launcher.pid == launcher.pid:
             print(f"job: {files.folder}")
             print(f"  run_trainer.py status {files.log_dir}    what it does")
@@ -313,7 +327,7 @@ def _detach(options: LaunchOptions, files: JobFiles) -> int:
 
 
 def find_job(folder: Path) -> tuple[Path, JobState]:
-    """Returns the job of a folder of logs, of the run that has this folder, or of a job's folder itself.
+    """Returns the job of a log folder, of an output_dir, or of a job's own folder.
 
     Raises:
         UserError: There is none.
@@ -321,25 +335,26 @@ def find_job(folder: Path) -> tuple[Path, JobState]:
     where = folder.expanduser().absolute()
     for logs in (where, where / LOG_FOLDER):
         for path in (logs, logs / "job", *sorted(logs.glob("job-node-*[0-9]"))):
-            state = read_state(path)
+            state = read_job_state(path)
             if state is not None:
                 return path, state
-    fix = "give the --output_dir or --log_dir of a launch"
-    raise UserError("there is no job in this folder", key="DIR", value=str(folder), fix=fix)
+    fix = "name the --output_dir or --log_dir of a launch"
+    raise UserError(f"{folder}: no job found", fix=fix)
 
 
 def status(folder: Path, as_json: bool = False) -> int:
-    """Prints what a job does or how it ended; exit code 0 while it runs and where it ended well, else 1."""
+    """Prints what a job does or how it ended; returns exit code 0 if it runs or ended well, else 1."""
     path, state = find_job(folder)
     lost = state.exit_code is None and not is_alive(state.launcher)
+    words = state.outcome or "runs"
     if lost:
         words = "lost: its launcher is gone, and its workers with it"
-    else:
-        words = state.outcome or "runs"
+    if state.exit_code is not None:
+        words += f", exit code {state.exit_code}"
     if as_json:
         print(json.dumps({**asdict(state), "running": state.exit_code is None and not lost, "lost": lost}, indent=1))
     else:
-        print(f"{path}: {words}" + (f", exit code {state.exit_code}" if state.exit_code is not None else ""))
+        print(f"{path}: {words}")
         until = state.ended or time.time()
         if state.restart:
             print(f"  restarts: {state.restart}")
@@ -352,7 +367,10 @@ def status(folder: Path, as_json: bool = False) -> int:
 
 
 def _worker_line(worker: WorkerState, lost: bool) -> str:
-    words = [f"rank {worker.rank}:", "lost" if lost and worker.state == "running" else worker.state]
+    state = worker.state
+    if lost and state == "running":
+        state = "lost"
+    words = [f"rank {worker.rank}:", state]
     if worker.pid is not None and worker.state == "running":
         words.append(f"(process {worker.pid})")
     if worker.exit_code is not None:
@@ -365,24 +383,27 @@ def _worker_line(worker: WorkerState, lost: bool) -> str:
 
 
 def stop(folder: Path, timeout_seconds: float = 600.0) -> int:
-    """Lets a job save and end as SIGTERM does, and waits for that.
+    """Stops a job with SIGTERM, upon which it saves a checkpoint, and waits for its end.
 
     Raises:
         RunError: It still runs after the time-out.
     """
     path, state = find_job(folder)
     if not send_signal(state.launcher, signal.SIGTERM):  # one that is alive may be starting the job again
-        print(f"{path}: does not run" + (f"; {state.outcome}" if state.outcome else ""))
+        print("; ".join(filter(None, [f"{path}: does not run", state.outcome])))
         return EXIT_OK
     deadline = time.monotonic() + timeout_seconds
     while is_alive(state.launcher):
         if time.monotonic() > deadline:
             raise RunError(
-                f"the job still runs {timeout_seconds:.0f} s after it was told to end",
+                f"the job is still running {timeout_seconds:.0f} s after it was asked to stop",
                 key=str(path),
-                fix="stop it once more: then it has some seconds left",
+                fix="run stop again: then the job ends within some seconds",
             )
         time.sleep(0.1)
-    ended = read_state(path)
-    print(f"{path}: {ended.outcome if ended and ended.outcome else 'ended'}")
+    last_state = read_job_state(path)
+    outcome = "ended"
+    if last_state is not None and last_state.outcome:
+        outcome = last_state.outcome
+    print(f"{path}: {outcome}")
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""What a worker tells its launcher, through files, which need no thread and no answer: a step, a failure, a signal.
+"""How a worker reports steps, failures and signals to its launcher: through files, which need no thread and no answer.
 
 Outside a job all of it does nothing.
 """
@@ -30,26 +30,30 @@ DUMP_SIGNAL = signal.SIGUSR1
 
 
 def beat_file(job: Path, rank: int) -> Path:
-    """Holds the number of the last step, ``-`` before the first one; it is written again after every step, and now and
-    then during other long work."""
+    """Returns the file with the number of the worker's last step, or ``-`` before the first one.
+
+    It is rewritten after every step, and now and then during other long work.
+    """
     return job / f"rank-{rank}.beat"
 
 
 class Announcement(NamedTuple):
-    """What a worker announces: an exit code or a signal, and when, by the monotonic clock of its host."""
+    """An announcement of a worker: an exit code or a signal, and when, by the monotonic clock of its host."""
 
     number: int
     at_seconds: float
 
 
 def announcement_file(job: Path, rank: int, kind: AnnouncementKind) -> Path:
-    """Returns the file of the announcement that a worker fails, which may be long before its process ends, or that it
-    received a signal to end, whoever sent it."""
+    """Returns the file in which a worker announces its failure, or a signal to end that it received.
+
+    A failure is announced long before the process ends.
+    """
     return job / f"rank-{rank}.{kind}"
 
 
 def read_announcement(job: Path, rank: int, kind: AnnouncementKind) -> Announcement | None:
-    """Returns what a worker announced; None where it announced nothing, or nonsense."""
+    """Returns what a worker announced; None if it announced nothing valid."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         values = json.loads(announcement_file(job, rank, kind).read_text(encoding="ascii"))
         if isinstance(values, list) and [type(value) for value in values] == [int, float]:
@@ -58,49 +62,52 @@ def read_announcement(job: Path, rank: int, kind: AnnouncementKind) -> Announcem
 
 
 def start() -> None:
-    """To be called when a worker starts: from now on it answers when the launcher asks for its Python stacks."""
+    """Lets this worker write its Python stacks to its log when the launcher asks for them."""
     if os.environ.get(JOB_VARIABLE):
         faulthandler.register(DUMP_SIGNAL, all_threads=True, chain=False)
 
 
 def beat(step: int | None) -> None:
-    """To be called after each optimizer step, and during other long work: a job that does not call it for long hangs.
+    """Reports a sign of progress; called after each optimizer step and during other long work, without which a job
+    hangs.
 
     Args:
-        step: The last one that is finished; None before the first one of this process.
+        step: The last finished step; None before the first one of this process.
     """
     descriptor = _open_beat_file()
+    text = "-"
+    if step is not None:
+        text = str(step)
     if descriptor is not None:
-        os.pwrite(descriptor, f"{'-' if step is None else step:<20}\n".encode("ascii"), 0)
+        os.pwrite(descriptor, f"{text:<20}\n".encode("ascii"), 0)
 
 
 def read_step(path: Path) -> int | None:
-    """Returns the last step of the worker of this `beat_file`; None before the first one."""
+    """Returns the last step in a worker's `beat_file`; None before the first one."""
     with contextlib.suppress(OSError, ValueError):
         return int(path.read_text(encoding="ascii"))
     return None
 
 
-def failed(exit_code: int) -> None:
-    """To be called when the worker is about to end with an error.
+def announce_failure(exit_code: int) -> None:
+    """Announces that this worker is about to end with an error.
 
-    Ending may take long, and the other workers may note and end before: so the launcher knows who failed first.
+    Ending may take long, and other workers may notice it and end before: the launcher knows by this who failed first.
     """
     _announce("failed", exit_code)
 
 
-def signalled(number: int) -> None:
-    """To be called when the worker receives a signal to end: all ranks may end before the launcher looks again."""
+def announce_signal(number: int) -> None:
+    """Announces that this worker received a signal to end: all ranks may end before the launcher looks again."""
     _announce("signal", number)
 
 
-def restarted() -> dict[str, Any]:
-    """The number of this start of the job and why the one before failed; empty for the first one, and for a variable
-    that the launcher has not written."""
+def restart_info() -> dict[str, Any]:
+    """Returns the number of this restart of the job and its reason; empty for the first start."""
     with contextlib.suppress(ValueError, RecursionError):
-        told = json.loads(os.environ.get(RESTART_VARIABLE, ""))
-        if isinstance(told, dict) and {name: type(value) for name, value in told.items()} == _RESTART:
-            return told
+        info = json.loads(os.environ.get(RESTART_VARIABLE, ""))
+        if isinstance(info, dict) and {name: type(value) for name, value in info.items()} == _RESTART:
+            return info
     return {}
 
 
@@ -121,8 +128,8 @@ def _rank() -> int:
 @functools.cache
 def _open_beat_file() -> int | None:
     job = os.environ.get(JOB_VARIABLE)
-    with contextlib.suppress(OSError):
-        if job:
-            return os.open(beat_file(Path(job), _rank()), os.O_WRONLY | os.O_CREAT, 0o644)
+    if not job:
         return None
+    with contextlib.suppress(OSError):
+        return os.open(beat_file(Path(job), _rank()), os.O_WRONLY | os.O_CREAT, 0o644)
     return None

@@ -42,19 +42,20 @@ class JobFiles:
     folder: Path
 
     def log(self, rank: int | None) -> Path:
-        """Of a worker, or of the scheduler, whose rank is None."""
+        """Returns the log of a worker; rank None means the scheduler."""
         if rank is None:
             return self.folder / "scheduler.log"
         return self.log_dir / f"rank-{rank}.log"
 
     @property
     def msrun_log(self) -> Path:
+        """Returns the log of msrun."""
         return self.folder / "msrun.log"
 
 
 @dataclass
 class WorkerState:
-    """What is known of a worker."""
+    """The state of a worker, as `status` prints it."""
 
     rank: int
     state: str = "waiting"  # for its process; then running, then ended
@@ -83,19 +84,21 @@ class JobState:
 
 
 def job_files(log_dir: Path, node_rank: int, nodes: int) -> JobFiles:
-    """The files of a job; each of several nodes, which may share the log folder, has its own job folder."""
+    """Returns the files of a job. Several nodes may share the log folder, so each has its own job folder."""
     absolute = log_dir.expanduser().absolute()
-    return JobFiles(absolute, absolute / (f"job-node-{node_rank}" if nodes > 1 else "job"))
+    if nodes > 1:
+        return JobFiles(absolute, absolute / f"job-node-{node_rank}")
+    return JobFiles(absolute, absolute / "job")
 
 
-def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
-    """Makes the job's folder. The logs and the folder of an earlier job stay there with a number.
+def prepare_folder(files: JobFiles, ranks: range, is_single_node: bool) -> None:
+    """Makes the job's folder; logs and folder of an earlier job get a number in their names.
 
-    That number is the same for all files of one job, one more than any other file has.
+    The number is the same for all files of one job, one more than the highest of other files.
 
     Args:
-        ranks: Those of this node.
-        whole_host: Whether there is one node only, so that logs of other ranks are of an earlier job too.
+        ranks: The ranks of this node.
+        is_single_node: Whether the job has one node, so that logs of other ranks are of an earlier job too.
 
     Raises:
         UserError: A job that uses the folder is running.
@@ -106,11 +109,12 @@ def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
         refuse_running(files)
         present = []
         last = 0
-        own = {files.log(rank).name for rank in ranks} | {files.folder.name}
+        names = {files.log(rank).name for rank in ranks} | {files.folder.name}
         for path in files.log_dir.iterdir():
-            if path.name in own or (whole_host and re.fullmatch(r"rank-\d+\.log", path.name)):
+            match = _NUMBERED.fullmatch(path.name)
+            if path.name in names or (is_single_node and re.fullmatch(r"rank-\d+\.log", path.name)):
                 present.append(path)
-            elif match := _NUMBERED.fullmatch(path.name):
+            elif match:
                 last = max(last, int(match[1]))
         for path in present:
             path.rename(path.with_name(f"{path.stem}.{last + 1}{path.suffix}"))
@@ -124,8 +128,8 @@ def prepare(files: JobFiles, ranks: range, whole_host: bool) -> None:
 
 
 def refuse_running(files: JobFiles) -> None:
-    """Raises UserError when a job that uses the folder is running."""
-    state = read_state(files.folder)
+    """Raises UserError if a job that uses the folder is running."""
+    state = read_job_state(files.folder)
     if state is not None and state.exit_code is None and is_alive(state.launcher):
         raise UserError(
             f"a job is running with this folder (launcher: process {state.launcher.pid})",
@@ -135,8 +139,8 @@ def refuse_running(files: JobFiles) -> None:
         )
 
 
-def write_state(files: JobFiles, state: JobState) -> None:
-    """Replaces the file in one go. A full disk is no reason to end a job: then the file stays as it was."""
+def write_job_state(files: JobFiles, state: JobState) -> None:
+    """Replaces the state file at once. If the disk is full, the file stays as it was and the job goes on."""
     _read_steps(files.folder, state)
     unfinished = files.folder / "state.new"
     with contextlib.suppress(OSError):
@@ -144,8 +148,8 @@ def write_state(files: JobFiles, state: JobState) -> None:
         os.replace(unfinished, files.folder / _STATE)
 
 
-def read_state(folder: Path) -> JobState | None:
-    """The state of the job of a folder, steps included; None where there is no job, or nonsense in its file."""
+def read_job_state(folder: Path) -> JobState | None:
+    """Returns the state of a folder's job with its steps; None if there is no job or its file is invalid."""
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -163,7 +167,7 @@ def _read_steps(folder: Path, state: JobState) -> None:
 
 
 def new_state(options: LaunchOptions, files: JobFiles, restart: int = 0) -> JobState:
-    """The state of a job that this process starts now."""
+    """Returns the state of a job that this process starts now."""
     me = identity(os.getpid())
     assert me is not None
     workers = [WorkerState(rank, log=str(files.log(rank))) for rank in options.ranks]
@@ -173,8 +177,8 @@ def new_state(options: LaunchOptions, files: JobFiles, restart: int = 0) -> JobS
 
 
 @dataclass
-class End:
-    """The end of a worker, or of another process of the job, whose rank is None."""
+class ProcessExit:
+    """The exit of a worker, or of another process of the job, whose rank is None."""
 
     rank: int | None
     exit_code: int  # as a shell gives it: 128 + n for signal n
@@ -185,6 +189,7 @@ class End:
 
     @property
     def name(self) -> str:
+        """Returns the rank, or the process that is no worker, for a message."""
         if self.rank is None:
             return self.process
         return f"rank {self.rank}"
@@ -192,40 +197,40 @@ class End:
 
 @dataclass
 class Outcome:
-    """The end of a job, in one sentence without its full stop, and with which exit code."""
+    """The outcome of a job: its exit code, and a sentence without its full stop."""
 
     exit_code: int
     words: str
-    first: End | None = None  # the first failure
-    others: list[End] = field(default_factory=list)  # those that ended with an error after it
+    first: ProcessExit | None = None  # the first failure
+    others: list[ProcessExit] = field(default_factory=list)  # those that ended with an error after it
     progressed: bool = False  # whether any step was finished
     stopped_by: int | None = None  # the signal that told the job to end, before or after the failure
 
 
 class RestartPlan(NamedTuple):
-    """How a job that failed goes on; made by `trainer.launch.restart`.
+    """How a job that failed continues; made by `trainer.launch.restart`.
 
     Attributes:
         shared: A folder that all nodes see.
-        newest: The name of the newest undamaged checkpoint that the job has saved; empty without one.
-        resumed: The job from that checkpoint on.
-        fewer: The job on fewer ranks, to go on from that checkpoint; None where its batch does not allow it.
+        find_newest: Returns the name of the newest undamaged checkpoint that the job has saved; empty without one.
+        resume_from: Returns the job that continues from that checkpoint.
+        shrink: Returns the job on fewer ranks, to continue from that checkpoint; None if its batch does not allow it.
     """
 
     shared: Path
-    newest: Callable[[], str]
-    resumed: Callable[[LaunchOptions, str], LaunchOptions]
-    fewer: Callable[[LaunchOptions, str], LaunchOptions | None]
+    find_newest: Callable[[], str]
+    resume_from: Callable[[LaunchOptions, str], LaunchOptions]
+    shrink: Callable[[LaunchOptions, str], LaunchOptions | None]
 
 
 def may_restart(outcome: Outcome) -> bool:
-    """Whether a job that ended so could go on: not where it is done or was stopped, nor after bad input."""
+    """Returns whether a restart may help: the job failed, and neither bad input nor a stop signal is the reason."""
     over = outcome.exit_code in (EXIT_OK, EXIT_BAD_INPUT, EXIT_SIGINT, EXIT_SIGTERM)
     return not over and outcome.stopped_by is None
 
 
 def lost_rank(before: Outcome | None, last: Outcome) -> int | None:
-    """The rank that failed first twice, without a step since the first time: it is taken for lost for good."""
+    """Returns the rank that failed first twice without a step in between, which counts as failed permanently."""
     if before is None or before.first is None or last.first is None or last.progressed:
         return None
     if last.first.rank == before.first.rank:
@@ -234,76 +239,77 @@ def lost_rank(before: Outcome | None, last: Outcome) -> int | None:
 
 
 def shell_code(returncode: int) -> int:
-    """The exit code that a shell gives for that of `subprocess`."""
+    """Converts a return code of `subprocess` into the exit code that a shell reports."""
     if returncode < 0:
         return 128 - returncode
     return returncode
 
 
-def how(exit_code: int) -> str:
-    """An exit code in words."""
+def describe_exit_code(exit_code: int) -> str:
+    """Returns an exit code in words."""
     with contextlib.suppress(ValueError):
         return f"ended by {signal.Signals(exit_code - 128).name}"
     return f"exit code {exit_code}"
 
 
-def decide_outcome(ends: Sequence[End], stopped_by: int | None, hang: str = "") -> Outcome:
-    """The outcome of a job from the ends of its processes and the signal that stopped it.
+def decide_outcome(ends: Sequence[ProcessExit], stopped_by: int | None, hang: str = "") -> Outcome:
+    """Returns the outcome of a job from the exits of its processes and the signal that stopped it.
 
     Args:
-        hang: What took too long, where the job was ended for that.
+        hang: What took too long, if the job was ended for that.
     """
     if hang:
         return Outcome(EXIT_HANG, hang, stopped_by=stopped_by)
     # A worker that ended by the signal that stopped the job did not fail.
-    fine = {EXIT_OK} | ({128 + stopped_by} if stopped_by else set())
+    fine = {EXIT_OK}
+    if stopped_by:
+        fine.add(128 + stopped_by)
     failed = sorted((end for end in ends if end.exit_code not in fine), key=lambda end: end.at_seconds)
-    own = [end for end in failed if not end.by_launcher]
-    if own:
-        first = own[0]
-        others = [end for end in failed if end is not own[0]]
+    first = next((end for end in failed if not end.by_launcher), None)
+    if first is not None:
+        others = [end for end in failed if end is not first]
         return Outcome(first.exit_code, f"{first.name} failed", first, others, stopped_by=stopped_by)
     if stopped_by is not None and (failed or any(end.exit_code for end in ends) or not ends):
-        return stopped(stopped_by)
+        return stopped_outcome(stopped_by)
     if failed:  # told to end though nobody had failed: the caller knows the reason
         return Outcome(EXIT_RUN_FAILED, "the job was ended", None, failed)
     return Outcome(EXIT_OK, "finished")
 
 
-def stopped(number: int) -> Outcome:
-    """The outcome of a job that ended because of this signal."""
+def stopped_outcome(number: int) -> Outcome:
+    """Returns the outcome of a job that a signal stopped."""
     return Outcome(128 + number, f"stopped by {signal.Signals(number).name}", stopped_by=number)
 
 
-def report(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[str]:
-    """The lines about a failure: which process, how, when, its log and the last lines of it."""
+def failure_lines(outcome: Outcome, log: Path | None, duration_seconds: float) -> list[str]:
+    """Returns the lines about a failure: which process, how, when, its log and the last lines of it."""
     if outcome.first is None:
         return [f"error: {outcome.words}."]
     first = outcome.first
-    lines = [f"error: {first.name} failed first: {how(first.exit_code)}, {duration_seconds:.0f} s after the start."]
+    how = describe_exit_code(first.exit_code)
+    lines = [f"error: {first.name} failed first: {how}, {duration_seconds:.0f} s after the start."]
     if first.why:
         lines.append(f"  It could not be started: {first.why}")
     if first.exit_code == 128 + signal.SIGKILL:
-        lines.append("  Nobody here sent that signal: often the system does, when memory is exhausted (see dmesg).")
+        lines.append("  The launcher did not send SIGKILL. The kernel often does when memory runs out: see dmesg.")
     if first.exit_code in (EXIT_SIGINT, EXIT_SIGTERM):
         lines.append("  No launcher sent that signal: another rank or another process did.")
     if log is not None:
         lines.append(f"  Log: {log}")
         tail = [f"  | {line}" for line in last_lines(log)]
-        found = _NO_HEARTBEAT.search("\n".join(tail))
-        if found:
+        match = _NO_HEARTBEAT.search("\n".join(tail))
+        if match:
             of_ranks = ""
-            if found[1]:
-                of_ranks = f" of rank {found[1].replace(', ', ' and ')}"
+            if match[1]:
+                of_ranks = f" of rank {match[1].replace(', ', ' and ')}"
             lines += [
                 f"  MindSpore's scheduler got no heartbeat{of_ranks} in time: the machine was suspended or overloaded.",
-                "  Fix: go on with --resume_training. A job outlives an hour of that where the environment has no"
-                " MS_NODE_TIMEOUT.",
+                "  Fix: continue with --resume_training. Unset MS_NODE_TIMEOUT to tolerate interruptions of an hour.",
             ]
         elif tail:
             lines += ["  Its last lines:", *tail]
     if outcome.others:
-        others = sorted(outcome.others, key=lambda end: -1 if end.rank is None else end.rank)
-        ended = ", ".join(f"{end.name} ({how(end.exit_code)})" for end in others)
+        others = sorted(outcome.others, key=lambda end: (end.rank is not None, end.rank or 0))
+        ended = ", ".join(f"{end.name} ({describe_exit_code(end.exit_code)})" for end in others)
         lines.append(f"  Ended because of that: {ended}.")
     return lines

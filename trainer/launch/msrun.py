@@ -27,7 +27,8 @@ ENCODING_VARIABLE = "PYTHONIOENCODING"
 
 # Isolated from the working directory and from PYTHON* variables: an agent needs the standard library and this package.
 _IN_REPOSITORY = f"import sys; sys.path.insert(0, {str(REPOSITORY)!r})"
-_AGENT = [sys.executable, "-I", "-c", f"{_IN_REPOSITORY}; from trainer.launch.agent import main; sys.exit(main())"]
+_RUN_AGENT = f"{_IN_REPOSITORY}; from trainer.launch.agent import run_agent; sys.exit(run_agent())"
+_AGENT = [sys.executable, "-I", "-c", _RUN_AGENT]
 _TRAINER = f"{_IN_REPOSITORY}; from trainer.cli.main import program; program()"
 
 # MindSpore's scheduler only exchanges addresses. Its C++ part alone starts in a fifth of the time and takes two thirds
@@ -66,6 +67,7 @@ def scratch_folder() -> tempfile.TemporaryDirectory:
 
 
 def socket_path(scratch: Path) -> Path:
+    """Returns the path of the launcher's socket."""
     return scratch / "launcher"
 
 
@@ -84,24 +86,32 @@ def _write_shim(scratch: Path) -> None:
 
 
 def trainer_command() -> list[str]:
-    """What runs this trainer in the launching interpreter; installed, it has no run_trainer.py beside it."""
-    return [sys.executable, "-u", *([str(PROGRAM)] if PROGRAM.is_file() else ["-c", _TRAINER])]
+    """Returns the command that runs this trainer; an installed one has no run_trainer.py beside it."""
+    if PROGRAM.is_file():
+        return [sys.executable, "-u", str(PROGRAM)]
+    return [sys.executable, "-u", "-c", _TRAINER]
 
 
 def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subprocess.Popen:
     """Starts msrun, or its stand-in, in a session of its own, because a terminal's Ctrl-C is for the launcher.
 
-    msrun does not learn what the workers run: the launcher tells their agents. A single worker gets an agent alone.
+    msrun does not learn what the workers run: the launcher tells their agents. For a single worker only an agent
+    starts.
     """
     search = f"{scratch}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**os.environ, "PATH": search, SOCKET_VARIABLE: str(socket_path(scratch))}
     environment.pop(SECRET_VARIABLE, None)  # for launchers alone
     if options.needs_msrun:
         _write_shim(scratch)
-        stand_in = os.environ.get(MSRUN_VARIABLE)
+        msrun = ["-m", "mindspore.parallel.cluster.run"]
+        if os.environ.get(MSRUN_VARIABLE):
+            msrun = [os.environ[MSRUN_VARIABLE]]
+        node_rank = []
+        if options.nodes > 1:
+            node_rank = [f"--node_rank={options.node_rank}"]
         command = [
             sys.executable,
-            *([stand_in] if stand_in else ["-m", "mindspore.parallel.cluster.run"]),
+            *msrun,
             f"--worker_num={options.worker_num}",
             f"--local_worker_num={options.local_worker_num}",
             f"--master_addr={options.master_addr}",
@@ -110,7 +120,7 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subpr
             "--join=True",
             f"--cluster_time_out={options.cluster_time_out}",
             f"--tail_worker_log={options.worker_num}",  # a rank that does not exist: the launcher follows the logs
-            *([f"--node_rank={options.node_rank}"] if options.nodes > 1 else []),
+            *node_rank,
             options.script_name,
         ]
         # msrun prints its command, which may contain any characters.
@@ -123,7 +133,10 @@ def start_msrun(options: LaunchOptions, files: JobFiles, scratch: Path) -> subpr
 
 
 def listen_error(host: str, port: int) -> int:
-    """The error number that a server would get at this port of this machine now (0 for any port); 0 for none."""
+    """Returns the error number that a server would get at this port of this machine now, or 0 without error.
+
+    Port 0 stands for any port.
+    """
     try:
         addresses = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = addresses[0]
@@ -138,11 +151,11 @@ def listen_error(host: str, port: int) -> int:
     return 0
 
 
-def pick_free(host: str = "") -> int:
-    """A free port that the system gives to no outgoing connection: nobody takes it by chance before it is used.
+def pick_free_port(host: str = "") -> int:
+    """Returns a free port below the range of outgoing connections, so that no other process takes it by chance.
 
     Raises:
-        RunError: There is none.
+        RunError: No port is free.
     """
     first_outgoing = 32_768
     with contextlib.suppress(OSError, ValueError, IndexError):

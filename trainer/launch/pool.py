@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.launch.heartbeat import beat_file, read_announcement, read_step
-from trainer.launch.job import End, shell_code
+from trainer.launch.job import ProcessExit, shell_code
 from trainer.launch.processes import Identity, identity, is_alive, is_stopped, kill_group, send_signal
-from trainer.launch.wire import Channel, ListeningSocket, Message, scaled
+from trainer.launch.wire import AgentMessage, Channel, ListeningSocket, scale_timeout
 
 _SILENT_SECONDS = 5.0
 """How long an agent may take to report the end of its worker; one that a signal has stopped never does."""
@@ -30,24 +30,26 @@ class WorkerHandle:
     channel: Channel | None = None  # to its agent, once that has connected
     agent: Identity | None = None
     process: Identity | None = None  # the worker itself, not its agent
-    end: End | None = None
-    failed: End | None = None  # when it announced its failure, and the exit code; it may still run
+    end: ProcessExit | None = None
+    failed: ProcessExit | None = None  # when it announced its failure, and the exit code; it may still run
     signalled: int | None = None  # the signal to end that it received, whoever sent it
     beat: int | None = None  # when its heartbeat file changed last, in nanoseconds
     gone_at: float | None = None  # when its process was first seen to be gone, without a word of its agent
     kills: int = 0
 
     @property
-    def pending(self) -> bool:
-        """Whether its end is still to come: it runs, or it was told to start."""
+    def is_pending(self) -> bool:
+        """Returns whether its exit is still to come: it runs, or was told to start."""
         return self.channel is not None and self.end is None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: AgentMessage) -> None:
+        """Sends a message to its agent, if that has connected."""
         if self.channel is not None:
             self.channel.send(message)
 
     def kill(self) -> None:
-        """Kills it with its children, and the second time its agent too: a stopped agent neither kills nor reports."""
+        """Kills it with its children. The second call kills its agent too: a stopped agent neither kills nor reports.
+        """
         self.send({"kill": True})
         if self.process is not None and identity(self.process.pid, ended=True) in (self.process, None):
             kill_group(self.process.pid)
@@ -61,7 +63,7 @@ class WorkerHandle:
             self.gone_at = None
             return
         self.gone_at = self.gone_at or now
-        if now - self.gone_at > scaled(_SILENT_SECONDS):
+        if now - self.gone_at > scale_timeout(_SILENT_SECONDS):
             send_signal(self.agent, signal.SIGKILL)
         elif now > self.gone_at:  # it is not just about to report
             send_signal(self.agent, signal.SIGCONT)
@@ -74,7 +76,7 @@ class WorkerPool:
     workers: dict[int, WorkerHandle]
     scheduler: WorkerHandle  # msrun starts it on the host of master_addr
     listener: ListeningSocket  # where the agents connect
-    specs: dict[int | None, Message]  # what each agent starts, by rank; that of the scheduler under None
+    specs: dict[int | None, AgentMessage]  # what each agent starts, by rank; that of the scheduler under None
     folder: Path  # of the job, where workers leave heartbeats and what they announce
     ending_since: float | None = None  # when the workers were first told to end because of a failure
     closing: bool = False  # whether agents that connect from now on start nothing
@@ -83,28 +85,30 @@ class WorkerPool:
     unidentified: list[Channel] = field(default_factory=list)  # of agents that have not said yet what they are
 
     @property
-    def all(self) -> list[WorkerHandle]:
+    def handles(self) -> list[WorkerHandle]:
+        """Returns the handles of all workers and of the scheduler."""
         return [*self.workers.values(), self.scheduler]
 
     @property
-    def complete(self) -> bool:
-        """Whether the agents of all workers have connected."""
+    def is_complete(self) -> bool:
+        """Returns whether the agents of all workers have connected."""
         return all(worker.channel is not None for worker in self.workers.values())
 
     @property
-    def ending(self) -> bool:
-        """Whether the workers were told to end because of a failure."""
+    def is_ending(self) -> bool:
+        """Returns whether the workers were told to end because of a failure."""
         return self.ending_since is not None
 
     @property
-    def ended(self) -> bool:
-        """Whether no worker runs, and none will."""
-        return not any(worker.pending or (worker.end is None and not self.closing) for worker in self.workers.values())
+    def has_ended(self) -> bool:
+        """Returns whether no worker runs and none will start."""
+        workers = self.workers.values()
+        return not any(worker.is_pending or (worker.end is None and not self.closing) for worker in workers)
 
     @property
     def sources(self) -> list[Channel | socket.socket]:
-        """The sockets to wait for."""
-        channels = [worker.channel for worker in self.all if worker.channel is not None and not worker.channel.closed]
+        """Returns the sockets to wait for."""
+        channels = [each.channel for each in self.handles if each.channel is not None and not each.channel.closed]
         return [*self.listener.sources, *self.unidentified, *channels]
 
     def poll(self) -> None:
@@ -119,7 +123,7 @@ class WorkerPool:
                 self._register(channel, messages[0])
             elif not channel.closed:
                 self.unidentified.append(channel)
-        for worker in self.all:
+        for worker in self.handles:
             if worker.channel is None or worker.channel.closed:
                 continue
             for message in worker.channel.receive():
@@ -134,10 +138,9 @@ class WorkerPool:
                 self._record_end(worker, 128 + signal.SIGKILL, before, "")
                 worker.kill()
 
-    def _register(self, channel: Channel, message: Message) -> None:
-        if message.get("hello") == "scheduler":
-            worker = self.scheduler
-        else:
+    def _register(self, channel: Channel, message: AgentMessage) -> None:
+        worker: WorkerHandle | None = self.scheduler
+        if message.get("hello") != "scheduler":
             worker = self.workers.get(message.get("rank", -1))
         if worker is None or worker.channel is not None or self.closing or worker.rank not in self.specs:
             channel.send({"release": True})
@@ -150,7 +153,7 @@ class WorkerPool:
         self._read_announcements(worker)  # the last ones
         killed = worker.kills > 0 and exit_code == 128 + signal.SIGKILL  # clocks and looks differ by some hundredths
         by_launcher = self.ending_since is not None and (killed or at_seconds >= self.ending_since)
-        worker.end = End(worker.rank, exit_code, at_seconds, by_launcher, why)
+        worker.end = ProcessExit(worker.rank, exit_code, at_seconds, by_launcher, why)
         if worker.failed is not None:  # it failed when it said so; what it takes to end is not its exit code
             worker.end.at_seconds = worker.failed.at_seconds
             worker.end.by_launcher = False
@@ -158,7 +161,7 @@ class WorkerPool:
                 worker.end.exit_code = worker.failed.exit_code
 
     def read_files(self) -> bool:
-        """Reads heartbeats and announcements; returns whether any worker gets on."""
+        """Reads heartbeats and announcements; returns whether any worker makes progress."""
         moved = False
         for rank, worker in self.workers.items():
             if worker.process is None or worker.end is not None:
@@ -179,10 +182,12 @@ class WorkerPool:
             return
         if worker.failed is None:
             failure = read_announcement(self.folder, worker.rank, "failed")
-            worker.failed = failure and End(worker.rank, failure.number, failure.at_seconds)
+            if failure is not None:
+                worker.failed = ProcessExit(worker.rank, failure.number, failure.at_seconds)
         if worker.signalled is None:
             received = read_announcement(self.folder, worker.rank, "signal")
-            worker.signalled = received and received.number
+            if received is not None:
+                worker.signalled = received.number
 
     def received_signal(self) -> tuple[int, int] | None:
         """Returns the lowest rank that received a signal to end, and the signal."""
@@ -192,50 +197,57 @@ class WorkerPool:
         return None
 
     def ranks_behind(self, quiet_seconds: float) -> dict[int, str]:
-        """Returns the ranks that hold the others up, and why.
+        """Returns the ranks for which the others wait, and why.
 
         Args:
-            quiet_seconds: For how long no rank has given a sign.
+            quiet_seconds: Seconds since any rank last gave a sign of progress.
         """
-        if quiet_seconds <= scaled(_QUIET_SECONDS):
+        if quiet_seconds <= scale_timeout(_QUIET_SECONDS):
             return {}
-        running = {rank: worker for rank, worker in self.workers.items() if worker.pending and worker.process}
-        steps = {rank: read_step(beat_file(self.folder, rank)) or 0 for rank in running}
+        processes: dict[int, Identity] = {}
+        for rank, worker in self.workers.items():
+            if worker.is_pending and worker.process is not None:
+                processes[rank] = worker.process
+        steps = {rank: read_step(beat_file(self.folder, rank)) or 0 for rank in processes}
         most = max(steps.values(), default=0)
         behind = {}
-        for rank, worker in running.items():
-            if is_stopped(worker.process):
-                signal_words = f"a signal (SIGSTOP or the like, process {worker.process.pid})"
+        for rank, process in processes.items():
+            if is_stopped(process):
+                signal_words = f"a signal (SIGSTOP or the like, process {process.pid})"
                 behind[rank] = f"was stopped by {signal_words}; the others wait."
             elif steps[rank] < most:
-                behind[rank] = f"has done step {steps[rank]}, others {most}; nothing moves any more."
+                behind[rank] = f"is stuck after step {steps[rank]}; other ranks finished step {most} and are waiting."
         return behind
 
-    def send_to_workers(self, message: Message) -> None:
-        """Sends to all workers but those that are failing: they are busy with that."""
+    def send_to_workers(self, message: AgentMessage) -> None:
+        """Sends a message to all workers but those that are failing."""
         for worker in self.workers.values():
-            if worker.pending and worker.failed is None:
+            if worker.is_pending and worker.failed is None:
                 worker.send(message)
 
     def forward_signal(self, number: int) -> None:
-        """Sends a signal to all workers that have not received it from elsewhere: a second one would be a command to
-        end at once."""
+        """Sends a signal to all workers that have not received it yet: a second one would make them end at once."""
         for worker in self.workers.values():
-            if worker.pending and worker.failed is None and worker.signalled is None:
+            if worker.is_pending and worker.failed is None and worker.signalled is None:
                 worker.send({"signal": number})
 
     def kill_all(self) -> None:
-        for worker in self.all:
+        """Kills all processes that have not ended."""
+        for worker in self.handles:
             if worker.end is None:
                 worker.kill()
 
     def give_up(self) -> None:
-        """Counts those as ended that not even SIGKILL ends: they wait within the system, for a device or a disk."""
+        """Counts workers as ended that not even SIGKILL ends, because they wait in the system for a device or a disk.
+        """
         for worker in self.workers.values():
-            if worker.pending:
-                why = f"process {worker.process.pid if worker.process else '?'} does not react to SIGKILL"
+            if worker.is_pending:
+                why = "its process does not react to SIGKILL"
+                if worker.process is not None:
+                    why = f"process {worker.process.pid} does not react to SIGKILL"
                 self._record_end(worker, 128 + signal.SIGKILL, time.monotonic(), why)
 
     def release_all(self) -> None:
-        for worker in self.all:
+        """Lets all agents end."""
+        for worker in self.handles:
             worker.send({"release": True})

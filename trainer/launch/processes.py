@@ -17,17 +17,17 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Identity(NamedTuple):
-    """A process number, and when that process began, in seconds since boot: setting the clock does not change it."""
+    """A process number, and when that process began, in seconds since boot, which no change of the clock affects."""
 
     pid: int
     start: float
 
 
 def identity(pid: int, ended: bool = False) -> Identity | None:
-    """The process that has this number now; None without one.
+    """Returns the process that has this number now, or None.
 
     Args:
-        ended: Whether one that has ended but is not reaped yet counts too.
+        ended: Whether to return one that has ended but is not reaped yet.
     """
     import psutil  # an agent does without it and starts sooner
 
@@ -41,11 +41,12 @@ def identity(pid: int, ended: bool = False) -> Identity | None:
 
 
 def is_alive(process: Identity) -> bool:
+    """Returns whether this process still runs."""
     return identity(process.pid) == process
 
 
 def send_signal(process: Identity, number: int) -> bool:
-    """Sends a signal to exactly this process; whether it was still there."""
+    """Sends a signal to exactly this process; returns whether it still existed."""
     if is_alive(process):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
@@ -54,7 +55,7 @@ def send_signal(process: Identity, number: int) -> bool:
 
 
 def is_stopped(process: Identity) -> bool:
-    """Whether a signal such as SIGSTOP keeps it from running."""
+    """Returns whether a signal such as SIGSTOP keeps the process from running."""
     import psutil
 
     with contextlib.suppress(psutil.Error):
@@ -63,13 +64,13 @@ def is_stopped(process: Identity) -> bool:
 
 
 def kill_group(pid: int) -> None:
-    """Kills what is left of the process group that a process leads or led."""
+    """Kills the rest of the process group that a process leads or led."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def catches(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal; without one most signals would end it. psutil does not tell."""
+    """Returns whether a process has a handler for a signal; without one most signals would end it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("SigCgt:"):
@@ -98,7 +99,7 @@ def start_session(command: Sequence[str], environment: Mapping[str, str], output
 
 
 def adopt_orphans() -> None:
-    """From now on descendants of this process whose parents end become its children, and not those of the system."""
+    """Makes descendants of this process its children when their parents end, instead of those of the system."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -110,8 +111,8 @@ def _prctl(option: int, value: int) -> None:
 def end_children(timeout_seconds: float = 5.0) -> None:
     """Kills all descendants of this process, and reaps those that are, or become, its children.
 
-    A look at the descendants misses those whose parent ends during it, so that the end is when the system says that
-    there is no child left: after `adopt_orphans` there is no descendant without one.
+    A list of descendants misses those whose parent ends meanwhile. So it repeats until the system reports no children:
+    after `adopt_orphans` each descendant has a parent here.
     """
     import psutil
 
@@ -126,7 +127,7 @@ def end_children(timeout_seconds: float = 5.0) -> None:
 
 
 def _has_children() -> bool:
-    """Whether this process has children, ended ones that are not reaped yet included."""
+    """Returns whether this process has children, including ended ones that are not reaped yet."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -134,10 +135,10 @@ def _has_children() -> bool:
     return True
 
 
-def share_of_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
-    """The cores of one of several workers on a host: neighbours, and as many as for the others, give or take one.
+def worker_cores(cores: Sequence[int], place: int, workers: int) -> list[int]:
+    """Returns the cores of one of several workers on a host: neighbouring cores, equally many give or take one.
 
-    With more workers than cores each worker has one core, and every core about as many workers.
+    With more workers than cores each worker has one core.
 
     Args:
         place: The worker's place among those of its host, from 0.

@@ -1,4 +1,4 @@
-"""How a job that failed goes on: from the newest checkpoint that it saved, and on which ranks."""
+"""How a job that failed continues: from the newest checkpoint that it saved, and on which ranks."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from trainer.parallel.world import World, world_of
 PlanOf = Callable[[Config, World], object]
 
 
-def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf) -> RestartPlan:
-    """How this job would go on.
+def make_restart_plan(options: LaunchOptions, config: Config | None, plan_of: PlanOf) -> RestartPlan:
+    """Returns how a job continues after a failure.
 
     Args:
-        config: None for a script, which does itself what is to be done.
-        plan_of: Raises UserError where a configuration does not fit a world.
+        config: The configuration of the workers; None for a script, which resumes by itself.
+        plan_of: Raises UserError if a configuration does not fit a world.
     """
     if config is None or not config.trains:
-        if config is None:
-            shared = options.log_dir
-        else:
+        shared = options.log_dir
+        if config is not None:
             shared = Path(config.output_dir)
-        return RestartPlan(shared, lambda: "", lambda given, name: given, lambda given, name: None)
+        return RestartPlan(shared, lambda: "", lambda options, name: options, lambda options, name: None)
     folder = Path(config.output_dir).expanduser().absolute() / "checkpoints"
     before = _saved(folder)  # of an earlier training, which may have used the folder too
 
-    def newest() -> str:
+    def find_newest() -> str:
         new = [path.name for path in _saved(folder) - before]
         for path in reversed([path for path in complete_checkpoints(folder) if path.name in new]):
             try:
@@ -47,21 +46,21 @@ def continuation(options: LaunchOptions, config: Config | None, plan_of: PlanOf)
                 print(f"note: {path} is left out: {error.rule}", file=sys.stderr)
         return ""
 
-    # that is the base model's then
     key = "load_checkpoint"
-    if config.has_adapters:
+    if config.has_adapters:  # load_checkpoint names the base model
         key = "adapter_id"
 
-    def resumed(given: LaunchOptions, name: str) -> LaunchOptions:
+    def resume_from(options: LaunchOptions, name: str) -> LaunchOptions:
         if not name:
-            return given
-        # The job may have begun at the first row after an earlier checkpoint; it goes on where this one is.
-        return _with(given, "--resume_training", name, f"--{key}", str(folder), "--ignore_data_skip", "False")
+            return options
+        # The job may have begun at the first row after an earlier checkpoint; it continues where this one is.
+        words = ("--resume_training", name, f"--{key}", str(folder), "--ignore_data_skip", "False")
+        return _add_arguments(options, *words)
 
-    def fewer(given: LaunchOptions, name: str) -> LaunchOptions | None:
-        return _fewer(given, lambda smaller: resumed(smaller, name), plan_of)
+    def shrink(options: LaunchOptions, name: str) -> LaunchOptions | None:
+        return _shrink(options, lambda smaller: resume_from(smaller, name), plan_of)
 
-    return RestartPlan(Path(config.output_dir), newest, resumed, fewer)
+    return RestartPlan(Path(config.output_dir), find_newest, resume_from, shrink)
 
 
 class _Saved(NamedTuple):
@@ -70,14 +69,14 @@ class _Saved(NamedTuple):
 
 
 def _saved(folder: Path) -> set[_Saved]:
-    found = set()
+    checkpoints = set()
     for path in complete_checkpoints(folder):
         with contextlib.suppress(OSError):
-            found.add(_Saved(path.name, os.stat(path / MARKER).st_mtime_ns))
-    return found
+            checkpoints.add(_Saved(path.name, os.stat(path / MARKER).st_mtime_ns))
+    return checkpoints
 
 
-def _with(options: LaunchOptions, *words: str) -> LaunchOptions:
+def _add_arguments(options: LaunchOptions, *words: str) -> LaunchOptions:
     return replace(options, arguments=(*options.arguments, *words))
 
 
@@ -87,10 +86,10 @@ def _config(options: LaunchOptions) -> Config:
     return load_config(arguments.config, arguments.overrides)
 
 
-def _fewer(
-    options: LaunchOptions, resumed: Callable[[LaunchOptions], LaunchOptions], plan_of: PlanOf
+def _shrink(
+    options: LaunchOptions, resume: Callable[[LaunchOptions], LaunchOptions], plan_of: PlanOf
 ) -> LaunchOptions | None:
-    """The job on the largest smaller number of ranks whose steps take the same sequences; None where there is none."""
+    """Returns the job on the largest smaller number of ranks with the same global batch; None if there is none."""
     config = _config(options)
     micro_batches = config.runner_config.gradient_accumulation_steps * options.worker_num
     for ranks in range(options.worker_num - 1, 0, -1):
@@ -101,8 +100,8 @@ def _fewer(
             words += ["--gradient_accumulation_steps", str(micro_batches // ranks)]
         if config.parallel_config.data_parallel is not None:
             words += ["--parallel_config.data_parallel", str(ranks)]
-        smaller = replace(_with(options, *words), worker_num=ranks, local_worker_num=ranks)
+        smaller = replace(_add_arguments(options, *words), worker_num=ranks, local_worker_num=ranks)
         with contextlib.suppress(UserError):
-            plan_of(_config(resumed(smaller)), world_of(ranks))
+            plan_of(_config(resume(smaller)), world_of(ranks))
             return smaller
     return None

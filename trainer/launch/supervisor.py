@@ -1,4 +1,4 @@
-"""A job from the start of msrun to the end of its last process: which worker is stopped when, and how the job ended."""
+"""Supervises a job from the start of msrun to the end of its last process: whom to stop when, and how the job ended."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from dataclasses import dataclass, field
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
 from trainer.launch.arguments import LaunchOptions
-from trainer.launch.control.messages import Message
+from trainer.launch.control.messages import NodeMessage
 from trainer.launch.control.nodes import Nodes
 from trainer.launch.job import (
-    End,
     JobFiles,
     JobState,
     Outcome,
+    ProcessExit,
     decide_outcome,
-    report,
+    failure_lines,
     shell_code,
-    stopped,
-    write_state,
+    stopped_outcome,
+    write_job_state,
 )
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
-from trainer.launch.wire import scaled, wakeup_pipe
+from trainer.launch.wire import scale_timeout, wakeup_pipe
 
 GRACE_SECONDS = 8.0
 """From telling workers to end to killing them."""
@@ -49,7 +49,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @contextlib.contextmanager
 def collect_signals(signals: deque[int]) -> Iterator[None]:
-    """Appends signals to end, and of a changed terminal, which have no other effect then."""
+    """Collects signals to end the job, and of a resized terminal, which have no other effect meanwhile."""
     before = {number: signal.getsignal(number) for number in (*_STOP_SIGNALS, signal.SIGWINCH)}
     for number in before:
         if number != signal.SIGHUP or before[number] is not signal.SIG_IGN:  # nohup stays in force
@@ -65,8 +65,15 @@ def stop_signal(signals: deque[int]) -> int | None:
     """Returns the first signal to end the job that is not handled yet; SIGHUP counts as SIGTERM."""
     for number in signals:
         if number in _STOP_SIGNALS:
-            return int(signal.SIGTERM if number == signal.SIGHUP else number)
+            return _without_hangup(number)
     return None
+
+
+def _without_hangup(number: int) -> int:
+    """Returns a signal number, with SIGTERM in place of SIGHUP."""
+    if number == signal.SIGHUP:
+        return int(signal.SIGTERM)
+    return int(number)
 
 
 @dataclass
@@ -85,12 +92,13 @@ class _Timers:
 
     @property
     def last_sign_at(self) -> float:
+        """Returns when the job last gave a sign of progress, or could not give one."""
         return max(self.started_at, self.moved_at or 0.0, self.woke_at)
 
 
 @dataclass
 class _StopState:
-    """Signals to end the job that have arrived."""
+    """The signals to end the job that have arrived."""
 
     signal: int | None = None
     source: str = ""  # the rank or node that received the first one; empty: this launcher
@@ -100,11 +108,11 @@ class _StopState:
 
 @dataclass
 class _Failures:
-    """What ends the job, apart from the ends of its workers."""
+    """The failures that end the job, apart from the exits of its workers."""
 
     hang: str = ""  # what took too long, once that counts as a hang
-    msrun: End | None = None
-    elsewhere: Message | None = None  # of another node
+    msrun: ProcessExit | None = None
+    elsewhere: NodeMessage | None = None  # of another node
     stopped_lines: list[str] = field(default_factory=list)  # about processes that a signal had stopped by then
 
 
@@ -113,7 +121,7 @@ class Supervisor:
     """Supervises one job on one host.
 
     Attributes:
-        signals: Those that have arrived and are not handled yet, see `collect_signals`.
+        signals: Signals that have arrived and are not handled yet, see `collect_signals`.
     """
 
     options: LaunchOptions
@@ -150,17 +158,19 @@ class Supervisor:
             os.close(wake)
 
     def _start(self, now: float) -> None:
-        """Starts the workers once the launchers of all nodes are connected: MindSpore would let those of a node in
-        whose launcher does not know the secret, or is not there."""
+        """Starts the workers once the launchers of all nodes are connected.
+
+        MindSpore alone would accept the workers of a node whose launcher does not know the secret or does not run.
+        """
         if self.msrun is None and self.nodes.connected and not self.pool.closing:
             self.timers.started_at = now
             self.msrun = self.start_msrun()
 
     def _is_over(self) -> bool:
-        """Whether the workers of this node have ended, and the other nodes need not be waited for."""
-        if not self.pool.ended or self.pool.ending:
-            return self.pool.ended
-        self.nodes.done()
+        """Returns whether the workers of this node have ended, and the other nodes need not be waited for."""
+        if not self.pool.has_ended or self.pool.is_ending:
+            return self.pool.has_ended
+        self.nodes.report_done()
         return self.nodes.finished
 
     def _wait(self, awake: int) -> None:
@@ -183,13 +193,13 @@ class Supervisor:
             timers.look_at = now + _LOOK_SECONDS
             if self.pool.read_files():
                 timers.moved_at = now
-                self.nodes.moved()
-            if not self.pool.ending:
+                self.nodes.report_progress()
+            if not self.pool.is_ending:
                 self._check_blocked_stop(now)
                 self._name_ranks_behind(now)
             self._write_state()
         self._end_msrun()
-        if not self.pool.ending:
+        if not self.pool.is_ending:
             self._check_received_signal(now)
             self._check_failures(now)
             self._check_hang(now)
@@ -198,13 +208,14 @@ class Supervisor:
         self._show(now)
 
     def _check_standstill(self, now: float) -> None:
-        """Notes when the machine gave no time: the ranks had none either, so what they did not do is no hang."""
+        """Notes when the machine gave this process no time: the ranks had none either, so this time does not count as a
+        hang."""
         seconds = now - self.timers.polled_at
         self.timers.polled_at = now
         if seconds > _STANDSTILL_SECONDS:
             self.timers.woke_at = now
-            self.screen.print([f"the launcher could not run for {seconds:.0f} s: this machine was suspended, or is"
-                               " overloaded. The job goes on; that time does not count as a hang."])  # fmt: skip
+            reason = f"the launcher could not run for {seconds:.0f} s: this machine was suspended, or is overloaded"
+            self.screen.print([f"{reason}. The job goes on; that time does not count as a hang."])
 
     def _handle_signals(self, now: float) -> None:
         while self.signals:
@@ -212,18 +223,18 @@ class Supervisor:
             if number == signal.SIGWINCH:
                 self.pool.send_to_workers({"size": terminal_size()})
             else:
-                number = int(signal.SIGTERM if number == signal.SIGHUP else number)
+                number = _without_hangup(number)
                 if self._stop(number, now, ""):
-                    self.nodes.stop(number)
+                    self.nodes.send_stop(number)
 
-    def _handle_event(self, event: Message, now: float) -> None:
+    def _handle_event(self, event: NodeMessage, now: float) -> None:
         if event.kind == "note":
             self.screen.print(event.lines)
         elif event.kind == "stop":
             self._stop(event.number, now, f"node {event.node}")
         elif event.kind == "moved":
             self.timers.moved_at = now
-        elif not self.pool.ending and self.failures.elsewhere is None:
+        elif not self.pool.is_ending and self.failures.elsewhere is None:
             self.failures.elsewhere = event
             if event.number == EXIT_HANG:
                 self._dump(now)
@@ -231,22 +242,22 @@ class Supervisor:
                 self._end_workers(now, GRACE_SECONDS)
 
     def _check_received_signal(self, now: float) -> None:
-        """Takes a signal that came to one rank for one to the job: all ranks of a training act on it together."""
+        """Treats a signal that one rank received as one for the job: all ranks of a training act on it together."""
         received = None
         if self.stop.signal is None:
             received = self.pool.received_signal()
         if received is not None:
             rank, number = received
             self._stop(number, now, f"rank {rank}")
-            self.nodes.stop(number)
+            self.nodes.send_stop(number)
 
     def _stop(self, number: int, now: float, source: str) -> bool:
-        """Hands a signal to every worker. They save and end; the second time they have little time, then none.
+        """Forwards a signal to every worker. They save and end; after a second signal they have little time, then none.
+
+        Returns whether it is a new signal: batch systems signal all launchers and all ranks at once.
 
         Args:
-            source: The rank or node that received it; empty: this launcher.
-
-        Returns whether it is a new one: batch systems signal all launchers and all ranks at once.
+            source: The rank or node that received it; empty means this launcher.
         """
         stop = self.stop
         if stop.requests and source != stop.source and now - stop.at_seconds < _ECHO_SECONDS:
@@ -269,12 +280,14 @@ class Supervisor:
         if stop.requests > 2:
             self._kill(now)
         elif stop.requests == 2 or not self.pool.stepped:
-            self.timers.kill_at = self.timers.kill_at or now + scaled(GRACE_SECONDS)
+            self.timers.kill_at = self.timers.kill_at or now + scale_timeout(GRACE_SECONDS)
         return True
 
     def _check_blocked_stop(self, now: float) -> None:
-        """Kills the workers after a signal to end if one of them is stopped (SIGSTOP): it can neither finish its step
-        nor save, and the others wait for it."""
+        """Kills the workers after a signal to end if one of them is stopped (SIGSTOP).
+
+        A stopped worker can neither finish its step nor save, and the others wait for it.
+        """
         if self.stop.signal is None:
             return
         lines = self._stopped_lines()
@@ -283,31 +296,33 @@ class Supervisor:
             self.timers.blocked_since = None
             return
         self.timers.blocked_since = max(self.timers.blocked_since or now, self.timers.moved_at or 0.0)
-        if now - self.timers.blocked_since > scaled(GRACE_SECONDS):
-            words = f"{stopped(self.stop.signal).words}; not all ranks could save."
-            self.nodes.failed(128 + self.stop.signal, [words, *lines])
+        if now - self.timers.blocked_since > scale_timeout(GRACE_SECONDS):
+            words = f"{stopped_outcome(self.stop.signal).words}; not all ranks could save."
+            self.nodes.report_failure(128 + self.stop.signal, [words, *lines])
             self._kill(now)
 
     def _name_ranks_behind(self, now: float) -> None:
-        """Names the ranks of this host for which the others wait: once, and again when they get on."""
+        """Prints the ranks of this host for which the others wait: once, and again when they make progress."""
         if self.msrun is None or self.stop.signal is not None or self.failures.hang:
             return
         behind = self.pool.ranks_behind(now - self.timers.last_sign_at)
-        self.screen.print([f"rank {rank} gets on." for rank in self.named if rank not in behind])
+        self.screen.print([f"rank {rank} is making progress again." for rank in self.named if rank not in behind])
         self.screen.print([f"rank {rank} {why}" for rank, why in behind.items() if self.named.get(rank) != why])
         self.named = behind
 
     def _end_msrun(self) -> None:
-        """Ends msrun once it has started all agents: when one of them dies, it would kill the others without grace, and
-        nobody could tell any more which one died first."""
+        """Ends msrun once it has started all agents.
+
+        When an agent dies, msrun would kill the others at once, and no process could report which one died first.
+        """
         if self.msrun is None:
             return
         if self.msrun.poll() is None:
-            if self.options.needs_msrun and self.pool.complete:
+            if self.options.needs_msrun and self.pool.is_complete:
                 self.msrun.kill()
-        elif not self.pool.closing and not self.pool.complete and self.failures.msrun is None:
+        elif not self.pool.closing and not self.pool.is_complete and self.failures.msrun is None:
             code = shell_code(self.msrun.returncode) or EXIT_RUN_FAILED  # it will not start the others any more
-            self.failures.msrun = End(None, code, time.monotonic(), process="msrun")
+            self.failures.msrun = ProcessExit(None, code, time.monotonic(), process="msrun")
 
     def _check_failures(self, now: float) -> None:
         workers = self.pool.workers.values()
@@ -315,20 +330,19 @@ class Supervisor:
         outcome = decide_outcome([*self._ends(), *announced], self.stop.signal)
         if outcome.first is not None:
             self._end_workers(now, GRACE_SECONDS)
-            self.nodes.failed(outcome.exit_code, self._failure_lines(outcome))
+            self.nodes.report_failure(outcome.exit_code, self._failure_lines(outcome))
 
     def _check_hang(self, now: float) -> None:
         timers = self.timers
-        if self.pool.ending:  # by now
+        if self.pool.is_ending:  # by now
             return
         if timers.dumped_at is not None:
-            if now - timers.dumped_at > scaled(_DUMP_SECONDS):
+            if now - timers.dumped_at > scale_timeout(_DUMP_SECONDS):
                 self._end_workers(now, GRACE_SECONDS / 2)
             return
+        limit = self.options.start_limit
         if self.pool.stepped:
             limit = self.options.hang_timeout
-        else:
-            limit = self.options.start_limit
         if self.msrun is None or not limit or now - timers.last_sign_at <= limit:
             return
         if self.pool.stepped:
@@ -341,11 +355,11 @@ class Supervisor:
         self.failures.hang = hang
         self.failures.stopped_lines = self._stopped_lines()
         self._dump(now)
-        self.nodes.failed(EXIT_HANG, [f"error: {hang}.", *self.failures.stopped_lines])
+        self.nodes.report_failure(EXIT_HANG, [f"error: {hang}.", *self.failures.stopped_lines])
 
     def _stopped_lines(self) -> list[str]:
-        """Names ranks that stand still because of a signal."""
-        processes = {f"rank {rank}": worker.process for rank, worker in self.pool.workers.items() if worker.pending}
+        """Returns lines about ranks that a signal has stopped."""
+        processes = {f"rank {rank}": worker.process for rank, worker in self.pool.workers.items() if worker.is_pending}
         agents = {f"the agent of rank {rank}": worker.agent for rank, worker in self.pool.workers.items()}
         return [
             f"  Stopped by a signal (SIGSTOP or the like): {name}, process {process.pid}."
@@ -364,19 +378,19 @@ class Supervisor:
         if self.msrun is not None:
             self.msrun.kill()  # it may not have started all yet
         self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
-        self.timers.kill_at = now + scaled(grace_seconds)
+        self.timers.kill_at = now + scale_timeout(grace_seconds)
 
     def _kill(self, now: float) -> None:
         timers = self.timers
         self.pool.ending_since = self.pool.ending_since or now
         timers.killed_at = timers.killed_at or now
         self.pool.kill_all()
-        timers.kill_at = now + scaled(1.0)  # and again those that appear meanwhile, and stopped agents
-        if now - timers.killed_at > scaled(_UNKILLABLE_SECONDS):
+        timers.kill_at = now + scale_timeout(1.0)  # and again those that appear meanwhile, and stopped agents
+        if now - timers.killed_at > scale_timeout(_UNKILLABLE_SECONDS):
             self.pool.give_up()
 
-    def _ends(self) -> list[End]:
-        ends = [worker.end for worker in self.pool.all if worker.end is not None]
+    def _ends(self) -> list[ProcessExit]:
+        ends = [worker.end for worker in self.pool.handles if worker.end is not None]
         if self.failures.msrun is None:
             return ends
         return [*ends, self.failures.msrun]
@@ -405,10 +419,10 @@ class Supervisor:
             self.state.outcome = outcome.words
             self.state.exit_code = outcome.exit_code
             self.state.ended = time.time()
-        write_state(self.files, self.state)
+        write_job_state(self.files, self.state)
 
     def _finish(self) -> Outcome:
-        """Releases everything that is left once all workers have ended, and tells how it went."""
+        """Releases all agents after the last worker has ended, prints how the job ended, and returns the outcome."""
         self.pool.closing = True
         failures = self.failures
         outcome = decide_outcome(self._ends(), self.stop.signal, failures.hang)
@@ -436,13 +450,12 @@ class Supervisor:
     def _failure_lines(self, outcome: Outcome) -> list[str]:
         first = outcome.first
         if first is None:
-            lines = report(outcome, None, 0.0)
+            lines = failure_lines(outcome, None, 0.0)
         else:
+            log = self.files.log(first.rank)
             if first is self.failures.msrun:
                 log = self.files.msrun_log
-            else:
-                log = self.files.log(first.rank)
-            lines = report(outcome, log, first.at_seconds - self.timers.started_at)
+            lines = failure_lines(outcome, log, first.at_seconds - self.timers.started_at)
         if self.failures.hang:
             lines += self.failures.stopped_lines
             where = self.files.log_dir

@@ -1,5 +1,6 @@
-"""What the user sees: the output of one worker as it draws it on a terminal of its own, what the launcher waits for,
-the launcher's own lines; and the logs, which keep of a line that was drawn again and again the last drawing.
+"""The output that the user sees: that of one worker, what the launcher waits for, and the launcher's own lines.
+
+Logs get the same output as plain text: of a line that is drawn again and again only the last drawing.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ _ERASED = re.compile(rb".*(?:\r|\x1b\[[012]?K)", re.DOTALL)
 
 
 class PlainText:
-    """Takes a terminal's output in any pieces, and returns the lines that stay on it, without colours."""
+    """Converts terminal output, in any pieces, into the lines that remain visible, without colours."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> bytes:
+        """Takes further output; returns the lines that it completes."""
         *lines, rest = (self._rest + data).split(b"\n")
         # Of a line that is drawn again and again only the last drawing counts.
         self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]
         return b"".join(self._final(line) + b"\n" for line in lines)
 
-    def end(self) -> bytes:
-        """Returns the last line, where it has no end."""
+    def flush(self) -> bytes:
+        """Returns the last line if it has no end."""
         text = self._final(self._rest)
         self._rest = b""
         if text.strip():
@@ -47,7 +49,7 @@ class PlainText:
 
 
 class WorkerTerminal:
-    """The master's side of a worker's terminal, of so many columns and lines. The log gets its plain text.
+    """The master's side of a worker's terminal of a given size. The log gets its plain text.
 
     What does not fit into the launcher's named pipe while it is full is dropped there.
     """
@@ -66,12 +68,13 @@ class WorkerTerminal:
         self.resize(size)
 
     def resize(self, size: tuple[int, int]) -> None:
+        """Sets the columns and lines of the worker's terminal."""
         columns, lines = size
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
 
     def pump(self) -> bool:
-        """Passes on what is there; returns whether more may come."""
+        """Passes on the output that has arrived; returns whether more may come."""
         try:
             while data := os.read(self.master, 1 << 16):
                 with contextlib.suppress(OSError):  # a full disk stops no worker
@@ -86,10 +89,10 @@ class WorkerTerminal:
         return False
 
     def close(self) -> None:
-        """Passes on the rest; the worker has ended."""
+        """Passes on the remaining output after the worker has ended."""
         self.pump()
         with contextlib.suppress(OSError):
-            self._log.write(self._plain.end())
+            self._log.write(self._plain.flush())
         self._log.close()
         os.close(self.master)
         if self._pipe is not None:
@@ -97,7 +100,7 @@ class WorkerTerminal:
 
 
 def terminal_size() -> tuple[int, int]:
-    """Returns columns and lines of standard output; 80 and 24 when it is no terminal."""
+    """Returns columns and lines of standard output; 80 and 24 if it is not a terminal."""
     try:
         columns, lines = os.get_terminal_size(1)
     except OSError:
@@ -116,34 +119,34 @@ _READ_BYTES = 1 << 20
 _TAIL_BYTES = 1 << 16
 
 
-class Follower:
-    """Copies a worker's output, of which `read` returns what is new, to the terminal, without MindSpore's chatter."""
+class LogTail:
+    """Copies new output of a worker, which `read` returns, to the terminal, without MindSpore's cluster messages."""
 
     def __init__(self, read: Callable[[], bytes], terminal: BinaryIO) -> None:
         self._read = read
         self._terminal = terminal
-        self._held = b""  # the beginning of a line that may turn out to be chatter
+        self._unprinted = b""  # the beginning of a line that may turn out to be chatter
         self._within_line = False
         self.broken = False
 
     def new_text(self) -> bytes:
-        """Returns what has come since the last call, cleaned; a line that is not finished may come in parts."""
-        *lines, last = (self._held + self._read()).split(b"\n")
+        """Returns the cleaned output since the last call; an unfinished line may come in parts."""
+        *lines, last = (self._unprinted + self._read()).split(b"\n")
         shown = b""
         for line in lines:
             if self._within_line or not _CHATTER.match(line):
                 shown += line + b"\n"
             self._within_line = False
-        self._held = b""
+        self._unprinted = b""
         if self._within_line or (last and not last.startswith(b"[")):
             shown += last
             self._within_line = True
         else:
-            self._held = last
+            self._unprinted = last
         return shown
 
     def copy(self, text: bytes) -> None:
-        """Writes to the terminal; once nobody reads there, no more."""
+        """Writes to the terminal, until nobody reads it any more."""
         if text and not self.broken:
             try:
                 self._terminal.write(text)
@@ -170,8 +173,8 @@ def tail_file(path: Path) -> Callable[[], bytes]:
     return read
 
 
-def output_of_pipe(path: Path) -> Callable[[], bytes]:
-    """Makes a named pipe; returns a function that returns what has come through it since the last call."""
+def tail_pipe(path: Path) -> Callable[[], bytes]:
+    """Makes a named pipe; returns a function that reads what came through it since its last call."""
     os.mkfifo(path, 0o600)
     reading = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # stays open: without a writer, reading would find the end
@@ -185,7 +188,7 @@ def output_of_pipe(path: Path) -> Callable[[], bytes]:
 
 
 def last_lines(path: Path, count: int = 20) -> list[str]:
-    """Returns the end of a log without blank lines and chatter; of progress the last state."""
+    """Returns the end of a log without blank lines and cluster messages; of a progress line the last state."""
     data = b""
     with contextlib.suppress(OSError), path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -195,9 +198,10 @@ def last_lines(path: Path, count: int = 20) -> list[str]:
 
 
 def printable(text: str) -> str:
-    """Returns a line without what acts on a terminal: escape sequences, control characters, changes of direction."""
+    """Removes what acts on a terminal from a line: escape sequences, control characters, changes of direction."""
     plain = _ESCAPES.sub(b"", text.encode("utf-8", "replace")).decode("utf-8", "replace")
-    return "".join(sign if sign.isprintable() else " " for sign in plain if sign.isprintable() or sign.isspace())
+    spaced = (" " if sign.isspace() else sign for sign in plain)
+    return "".join(filter(str.isprintable, spaced))
 
 
 # ---- the launcher's terminal -----------------------------------------------------------------------------------------
@@ -209,21 +213,21 @@ class Screen:
     """The launcher's standard output and standard error, on a terminal or not.
 
     Args:
-        drawn: Whether the worker that is followed has a terminal of its own, on which it may draw.
+        drawn: Whether the followed worker has a terminal of its own, on which it may draw.
     """
 
-    def __init__(self, follower: Follower, drawn: bool = False) -> None:
+    def __init__(self, follower: LogTail, drawn: bool = False) -> None:
         self._follower = follower
         self._drawn = drawn
         self._waiting = ""
         self._spoke = False
 
     def update(self, started: int, workers: int, seconds: float, quiet: bool) -> None:
-        """Copies the worker's new output; before the first, shows what is waited for, unless it is to be quiet.
+        """Copies the worker's new output. Before the first output it shows what is waited for, unless `quiet`.
 
         Args:
-            started, workers: Number of workers of this host that run, and of all.
-            seconds: Since the job began.
+            started, workers: Number of running workers of this host, and of all its workers.
+            seconds: Seconds since the job began.
         """
         text = self._follower.new_text()
         if text:
@@ -249,6 +253,7 @@ class Screen:
             self._write(f"{clear}{line}\n")
 
     def close(self) -> None:
+        """Clears the line about waiting and shows the cursor again."""
         self._show_waiting("")
         if self._drawn:  # a worker that was killed while drawing leaves the cursor hidden
             self._follower.copy(b"\x1b[?25h")

@@ -1,4 +1,5 @@
-"""Messages between the processes of a job on one host: a JSON object a line, over a socket; and the scale of timers."""
+"""Messages between the processes of a job on one host, one JSON object per line over a socket, and the scale of timers.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import socket
 import time
 from typing import Any
 
-Message = dict[str, Any]
+AgentMessage = dict[str, Any]
 
 TIME_SCALE_VARIABLE = "RUN_TRAINER_TIME_SCALE"
 """Environment variable, for tests: a factor for the launcher's own grace periods and time-outs."""
@@ -19,9 +20,9 @@ _MAX_LINE_BYTES = 1 << 22  # of a command line: the system allows 2 MiB
 
 
 class Lines:
-    """One end of a connection that carries lines; `closed`: the other end is gone. Never blocks.
+    """One end of a connection that carries lines; `closed` means that the other end is gone. Never blocks.
 
-    What cannot be sent at once closes it, and so does a longer line than `max_line_bytes`.
+    What cannot be sent at once closes the connection, and so does a line longer than `max_line_bytes`.
     """
 
     def __init__(self, connection: socket.socket, max_line_bytes: int) -> None:
@@ -32,10 +33,11 @@ class Lines:
         self.closed = False
 
     def fileno(self) -> int:
+        """Returns the socket's file descriptor, as selectors need it."""
         return self._socket.fileno()
 
     def send_line(self, line: bytes) -> None:
-        """Sends a line, which is given without its end; to a closed channel, nothing."""
+        """Sends a line, passed without its end; a closed channel sends nothing."""
         if self.closed:
             return
         try:
@@ -45,7 +47,8 @@ class Lines:
             self.closed = True
 
     def receive_lines(self) -> list[bytes]:
-        """Returns the lines that have arrived since the last call, a few of the longest at most; may close it."""
+        """Returns the lines that have arrived since the last call, at most about four of the longest; may close the
+        connection."""
         most = len(self._rest) + 4 * self.max_line_bytes
         while not self.closed and len(self._rest) < most:
             try:
@@ -64,7 +67,8 @@ class Lines:
         return lines
 
     def close_gracefully(self, seconds: float) -> None:
-        """Closes once the other end has read all that was sent: for that, its own last messages must be read too."""
+        """Closes the connection once the other end has read all that was sent; for that its last messages must be read,
+        too."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._socket.settimeout(seconds)
@@ -74,6 +78,7 @@ class Lines:
         self.close()
 
     def close(self) -> None:
+        """Closes the connection at once."""
         self.closed = True
         with contextlib.suppress(OSError):
             self._socket.close()
@@ -85,11 +90,13 @@ class Channel(Lines):
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, _MAX_LINE_BYTES)
 
-    def send(self, message: Message) -> None:
+    def send(self, message: AgentMessage) -> None:
+        """Sends a message as one line of JSON."""
         self.send_line(json.dumps(message).encode("ascii"))
 
-    def receive(self) -> list[Message]:
-        """Returns what has arrived since the last call; may close the channel. Other lines are left out."""
+    def receive(self) -> list[AgentMessage]:
+        """Returns the messages that have arrived since the last call; may close the channel. Other lines are ignored.
+        """
         messages = []
         for line in self.receive_lines():
             with contextlib.suppress(ValueError, RecursionError):
@@ -98,12 +105,11 @@ class Channel(Lines):
 
 
 class ListeningSocket:
-    """Accepts connections. Neither what a caller does nor a lack of file descriptors is an error: who waits is accepted
-    later.
+    """Accepts connections. Neither a caller's behaviour nor a lack of file descriptors is an error: callers wait.
 
     Attributes:
         starved: Whether connections wait that the system cannot open now. Then `sources` is empty, because waiting for
-            them would not wait at all.
+            them would return at once.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -119,24 +125,24 @@ class ListeningSocket:
         return [self._socket]
 
     def accept(self, most: int = 1024) -> list[tuple[socket.socket, Any]]:
-        """Returns waiting connections, at most so many, each with the address of its other end."""
-        found: list[tuple[socket.socket, Any]] = []
+        """Returns at most `most` waiting connections, each with the address of its other end."""
+        accepted: list[tuple[socket.socket, Any]] = []
         self.starved = False
         try:
-            while len(found) < most:
-                found.append(self._socket.accept())
+            while len(accepted) < most:
+                accepted.append(self._socket.accept())
         except BlockingIOError:
             pass
         except OSError as error:  # others are of a caller that is gone again
             self.starved = error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-        return found
+        return accepted
 
     def close(self) -> None:
         self._socket.close()
 
 
-def scaled(seconds: float) -> float:
-    """Returns a grace period or time-out of the launcher, times the factor that a test sets."""
+def scale_timeout(seconds: float) -> float:
+    """Returns a grace period or time-out of the launcher, times the factor that tests set."""
     return seconds * float(os.environ.get(TIME_SCALE_VARIABLE) or 1)
 
 

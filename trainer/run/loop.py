@@ -294,7 +294,7 @@ def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
         epochs=steps.epochs,
         steps_per_epoch=steps.steps_per_epoch,
         resumed_from=prepared.resume_from,
-        restarted=heartbeat.restarted(),
+        restarted=heartbeat.restart_info(),
         compiles=not on_arrays(config, prepared.plan.device, world),
         samples_per_step=samples,
         ranks=world.size,

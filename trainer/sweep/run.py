@@ -25,7 +25,7 @@ from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.read.dump import flatten, plain_values
 from trainer.device.doctor import memory_left_bytes
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
-from trainer.launch.processes import kill_group, share_of_cores, start_session
+from trainer.launch.processes import kill_group, start_session, worker_cores
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.report.record import is_run_folder, read_run
 from trainer.run.prepare import PreparedRun, prepare_run
@@ -197,7 +197,7 @@ def execute(runs: Sequence[SweepRun], jobs: int, tell: Tell) -> int:
             while waiting and len(going) < jobs and not stop.number:
                 taken = {run.place for run in going}
                 place = next(number for number in range(jobs) if number not in taken)
-                going.append(_start(waiting.pop(0), place, share_of_cores(cores, place, jobs), tell))
+                going.append(_start(waiting.pop(0), place, worker_cores(cores, place, jobs), tell))
             if stop.count > handed_on:
                 handed_on = stop.count
                 for run in going:

@@ -1,4 +1,4 @@
-"""What the launchers of several nodes say to each other, and the only shapes in which they take it."""
+"""The messages between the launchers of several nodes, and the schema that they must fit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Line = Annotated[str, Field(max_length=_LONGEST_LINE), AfterValidator(printable)
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
-class Message(BaseModel):
-    """A message between launchers, or what a supervisor is told about them.
+class NodeMessage(BaseModel):
+    """A message between launchers, or an event for the supervisor of a node.
 
     Attributes:
-        kind: hello: a node calls; welcome: node 0 takes it in, and the line may name the checkpoint to go on from;
-            later, refused: it does not, and the line says why; start: all nodes are connected; beat: the launcher is
-            there; moved: it is, and a rank got on since the last one; failed: a node's part of the job failed; stop: a
-            launcher received a signal, which is for all workers; done: the workers of the node, and from node 0 of all
-            nodes, have ended well; note: lines to print, never sent.
+        kind: hello: a node calls; welcome: node 0 accepts it, and the line may name the checkpoint to continue from;
+            later, refused: node 0 does not accept it, and the line says why; start: all nodes are connected; beat: a
+            heartbeat; moved: a heartbeat, and a rank made progress since the last one; failed: a node's part of the job
+            failed; stop: a launcher received a signal, which is for all workers; done: the workers of the node, and
+            from node 0 of all nodes, have ended well; note: lines to print, never sent.
         number: The exit code of a failure, or the signal.
-        attempt: How often the job has been started again.
+        attempt: How often the job has been restarted.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -40,7 +40,7 @@ class Message(BaseModel):
     lines: Annotated[list[Line], Field(max_length=_MOST_LINES)] = []
 
     @model_validator(mode="after")
-    def _check_number(self) -> Message:
+    def _check_number(self) -> NodeMessage:
         if self.kind == "failed" and not self.number:
             raise ValueError("a failure has an exit code")
         if self.kind == "stop" and self.number not in (signal.SIGINT, signal.SIGTERM):
@@ -48,18 +48,19 @@ class Message(BaseModel):
         return self
 
 
-def parse(data: bytes) -> Message | None:
-    """Returns the message of a line; None for anything else."""
+def parse(data: bytes) -> NodeMessage | None:
+    """Parses the message of a line; returns None for anything else."""
     try:
-        return Message.model_validate_json(data)
+        return NodeMessage.model_validate_json(data)
     except ValidationError:
         return None
 
 
-def note(line: str) -> Message:
-    return Message(kind="note", lines=[line[:_LONGEST_LINE]])
+def note_message(line: str) -> NodeMessage:
+    """Returns a message that prints one line."""
+    return NodeMessage(kind="note", lines=[line[:_LONGEST_LINE]])
 
 
-def failed(exit_code: int, lines: Sequence[str]) -> Message:
+def failure_message(exit_code: int, lines: Sequence[str]) -> NodeMessage:
     """Returns the message about a failure; long reports are cut."""
-    return Message(kind="failed", number=exit_code, lines=[line[:_LONGEST_LINE] for line in lines[:_MOST_LINES]])
+    return NodeMessage(kind="failed", number=exit_code, lines=[line[:_LONGEST_LINE] for line in lines[:_MOST_LINES]])

@@ -18,7 +18,7 @@ _MAX_BYTES = 4096
 
 
 def secret_of_environment() -> bytes | None:
-    """Returns the secret of the environment; None where it has none.
+    """Returns the secret of the environment, or None without one.
 
     Raises:
         UserError: It is too short to be one.
@@ -60,7 +60,7 @@ def make_secret(path: Path) -> bytes:
 
 
 def read_secret(path: Path) -> bytes | None:
-    """Returns the secret that node 0 has made; None while there is none.
+    """Returns the secret that node 0 has made, or None before that.
 
     Raises:
         RunError: Others could have read or written it.

@@ -18,8 +18,8 @@ import socket
 from collections import Counter
 from dataclasses import dataclass
 
-from trainer.launch.control.messages import Message, parse
-from trainer.launch.wire import Lines, ListeningSocket, scaled
+from trainer.launch.control.messages import NodeMessage, parse
+from trainer.launch.wire import Lines, ListeningSocket, scale_timeout
 
 _FIRST_LINE = re.compile(rb"run_trainer-2 ([0-9a-f]{32})")
 _MAC_BYTES = 64  # in hexadecimal
@@ -32,21 +32,23 @@ _MOST_NAMED = 20
 
 
 class SignedChannel(Lines):
-    """One end of a connection between launchers; `closed`: the other end is gone, or does not know the secret.
+    """One end of a connection between launchers; `closed` means that the other end is gone or does not know the secret.
 
     Args:
         called: Whether the other end has called this one.
     """
 
     def __init__(self, connection: socket.socket, secret: bytes, called: bool) -> None:
-        super().__init__(connection, _MAX_STRANGER_BYTES if called else _MAX_LINE_BYTES)
+        super().__init__(connection, _MAX_LINE_BYTES)
+        if called:
+            self.max_line_bytes = _MAX_STRANGER_BYTES
         self._secret = secret
         self._called = called
         self._nonce = secrets.token_hex(16).encode("ascii")
         self._key = b""  # until the other's nonce is there
         self._sent = 0
         self._received = 0
-        self._unsent: list[Message] = []
+        self._unsent: list[NodeMessage] = []
         self.send_line(b"run_trainer-2 " + self._nonce)
 
     @property
@@ -54,8 +56,8 @@ class SignedChannel(Lines):
         """Whether the other end has sent its nonce, which needs no secret."""
         return bool(self._key)
 
-    def send(self, message: Message) -> None:
-        """Sends a message, as soon as the other's nonce is there."""
+    def send(self, message: NodeMessage) -> None:
+        """Sends a message, once the nonce of the other end has arrived."""
         if not self._key:
             self._unsent.append(message)
             return
@@ -63,9 +65,8 @@ class SignedChannel(Lines):
         self.send_line(self._mac(not self._called, self._sent, data) + b" " + data)
         self._sent += 1
 
-    def receive(self) -> list[Message]:
-        """Returns what has arrived since the last call. The first line that is not what it should be closes the
-        channel."""
+    def receive(self) -> list[NodeMessage]:
+        """Returns what has arrived since the last call; a line that is not a valid message closes the channel."""
         messages = []
         for line in self.receive_lines():
             if not self._key and self._take_nonce(line):
@@ -87,18 +88,20 @@ class SignedChannel(Lines):
         match = _FIRST_LINE.fullmatch(line)
         if match is None:
             return False
+        nonces = (self._nonce, match[1])  # the caller's first
         if self._called:
             nonces = (match[1], self._nonce)
-        else:
-            nonces = (self._nonce, match[1])
         self._key = hmac.digest(self._secret, b"run_trainer launchers " + b" ".join(nonces), hashlib.sha256)
         for message in self._unsent:
             self.send(message)
         return True
 
     def _mac(self, from_caller: bool, number: int, data: bytes) -> bytes:
-        head = (b">" if from_caller else b"<") + number.to_bytes(8, "big")
-        return hmac.digest(self._key, head + data, hashlib.sha256).hex().encode("ascii")
+        direction = b"<"
+        if from_caller:
+            direction = b">"
+        signed = direction + number.to_bytes(8, "big") + data
+        return hmac.digest(self._key, signed, hashlib.sha256).hex().encode("ascii")
 
 
 @dataclass(eq=False)
@@ -109,7 +112,8 @@ class _Caller:
 
     @functools.cached_property
     def network(self) -> str:
-        """Where one stranger can have all addresses: that of IPv4 itself, or the /64 of IPv6."""
+        """Returns the network in which one caller can have all addresses: the address itself for IPv4, the /64 for
+        IPv6."""
         address = self.address.partition("%")[0]
         if ":" in address:
             return str(ipaddress.ip_network(f"{address}/64", strict=False))
@@ -117,7 +121,7 @@ class _Caller:
 
 
 class ControlListener:
-    """Where other nodes call, and the callers that have not yet shown that they know the secret."""
+    """The control port, and the callers that have not yet proved that they know the secret."""
 
     def __init__(self, listening: socket.socket, secret: bytes) -> None:
         self._listening = ListeningSocket(listening)
@@ -129,24 +133,27 @@ class ControlListener:
     def sources(self) -> list[SignedChannel | socket.socket]:
         return [*self._listening.sources, *(caller.channel for caller in self._callers)]
 
-    def accept(self, now: float) -> tuple[list[tuple[SignedChannel, Message]], list[str]]:
-        """Returns nodes that have called, each with its hello; and addresses of strangers, each of them once."""
+    def accept(self, now: float) -> tuple[list[tuple[SignedChannel, NodeMessage]], list[str]]:
+        """Returns nodes that have called, each with its hello, and the addresses of strangers, each of them once."""
         for connection, address in self._listening.accept(_MOST_UNIDENTIFIED):
             self._callers.append(_Caller(SignedChannel(connection, self._secret, True), str(address[0]), now))
-        nodes: list[tuple[SignedChannel, Message]] = []
+        nodes: list[tuple[SignedChannel, NodeMessage]] = []
         waiting: list[_Caller] = []
         strangers: list[str] = []
         for caller in self._callers:
             messages = caller.channel.receive()
             if messages and messages[0].kind == "hello":
                 nodes.append((caller.channel, messages[0]))
-            elif messages or caller.channel.closed or now - caller.since > scaled(_HANDSHAKE_SECONDS):
+            elif messages or caller.channel.closed or now - caller.since > scale_timeout(_HANDSHAKE_SECONDS):
                 strangers += self._drop(caller)
             else:
                 waiting.append(caller)
         counts = Counter(caller.network for caller in waiting)
         # One of the network with most callers, and one without a nonce first: a flood keeps no other network out.
-        while len(waiting) > (_MOST_WHEN_STARVED if self._listening.starved else _MOST_UNIDENTIFIED):
+        most = _MOST_UNIDENTIFIED
+        if self._listening.starved:
+            most = _MOST_WHEN_STARVED
+        while len(waiting) > most:
             worst = min(waiting, key=lambda caller: (-counts[caller.network], caller.channel.greeted))
             counts[worst.network] -= 1
             waiting.remove(worst)
