@@ -138,7 +138,7 @@ def test_sources_of_a_configuration(tmp_path):
     told: list[str] = []
     config = config_of(tmp_path, sources_of(tmp_path), eval_dataset=evaluation, run_mode="eval")
     assert build_eval_dataset(config, note=told.append).num_sequences == 30
-    assert len(told) == 1 and "weights in eval_dataset have no effect" in told[0]
+    assert len(told) == 1 and "eval_dataset: source weights are ignored" in told[0]
 
 
 def test_a_source_without_a_share_or_a_sequence_is_an_error(tmp_path):

@@ -242,7 +242,7 @@ def test_a_token_that_only_the_run_finds_ends_it(tmp_path, files, monkeypatch):
     """Large files are not read as a whole before the run."""
     monkeypatch.setattr("trainer.data.source.indexed.IndexedTokens.token_range", lambda self: (0, 0))
     dataset = dataset_of(tmp_path, files, "a", model={"vocab_size": 200})
-    with pytest.raises(RunError, match=r"holds token id 2\d\d, and the model's vocabulary has 200"):
+    with pytest.raises(RunError, match=r"contains token id 2\d\d, but the model's vocabulary has 200"):
         dataset.batch(range(43))
 
 

@@ -183,7 +183,7 @@ def test_documents_are_kept_apart_at_the_end_token(tmp_path, files):
         batch = batch_of(tmp_path, files / "tokens.mindrecord", **keys)
         assert batch.segment_ids[0].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
         assert batch.positions[0].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    with pytest.raises(UserError, match="train_dataset.eod_reset = True: documents are kept apart at the token"):
+    with pytest.raises(UserError, match="train_dataset.eod_reset = True: documents are separated at the token"):
         batch_of(tmp_path, files / "tokens.mindrecord", train={"eod_reset": True})
 
 
@@ -302,7 +302,7 @@ def test_an_index_without_rows_is_refused(tmp_path, files):
         ("tokens", {"model": {"seq_length": 4}}, "model.model_config.seq_length",
          "rows of tokens.mindrecord have 9 tokens, and a sequence needs 5"),
         ("repeated", {}, "dataset_dir", "are the input tokens themselves, not the next ones"),
-        ("tokens", {"model": {"vocab_size": 100}}, "dataset_dir", "and the model's vocabulary has 100"),
+        ("tokens", {"model": {"vocab_size": 100}}, "dataset_dir", "but the model's vocabulary has 100"),
         ("tokens", {"loader": {"dataset_dir": ""}}, "dataset_dir", "needs a file or a folder"),
         ("tokens", {"loader": {"dataset_files": ["a"]}}, "dataset_files", "dataset_dir names files too"),
     ],

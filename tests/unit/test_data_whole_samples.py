@@ -254,7 +254,7 @@ def test_held_out_samples_and_eval_dataset_are_packed_alike(tmp_path):
 def test_a_single_sample_is_not_split_to_hold_out_its_end(tmp_path):
     path = jsonl(tmp_path / "a.jsonl", {"instruction": "a", "output": "b" * 20})
     config = make_config(tmp_path, path, loader=JSONL, train={"held_out": 0.2}, model={"seq_length": 64})
-    with pytest.raises(UserError, match="held_out = 0.2: a sample stays whole, and there is only one"):
+    with pytest.raises(UserError, match="held_out = 0.2: samples are not divided, and there is only one"):
         build_datasets(config)
 
 

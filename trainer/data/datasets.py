@@ -1,11 +1,11 @@
-"""From the configuration to the data sets of a run."""
+"""Builds the data sets of a run from its configuration."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from trainer.config.schema.data import EVAL, TRAIN
 from trainer.data.batches import split
@@ -31,28 +31,33 @@ _VOCAB_KEY = "model.model_config.vocab_size"
 def build_datasets(
     config: Config, progress: Progress | None = None, note: OnNote | None = None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
-    """Builds the data sets of a training run; slow only when the token file is not in the cache.
+    """Builds the data sets of a training run; this is slow only if the token file is not in the cache.
 
-    They are the training data, and the data for evaluation: ``eval_dataset`` if the run evaluates, otherwise the
-    documents held out of ``train_dataset``; None where there are neither. `progress` is called with (bytes done, bytes
-    of the source) while a token file is built, `note` with a sentence where the data differ from what was requested.
+    Args:
+        progress: Called with (bytes done, bytes of the source) while a token file is built.
+        note: Called with a sentence if the data differ from what was requested.
+
+    Returns:
+        The training data, and the data for evaluation or None. The latter are ``eval_dataset`` if the run evaluates, or
+        the documents held out of ``train_dataset`` if there is no ``eval_dataset``.
 
     Raises:
-        UserError: See `find_sources`, `load_tokenizer` and `find_token_file`; or a sequence is longer than the data, a
-            batch larger than the data set, or a token beyond the model's vocabulary.
-        RunError: The disk is full, or the data changes while it is read.
+        UserError: Files or the tokenizer are missing or damaged. Or a sequence is longer than the data, a batch is
+            larger than the data set, or a token is beyond the model's vocabulary.
+        RunError: The disk is full, or the data change while they are read.
     """
     train, held_out = build_train_dataset(config, progress, note)
     if config.eval_dataset is None:
         return train, held_out
-    evaluates = config.do_eval or config.run_mode == "eval"
-    return train, _build_eval(config, progress, note) if evaluates else None
+    if not config.do_eval and config.run_mode != "eval":
+        return train, None
+    return train, _build_eval(config, progress, note)
 
 
 def build_train_dataset(
     config: Config, progress: Progress | None = None, note: OnNote | None = None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
-    """Builds the training data and what is held out of it; None without ``held_out``."""
+    """Builds the training data, and the documents held out of it (None without ``held_out``)."""
     train, held_out = _build_section(config, TRAIN, progress, note)
     _check_sizes(config, TRAIN, train)
     return train, held_out
@@ -61,7 +66,7 @@ def build_train_dataset(
 def build_eval_dataset(
     config: Config, progress: Progress | None = None, note: OnNote | None = None
 ) -> SequenceDataset | None:
-    """Builds only the data of an evaluation; None without ``eval_dataset`` and held-out documents."""
+    """Builds the data of an evaluation; returns None without ``eval_dataset`` and held-out documents."""
     if config.eval_dataset is not None:
         return _build_eval(config, progress, note)
     if not config.train_dataset.held_out:
@@ -70,10 +75,10 @@ def build_eval_dataset(
 
 
 def check_tokenizer(config: Config, section: str) -> None:
-    """Checks that the model has embeddings for all tokens of a section's tokenizer, where the data are text.
+    """Checks that the model has embeddings for all tokens of a section's tokenizer, if the data are text.
 
     Raises:
-        UserError: It has not, or the tokenizer cannot be read.
+        UserError: The vocabulary is too small, or the tokenizer cannot be read.
     """
     if getattr(config, section).data_loader.reads_text:
         tokens = find_tokenizer(config, section).vocab_size
@@ -81,7 +86,7 @@ def check_tokenizer(config: Config, section: str) -> None:
 
 
 def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, Any]:
-    """The settings on which the meaning of a position in the training data depends."""
+    """Returns the settings that decide what a position in the training data means."""
     train = config.train_dataset
     runner = config.runner_config
     return {
@@ -99,10 +104,10 @@ def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, 
 
 
 def batch_size(config: Config, section: str) -> int:
-    """Sequences of a micro-batch of a section."""
-    own = getattr(config, section).batch_size
-    if section == EVAL and own is not None:
-        return own
+    """Returns the number of sequences in a micro-batch of a section."""
+    size = getattr(config, section).batch_size
+    if section == EVAL and size is not None:
+        return size
     return config.runner_config.batch_size
 
 
@@ -115,28 +120,28 @@ def _build_eval(config: Config, progress: Progress | None, note: OnNote | None) 
 def _build_section(
     config: Config, section: str, progress: Progress | None, note: OnNote | None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
-    """Builds the data set of a section, and the one held out of ``train_dataset`` if requested."""
-    wanted = getattr(config, section)
-    if wanted.data_loader.type == "SyntheticDataset":
+    """Builds the data set of a section, and the data set held out of ``train_dataset`` if requested."""
+    loader = getattr(config, section).data_loader
+    if loader.type == "SyntheticDataset":
         return _synthetic(config, section)
-    if wanted.data_loader.type == "MnistDataset":
+    if loader.type == "MnistDataset":
         from trainer.data.source.mnist import build_images
 
-        return build_images(config, section), None
-    if wanted.data_loader.type == "BlendedMegatronDatasetDataLoader":
+        return cast(SequenceDataset, build_images(config, section)), None  # its batches are images
+    if loader.type == "BlendedMegatronDatasetDataLoader":
         from trainer.data.source.megatron import build_megatron
 
         dataset = build_megatron(config, section)
-        _check_vocabulary(config, f"the data holds token id {dataset.max_token_id}", dataset.max_token_id + 1)
+        _check_vocabulary(config, f"the data contain token id {dataset.max_token_id}", dataset.max_token_id + 1)
         return dataset, None
-    if wanted.data_loader.type == "MindDataset":
+    if loader.type == "MindDataset":
         from trainer.data.batches.mindrecord import build_mindrecord
 
         return build_mindrecord(config, section)
     opened = open_token_files(config, section, progress, note)
     limit = None
     if len(opened) == 1:
-        limit = wanted.data_loader.num_samples
+        limit = loader.num_samples
     built = [_build_source(config, section, source, file, limit, note) for source, _, file in opened]
     if len(opened) == 1:
         return built[0]
@@ -148,7 +153,13 @@ def open_token_files(
 ) -> list[tuple[DataSource, float, TokenFile]]:
     """Opens the token file of each source of a section of text or records, with the weight of the source.
 
-    Arguments and errors as of `build_datasets`.
+    Args:
+        progress: Called with (bytes done, bytes of the source) while a token file is built.
+        note: Called with a sentence if the data differ from what was requested.
+
+    Raises:
+        UserError: Files or the tokenizer are missing or damaged, or a token is beyond the model's vocabulary.
+        RunError: The disk is full, or the data change while they are read.
     """
     tokenizer = find_tokenizer(config, section)
     cache = _find_cache(config, section)
@@ -158,35 +169,44 @@ def open_token_files(
     template = None
     if sources[0][0].kind == RECORDS:
         template = load_chat_template(config, section, tokenizer)
-    how = {"template": template, "train_on": resolve_train_on(config, section)}
+    train_on = resolve_train_on(config, section)
     num_rendered = 0
     for source, weight in sources:
-        for told in source.notes if note is not None else ():
-            note(told)
-        token_file = find_token_file(source, tokenizer, cache, **how, progress=progress, note=note)
+        _tell(source.notes, note)
+        token_file = find_token_file(
+            source, tokenizer, cache, template=template, train_on=train_on, progress=progress, note=note
+        )
         num_rendered += token_file.meta.num_rendered
         opened.append((source, weight, token_file))
-    for sentence in template.notes if num_rendered and note is not None else ():
-        note(sentence)
+    if template is not None and num_rendered:
+        _tell(template.notes, note)
     return opened
+
+
+def _tell(sentences: Sequence[str], note: OnNote | None) -> None:
+    if note is not None:
+        for sentence in sentences:
+            note(sentence)
 
 
 def _build_source(
     config: Config, section: str, source: DataSource, token_file: TokenFile, limit: int | None, note: OnNote | None
 ) -> tuple[SequenceDataset, SequenceDataset | None]:
-    """Packs the documents of a source to at most `limit` sequences, and those held out of it."""
-    wanted = getattr(config, section)
+    """Packs the documents of a source into at most `limit` sequences, and its held-out documents likewise."""
+    settings = getattr(config, section)
     seq_length = config.decoder.seq_length
-    packing = wanted.packing or ("whole" if token_file.meta.num_conversations else "cut")
+    packing: Literal["whole", "cut", "none"] = settings.packing or "cut"
+    if not settings.packing and token_file.meta.num_conversations:
+        packing = "whole"
     documents = split.all_documents(token_file.offsets)
     held_out = None
     fitted = None
-    if packing == "cut" and wanted.overlong != "truncate" and note is not None:
-        note(f"{source.name} is cut every {seq_length} tokens: {section}.overlong = {wanted.overlong} has no effect.")
+    if packing == "cut" and settings.overlong != "truncate" and note is not None:
+        note(f"{source.name} is cut every {seq_length} tokens: {section}.overlong = {settings.overlong} has no effect.")
     if packing != "cut":
         fitted = _truncate_or_drop(config, section, documents, source, note)
         documents = fitted.spans
-    if section == TRAIN and wanted.held_out:
+    if section == TRAIN and settings.held_out:
         documents, held_out = _hold_out(config, documents, packing, note)
 
     def dataset_of(spans: DocumentSpans, keep_tail: bool, limit: int | None) -> SequenceDataset:
@@ -194,9 +214,11 @@ def _build_source(
             return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit)
         return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted)
 
-    dataset = dataset_of(documents, not wanted.drop_remainder, limit)
-    # RankParams-out text is short, and an evaluation reads it once: it includes every token.
-    return dataset, None if held_out is None else dataset_of(held_out, True, None)
+    dataset = dataset_of(documents, not settings.drop_remainder, limit)
+    if held_out is None:
+        return dataset, None
+    # Held-out text is short, and an evaluation reads it once: it includes every token.
+    return dataset, dataset_of(held_out, True, None)
 
 
 def _blend(
@@ -210,9 +232,12 @@ def _blend(
     names = [source.name for source, _ in sources]
     weights = [weight for _, weight in sources]
     if section == EVAL and len(set(weights)) > 1 and note is not None:
-        note("An evaluation reads every sequence of its sources once: the weights in eval_dataset have no effect.")
+        note("eval_dataset: source weights are ignored; an evaluation reads every sequence once.")
     limit = getattr(config, section).data_loader.num_samples
-    blended = BlendedDataset([data for data, _ in built], names, weights if section == TRAIN else None, limit)
+    train_weights = None
+    if section == TRAIN:
+        train_weights = weights
+    blended = BlendedDataset([data for data, _ in built], names, train_weights, limit)
     for number, share in enumerate(blended.shares):
         key = f"{section}.data_loader.sources.{number}"
         if not share.sequences:
@@ -225,13 +250,15 @@ def _blend(
             fix = "raise it, or remove the source"
             raise UserError(rule, where=config.source.where(key), key=key, value=share.weight, fix=fix)
     held_out = [data for _, data in built if data is not None]
-    return blended, BlendedDataset(held_out, names, None) if held_out else None
+    if not held_out:
+        return blended, None
+    return blended, BlendedDataset(held_out, names, None)
 
 
 def _truncate_or_drop(
     config: Config, section: str, samples: DocumentSpans, source: DataSource, note: OnNote | None
 ) -> FittedSpans:
-    """Makes samples fit a sequence as the section's `overlong` says."""
+    """Truncates or drops samples that are longer than a sequence, or raises an error, as `overlong` says."""
     overlong = getattr(config, section).overlong
     seq_length = config.decoder.seq_length
     key = f"{section}.overlong"
@@ -247,11 +274,11 @@ def _truncate_or_drop(
         fix = "set it to truncate, or a larger model.model_config.seq_length"
         raise UserError(rule, where=config.source.where(key), key=key, value=overlong, fix=fix)
     if note is not None and (fitted.truncated or fitted.dropped):
-        done = "truncated: they lose the beginning of their prompt"
+        result = "truncated: they lose the beginning of their prompt"
         if fitted.dropped:
-            done = "dropped"
+            result = "dropped"
         count = f"{fitted.dropped or fitted.truncated:,} of {len(samples.lengths):,} samples"
-        note(f"{count} of {source.name} are longer than a sequence ({seq_length} tokens) and are {done}.")
+        note(f"{count} of {source.name} are longer than a sequence ({seq_length} tokens) and are {result}.")
     return fitted
 
 
@@ -262,7 +289,7 @@ def _hold_out(
     fraction = config.train_dataset.held_out
     if packing != "cut" and len(documents.lengths) < 2:
         key = f"{TRAIN}.held_out"
-        rule = "a sample stays whole, and there is only one"
+        rule = "samples are not divided, and there is only one"
         fix = f"remove it, use more data, or set {TRAIN}.packing to cut"
         raise UserError(rule, where=config.source.where(key), key=key, value=fraction, fix=fix)
     train, held_out = split.hold_out(documents, fraction, config.seed)
@@ -273,29 +300,31 @@ def _hold_out(
     return train, held_out
 
 
-def _synthetic(config: Config, section: str) -> tuple[SyntheticDataset, SyntheticDataset | None]:
+def _synthetic(config: Config, section: str) -> tuple[SequenceDataset, SequenceDataset | None]:
     """Numbers the sequences of a seed: training data from 0 on, then held-out data, then ``eval_dataset``."""
-    wanted = getattr(config, section)
-    size = wanted.data_loader.num_samples
+    settings = getattr(config, section)
+    size = settings.data_loader.num_samples
     held_out_size = 0
     if size is None:
         key = f"{section}.data_loader.num_samples"
         where = config.source.where(f"{section}.data_loader.type")
         fix = f"set {key} to the number of sequences of an epoch"
         raise UserError("SyntheticDataset needs a number of sequences", where=where, key=key, value=None, fix=fix)
-    if section == TRAIN and wanted.held_out and size > 1:
-        held_out_size = min(max(round(wanted.held_out * size), 1), size - 1)
+    if section == TRAIN and settings.held_out and size > 1:
+        held_out_size = min(max(round(settings.held_out * size), 1), size - 1)
     size -= held_out_size
     sizes = config.decoder.seq_length, config.decoder.vocab_size, config.seed
     first = 0
     if section == EVAL and config.train_dataset.data_loader.type == "SyntheticDataset":
         first = config.train_dataset.data_loader.num_samples or 0
     dataset = SyntheticDataset(size, *sizes, first=first)
-    return dataset, SyntheticDataset(held_out_size, *sizes, first=size) if held_out_size else None
+    if not held_out_size:
+        return dataset, None
+    return dataset, SyntheticDataset(held_out_size, *sizes, first=size)
 
 
 def _find_cache(config: Config, section: str) -> TokenCache:
-    """The folder of token files; train_dataset gives what eval_dataset leaves out."""
+    """Returns the folder of token files; the default of eval_dataset is that of train_dataset."""
     owner = TRAIN
     if getattr(config, section).cache_dir is not None:
         owner = section
@@ -305,7 +334,7 @@ def _find_cache(config: Config, section: str) -> TokenCache:
 
 
 def find_tokenizer(config: Config, section: str) -> Tokenizer:
-    """Loads a section's tokenizer; in ``eval_dataset`` the default, `bytes`, means that of ``train_dataset``."""
+    """Loads a section's tokenizer; in ``eval_dataset`` the default, `bytes`, means the one of ``train_dataset``."""
     if section == TRAIN or getattr(config, section).tokenizer.type == "bytes":
         return load_tokenizer(config, TRAIN)
     tokenizer = load_tokenizer(config, section)
@@ -315,12 +344,12 @@ def find_tokenizer(config: Config, section: str) -> Tokenizer:
     rule = "a model must be evaluated with the tokenizer of its training, and train_dataset.tokenizer is another one"
     fix = "leave eval_dataset.tokenizer out, which then is train_dataset.tokenizer"
     where = config.source.where(f"{key}.type")
-    value = config.eval_dataset.tokenizer.path
+    value = getattr(config, section).tokenizer.path
     raise UserError(rule, where=where, key=key, value=value, fix=fix)
 
 
 def _check_vocabulary(config: Config, what: str, tokens: int) -> None:
-    """Checks that the model has embeddings for so many tokens; of a tokenizer whichever of them the data use."""
+    """Checks that the model has embeddings for `tokens` tokens, even if the data do not use all of them."""
     vocab_size = config.decoder.vocab_size
     if tokens > vocab_size:
         rule = f"{what}, beyond the model's vocabulary of {vocab_size}"
@@ -329,8 +358,8 @@ def _check_vocabulary(config: Config, what: str, tokens: int) -> None:
 
 
 def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None:
-    """Checks that text to be cut fills a sequence, and the sequences a batch."""
-    wanted = getattr(config, section)
+    """Checks that running text fills a sequence, and the sequences a batch."""
+    settings = getattr(config, section)
     seq_length = config.decoder.seq_length
     num_sequences = dataset.num_sequences
     is_cut = dataset.packing is not None and dataset.packing.packing == "cut"
@@ -341,9 +370,9 @@ def _check_sizes(config: Config, section: str, dataset: SequenceDataset) -> None
         fix = f"set it to at most {max(dataset.num_tokens - 1, 1)}, or use more data"
         raise UserError(rule, where=config.source.where(key), key=key, value=seq_length, fix=fix)
     size = batch_size(config, section)
-    if wanted.drop_remainder and num_sequences < size:
+    if settings.drop_remainder and num_sequences < size:
         key = "runner_config.batch_size"
-        if section == EVAL and wanted.batch_size is not None:
+        if section == EVAL and settings.batch_size is not None:
             key = f"{EVAL}.batch_size"
         rule = f"{section} has {num_sequences} {config.network.sequences_text}, fewer than one batch"
         fix = f"set it to at most {num_sequences}, or {section}.drop_remainder to False, or use more data"

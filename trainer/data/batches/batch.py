@@ -1,4 +1,4 @@
-"""One micro-batch of training sequences, as plain numpy arrays.
+"""Defines a micro-batch of training sequences, as plain numpy arrays.
 
 Shape legend: B sequences of a micro-batch, T tokens of a sequence (``model_config.seq_length``).
 """
@@ -17,7 +17,7 @@ class Batch(NamedTuple):
 
     Attributes:
         input_ids: The tokens.
-        labels: The next tokens; ``IGNORE_INDEX`` where there is no loss: at the last token of a document, in a masked
+        labels: The next tokens. Labels without loss are ``IGNORE_INDEX``: at the last token of a document, in a masked
             prompt and in padding.
         positions: Position of each token in its document. A document that continues from the previous sequence starts
             at 0 again, because a sequence attends only to itself.
@@ -38,12 +38,12 @@ def padding_batch(size: int, seq_length: int) -> Batch:
 
 
 def concatenate(first: Batch, second: Batch) -> Batch:
-    """Appends the sequences of `second` to those of `first`."""
+    """Appends the sequences of `second` to the sequences of `first`."""
     return type(first)(*(np.concatenate(pair) for pair in zip(first, second, strict=True)))
 
 
 def document_positions(tokens_BT: np.ndarray, eod: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions and segments of sequences whose documents end with the token `eod`: int64 [B, T] each."""
+    """Returns positions and segments of sequences whose documents end with the token `eod`: int64 [B, T] each."""
     is_eod_BT = tokens_BT == eod
     places_T = np.arange(tokens_BT.shape[1])
     begins_BT = np.zeros(tokens_BT.shape, np.int64)

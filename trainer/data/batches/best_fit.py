@@ -1,8 +1,8 @@
 """Packs whole samples into sequences of one length: best-fit decreasing (Johnson, 1973, "Near-optimal bin packing").
 
 Samples are placed from the longest to the shortest, each into the sequence whose free space it fills best. Samples of
-one length are placed together, and sequences with the same free space are kept as ranges of numbers, so that the time
-grows with the number of lengths and not with that of the samples.
+one length are placed together, and sequences with the same free space are kept as ranges of numbers. So the time grows
+with the number of different lengths, not with the number of samples.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ import numpy as np
 
 
 class Packing(NamedTuple):
-    """Which samples each sequence holds."""
+    """The samples of each sequence."""
 
-    samples: np.ndarray  # int64 [samples], their numbers, one sequence after the other
-    starts: np.ndarray  # int64 [sequences + 1], where each sequence begins in `samples`, and the end of the last
+    samples: np.ndarray  # int64 [samples], the numbers of the samples, one sequence after the other
+    starts: np.ndarray  # int64 [sequences + 1], the index in `samples` at which each sequence begins, and the end
 
 
 def pack_one_each(num_samples: int) -> Packing:
-    """A sequence for each sample."""
+    """Puts each sample into a sequence of its own."""
     return Packing(np.arange(num_samples), np.arange(num_samples + 1))
 
 
 def best_fit(lengths: np.ndarray, seq_length: int) -> Packing:
-    """Packs samples of these lengths (integers [samples] from 1 to `seq_length`); a function of its arguments alone.
+    """Packs samples of these lengths (integers [samples] from 1 to `seq_length`), deterministically.
 
-    Sequences are in the order of their first sample, and the samples of a sequence in ascending order.
+    Sequences are in the order of their first sample; the samples of a sequence are in ascending order.
     """
     placements, num_sequences = _place(np.bincount(lengths, minlength=1), seq_length)
     runs = [np.repeat(np.arange(first, first + count), each) for first, count, each in placements]
     sequence_S = np.empty(len(lengths), np.int64)
     if runs:
         sequence_S[np.argsort(-lengths, kind="stable")] = np.concatenate(runs)
-    else:
-        sequence_S[np.argsort(-lengths, kind="stable")] = []
     first_sample = np.empty(num_sequences, np.int64)
     first_sample[sequence_S[::-1]] = np.arange(len(lengths))[::-1]  # where an index is repeated, the last value stays
     number = np.empty(num_sequences, np.int64)
@@ -66,29 +64,29 @@ def _place(counts: np.ndarray, seq_length: int) -> tuple[list[tuple[int, int, in
             ranges[space].append((first, end))
 
     for length in np.flatnonzero(counts)[::-1].tolist():
-        left = int(counts[length])
-        while left:
-            at = bisect_left(spaces, length)
-            if at < len(spaces):
-                space = spaces[at]
+        remaining = int(counts[length])
+        while remaining:
+            index = bisect_left(spaces, length)
+            if index < len(spaces):
+                space = spaces[index]
                 first, end = ranges[space].pop()
                 if not ranges[space]:
-                    del ranges[space], spaces[at]
+                    del ranges[space], spaces[index]
             else:
                 space = seq_length
                 first = num_sequences
-                end = num_sequences = first - (-left // (space // length))
-            each = space // length
-            full = min(left // each, end - first)
+                end = num_sequences = first - (-remaining // (space // length))
+            per_sequence = space // length
+            full = min(remaining // per_sequence, end - first)
             if full:
-                placements.append((first, full, each))
-                keep(space - each * length, first, first + full)
-                first = first + full
-                left = left - full * each
-            if first < end and left:  # fewer than `each`
-                placements.append((first, 1, left))
-                keep(space - left * length, first, first + 1)
-                first = first + 1
-                left = 0
+                placements.append((first, full, per_sequence))
+                keep(space - per_sequence * length, first, first + full)
+                first += full
+                remaining -= full * per_sequence
+            if first < end and remaining:  # fewer than `per_sequence`
+                placements.append((first, 1, remaining))
+                keep(space - remaining * length, first, first + 1)
+                first += 1
+                remaining = 0
             keep(space, first, end)
     return placements, num_sequences

@@ -1,7 +1,8 @@
-"""Several data sets as one: each gives its share of the sequences of an epoch."""
+"""Blends several data sets into one by weights."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,27 +16,27 @@ from trainer.data.rng import Stream, random_order
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What one source gives to an epoch."""
+    """The share of one source in an epoch."""
 
     name: str
     weight: float | None  # None in an evaluation, which reads every sequence once
-    sequences: int  # that it has
-    epoch_sequences: int  # that it gives to an epoch
-    epoch_passes: float  # how often an epoch reads it: `epoch_sequences` / `sequences`
+    sequences: int  # all sequences of the source
+    epoch_sequences: int  # the sequences that an epoch reads from it
+    epoch_passes: float  # how often an epoch reads the source: `epoch_sequences` / `sequences`
     packing: PackingReport | None
 
 
 class BlendedDataset:
     """The sequences of several data sets, numbered one data set after the other; a `SequenceDataset`.
 
-    An epoch of a training has as many sequences as all data sets together, or `limit`. Of these each data set gives
-    weight / sum of weights, rounded by largest remainders: those that follow in its own passes, which go on from
-    epoch to epoch. So a sequence comes again only after all others of its data set.
+    An epoch of a training has as many sequences as all data sets together, or `limit`. Each data set contributes the
+    fraction weight / sum of weights, rounded by largest remainders. Its passes continue from epoch to epoch, so a
+    sequence is repeated only after all other sequences of its data set.
 
     Args:
-        names: Of the data sets.
+        names: The names of the data sets.
         weights: Greater than 0; None to read each sequence once, one data set after the other, as evaluations do.
-        limit: At most so many sequences in an epoch (``num_samples``); None for all.
+        limit: The most sequences in an epoch (``num_samples``); None for all.
     """
 
     def __init__(
@@ -49,39 +50,40 @@ class BlendedDataset:
         sizes = [dataset.num_sequences for dataset in datasets]
         self._starts = np.cumsum([0, *sizes])
         total = sum(sizes)
-        if limit is None:
-            self.num_sequences = total
-        else:
+        self.num_sequences = total
+        if limit is not None:
             self.num_sequences = min(total, limit)
-        if weights is None:
-            counts = sizes
-        else:
+        counts = sizes
+        share_weights: list[float | None] = [None] * len(sizes)
+        if weights is not None:
             counts = largest_remainders(weights, self.num_sequences)
+            share_weights = list(weights)
         self.is_weighted = weights is not None
-        self.shares = tuple(
-            SourceShare(name, weight, size, count, count / size if size else 0.0, dataset.packing)
-            for name, weight, size, count, dataset in zip(
-                names, weights or [None] * len(sizes), sizes, counts, datasets, strict=True
-            )
-        )
+        shares = []
+        for name, weight, size, count, dataset in zip(names, share_weights, sizes, counts, datasets, strict=True):
+            passes = 0.0
+            if size:
+                passes = count / size
+            shares.append(SourceShare(name, weight, size, count, passes, dataset.packing))
+        self.shares = tuple(shares)
         self.seq_length = datasets[0].seq_length
         self.num_tokens = sum(dataset.num_tokens for dataset in datasets)
         self.num_documents = sum(dataset.num_documents for dataset in datasets)
         self.max_token_id = max(dataset.max_token_id for dataset in datasets)
         parts = [f"{share.weight} {dataset.content}" for share, dataset in zip(self.shares, datasets, strict=True)]
-        self.packing = _summed([dataset.packing for dataset in datasets])
+        self.packing = _sum_reports([dataset.packing for dataset in datasets])
+        description = []
         if self.packing is not None:
-            told = [f"packing {self.packing.packing}"]
-        else:
-            told = []
-        told += [f"weights {' '.join(f'{weight:g}' for weight in weights)}"] if weights is not None else []
-        digest = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-        self.content = f"{len(parts)} sources ({', '.join([*told, digest])})"
+            description.append(f"packing {self.packing.packing}")
+        if weights is not None:
+            description.append(f"weights {' '.join(f'{weight:g}' for weight in weights)}")
+        description.append(hashlib.sha256(repr(parts).encode()).hexdigest()[:16])
+        self.content = f"{len(parts)} sources ({', '.join(description)})"
 
     def order(self, epoch: int, *, shuffle: bool, seed: int) -> np.ndarray:
-        """The sequences of an epoch: int64 [num_sequences], a function of the arguments alone.
+        """Returns the sequences of an epoch: int64 [num_sequences], a function of the arguments alone.
 
-        Without `shuffle` each data set keeps its order; how they alternate comes from the seed all the same.
+        Without `shuffle` each data set keeps its order; the seed still decides how the data sets alternate.
         """
         if not self.is_weighted:
             return np.arange(self.num_sequences)
@@ -95,13 +97,13 @@ class BlendedDataset:
         return order
 
     def _pass_slice(self, source: int, first: int, count: int, *, shuffle: bool, seed: int) -> np.ndarray:
-        """`count` sequences of the passes over a data set, from number `first` of all its passes on."""
+        """Returns `count` sequences of a data set, from number `first` of its consecutive passes on."""
         size = self.shares[source].sequences
         passes = range(first // size, -(-(first + count) // size))
-        orders = [
-            random_order(seed, Stream.SOURCE_ORDER, source << 32 | number, size) if shuffle else np.arange(size)
-            for number in passes
-        ]
+        if shuffle:
+            orders = [random_order(seed, Stream.SOURCE_ORDER, source << 32 | number, size) for number in passes]
+        else:
+            orders = [np.arange(size)] * len(passes)
         start = first - passes.start * size
         if orders:
             return np.concatenate(orders)[start : start + count]
@@ -110,15 +112,13 @@ class BlendedDataset:
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, int(self._starts[-1]))
         source_B = np.searchsorted(self._starts, indices_B, side="right") - 1
-        found: Batch | None = None
-        for source in np.unique(source_B).tolist():
-            part = self._datasets[source].batch(indices_B[source_B == source] - self._starts[source])
-            if found is None:
-                found = part
-            else:
-                found = concatenate(found, part)
+        parts = [
+            self._datasets[source].batch(indices_B[source_B == source] - self._starts[source])
+            for source in np.unique(source_B).tolist()
+        ]
+        by_source = functools.reduce(concatenate, parts)
         place_B = np.argsort(np.argsort(source_B, kind="stable"), kind="stable")
-        return Batch(*(array[place_B] for array in found))
+        return Batch(*(array[place_B] for array in by_source))
 
     def padding(self, size: int) -> Batch:
         return self._datasets[0].padding(size)
@@ -129,7 +129,7 @@ class BlendedDataset:
 
 
 def largest_remainders(weights: Sequence[float], total: int) -> list[int]:
-    """Divides `total` in proportion to the weights (Hamilton's method); of equal remainders the first counts."""
+    """Divides `total` in proportion to the weights (Hamilton's method); among equal remainders the first wins."""
     quotas = [total * weight / sum(weights) for weight in weights]
     counts = [int(quota) for quota in quotas]
     by_remainder = sorted(range(len(weights)), key=lambda number: counts[number] - quotas[number])
@@ -138,19 +138,21 @@ def largest_remainders(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-def _summed(reports: Sequence[PackingReport | None]) -> PackingReport | None:
-    """The report of all together."""
-    found = [report for report in reports if report is not None]
-    if not found:
+def _sum_reports(reports: Sequence[PackingReport | None]) -> PackingReport | None:
+    """Combines the packing reports of several data sets; returns None if there are none."""
+    packed = [report for report in reports if report is not None]
+    if not packed:
         return None
-    sequences = sum(report.sequences for report in found)
-    padded = sum(report.padding * report.sequences for report in found)
+    sequences = sum(report.sequences for report in packed)
+    padding = 0.0
+    if sequences:
+        padding = sum(report.padding * report.sequences for report in packed) / sequences
     return PackingReport(
-        packing=", ".join(dict.fromkeys(report.packing for report in found)),
-        samples=sum(report.samples for report in found),
+        packing=", ".join(dict.fromkeys(report.packing for report in packed)),
+        samples=sum(report.samples for report in packed),
         sequences=sequences,
-        padding=padded / sequences if sequences else 0.0,
-        truncated=sum(report.truncated for report in found),
-        dropped=sum(report.dropped for report in found),
-        bad_records=sum(report.bad_records for report in found),
+        padding=padding,
+        truncated=sum(report.truncated for report in packed),
+        dropped=sum(report.dropped for report in packed),
+        bad_records=sum(report.bad_records for report in packed),
     )

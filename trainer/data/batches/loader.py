@@ -1,4 +1,4 @@
-"""The batches of a run: the order of sequences in an epoch, and one rank's micro-batches, which a thread prepares."""
+"""Loads the micro-batches of a rank, in the order of an epoch; a thread prepares them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]
 DataParallelRank = tuple[int, int]
-"""This rank, and how many share the data."""
+"""The data-parallel rank of this process, and the number of data-parallel ranks."""
 
 
 @dataclass(frozen=True)
 class EvalBatches:
-    """Data of an evaluation: all batches of an epoch, or the first `max_batches`."""
+    """The data of an evaluation: all batches of an epoch, or the first `max_batches`."""
 
     dataset: SequenceDataset
     loader: BatchLoader
@@ -36,7 +36,7 @@ class EvalBatches:
 
 @dataclass(frozen=True)
 class TrainingBatches:
-    """Data of a training; `evaluation` is None without do_eval."""
+    """The data of a training; `evaluation` is None without do_eval."""
 
     dataset: SequenceDataset
     loader: BatchLoader
@@ -46,22 +46,35 @@ class TrainingBatches:
 def training_batches(
     config: Config, ranks: DataParallelRank, progress: Progress, note: Callable[[str], None]
 ) -> TrainingBatches:
-    """Opens the training data, and what is held out of it or named for evaluation.
+    """Opens the training data, and the data for evaluation.
 
-    `progress` is called with (bytes done, bytes in all) while text is tokenized.
+    Args:
+        progress: Called with (bytes done, all bytes) while text is tokenized.
+        note: Called with sentences for the user.
 
     Raises:
-        UserError: The data cannot be read, or fills no batch.
+        UserError: The data cannot be read, or do not fill a batch.
     """
-    train, held_out = build_datasets(config, progress, note)
+    train, evaluated = build_datasets(config, progress, note)
     loader = _loader(config, "train_dataset", train, ranks, shuffle=config.train_dataset.data_loader.shuffle)
-    return TrainingBatches(train, loader, _evaluation(config, held_out, ranks) if config.do_eval else None)
+    evaluation = None
+    if config.do_eval:
+        evaluation = _evaluation(config, evaluated, ranks)
+    return TrainingBatches(train, loader, evaluation)
 
 
 def eval_batches(
     config: Config, ranks: DataParallelRank, progress: Progress, note: Callable[[str], None]
 ) -> EvalBatches:
-    """Opens the data of run mode eval; arguments and errors as in `training_batches`."""
+    """Opens the data of run mode eval.
+
+    Args:
+        progress: Called with (bytes done, all bytes) while text is tokenized.
+        note: Called with sentences for the user.
+
+    Raises:
+        UserError: The data cannot be read, or do not fill a batch.
+    """
     return _evaluation(config, build_eval_dataset(config, progress, note), ranks)
 
 
@@ -86,18 +99,18 @@ def _loader(
     settings = getattr(config, section)
     size = batch_size(config, section)
     drop_remainder = settings.drop_remainder and not keep_all
-    # While a step computes, all micro-batches of the next one are prepared: no step waits for data.
-    if keep_all:
-        micro_batches_per_step = 1
-    else:
+    # While a step computes, all micro-batches of the next step are prepared: no step waits for data.
+    micro_batches_per_step = 1
+    if not keep_all:
         micro_batches_per_step = config.runner_config.gradient_accumulation_steps
     if drop_remainder and dataset.num_sequences < size * ranks[1]:
-        of_ranks = ""
+        batch = f"batch_size {size}"
         if ranks[1] > 1:
-            of_ranks = f" on each of {ranks[1]} ranks"
+            batch += f" x {ranks[1]} ranks"
         key = "runner_config.batch_size"
         fix = f"set a smaller one, or {section}.drop_remainder to False"
-        rule = f"{dataset.num_sequences:,} {config.network.sequences_text} do not fill a batch of {size}{of_ranks}"
+        count = f"{dataset.num_sequences:,} {config.network.sequences_text}"
+        rule = f"the data set has {count}, fewer than one global batch ({batch})"
         raise UserError(rule, where=config.source.where(key), key=key, value=size, fix=fix)
     return BatchLoader(
         dataset,
@@ -112,7 +125,7 @@ def _loader(
 
 
 def epoch_order(dataset: SequenceDataset, *, shuffle: bool, seed: int, epoch: int) -> np.ndarray:
-    """The order of sequences in an epoch: int64 [num_sequences], a function of its arguments alone."""
+    """Returns the order of sequences in an epoch: int64 [num_sequences], a function of the arguments alone."""
     if isinstance(dataset, BlendedDataset):
         return dataset.order(epoch, shuffle=shuffle, seed=seed)
     size = dataset.num_sequences
@@ -128,11 +141,11 @@ def optimizer_steps(micro_batches: int, micro_batches_per_step: int) -> int:
 
 @dataclass
 class BatchLoader:
-    """Makes the micro-batches of a data set; keeps no state between epochs.
+    """Makes the micro-batches of a data set; it keeps no state between epochs.
 
-    An epoch takes `batch_size` x `ranks` sequences at a time in the order of `epoch_order`, and each rank gets its own
-    `batch_size` of them: no sequence is repeated in an epoch, and all ranks get equally many batches. The rest at the
-    end is dropped, or filled up to a whole batch with padding without loss: shapes never change.
+    An epoch takes `batch_size` x `ranks` sequences at a time in the order of `epoch_order`, and each rank gets other
+    `batch_size` of them. No sequence is repeated in an epoch, and all ranks get equally many batches. The remaining
+    sequences are dropped, or filled up to a full batch with padding without loss: shapes never change.
 
     Raises:
         UserError: The data set does not fill one batch.
@@ -151,8 +164,9 @@ class BatchLoader:
     def __post_init__(self) -> None:
         assert self.batch_size >= 1 and self.prefetch_size >= 1 and 0 <= self.rank < self.ranks
         self.global_batch_size = self.batch_size * self.ranks
-        whole, left = divmod(self.dataset.num_sequences, self.global_batch_size)
-        self.batches_per_epoch = whole + bool(left and not self.drop_remainder)
+        self.batches_per_epoch, remainder = divmod(self.dataset.num_sequences, self.global_batch_size)
+        if remainder and not self.drop_remainder:
+            self.batches_per_epoch += 1
         if self.batches_per_epoch == 0:
             of_ranks = ""
             if self.ranks > 1:
@@ -162,10 +176,10 @@ class BatchLoader:
             raise UserError(rule, key="batch_size", value=self.batch_size, fix=fix)
 
     def epoch(self, epoch: int, start: int = 0) -> Generator[Batch, None, None]:
-        """Iterates over the micro-batches of an epoch.
+        """Iterates over the micro-batches of an epoch; the first `start` are skipped without reading them.
 
         A background thread prepares them from the first ``next`` on, until the iteration ends or the iterator is
-        closed. Its errors are raised here. `start` micro-batches are skipped without reading them.
+        closed. Its errors are raised here.
         """
         assert 0 <= start <= self.batches_per_epoch
         return _prefetch(self._batches(epoch, start), self.prefetch_size)
@@ -211,7 +225,7 @@ def _prefetch(batches: Iterator[Batch], size: int) -> Generator[Batch, None, Non
             yield item
     finally:
         stop.set()
-        # This makes room for the one item that the thread may be about to put; then it sees the event.
+        # This makes space for the one item that the thread may be about to put; then it sees the event.
         while not ready.empty():
             try:
                 ready.get_nowait()

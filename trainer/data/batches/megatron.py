@@ -1,13 +1,13 @@
-"""Samples of indexed token files in Megatron-LM's order (its ``GPTDataset`` and ``BlendedDataset``), for the same seed.
+"""Reads samples of indexed token files in the order of Megatron-LM's ``GPTDataset`` and ``BlendedDataset``.
 
 The documents of a split follow each other as one stream, in random order and as many times over as the samples need.
-Sample k has the T + 1 tokens of the stream from k*T on: input, and labels one further. The samples are then shuffled.
-Where the last pass over the documents gives few samples (below 80% of a pass), its documents and its samples are
-shuffled among themselves, behind all others. Both orders come from one ``RandomState(seed)``, documents first; numpy
+Sample k has the T + 1 tokens of the stream from k*T on: the input and, one token later, the labels. Then the samples
+are shuffled. If the last pass over the documents contributes few samples (below 80% of a pass), its documents and
+samples are shuffled separately and come last. Both orders come from one ``RandomState(seed)``, documents first; numpy
 guarantees that its numbers never change.
 
-A blend takes at each place the data set that is furthest behind its share: the largest weight * place - samples taken,
-of equal ones the first.
+At each place, a blend takes a sample of the data set that is furthest behind its share: the one with the largest
+weight * place - samples taken, and the first among equals.
 
 Shape legend: B sequences of a micro-batch, T tokens of a sequence, P pieces of documents in them, N tokens of these.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
 from trainer.data.batches.blend import SourceShare
-from trainer.data.batches.packing import DocumentCounts, checked_indices, index_within_groups
+from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices, index_within_groups
 from trainer.data.source.indexed import IndexedTokens
 from trainer.errors import RunError
 
@@ -32,7 +32,7 @@ _COUNTED_SEQUENCES = 256
 
 @dataclass(frozen=True)
 class EodMasking:
-    """What the tokens that end a document and that fill up a sample mean."""
+    """The tokens that end a document or fill up a sample, and their effects."""
 
     eod: int
     pad: int
@@ -45,10 +45,10 @@ class SampleOrder:
     """The samples of one indexed token file.
 
     Args:
-        documents: (begin, end) of those that belong to the split; they have at least two tokens.
-        num_samples: At least so many; None for one pass over the documents.
+        documents: The range (begin, end) of the documents of the split, which have at least two tokens.
+        num_samples: The least number of samples; None for one pass over the documents.
         extra: 1 for samples of T + 1 tokens, 0 for T.
-        keep_partial: Whether the tokens after the last whole sample make a shorter one.
+        keep_partial: Whether the tokens after the last full sample make a shorter one.
     """
 
     def __init__(
@@ -67,42 +67,36 @@ class SampleOrder:
         self.extra = extra
         self.lengths = indexed.lengths[documents[0] : documents[1]]
         pass_tokens = int(self.lengths.sum(dtype=np.int64))
-        if num_samples is None:
-            needed = 0
-        else:
-            needed = num_samples * seq_length + extra
-        passes = max(-(-needed // pass_tokens), 1)
+        passes = 1
+        if num_samples is not None:
+            passes = max(-(-(num_samples * seq_length + extra) // pass_tokens), 1)
         self.samples_of_a_pass = (pass_tokens - extra) // seq_length
         before_last = ((passes - 1) * pass_tokens - extra) // seq_length  # samples without the last pass
-        if num_samples is None:
-            from_last = 0
-        else:
+        from_last = 0
+        if num_samples is not None:
             from_last = num_samples - before_last
         separate = passes > 1 and from_last < int(_SEPARATE_BELOW * self.samples_of_a_pass)
 
         state = np.random.RandomState(seed)
+        groups = [passes]
         if separate:
             groups = [passes - 1, 1]
-        else:
-            groups = [passes]
         self.documents = np.concatenate([_shuffled_documents(documents, count, state) for count in groups])
         self._offsets = np.concatenate([[0], np.cumsum(indexed.lengths[self.documents], dtype=np.int64)])
         stream = int(self._offsets[-1]) - extra
+        self.num_samples = stream // seq_length
         if keep_partial:
             self.num_samples = -(-stream // seq_length)
-        else:
-            self.num_samples = stream // seq_length
+        edges = [0, self.num_samples]
         if separate:
             edges = [0, before_last, self.num_samples]
-        else:
-            edges = [0, self.num_samples]
         parts = [np.arange(first, last) for first, last in zip(edges[:-1], edges[1:], strict=True)]
         for part in parts:
             state.shuffle(part)
         self.samples = np.concatenate(parts)
 
     def read(self, numbers_B: np.ndarray, pad: int) -> np.ndarray:
-        """The tokens of samples: int64 [B, T + extra], filled up with `pad`."""
+        """Reads the tokens of samples: int64 [B, T + extra], filled up with `pad`."""
         size = self.seq_length + self.extra
         starts_B = self.samples[numbers_B] * self.seq_length
         ends_B = np.minimum(starts_B + size, self._offsets[-1])
@@ -113,9 +107,9 @@ class SampleOrder:
         lengths_P = np.minimum(self._offsets[place_P + 1], np.repeat(ends_B, counts_B)) - begin_P
         first_P = self.indexed.starts[self.documents[place_P]] + begin_P - self._offsets[place_P]
         tokens_N = self.indexed.tokens[np.repeat(first_P, lengths_P) + index_within_groups(lengths_P)]
-        found = np.full((len(numbers_B), size), pad, np.int64)
-        found[np.arange(size) < (ends_B - starts_B)[:, None]] = tokens_N
-        return found
+        tokens_BS = np.full((len(numbers_B), size), pad, np.int64)
+        tokens_BS[np.arange(size) < (ends_B - starts_B)[:, None]] = tokens_N
+        return tokens_BS
 
 
 def _shuffled_documents(documents: tuple[int, int], passes: int, state: np.random.RandomState) -> np.ndarray:
@@ -125,34 +119,34 @@ def _shuffled_documents(documents: tuple[int, int], passes: int, state: np.rando
 
 
 def blending_order(weights: Sequence[float], size: int) -> np.ndarray:
-    """The data set of each place of a blend: int16 [size]; `weights` sum up to 1."""
+    """Returns the data set of each place of a blend: int16 [size]; `weights` sum to 1."""
     if len(weights) == 1:
         return np.zeros(size, np.int16)
     return _furthest_behind(weights, size, [size] * len(weights))
 
 
 def exhaustive_order(sizes: Sequence[int]) -> np.ndarray:
-    """The same where every data set gives all its samples once: int16 [sum of sizes]."""
+    """Returns the data set of each place of a blend that reads every sample once: int16 [sum of sizes]."""
     total = sum(sizes)
     return _furthest_behind([size / total for size in sizes], total, sizes)
 
 
-def _furthest_behind(weights: Sequence[float], size: int, most: Sequence[int]) -> np.ndarray:
-    """Takes at each place the data set furthest behind its weight, of which no more than `most` are taken."""
+def _furthest_behind(weights: Sequence[float], size: int, limits: Sequence[int]) -> np.ndarray:
+    """Selects at each place the data set furthest behind its weight, each at most as often as its limit."""
     order = np.empty(size, np.int16)
     taken = [0] * len(weights)
-    waiting = [number for number, count in enumerate(most) if count]
+    waiting = [number for number, count in enumerate(limits) if count]
     for place in range(size):
         behind = -float("inf")
         chosen = -1
         for number in waiting:
-            found = weights[number] * max(place, 1) - taken[number]
-            if found > behind:
-                behind = found
+            missing = weights[number] * max(place, 1) - taken[number]
+            if missing > behind:
+                behind = missing
                 chosen = number
         order[place] = chosen
         taken[chosen] += 1
-        if taken[chosen] == most[chosen]:
+        if taken[chosen] == limits[chosen]:
             waiting.remove(chosen)
     return order
 
@@ -162,15 +156,15 @@ class MegatronDataset:
 
     Args:
         parts: The samples of each file.
-        source_of_sequence: int16 [sequences], the file of each sequence; None where there is one.
-        weights: Of a blend, None without.
-        num_sequences: At most so many; the files may have more samples.
-        masking: What the special tokens mean.
-        vocab_size: Of the model; a token beyond it ends the run.
-        settings: All that decides about the order, to recognise the data.
+        source_of_sequence: int16 [sequences], the file of each sequence; None if there is one file.
+        weights: The weights of a blend; None without them.
+        num_sequences: The number of sequences; the files may have more samples.
+        masking: The effects of the special tokens.
+        vocab_size: The model's vocabulary; a token beyond it ends the run.
+        settings: All settings that decide the order, to identify the data.
     """
 
-    packing = None
+    packing: PackingReport | None = None
 
     def __init__(
         self,
@@ -185,21 +179,22 @@ class MegatronDataset:
         self._parts = tuple(parts)
         self._masking = masking
         self._vocab_size = vocab_size
-        if source_of_sequence is not None:
-            self._sources = source_of_sequence
-        else:
-            self._sources = np.zeros(num_sequences, np.int16)
-        self._sources = self._sources[:num_sequences]
+        if source_of_sequence is None:
+            source_of_sequence = np.zeros(num_sequences, np.int16)
+        self._sources = source_of_sequence[:num_sequences]
         self._numbers = np.empty(num_sequences, np.int64)
         counts = []
         for number in range(len(parts)):
-            own = self._sources == number
-            counts.append(int(own.sum()))
-            self._numbers[own] = np.arange(counts[-1])
+            is_from_file = self._sources == number
+            counts.append(int(is_from_file.sum()))
+            self._numbers[is_from_file] = np.arange(counts[-1])
+        share_weights: Sequence[float | None] = [None] * len(parts)
+        if weights is not None:
+            share_weights = weights
         self.shares = tuple(
             SourceShare(
                 name=part.indexed.prefix,
-                weight=None if weights is None else weights[number],
+                weight=share_weights[number],
                 sequences=part.samples_of_a_pass,
                 epoch_sequences=counts[number],
                 epoch_passes=counts[number] * part.seq_length / int(part.lengths.sum(dtype=np.int64)),
@@ -241,12 +236,13 @@ class MegatronDataset:
         masking = self._masking
         seq_length = self.seq_length
         text_BS = np.empty((len(indices_B), seq_length + 1), np.int64)
-        text_BS[:, -1] = masking.pad  # of samples of T tokens the last has no label
+        text_BS[:, -1] = masking.pad  # in samples of T tokens the last token has no label
         sources_B = self._sources[indices_B]
         for number in np.unique(sources_B).tolist():
-            own_B = sources_B == number
+            is_from_file_B = sources_B == number
             part = self._parts[number]
-            text_BS[own_B, : seq_length + part.extra] = part.read(self._numbers[indices_B[own_B]], masking.pad)
+            numbers = self._numbers[indices_B[is_from_file_B]]
+            text_BS[is_from_file_B, : seq_length + part.extra] = part.read(numbers, masking.pad)
         tokens_BT = text_BS[:, :-1]
         labels_BT = text_BS[:, 1:]
         has_loss_BT = labels_BT != masking.pad
@@ -265,15 +261,15 @@ class MegatronDataset:
         ))
 
     def _check_tokens(self, input_BT: np.ndarray, labels_BT: np.ndarray, indices_B: np.ndarray) -> None:
-        """A file beyond a size is not read as a whole before the run starts."""
+        """Raises a RunError about a token beyond the vocabulary; large files are not fully checked before the run."""
         wrong_BT = [(array < 0) | (array >= self._vocab_size) for array in (input_BT, labels_BT)]
-        if not (wrong_BT[0].any() or wrong_BT[1].any()):
+        if not wrong_BT[0].any() and not wrong_BT[1].any():
             return
         row, place = np.argwhere(wrong_BT[0] | wrong_BT[1])[0]
+        token_id = labels_BT[row, place]
         if wrong_BT[0][row, place]:
-            found = input_BT[row, place]
-        else:
-            found = labels_BT[row, place]
+            token_id = input_BT[row, place]
         name = self.shares[self._sources[indices_B[row]]].name
-        rule = f"sequence {indices_B[row]} holds token id {found}, and the model's vocabulary has {self._vocab_size}"
+        rule = f"sequence {indices_B[row]} contains token id {token_id}, "
+        rule += f"but the model's vocabulary has {self._vocab_size}"
         raise RunError(rule, where=name, fix="make the data again with the model's tokenizer")

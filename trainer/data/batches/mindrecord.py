@@ -1,4 +1,4 @@
-"""Rows of MindRecord files as sequences. Every row has T tokens and labels, or T + 1 of which labels are the next ones.
+"""Reads rows of MindRecord files as sequences: rows of T tokens with labels, or of T + 1 tokens.
 
 Shape legend: B sequences of a micro-batch, T tokens of a sequence, W width of a row: T or T + 1.
 """
@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.config.checks.problem import data_error, nearest
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
-from trainer.data.batches.packing import DocumentCounts, checked_indices
+from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices
 from trainer.data.batches.split import DocumentSpans, hold_out
 from trainer.data.source.indexed import Location
 from trainer.data.source.mindrecord import MindRecordFile, list_files, open_mindrecord
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _TOKENS = "input_ids"
 _LABELS = "labels"
 _MASK = "attention_mask"
-# read where input_columns names them
+# These are read only if input_columns names them.
 _LOSS_MASK = "loss_mask"
 _POSITIONS = "position_ids"
 _ROLES = (_TOKENS, _LABELS, _MASK, _LOSS_MASK, _POSITIONS)
@@ -38,21 +38,25 @@ _CHECKED_ROWS = 16
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How rows become sequences."""
+    """The columns of a file, and how its rows become sequences."""
 
     columns: dict[str, str]  # one of _ROLES, at least input_ids -> the column
     seq_length: int
     vocab_size: int
-    pad: int | None  # no loss where this token is the input
-    eod: int | None  # ends a document; None: a row is one
-    mask_is_starts: bool  # attention_mask says where each token's document begins, not 1 and 0
+    pad: int | None  # a position whose input is this token has no loss
+    eod: int | None  # the token that ends a document; None: a row is a document
+    mask_is_starts: bool  # attention_mask has the position at which each token's document begins, not 1 and 0
     width: int  # W
 
 
 class MindRecordDataset:
-    """Rows of MindRecord files, file after file; a `SequenceDataset`. `rows` (int64) are those that belong to it."""
+    """Rows of MindRecord files, file after file; a `SequenceDataset`.
 
-    packing = None
+    Args:
+        rows: The numbers of the rows that belong to the data set, int64 [sequences].
+    """
+
+    packing: PackingReport | None = None
 
     def __init__(self, files: Sequence[MindRecordFile], reading: RowFormat, rows: np.ndarray) -> None:
         self._files = tuple(files)
@@ -83,10 +87,10 @@ class MindRecordDataset:
         return DocumentCounts(np.full(self.num_sequences, self.seq_length), loss_tokens)
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """As in `SequenceDataset`.
+        """Reads the sequences with these numbers, in this order.
 
         Raises:
-            RunError: A row is damaged, has another length, or holds a token beyond the vocabulary.
+            RunError: A row is damaged, has another length, or contains a token beyond the vocabulary.
         """
         reading = self._reading
         rows_B = self._rows[checked_indices(indices, self.num_sequences)]
@@ -121,14 +125,14 @@ class MindRecordDataset:
             if wrong_BT.any():
                 row, place = np.argwhere(wrong_BT)[0]
                 file, number = self._place(rows_B[row])
-                rule = f"row {number} holds token id {array_BT[row, place]}, and the model's vocabulary has "
+                rule = f"row {number} contains token id {array_BT[row, place]}, but the model's vocabulary has "
                 fix = "set model.model_config.vocab_size to that of the tokenizer that made the file"
                 raise RunError(f"{rule}{reading.vocab_size}", where=str(file.path), fix=fix)
         arrays = (tokens_BT, labels_BT, positions_BT, segments_BT)
         return Batch(*(np.ascontiguousarray(array, np.int32) for array in arrays))
 
     def _place(self, row: int) -> tuple[MindRecordFile, int]:
-        """The file of a row, and its number there."""
+        """Returns the file of a row, and the row's number in it."""
         number = int(np.searchsorted(self._starts, row, side="right")) - 1
         return self._files[number], row - int(self._starts[number])
 
@@ -155,20 +159,20 @@ class MindRecordDataset:
 
 
 def build_mindrecord(config: Config, section: str) -> tuple[MindRecordDataset, MindRecordDataset | None]:
-    """Opens the files of a section's MindDataset; the second data set is what is held out of it.
+    """Builds the data set of a section's MindDataset, and the data set of its held-out rows (or None).
 
     Raises:
-        UserError: No files are named, one of them is missing or damaged (see `open_mindrecord`), a column is missing or
-            has no tokens, or the rows do not make sequences of the model's length.
+        UserError: No files are named, or one of them is missing or damaged. Or a column is missing or has no tokens, or
+            the rows do not have the length of the model's sequences.
     """
-    wanted = getattr(config, section)
-    location, names = _named(config, section)
-    is_listed = isinstance(wanted.data_loader.dataset_files, list)
+    settings = getattr(config, section)
+    location, names = _find_names(config, section)
+    is_listed = isinstance(settings.data_loader.dataset_files, list)
     paths = [path for name in names for path in _paths(name, location, is_listed)]
     files = [open_mindrecord(path, location) for path in paths]
     columns = _columns(config, section, files, location)
     eod = None
-    if wanted.eod_reset:
+    if settings.eod_reset:
         eod = _eod(config, section)
     width = _width(config, files[0], columns)
     sizes = config.decoder
@@ -176,31 +180,30 @@ def build_mindrecord(config: Config, section: str) -> tuple[MindRecordDataset, M
     total = sum(len(file.starts) for file in files)
     rows = np.arange(total)
     held_out = None
-    if section == "train_dataset" and wanted.held_out:
+    if section == "train_dataset" and settings.held_out:
         if total < 2:
             raise data_error(config, f"{section}.held_out", "the files have only one row", "remove it")
-        train, held = hold_out(DocumentSpans(rows, np.ones(total, np.int64)), wanted.held_out, config.seed)
+        train, evaluated = hold_out(DocumentSpans(rows, np.ones(total, np.int64)), settings.held_out, config.seed)
         rows = train.starts
-        held_out = MindRecordDataset(files, reading, held.starts)
-    dataset = MindRecordDataset(files, reading, rows[: wanted.data_loader.num_samples])
+        held_out = MindRecordDataset(files, reading, evaluated.starts)
+    dataset = MindRecordDataset(files, reading, rows[: settings.data_loader.num_samples])
     _check_rows(location, dataset, files[0], reading)
     return dataset, held_out
 
 
-def _named(config: Config, section: str) -> tuple[Location, list[str]]:
+def _find_names(config: Config, section: str) -> tuple[Location, list[str]]:
     loader = getattr(config, section).data_loader
     prefix = f"{section}.data_loader"
     named = loader.dataset_files
     if loader.dataset_dir and named:
         raise data_error(config, f"{prefix}.dataset_files", "dataset_dir names files too", "remove one")
+    key = f"{prefix}.dataset_dir"
+    names = [loader.dataset_dir]
     if named:
         key = f"{prefix}.dataset_files"
-    else:
-        key = f"{prefix}.dataset_dir"
+        names = list(named)
     if isinstance(named, str):
         names = [named]
-    else:
-        names = list(named or []) or [loader.dataset_dir]
     if not all(names):
         fix = "set dataset_dir to a MindRecord file or a folder of them"
         raise data_error(config, key, "MindDataset needs a file or a folder", fix)
@@ -208,7 +211,7 @@ def _named(config: Config, section: str) -> tuple[Location, list[str]]:
 
 
 def _paths(name: str, location: Location, is_listed: bool) -> list[Path]:
-    """The files of a name. A file stands for all that were written with it, but in a list for itself."""
+    """Lists the files of a name. A file stands for all files written with it; in a list it stands for itself."""
     path = Path(name).expanduser()
     if is_listed and not path.is_dir():
         return [path]
@@ -216,12 +219,12 @@ def _paths(name: str, location: Location, is_listed: bool) -> list[Path]:
 
 
 def _columns(config: Config, section: str, files: Sequence[MindRecordFile], location: Location) -> dict[str, str]:
-    """Which columns are the tokens, the labels and the mask: those of input_columns, or all that have their names."""
-    wanted = getattr(config, section)
+    """Finds the columns of tokens, labels and masks: those of input_columns, or all with the usual names."""
+    settings = getattr(config, section)
     key = f"{section}.input_columns"
     first = files[0]
-    names = wanted.input_columns
-    keys = wanted.construct_args_key or []
+    names = settings.input_columns
+    keys = settings.construct_args_key or []
     if not names:
         names = [name for name in first.types if _OTHER_NAMES.get(name, name) in (_TOKENS, _LABELS, _MASK)]
         keys = []
@@ -242,10 +245,10 @@ def _columns(config: Config, section: str, files: Sequence[MindRecordFile], loca
             raise data_error(config, key, f"{roles[role]} and {name} are both {role}", "name one of them")
         roles[role] = name
     if _TOKENS not in roles:
-        found = ", ".join(first.types)
-        if wanted.input_columns:
-            raise data_error(config, key, f"it does not name {_TOKENS}", f"write its name first; columns: {found}")
-        rule = f"{first.path.name} has no column {_TOKENS}: its columns are {found}"
+        available = ", ".join(first.types)
+        if settings.input_columns:
+            raise data_error(config, key, f"it does not name {_TOKENS}", f"write its name first; columns: {available}")
+        rule = f"{first.path.name} has no column {_TOKENS}: its columns are {available}"
         raise UserError(rule, where=location.where, key=location.key, value=str(first.path),
                         fix=f"name the column of tokens in {key}")
     for file in files:
@@ -260,35 +263,36 @@ def _columns(config: Config, section: str, files: Sequence[MindRecordFile], loca
 
 
 def _eod(config: Config, section: str) -> int:
-    own = getattr(config, section).eod_token_id
-    general = config.decoder.eos_token_id
-    if own is not None:
-        found = own
-    else:
-        found = general
-        if isinstance(general, list):
-            found = general[0]
-    if found is None:
-        rule = "documents are kept apart at the token that ends one, and none is named"
+    """Returns the token that ends a document: eod_token_id of the section, or the model's end token."""
+    token_id = getattr(config, section).eod_token_id
+    if token_id is None:
+        token_id = config.decoder.eos_token_id
+    if isinstance(token_id, list):
+        token_id = token_id[0]
+    if token_id is None:
+        rule = "documents are separated at the token that ends one, and no such token is set"
         raise data_error(config, f"{section}.eod_reset", rule, f"set {section}.eod_token_id to it")
-    return found
+    return token_id
 
 
 def _width(config: Config, file: MindRecordFile, columns: dict[str, str]) -> int:
-    """The tokens of the first row, which must fit the model's sequences."""
+    """Returns the number of tokens in the first row, which must fit the model's sequences."""
     key = "model.model_config.seq_length"
     length = config.decoder.seq_length
     width = len(file.read(0, [columns[_TOKENS]])[0])
     if width == length + 1 or (width == length and _LABELS in columns):
         return width
-    needed = f"{length + 1}" + (f", or {length} with labels that are the next tokens" if width != length else "")
-    rule = f"the rows of {file.path.name} have {width} tokens, and a sequence needs {needed}"
-    fix = f"set it to {width - 1}" + (f", or to {width}" if _LABELS in columns else "")
+    rule = f"the rows of {file.path.name} have {width} tokens, and a sequence needs {length + 1}"
+    if width != length:
+        rule += f", or {length} with labels that are the next tokens"
+    fix = f"set it to {width - 1}"
+    if _LABELS in columns:
+        fix += f", or to {width}"
     raise data_error(config, key, rule, fix)
 
 
 def _check_rows(location: Location, dataset: MindRecordDataset, file: MindRecordFile, reading: RowFormat) -> None:
-    """Reads some rows as a run does, and refuses labels that are not shifted."""
+    """Reads some rows as a run does, and raises an error if the labels are not shifted."""
     last = dataset.num_sequences - 1
     try:
         batch = dataset.batch(sorted({last * number // (_CHECKED_ROWS - 1) for number in range(_CHECKED_ROWS)}))

@@ -1,11 +1,11 @@
-"""Data sets of sequences of one length, read from a token file.
+"""Reads data sets of sequences of one length from a token file.
 
 `TokenDataset` cuts running text: the documents follow each other in one long stream of tokens, and sequence s is the
-stream from s*T to s*T + T. `PackedDataset` keeps samples whole: a sequence holds one or several of them, and padding.
-In both, `Batch.positions` and `Batch.segment_ids` keep the documents of a sequence apart.
+stream from s*T to s*T + T. `PackedDataset` does not cut samples: a sequence has one or several of them, and padding.
+In both, `Batch.positions` and `Batch.segment_ids` separate the documents of a sequence.
 
 Shape legend: B sequences of a micro-batch, T tokens of a sequence, P pieces (parts of documents in those sequences), N
-tokens of those pieces.
+tokens in all pieces.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.data.tokens.token_file import TokenFile
 
 @dataclass(frozen=True)
 class PackingReport:
-    """What packing made of the documents of a data set."""
+    """The result of packing the documents of a data set."""
 
     packing: str  # whole, cut or none
     samples: int  # documents in the sequences
@@ -36,31 +36,31 @@ class PackingReport:
 
 
 class SequenceDataset(Protocol):
-    """Sequences by number."""
+    """A data set of sequences, which are read by number."""
 
-    num_tokens: int  # of all documents, including those that fill no sequence
+    num_tokens: int  # in all documents, including documents that fill no sequence
     num_sequences: int
     max_token_id: int  # or an upper bound
     num_documents: int
     seq_length: int  # tokens of a sequence
-    content: str  # identifies the tokens of the data set and their packing: others have another `content`
-    packing: PackingReport | None  # None where there is nothing to pack
+    content: str  # identifies the tokens of the data set and their packing
+    packing: PackingReport | None  # None if nothing is packed
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
-        """Reads the sequences with these numbers, in this order; raises IndexError where one is out of range."""
+        """Reads the sequences with these numbers, in this order; raises IndexError if one is out of range."""
 
     def padding(self, size: int) -> Batch:
         """Makes sequences without loss, to fill up a last batch."""
 
     def count_documents(self) -> DocumentCounts:
-        """Counts all documents, which takes time: for `data`."""
+        """Counts the tokens of all documents, which takes time; the command `data` shows them."""
 
 
 class DocumentCounts(NamedTuple):
-    """The lengths of documents, and what of them is trained."""
+    """The lengths of documents, and the number of tokens that carry loss."""
 
     lengths: np.ndarray  # int64 [documents], tokens before the document is truncated
-    loss_tokens: int  # labels with a loss
+    loss_tokens: int
 
 
 class TokenDataset:
@@ -70,7 +70,7 @@ class TokenDataset:
         spans: The documents that belong to this data set.
         seq_length: Tokens of a sequence (T).
         keep_tail: Whether the tokens after the last full sequence make another one, filled up with padding.
-        limit: At most so many sequences (``num_samples``); None for all.
+        limit: The most sequences (``num_samples``); None for all.
     """
 
     def __init__(
@@ -92,19 +92,18 @@ class TokenDataset:
         self._offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(spans.lengths)])
         self._shifts = spans.starts - self._offsets[:-1]
         self.num_tokens = int(self._offsets[-1])
+        available = self.num_tokens // seq_length
         if keep_tail:
-            found = -(-self.num_tokens // seq_length)
-        else:
-            found = self.num_tokens // seq_length
-        if limit is None:
-            self.num_sequences = found
-        else:
-            self.num_sequences = min(found, limit)
+            available = -(-self.num_tokens // seq_length)
+        self.num_sequences = available
+        if limit is not None:
+            self.num_sequences = min(available, limit)
         padding = 0.0
-        if found:
-            padding = max(1 - self.num_tokens / (found * seq_length), 0.0)
-        bad_records = token_file.meta.num_skipped
-        self.packing = PackingReport("cut", self.num_documents, self.num_sequences, padding, bad_records=bad_records)
+        if available:
+            padding = max(1 - self.num_tokens / (available * seq_length), 0.0)
+        self.packing: PackingReport | None = PackingReport(
+            "cut", self.num_documents, self.num_sequences, padding, bad_records=token_file.meta.num_skipped
+        )
 
     def padding(self, size: int) -> Batch:
         return padding_batch(size, self.seq_length)
@@ -131,14 +130,14 @@ class TokenDataset:
 
 
 class PackedDataset:
-    """Whole samples of a memory-mapped token file; `batch` reads only what it needs.
+    """Samples of a memory-mapped token file, packed without cutting them; `batch` reads only what it needs.
 
     Args:
         spans: The samples that belong to this data set, none longer than `seq_length`; see `truncate_or_drop`.
         seq_length: Tokens of a sequence (T).
         packing: ``whole`` packs as many samples into a sequence as fit, ``none`` a single one.
-        limit: At most so many sequences (``num_samples``); None for all.
-        fitted: How the samples were made to fit.
+        limit: The most sequences (``num_samples``); None for all.
+        fitted: The result of `truncate_or_drop`, for the report.
     """
 
     def __init__(
@@ -155,9 +154,8 @@ class PackedDataset:
             packed = best_fit(spans.lengths, seq_length)
         else:
             packed = pack_one_each(len(spans.lengths))
-        if limit is None:
-            self._starts = packed.starts
-        else:
+        self._starts = packed.starts
+        if limit is not None:
             self._starts = packed.starts[: limit + 1]
         self._samples = packed.samples[: self._starts[-1]]
         self._token_file = token_file
@@ -175,7 +173,7 @@ class PackedDataset:
         padding = 0.0
         if self.num_sequences:
             padding = 1 - self.num_tokens / (self.num_sequences * seq_length)
-        self.packing = PackingReport(
+        self.packing: PackingReport | None = PackingReport(
             packing, self.num_documents, self.num_sequences, padding, fitted.truncated, fitted.dropped,
             token_file.meta.num_skipped,
         )  # fmt: skip
@@ -201,13 +199,13 @@ class PackedDataset:
 
 
 def _count(token_file: TokenFile, spans: DocumentSpans) -> DocumentCounts:
-    """Counts documents, which are in the order of the file."""
+    """Counts the tokens of documents, which are in the order of the file."""
     document = np.searchsorted(token_file.offsets, spans.starts, side="right") - 1
     lengths = token_file.offsets[document + 1] - token_file.offsets[document]
     if token_file.mask is None:
         return DocumentCounts(lengths, int((spans.lengths - 1).sum()))
     token_file.check(spans.starts, spans.lengths, ("mask.bin",))
-    # The first token of a document is no label. A sum for each document, and one for what lies between two.
+    # The first token of a document is not a label. The sums alternate: a document, the tokens up to the next one.
     has_label = spans.lengths > 1
     starts = (spans.starts + 1)[has_label]
     ends = (spans.starts + spans.lengths)[has_label]
@@ -220,16 +218,16 @@ def _count(token_file: TokenFile, spans: DocumentSpans) -> DocumentCounts:
 
 
 class FittedSpans(NamedTuple):
-    """Samples of which none is longer than a sequence."""
+    """Samples that fit into a sequence."""
 
     spans: DocumentSpans
     truncated: int = 0
     dropped: int = 0
-    overlong: str = ""  # what was done with those that were longer: truncate or drop
+    overlong: str = ""  # what was done with longer samples: truncate or drop
 
 
 def truncate_or_drop(spans: DocumentSpans, seq_length: int, overlong: Literal["truncate", "drop"]) -> FittedSpans:
-    """Drops samples that are longer than `seq_length`, or cuts off their beginning, which is the prompt's."""
+    """Drops samples that are longer than `seq_length`, or cuts off the beginning of their prompt."""
     excess = spans.lengths - seq_length
     is_long = excess > 0
     count = int(is_long.sum())
@@ -246,9 +244,9 @@ class _SequenceSegments(NamedTuple):
     """The parts of documents in each sequence of a batch, in order."""
 
     counts_B: np.ndarray  # pieces of each sequence
-    starts_P: np.ndarray  # where each begins in the token file
-    lengths_P: np.ndarray
-    continues_P: np.ndarray  # whether the document goes on after the piece, so that its last token has a label
+    starts_P: np.ndarray  # first token of each piece in the token file
+    lengths_P: np.ndarray  # tokens of each piece
+    continues_P: np.ndarray  # whether the document continues after the piece, so that its last token has a label
 
 
 def index_within_groups(counts: np.ndarray) -> np.ndarray:
@@ -258,7 +256,7 @@ def index_within_groups(counts: np.ndarray) -> np.ndarray:
 
 
 def _read(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> Batch:
-    """Reads pieces into sequences. What a sequence has left is padding: a segment of its own, without loss."""
+    """Reads pieces into sequences. The rest of a sequence is padding: a separate segment without loss."""
     counts_B, starts_P, lengths_P, continues_P = pieces
     token_file.check(starts_P, lengths_P + continues_P)
     within_N = index_within_groups(lengths_P)
@@ -293,11 +291,11 @@ def _read(token_file: TokenFile, pieces: _SequenceSegments, seq_length: int) -> 
 
 
 def checked_indices(indices: Sequence[int] | np.ndarray, num_sequences: int) -> np.ndarray:
-    """Sequence numbers as int64 [B]; raises IndexError where one is out of range, or there is none."""
+    """Converts sequence numbers to int64 [B]; raises IndexError if one is out of range, or there are none."""
     indices_B = np.asarray(indices, np.int64)
     if not len(indices_B):
         raise IndexError("no sequence was requested")
     if not 0 <= int(indices_B.min()) <= int(indices_B.max()) < num_sequences:
-        found = f"{indices_B.min()} to {indices_B.max()}"
-        raise IndexError(f"sequences are numbered from 0 to {num_sequences - 1}, got {found}")
+        requested = f"{indices_B.min()} to {indices_B.max()}"
+        raise IndexError(f"sequences are numbered from 0 to {num_sequences - 1}, got {requested}")
     return indices_B

@@ -1,4 +1,4 @@
-"""Splits documents into training and held-out ones, both as spans of the token file."""
+"""Splits documents into training documents and held-out documents, both as spans of the token file."""
 
 from __future__ import annotations
 
@@ -15,20 +15,28 @@ class DocumentSpans(NamedTuple):
     """Documents as ranges of a token file, in its order."""
 
     starts: np.ndarray  # int64 [documents], first token of each
-    lengths: np.ndarray  # int64 [documents], how many tokens, each at least 1
+    lengths: np.ndarray  # int64 [documents], tokens of each, at least 1
 
 
 def all_documents(offsets: np.ndarray) -> DocumentSpans:
-    """All documents of a token file (`offsets`: int64 [documents + 1])."""
+    """Returns the spans of all documents of a token file.
+
+    Args:
+        offsets: int64 [documents + 1], where each document starts, and the end of the last.
+    """
     return DocumentSpans(offsets[:-1], np.diff(offsets))
 
 
 def hold_out(documents: DocumentSpans, fraction: float, seed: int) -> tuple[DocumentSpans, DocumentSpans]:
-    """Splits documents into (training, held out), the same way for the same seed.
+    """Splits documents into (training, held out), deterministically for a seed.
 
-    Whole documents are drawn at random as long as they fit into the fraction; at least one is held out (then the
-    shortest) and at least one is left. Of a single document the tail is held out. `documents` have at least two tokens
-    in all, and 0 < `fraction` < 1 is that of all tokens.
+    Complete documents are drawn at random as long as they fit into the fraction. At least one document is held out
+    (the shortest, if none fits) and at least one is kept for training. If there is a single document, its tail is held
+    out.
+
+    Args:
+        documents: Documents with at least two tokens in total.
+        fraction: The fraction of all tokens to hold out, between 0 and 1.
     """
     target_tokens = int(round(fraction * int(documents.lengths.sum())))
     if len(documents.lengths) == 1:
@@ -48,17 +56,17 @@ def hold_out(documents: DocumentSpans, fraction: float, seed: int) -> tuple[Docu
 
 
 def _draw(lengths: np.ndarray, target_tokens: int, seed: int) -> np.ndarray:
-    """Goes through the documents in random order and takes each that still fits; returns the indices taken."""
+    """Takes documents in random order, each that still fits into `target_tokens`; returns their indices."""
     waiting = random_order(seed, Stream.HELD_OUT, 0, len(lengths))
     taken: list[np.ndarray] = []
-    left_tokens = target_tokens
+    remaining_tokens = target_tokens
     for _ in range(_MAX_ROUNDS):
-        # Take all up to the first that is too long, then continue with the later ones that are short enough.
-        fits = int(np.searchsorted(np.cumsum(lengths[waiting]), left_tokens, side="right"))
+        # Take all up to the first document that is too long, then continue with the later documents that fit.
+        fits = int(np.searchsorted(np.cumsum(lengths[waiting]), remaining_tokens, side="right"))
         taken.append(waiting[:fits])
-        left_tokens -= int(lengths[waiting[:fits]].sum())
+        remaining_tokens -= int(lengths[waiting[:fits]].sum())
         waiting = waiting[fits + 1 :]
-        waiting = waiting[lengths[waiting] <= left_tokens]
+        waiting = waiting[lengths[waiting] <= remaining_tokens]
         if not len(waiting):
             break
     indices = np.concatenate(taken)

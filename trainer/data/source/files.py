@@ -121,7 +121,7 @@ def _walk(
     def fail(error: OSError) -> None:
         raise unreadable_error(Path(error.filename or root), error, key, where)
 
-    paths = []
+    paths: list[Path] = []
     for folder, folders, names in os.walk(root, onerror=fail):
         folders[:] = [name for name in folders if keep_folder(name)]
         paths.extend(Path(folder, name) for name in names if keep_file(name))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from trainer.data.batches.batch import Batch, padding_batch
-from trainer.data.batches.packing import DocumentCounts, checked_indices
+from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices
 from trainer.data.rng import Stream, random_bits
 
 
@@ -18,7 +18,7 @@ class SyntheticDataset:
         first: The number of the first sequence, so that two data sets of one seed can differ.
     """
 
-    packing = None
+    packing: PackingReport | None = None
 
     def __init__(self, num_sequences: int, seq_length: int, vocab_size: int, seed: int, first: int = 0) -> None:
         self.num_sequences = self.num_documents = num_sequences

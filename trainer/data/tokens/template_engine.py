@@ -189,7 +189,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             _check_length(len(value))
         return value
 
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805  (as in Jinja2: kwargs are free)
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         __self.count(1)
         for argument in args:  # for example "x".ljust(10 ** 12)
             if isinstance(argument, int):

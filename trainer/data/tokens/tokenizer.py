@@ -260,6 +260,7 @@ class HuggingFaceTokenizer:
             covered = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             result[number] = Offsets(np.array(encoding.ids, np.uint32), covered[:, 0], covered[:, 1])
         return [result[number] for number in range(len(strings))]
+
     def token_id(self, text: str) -> int | None:
         return self._tokenizer.token_to_id(text)
 
