@@ -1,4 +1,4 @@
-"""Gradients of a window of micro-batches, normalised once by all valid tokens of the window.
+"""Gradients of a step's micro-batches, normalised once by all loss tokens of the global batch.
 
 On a device nothing is read between micro-batches: one is dispatched while the one before it computes. At the end the
 host reads losses, token counts, norms and router rates together, in one small tensor.
@@ -22,16 +22,16 @@ from trainer.parallel.gradients import GradientReducer, ReducedGradients
 from trainer.step.clip import GradientNorms, NormGroups
 
 RankFlags: TypeAlias = Callable[[], Sequence[float]]
-"""What this rank has to say to all others, as numbers; the same count on every rank."""
+"""Returns this rank's flags for all ranks, as numbers; the same count on every rank."""
 
 _TOTALS = "totals"
 _LOSS = "loss"
 _WEIGHTS = "weights"
 _RATES = "rates"
 _SQUARES = "squares"
-_VOTES = "rank_flags"
+_FLAGS = "rank_flags"
 _WAITS = "waits"
-_LOW = 4096  # a count travels as two float32 numbers, its multiple of this and the rest, and so arrives exactly
+_LOW = 4096  # a count travels as two float32 numbers, quotient and remainder by this, and so arrives exactly
 
 
 @dataclass(frozen=True)
@@ -39,47 +39,47 @@ class MicroBatch:
     """Result of one forward and backward pass; its tensors may still be computed.
 
     Attributes:
-        loss_sum: Sum of the token losses.
-        other_sums: Auxiliary losses before their factors, by their name in the metrics: the sum, and the number of
-            labels to divide it by.
+        loss_sum: Sum of the token losses; None if another rank reports them.
+        other_sums: Auxiliary losses before their factors, by their name in the metrics: the sum (None if another rank
+            reports it), and the number of labels to divide it by.
     """
 
-    loss_sum: Tensor
-    other_sums: Mapping[str, tuple[Tensor, float]]
+    loss_sum: Tensor | None
+    other_sums: Mapping[str, tuple[Tensor | None, float]]
     routing: RoutingCounts | None  # None for a dense model
     gradients: Sequence[Tensor]
 
 
 class NormContribution(NamedTuple):
-    """What a rank that has shards of the gradients contributes to the squares of their norms."""
+    """How a rank with shards of the gradients contributes to the squared norms of all gradients."""
 
     factors: np.ndarray
-    """Of the squared norm of each of its gradients, [P]: 1 where this rank counts it, 0 where another one does."""
+    """Factor of the squared norm of each of its gradients, [P]: 1 if this rank counts it, 0 if another rank does."""
     places: Sequence[int]
-    """For each trained parameter of the whole model the index of its gradient here; P for one of other ranks."""
+    """Index of this rank's gradient for each trained parameter of the model; P where only other ranks have it."""
 
 
-PipelineRun: TypeAlias = "Callable[[Sequence[int], Tensor, MicroBatchTotals], tuple[list[Tensor], float]]"
-"""(numbers of micro-batches, factor, what takes their results) -> the sums of this rank's gradients over the
-micro-batches, and the share of the time in which it waited for other stages."""
+PipelineRun: TypeAlias = "Callable[[Sequence[int], Tensor, MicroBatchTotals], tuple[list[Tensor], float | None]]"
+"""(numbers of micro-batches, factor, their totals, which it adds to) -> the sums of this rank's gradients over the
+micro-batches, and the share of the time in which it waited for other stages, which is None on a device."""
 
 
 @dataclass(frozen=True)
 class StepGradients:
-    """Loss, tokens and gradients of one window.
+    """Loss, tokens and gradients of one step.
 
     Attributes:
-        loss: Sum of token losses / valid tokens, in nats.
-        tokens: Valid tokens of the window.
-        empty: Micro-batches of the window without a valid token, on all ranks.
-        gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None when the window
-            has no valid token.
-        others: Auxiliary losses by name, each the mean over its own labels, before their factors.
+        loss: Sum of token losses / loss tokens, in nats.
+        tokens: Loss tokens of the global batch.
+        empty: Micro-batches of all ranks without a loss token.
+        gradients: Gradients of the minimised loss times the loss scale, one for each parameter; None if the global
+            batch has no loss token.
+        others: Auxiliary losses by name, before their factors, each a mean over its labels.
         routing: Counts over all ranks, tensors on a device.
-        norms: Of the gradients, if they were asked for.
+        norms: Norms of the gradients, if they were requested.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank; None where
             they are summed during the backward pass.
-        rank_flags: Sums over the ranks of what each was asked for; None if it was not asked.
+        rank_flags: Sums of the flags over the ranks, if they were requested.
         bubble_share: Share of the time of forward and backward passes in which a stage of a pipeline waited for others,
             mean over the ranks; None without a pipeline.
     """
@@ -98,7 +98,7 @@ class StepGradients:
 
 
 def count_loss_tokens(batch: Batch) -> int:
-    """Number of labels that carry a loss."""
+    """Counts the loss tokens of a batch: the labels that are not masked."""
     return int(np.count_nonzero(batch.labels != IGNORE_INDEX))
 
 
@@ -114,101 +114,104 @@ def accumulate(
     norm_contribution: NormContribution | None = None,
     run_pipeline: PipelineRun | None = None,
 ) -> StepGradients:
-    """Forward and backward over a window, summing gradients over its micro-batches and then over the ranks.
+    """Runs forward and backward passes of a step, and sums gradients over its micro-batches and then over the ranks.
 
-    The number of valid tokens of all ranks is summed before the first backward pass; on a device the host does not
-    wait for it. Every micro-batch's loss is divided by that total, so the summed gradients equal those of one large
-    batch, however the tokens are distributed.
+    The loss tokens of all ranks are summed before the first backward pass; on a device the host does not wait for it.
+    Every micro-batch's loss is divided by that total, so the summed gradients equal those of one large batch, however
+    the tokens are distributed.
 
     Args:
-        micro_batches: This rank's window; all ranks have equally many. The last window of an epoch may be shorter.
-        backward: (batch, its number in the window, loss scale / tokens of the window) -> losses as sums over tokens,
-            and their gradients times the factor. It is not called for a micro-batch without a valid token, whose
-            gradient is zero, unless this rank has no other one: every rank must take part in the sums.
-        skips_empty: False: it is called for those too, as every rank takes part in sums of each micro-batch.
-        reducer: Sums the gradients over the ranks; None: those of a single process.
-        norm_groups: Asks for norms of the gradients.
-        rank_flags: Asked after the last backward pass; its numbers travel with the sums.
-        norm_contribution: None where each rank has the summed gradients of the whole model.
-        run_pipeline: Computes the whole window in place of `backward`.
+        micro_batches: This rank's micro-batches; all ranks have equally many. The last step of an epoch may have fewer.
+        backward: (batch, its number in the step, loss scale / tokens of the global batch) -> losses as sums over
+            tokens, and their gradients times the factor. It is not called for a micro-batch without a loss token, whose
+            gradient is zero, unless all of this rank's are: every rank must take part in the sums.
+        skips_empty: False: `backward` is called for all micro-batches, as every rank takes part in sums of each.
+        reducer: Sums the gradients over the ranks; None: for a single process.
+        norm_groups: The norms to compute; None: no norms.
+        rank_flags: Called after the last backward pass; its numbers travel with the sums.
+        norm_contribution: None where each rank has the summed gradients of all parameters.
+        run_pipeline: Computes all micro-batches in place of `backward`.
     """
     if communicator is None:
         communicator = Communicator()
     if reducer is None:
         reducer = GradientReducer()
     counts = [count_loss_tokens(batch) for batch in micro_batches]
+    local_counts = (0, 0)
     if communicator.reports_tokens:
-        given = (sum(counts), counts.count(0))
-    else:
-        given = (0, 0)
-    [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in given])])
+        local_counts = (sum(counts), counts.count(0))
+    [totals] = communicator.all_reduce([np.array([divmod(count, _LOW) for count in local_counts])])
     if not isinstance(totals, Tensor) and not totals[0].any():
         return StepGradients(0.0, 0, _count(totals[1]), None, reduce_seconds=0.0)
     factor = _factor(loss_scale, totals)
-    taken = [number for number, count in enumerate(counts) if count or not skips_empty] or [0]
+    numbers = [number for number, count in enumerate(counts) if count or not skips_empty] or [0]
     results = MicroBatchTotals()
     if run_pipeline is not None:
-        total, results.waits = run_pipeline(taken, factor, results)
+        total, results.waits = run_pipeline(numbers, factor, results)
         reduced = reducer.reduce_total(total)
     else:
-        reduced = _in_turn(micro_batches, taken, backward, factor, reducer, results)
-    return _window(totals, sum(counts), results, reduced, communicator, norm_groups, rank_flags, norm_contribution)
+        reduced = _run_in_turn(micro_batches, numbers, backward, factor, reducer, results)
+    return _reduce_and_read(
+        totals, sum(counts), results, reduced, communicator, norm_groups, rank_flags, norm_contribution
+    )
 
 
-def _in_turn(
+def _run_in_turn(
     micro_batches: Sequence[Batch],
-    taken: Sequence[int],
+    numbers: Sequence[int],
     backward: Callable[[Batch, int, Tensor], MicroBatch],
     factor: Tensor,
     reducer: GradientReducer,
     results: MicroBatchTotals,
 ) -> ReducedGradients:
-    """One micro-batch after the other."""
+    """Runs the micro-batches with these numbers one after the other."""
     total = None
-    for number in taken:
-        run = partial(backward, micro_batches[number], number, factor)
-        if number == taken[-1]:
-            part, reduced = reducer.add_last(total, run)
-        else:
-            part, total = reducer.add(total, run)
-        results.add(part)
+    for number in numbers[:-1]:
+        result, total = reducer.add(total, partial(backward, micro_batches[number], number, factor))
+        results.add(result)
+    last = numbers[-1]
+    result, reduced = reducer.add_last(total, partial(backward, micro_batches[last], last, factor))
+    results.add(result)
     return reduced
 
 
 class MicroBatchTotals:
-    """What micro-batches have computed, apart from their gradients."""
+    """The results of a step's micro-batches, apart from their gradients."""
 
     def __init__(self) -> None:
         self.losses: list[Tensor | float] = []
         self.others: dict[str, list[tuple[Tensor | float, float]]] = {}
         self.routing: RoutingCounts | None = None
-        self.waits: float | None = None  # share of the time, in a pipeline
+        self.waits: float | None = None  # share of the time, in a pipeline on CPUs
 
-    def add(self, part: MicroBatch) -> None:
-        """A part of a pipeline gives the losses that it computes; None for the token losses of another one."""
+    def add(self, result: MicroBatch) -> None:
+        """Adds the result of a micro-batch, or of a stage's part of it."""
         keep = metric_functions().keep_scalar
-        if part.loss_sum is not None:
-            self.losses.append(keep(part.loss_sum))
-        for name, (value, weight) in part.other_sums.items():
-            self.others.setdefault(name, []).append((0.0 if value is None else keep(value), weight))
-        if part.routing is not None:
+        if result.loss_sum is not None:
+            self.losses.append(keep(result.loss_sum))
+        for name, (value, weight) in result.other_sums.items():
+            kept = 0.0
+            if value is not None:
+                kept = keep(value)
+            self.others.setdefault(name, []).append((kept, weight))
+        if result.routing is not None:
             if self.routing is None:
-                self.routing = part.routing
+                self.routing = result.routing
             else:
-                self.routing = self.routing + part.routing
+                self.routing = self.routing + result.routing
 
 
-def _window(
+def _reduce_and_read(
     totals: np.ndarray | Tensor,
-    local_token_ids: int,
+    local_tokens: int,
     results: MicroBatchTotals,
     reduced: ReducedGradients,
     communicator: Communicator,
-    wanted: NormGroups | None,
+    norm_groups: NormGroups | None,
     rank_flags: RankFlags | None,
     norm_contribution: NormContribution | None,
 ) -> StepGradients:
-    """Sums the results over the ranks and reads what the host needs of them."""
+    """Sums the results over the ranks and copies what the host needs to the host."""
     measures = metric_functions()
     others = results.others
     routing = results.routing
@@ -222,12 +225,11 @@ def _window(
     if routing is not None:
         sums |= {"kept": routing.kept, "requested": routing.requested, "entropy_sum": routing.entropy_sum}
     if rank_flags is not None:
-        sums[_VOTES] = np.array(rank_flags(), np.float64)
+        sums[_FLAGS] = np.array(rank_flags(), np.float64)
     if results.waits is not None:
         sums[_WAITS] = results.waits / communicator.size
-    if wanted is None:
-        squares = None
-    else:
+    squares = None
+    if norm_groups is not None:
         squares = measures.squares(reduced.gradients)
     if squares is not None and norm_contribution is not None:
         sums[_SQUARES] = measures.scatter_squares(squares, norm_contribution.factors, norm_contribution.places)
@@ -237,16 +239,28 @@ def _window(
     if routing is not None:
         routing = RoutingCounts(routing.layers, sums.pop("kept"), sums.pop("requested"), sums.pop("entropy_sum"))
         to_read[_RATES] = measures.router_rates(routing)
-    if squares is not None:
-        to_read[_SQUARES] = measures.square_sums(squares, list(wanted.groups.values()), wanted.each)
+    if norm_groups is not None:
+        to_read[_SQUARES] = measures.square_sums(squares, list(norm_groups.groups.values()), norm_groups.each)
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
     tokens = _count(read[_TOTALS][0])
     empty = _count(read[_TOTALS][1])
-    tokens = max(tokens, local_token_ids)  # a window that has gradients is never taken for an empty one
+    tokens = max(tokens, local_tokens)  # a step with gradients is never taken for an empty one
+    flags = None
+    if _FLAGS in read:
+        flags = read[_FLAGS].tolist()
     if tokens == 0:
-        return StepGradients(0.0, 0, empty, None, rank_flags=read.get(_VOTES))
+        return StepGradients(0.0, 0, empty, None, rank_flags=flags)
     weights = read.get(_WEIGHTS, ())
+    router_rates = None
+    if routing is not None:
+        router_rates = RouterRates(routing.layers, *read[_RATES])
+    norms = None
+    if norm_groups is not None:
+        norms = norm_groups.norms(read[_SQUARES])
+    bubble_share = None
+    if _WAITS in read:
+        bubble_share = float(read[_WAITS])
     return StepGradients(
         loss=float(read[_LOSS]) / tokens,
         tokens=tokens,
@@ -254,11 +268,11 @@ def _window(
         gradients=reduced.gradients,
         others={name: float(read[name]) / max(weight, 1) for name, weight in zip(others, weights, strict=True)},
         routing=routing,
-        router_rates=None if routing is None else RouterRates(routing.layers, *read[_RATES]),
-        norms=None if squares is None else wanted.norms(read[_SQUARES]),
+        router_rates=router_rates,
+        norms=norms,
         reduce_seconds=reduced.seconds,
-        rank_flags=read.get(_VOTES),
-        bubble_share=None if results.waits is None else float(read[_WAITS]),
+        rank_flags=flags,
+        bubble_share=bubble_share,
     )
 
 
@@ -267,8 +281,10 @@ def _count(high_and_low: np.ndarray) -> int:
 
 
 def _factor(loss_scale: float, totals: np.ndarray | Tensor) -> Tensor:
-    """The loss scale over all valid tokens. As a tensor: MindSpore keeps a kernel for every new Python number that an
-    operator gets."""
+    """Returns loss scale / loss tokens as a tensor.
+
+    MindSpore keeps a kernel for every new Python number that an operator gets.
+    """
     if not isinstance(totals, Tensor):
         return Tensor(np.float32(loss_scale / _count(totals[0])))
     tokens = (totals[0] * Tensor(np.array([_LOW, 1], np.float32))).sum()

@@ -21,42 +21,56 @@ class GradientNorms(NamedTuple):
     """Norms of the gradients of a step, times the loss scale that these contain."""
 
     total: float
-    """Of all gradients together."""
+    """Norm of all gradients together (the total norm of PyTorch)."""
     groups: Mapping[str, float] = {}
-    """Of each parameter group, where these are clipped by themselves."""
+    """Norm of each parameter group, where groups are clipped separately."""
     each: Mapping[str, float] | None = None
-    """Of the single gradients, if they were asked for."""
+    """Norm of each gradient, if requested."""
     first_nonfinite: str = ""
-    """The first gradient that is not finite."""
+    """Name of the first gradient that is not finite."""
 
 
 class NormGroups(NamedTuple):
-    """Which norms a step needs: the indices of the gradients of each group, and whether those of the single ones."""
+    """Which norms a step needs.
+
+    Attributes:
+        names: Names of the gradients.
+        groups: Indices of the gradients of each group.
+        each: Whether the norm of each gradient is needed.
+    """
 
     names: Sequence[str]
     groups: Mapping[str, Sequence[int]]
     each: bool
 
     def norms(self, sums: np.ndarray) -> GradientNorms:
-        """From what `square_sums` of `trainer.arrays.measures` describes."""
-        (whole, *roots), index_from_end = np.sqrt(np.delete(sums, 1)).tolist(), int(sums[1])
+        """Computes the norms from the sums of `square_sums` in `trainer.arrays.measures`."""
+        total, *roots = np.sqrt(np.delete(sums, 1)).tolist()
+        index_from_end = int(sums[1])
         each = None
         if self.each:
             each = dict(zip(self.names, roots[len(self.groups) :], strict=True))
-        of_groups = dict(zip(self.groups, roots, strict=False))
-        return GradientNorms(whole, of_groups, each, self.names[-index_from_end] if index_from_end else "")
+        first_nonfinite = ""
+        if index_from_end:
+            first_nonfinite = self.names[-index_from_end]
+        return GradientNorms(total, dict(zip(self.groups, roots, strict=False)), each, first_nonfinite)
 
 
 def norm_groups(names: Sequence[str], wrapper: RunnerWrapper, group_of: Mapping[str, str]) -> NormGroups:
-    """The norms that `runner_wrapper` asks for, of the gradients of parameters with these names."""
+    """Returns which norms `runner_wrapper` needs of the gradients of these parameters.
+
+    Args:
+        group_of: Group of each parameter, for `clip_by_group`.
+    """
     groups: dict[str, list[int]] = {}
-    for place, name in enumerate(names) if wrapper.use_clip_grad and wrapper.clip_by_group else ():
-        groups.setdefault(group_of[name], []).append(place)
+    if wrapper.use_clip_grad and wrapper.clip_by_group:
+        for place, name in enumerate(names):
+            groups.setdefault(group_of[name], []).append(place)
     return NormGroups(names, groups, wrapper.local_norm)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
-    """Factor that brings a gradient of this norm down to `max_norm`; exactly 1.0 at or below it.
+    """Returns the factor that brings a gradient of this norm down to `max_norm`; exactly 1.0 at or below it.
 
     MindSpore Transformers divides by max(norm, max_norm) + 1e-6, which shrinks every gradient a little; here not
     clipping is a no-op.
@@ -74,11 +88,11 @@ def clip(
     group_of: Mapping[str, str],
     scale: float = 1.0,
 ) -> tuple[Sequence[Tensor], list[float]]:
-    """Clips the gradients of a window as `runner_wrapper` says.
+    """Clips the gradients of a step as configured in `runner_wrapper`.
 
     Args:
         gradients: One for each of `names`, times `scale`; all finite. They are not changed in place.
-        norms: Those of the gradients that `norm_groups` asks for.
+        norms: The norms that `norm_groups` requests.
         group_of: Group of each parameter, for `clip_by_group`.
         scale: Loss scale that the gradients still contain. Norms and values are compared without it.
 
@@ -91,9 +105,12 @@ def clip(
     if wrapper.clip_type == "value":
         limit = wrapper.clip_value * scale
         return [clip_by_value(gradient, limit) for gradient in gradients], [1.0 / scale] * len(names)
-    own = [norms.groups[group_of[name]] if wrapper.clip_by_group else norms.total for name in names]
-    factor_of = {norm: clip_coefficient(norm / scale, wrapper.max_grad_norm) / scale for norm in set(own)}
-    return gradients, [factor_of[norm] for norm in own]
+    if wrapper.clip_by_group:
+        norm_of_each = [norms.groups[group_of[name]] for name in names]
+    else:
+        norm_of_each = [norms.total] * len(names)
+    factors = {norm: clip_coefficient(norm / scale, wrapper.max_grad_norm) / scale for norm in set(norm_of_each)}
+    return gradients, [factors[norm] for norm in norm_of_each]
 
 
 def clip_by_value(gradient: Tensor, limit: float) -> Tensor:

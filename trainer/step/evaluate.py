@@ -1,4 +1,4 @@
-"""Evaluation: mean loss per valid token over a data set, without dropout and without gradients."""
+"""Evaluation: mean loss per loss token over a data set, without dropout and without gradients."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class EvaluationResult(NamedTuple):
-    """Mean loss in nats per valid token, valid tokens, seconds; for a classifier also its accuracy (0 to 1)."""
+    """Mean loss in nats per loss token, number of loss tokens, seconds; for a classifier also its accuracy (0 to 1)."""
 
     loss: float
     tokens: int
@@ -34,13 +34,15 @@ def evaluate(
     communicator: Communicator | None = None,
     computes_together: bool = False,
 ) -> EvaluationResult | None:
-    """Mean loss over all valid labels of all ranks; None when `stop` ended it early on any rank.
+    """Computes the mean loss over the loss tokens of all ranks; None if `stop` ended it early on any rank.
 
-    `batches` are this rank's; `stop` is called before each and is True after a signal. With `computes_together` all
-    ranks have the same ones, and the mean of what they find is the result.
+    Args:
+        batches: This rank's batches.
+        stop: Called before each batch; returns True after a stop signal.
+        computes_together: All ranks have the same batches; the result is the mean over the ranks.
 
     Raises:
-        RunError: The data has no valid token.
+        RunError: The data has no loss token.
     """
     if communicator is None:
         communicator = Communicator()
@@ -62,13 +64,15 @@ def evaluate(
             losses.append(measures.keep_scalar(sums.tokens))
             if sums.correct is not None:
                 hits.append(measures.keep_scalar(sums.correct))
-            tokens += count if communicator.reports_tokens else 0
-    loss_sum, own_hits = read_together([measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)])
-    counts = [float(loss_sum), tokens, stopped, float(own_hits), bool(hits)]
+            if communicator.reports_tokens:
+                tokens += count
+    sums_of_batches = [measures.sum_scalars(each) if each else 0.0 for each in (losses, hits)]
+    local_loss, local_hits = read_together(sums_of_batches)
+    counts = [float(local_loss), tokens, stopped, float(local_hits), bool(hits)]
     ranks = 1
     if computes_together:
         ranks = communicator.size
-    loss_sum, total, stops, all_hits, counted = (found / ranks for found in communicator.all_reduce_exact(counts))
+    loss_sum, total, stops, all_hits, has_hits = (value / ranks for value in communicator.all_reduce_exact(counts))
     if stops:
         return None
     if total == 0:
@@ -78,13 +82,13 @@ def evaluate(
             fix="add data, raise held_out, or check train_on",
         )
     accuracy = None
-    if counted:
+    if has_hits:
         accuracy = all_hits / total
     return EvaluationResult(loss_sum / total, int(total), time.perf_counter() - began, accuracy)
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss); inf where that exceeds a float."""
+    """Returns exp(loss), or inf where that exceeds a float."""
     if loss < 700:
         return math.exp(loss)
     return math.inf

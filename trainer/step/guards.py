@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.runner import RunnerWrapper
 
 MOST_OVERFLOWS_IN_A_ROW = 10
-"""So many consecutive steps with overflow end a run: no loss scale will help."""
+"""This many consecutive steps with overflow end a run: no loss scale will help."""
 
 
 class UpdateGuard:
@@ -33,17 +33,17 @@ class UpdateGuard:
 
     @property
     def scale(self) -> float:
-        """Factor on the loss in the next step."""
+        """Returns the factor on the loss in the next step."""
         return self.loss_scale.value
 
     def check_step(self, loss: float, norm: float, *, step: int, first_nonfinite: str = "") -> str:
-        """Counts the step and says why it skips the update, with details after a colon; empty when it updates.
+        """Counts the step and returns the reason to skip its update, with details after a colon; empty: it updates.
 
         Args:
-            loss: Loss of the window.
+            loss: Loss of the step.
             norm: Norm of the unscaled gradient.
             step: Number of the optimizer step, from 1.
-            first_nonfinite: Names the first gradient that is not finite, as the end of a sentence.
+            first_nonfinite: Text about the first gradient that is not finite, for the end of a message.
 
         Raises:
             RunError: Loss or gradient is not finite and no loss scale is to blame, ten steps in a row overflowed, or
@@ -61,7 +61,7 @@ class UpdateGuard:
         """Lowers the scale; raises where that would hide a broken run."""
         bad_loss = self.stop_at_bad_loss and not math.isfinite(loss)
         if bad_loss or not self.loss_scale.active:
-            raise self._not_finite(loss, norm, step, first_nonfinite)
+            raise self._nonfinite_error(loss, norm, step, first_nonfinite)
         scale = self.loss_scale.value
         self.loss_scale.update(overflow=True)
         if self.loss_scale.overflows_in_a_row >= MOST_OVERFLOWS_IN_A_ROW:
@@ -73,9 +73,10 @@ class UpdateGuard:
                 "smaller scale",
             )
 
-    def _not_finite(self, loss: float, norm: float, step: int, first_nonfinite: str) -> RunError:
+    def _nonfinite_error(self, loss: float, norm: float, step: int, first_nonfinite: str) -> RunError:
         ways = ["lower the learning rate", "lengthen the warm-up"]
-        ways += [] if self.wrapper.use_clip_grad else ["turn on runner_wrapper.use_clip_grad"]
+        if not self.wrapper.use_clip_grad:
+            ways.append("turn on runner_wrapper.use_clip_grad")
         return RunError(
             f"optimizer step {step}: the loss is {loss} and the gradient norm {norm}"
             f"{first_nonfinite}; the weights were not updated",
@@ -99,7 +100,7 @@ class UpdateGuard:
         return True
 
     def state(self) -> dict:
-        """What a checkpoint stores of the step, apart from the optimizer."""
+        """Returns the state of the step for a checkpoint, without the optimizer."""
         return {
             "loss_scale": self.loss_scale.state(),
             "spikes": self.spikes,

@@ -38,7 +38,7 @@ class LossScale:
 
     @property
     def active(self) -> bool:
-        """Whether an overflow only skips a step; without loss scaling it is an error."""
+        """Returns whether losses are scaled: then an overflow only skips a step, otherwise it is an error."""
         return self.factor is not None or self.value != 1.0
 
     def update(self, *, overflow: bool) -> None:
@@ -57,7 +57,7 @@ class LossScale:
             self.quiet_steps = 0
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint stores."""
+        """Returns the state for a checkpoint."""
         return {
             "dynamic": self.factor is not None,
             "value": self.value,
@@ -76,7 +76,7 @@ class LossScale:
 
 
 def build_loss_scale(wrapper: RunnerWrapper) -> LossScale:
-    """The scale that `runner_wrapper.scale_sense` describes."""
+    """Builds the loss scale that `runner_wrapper.scale_sense` describes."""
     sense = wrapper.scale_sense
     if isinstance(sense, (int, float)):
         return LossScale(float(sense))

@@ -1,12 +1,12 @@
-"""A pipeline in explicit mode: a stage computes its chunks of the decoder in the order of a schedule.
+"""Pipeline parallelism in explicit mode: a stage computes its model chunks in the order of a schedule.
 
-Each chunk is one cell for all micro-batches. MindSpore keeps what a cell's forward pass has recorded under the cell and
-the identity of its input, and `GradOperation` of the same cell and input then runs the backward pass of that call
-alone. So several micro-batches may be under way, and their backward passes come in any order.
+Each chunk is one cell for all micro-batches. MindSpore records a cell's forward pass under the cell and the identity of
+its input, and `GradOperation` of the same cell and input then runs the backward pass of that call only. So several
+micro-batches may be in flight, and their backward passes come in any order.
 
-What is minimised is a sum over the stages: each adds the losses of its own routers, and the last one the losses of
-tokens. A stage starts a backward pass from the gradient of its activations, which the next stage has sent, and from the
-factor of its own part of the sum.
+The minimised loss is a sum over the stages: each adds the losses of its routers, and the last one the losses of tokens.
+A stage starts a backward pass from the gradient of its activations, which the next stage has sent, and from the factor
+of its part of the sum.
 
 Legend: N tokens, D hidden.
 """
@@ -40,12 +40,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Passes: TypeAlias = Generator[tuple[int, int], Tensor, T]
-"""Yields the stage that the next tensor must come from and of how many tokens it is, and is sent that tensor; returns
-its result."""
+"""Yields the stage that sends the next tensor and its number of tokens, is sent that tensor, and returns its result."""
 
 
-Done: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
-"""(micro-batch, sums of losses of a chunk, its call, whether it is the last chunk of the stage)"""
+OnForward: TypeAlias = Callable[[int, LossSums, DecoderCall, bool], None]
+"""(micro-batch, sums of losses of a chunk, its call, whether it is the last chunk of the stage) -> None"""
 
 
 class ModelChunk(NamedTuple):
@@ -53,47 +52,46 @@ class ModelChunk(NamedTuple):
 
     layers: Sequence[int]
     is_first: bool  # it looks up the embedding
-    is_last: bool  # it has head, losses and multi-token prediction modules
-    trained: Sequence[str]  # names of its parameters that are trained
-    reached: bool  # whether one before it is trained: only then does its input have a gradient
+    is_last: bool  # it has head, losses and MTP modules
+    trained: Sequence[str]  # names of its trainable parameters
+    reached: bool  # an earlier chunk is trainable: only then does its input need a gradient
 
     @property
     def trains(self) -> bool:
-        """Whether it has a backward pass."""
+        """Returns whether it has a backward pass."""
         return self.reached or bool(self.trained)
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has nothing to compute: with `offset` a chunk may have no layer."""
+        """Returns whether it has nothing to compute: with `offset` a chunk may have no layer."""
         return not (self.layers or self.is_first or self.is_last)
 
 
 def model_chunks(
     settings: ModelConfig, chunk_layers: Sequence[Sequence[Sequence[int]]], trained: Collection[str]
 ) -> list[list[ModelChunk]]:
-    """The chunks of each stage, [stages][chunks].
+    """Returns the chunks of each stage, [stages][chunks].
 
     Args:
         chunk_layers: See `trainer.config.stages.chunk_layers`.
-        trained: Names of the trained parameters.
+        trained: Names of the trainable parameters.
     """
     layers = [row[chunk] for chunk in range(len(chunk_layers[0])) for row in chunk_layers]
     layout = model_layout(settings, Degrees(), stage_layers=layers)
-    parts = list[ModelChunk]()
+    chunks: list[ModelChunk] = []
     reached = False
-    for number, own in enumerate(layers):
-        held = layout.parameters.items()
-        names = tuple(name for name, one in held if number in one.stages and name in trained)
-        parts.append(ModelChunk(own, number == 0, number == len(layers) - 1, names, reached))
-        reached = parts[-1].trains
+    for number, chunk in enumerate(layers):
+        names = tuple(name for name, one in layout.parameters.items() if number in one.stages and name in trained)
+        chunks.append(ModelChunk(chunk, number == 0, number == len(layers) - 1, names, reached))
+        reached = chunks[-1].trains
     stages = len(chunk_layers)
-    return [parts[stage::stages] for stage in range(stages)]
+    return [chunks[stage::stages] for stage in range(stages)]
 
 
 class ChunkCell(nn.Cell):
-    """A chunk of the decoder: x_ND (ids_N for the first one) -> x_ND, what it adds to the minimised sum, or both.
+    """A chunk of the decoder: x_ND (ids_N for the first one) -> x_ND, its summand of the minimised loss, or both.
 
-    What else a pass needs is set before the call, because MindSpore finds a pass by the arguments of its call.
+    The other inputs of a pass are set before the call, because MindSpore finds a pass by the arguments of its call.
     """
 
     def __init__(self, model: Decoder, part: ModelChunk, trains: bool) -> None:
@@ -104,8 +102,9 @@ class ChunkCell(nn.Cell):
         self.sums: LossSums | None = None
         self.set_grad(trains)
 
-    def construct(self, x):
+    def construct(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         part = self.part
+        assert self.call is not None
         modules = 0 if self.call.statistics is None else self.model.mtp_modules
         x_ND, (total, *others) = self.model.run_layers(
             x, part.layers, part.is_first, part.is_last, modules, self.call
@@ -115,98 +114,114 @@ class ChunkCell(nn.Cell):
             return total
         return x_ND if total is None else (x_ND, total)
 
-    def pass_of(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:
-        """The result of a forward pass, and the sums of losses of this chunk, of which those of others are None."""
+    def run_forward(self, x: Tensor, call: DecoderCall) -> tuple[Tensor | tuple[Tensor, Tensor], LossSums]:
+        """Runs a forward pass; returns its result and the sums of this chunk's losses, with None for other chunks'."""
         if self.part.is_empty:
             return x, LossSums(None, None)
         self.call = call
         result = self(x)
         sums = self.sums
         self.call = self.sums = None
+        assert sums is not None
         return result, sums
 
 
 class Stage:
-    """The chunks of one stage, of a model that has their parameters."""
+    """The chunks of one pipeline stage; the model has only their parameters."""
 
-    def __init__(self, model: Decoder, parts: Sequence[ModelChunk], schedule: Callable[[int], Schedule], stage: int):
+    def __init__(
+        self, model: Decoder, parts: Sequence[ModelChunk], schedule: Callable[[int], Schedule], stage: int
+    ) -> None:
         self.model = model
         self.parts = parts
         self.schedule = schedule
         self.stage = stage
         self.cells = [ChunkCell(model, part, part.trains) for part in parts]
         self.evaluated = [ChunkCell(model, part, trains=False) for part in parts]
-        self.gradients_of = [self._gradients_of(cell) if cell.part.trains else None for cell in self.cells]
+        # For each chunk with a backward pass, by its index.
+        self.grad_fns = {index: self._grad_fn(cell) for index, cell in enumerate(self.cells) if cell.part.trains}
 
-    def _gradients_of(self, cell: ChunkCell) -> Callable:
-        leaves = self.model.compute_weights.grad_targets(cell.part.trained)
-        by_list = bool(leaves)
+    def _grad_fn(self, cell: ChunkCell) -> Callable:
+        targets = self.model.compute_weights.grad_targets(cell.part.trained)
+        by_list = bool(targets)
         operation = ops.GradOperation(get_all=cell.part.reached, get_by_list=by_list, sens_param=True)
-        return operation(cell, ParameterTuple(leaves)) if by_list else operation(cell)
+        if by_list:
+            return operation(cell, ParameterTuple(targets))
+        return operation(cell)
 
     def train(
         self,
         micro_batches: int,
-        call_of: Callable[[int], DecoderCall],
+        make_call: Callable[[int], DecoderCall],
         factor: Tensor,
         send: Callable[[int, Tensor], None],
-        done: Done,
+        on_forward: OnForward,
         totals: dict[str, Tensor],
-        kept: Callable[[str, Tensor], Tensor],
+        local_gradient: Callable[[str, Tensor], Tensor],
     ) -> Passes[None]:
-        """All forward and backward passes of a window.
+        """Runs all forward and backward passes of a step.
 
         Args:
-            call_of: Number of a micro-batch -> its inputs; called once for each.
-            factor: Of the minimised sum.
+            make_call: Number of a micro-batch -> its inputs; called once for each.
+            factor: Factor of the minimised loss.
             send: See `StageLink.send`.
-            done: Called after each forward pass of a chunk.
-            totals: Takes the sums of the gradients over the micro-batches, by the names of the parameters.
-            kept: Name of a parameter, its gradient -> what is added up of it.
+            on_forward: Called after each forward pass of a chunk.
+            totals: Receives the sums of the gradients over the micro-batches, by the names of the parameters.
+            local_gradient: (name of a parameter, its gradient) -> the part of the gradient to add up.
         """
         schedule = self.schedule(micro_batches)
         last = len(self.parts) - 1
-        under_way: dict[tuple[int, int], tuple[Tensor, bool]] = {}
+        in_flight: dict[tuple[int, int], tuple[Tensor, bool]] = {}
         calls: dict[int, DecoderCall] = {}
-        tokens = 0  # of a micro-batch of the window
+        tokens = 0  # of a micro-batch of the step
         for action in schedule.actions[self.stage]:
             number = action.micro_batch
             chunk = action.chunk
             part = self.parts[chunk]
-            needed = schedule.input_message(self.stage, action)
+            message = schedule.input_message(self.stage, action)
+            receiver = schedule.receiver(self.stage, action)
             if action.kind == "backward":
                 if part.trains:
-                    x, has_own = under_way.pop((number, chunk))
-                    sens = factor if needed is None else (yield needed.sender, tokens)
-                    sens = (sens, factor) if has_own else sens
-                    grad_ND = self._add_gradients(chunk, x, sens, totals, kept)
-                    if part.reached:
-                        send(schedule.receiver(self.stage, action), grad_ND)
+                    x, has_losses = in_flight.pop((number, chunk))
+                    sens = factor
+                    if message is not None:
+                        sens = yield message.sender, tokens
+                    if has_losses:
+                        sens = (sens, factor)
+                    grad_ND = self._add_gradients(chunk, x, sens, totals, local_gradient)
+                    if part.reached and receiver is not None:
+                        send(receiver, grad_ND)
                 continue
             if chunk == 0:
-                calls[number] = call_of(number)
+                calls[number] = make_call(number)
                 tokens = calls[number].inputs.ids_N.shape[0]
-            call = calls.pop(number) if chunk == last else calls[number]
-            x = call.inputs.ids_N if needed is None else (yield needed.sender, tokens)
-            result, sums = self.cells[chunk].pass_of(x, call)
-            has_own = isinstance(result, tuple)
+            call = calls[number]
+            if chunk == last:
+                del calls[number]
+            x = call.inputs.ids_N
+            if message is not None:
+                x = yield message.sender, tokens
+            result, sums = self.cells[chunk].run_forward(x, call)
+            has_losses = isinstance(result, tuple)
             if part.trains:
-                under_way[number, chunk] = x, has_own
-            done(number, sums, call, chunk == last)
-            if not part.is_last:
-                send(schedule.receiver(self.stage, action), result[0] if has_own else result)
+                in_flight[number, chunk] = x, has_losses
+            on_forward(number, sums, call, chunk == last)
+            if receiver is not None:
+                send(receiver, result[0] if has_losses else result)
 
     def evaluate(self, inputs: ModelInputs, send: Callable[[int, Tensor], None]) -> Passes[LossSums]:
-        """The forward passes of one micro-batch; the sums of its losses on the last stage, without them elsewhere."""
+        """Runs the forward passes of one micro-batch; returns its sums of losses on the last stage, None elsewhere."""
         schedule = forward_only(self.schedule(1).stages, 1, len(self.parts))
         sums = LossSums(None, None)
         for action in schedule.actions[self.stage]:
-            needed = schedule.input_message(self.stage, action)
-            taker = schedule.receiver(self.stage, action)
-            x = inputs.ids_N if needed is None else (yield needed.sender, inputs.ids_N.shape[0])
-            result, sums = self.evaluated[action.chunk].pass_of(x, DecoderCall(inputs))
-            if taker is not None:
-                send(taker, result)
+            message = schedule.input_message(self.stage, action)
+            receiver = schedule.receiver(self.stage, action)
+            x = inputs.ids_N
+            if message is not None:
+                x = yield message.sender, inputs.ids_N.shape[0]
+            result, sums = self.evaluated[action.chunk].run_forward(x, DecoderCall(inputs))
+            if receiver is not None:
+                send(receiver, result)
         return sums
 
     def _add_gradients(
@@ -215,29 +230,35 @@ class Stage:
         x: Tensor,
         sens: Tensor | tuple,
         totals: dict[str, Tensor],
-        kept: Callable[[str, Tensor], Tensor],
+        local_gradient: Callable[[str, Tensor], Tensor],
     ) -> Tensor | None:
-        """The backward pass of the forward pass with this input; the gradient of the input, if it has one."""
+        """Runs the backward pass of the forward pass with this input; returns the input's gradient, if it has one."""
         part = self.parts[chunk]
-        grad_ND = None
         if part.is_empty:
             return sens
-        found = self.gradients_of[chunk](x, sens)
+        gradients = self.grad_fns[chunk](x, sens)
+        grad_ND = None
         if part.reached:
-            inputs, found = found if part.trained else (found, ())
+            if part.trained:
+                inputs, gradients = gradients
+            else:
+                inputs = gradients
+                gradients = ()
             grad_ND = inputs[0] if isinstance(inputs, tuple) else inputs
-        for name, whole in zip(part.trained, found, strict=True):
-            gradient = kept(name, whole)
-            totals[name] = ops.add(totals[name], gradient) if name in totals else gradient
+        for name, gradient in zip(part.trained, gradients, strict=True):
+            local = local_gradient(name, gradient)
+            if name in totals:
+                local = ops.add(totals[name], local)
+            totals[name] = local
         return grad_ND
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A stage at work: what it computes in which order, and the other stages.
+    """A stage with its links to the other stages.
 
     Attributes:
-        group: One rank of each stage.
+        group: One rank of each stage, in the order of stages.
     """
 
     stage: Stage
@@ -247,23 +268,32 @@ class Pipeline:
     def train(
         self,
         micro_batches: int,
-        call_of: Callable[[int], DecoderCall],
+        make_call: Callable[[int], DecoderCall],
         factor: Tensor,
-        done: Done,
+        on_forward: OnForward,
         names: Sequence[str],
-        kept: Callable[[int, Tensor], Tensor],
+        local_gradient: Callable[[int, Tensor], Tensor],
     ) -> tuple[list[Tensor], float | None]:
-        """The gradients of these parameters, summed over the micro-batches, and the share of the time that was spent
-        waiting for other stages; None on a device, for which the host does not wait. See `Stage.train`; `kept` takes
-        the place of a name in `names`."""
+        """Runs all passes of a step, see `Stage.train`.
+
+        Args:
+            names: The parameters whose gradients are returned.
+            local_gradient: (index of a name, the gradient) -> the part of the gradient to add up.
+
+        Returns:
+            The gradients summed over the micro-batches, and the share of the time in which this stage waited for
+            others; None on a device, for which the host does not wait.
+        """
         began = time.perf_counter()
         totals = dict[str, Tensor]()
         places = {name: place for place, name in enumerate(names)}
 
-        def kept_of(name: str, gradient: Tensor) -> Tensor:
-            return kept(places[name], gradient)
+        def local_gradient_of(name: str, gradient: Tensor) -> Tensor:
+            return local_gradient(places[name], gradient)
 
-        passes = self.stage.train(micro_batches, call_of, factor, self.link.send, done, totals, kept_of)
+        passes = self.stage.train(
+            micro_batches, make_call, factor, self.link.send, on_forward, totals, local_gradient_of
+        )
         _, waited = self._run(passes)
         gradients = [totals.pop(name) for name in names]
         if not self.group.on_host:
@@ -274,20 +304,22 @@ class Pipeline:
         return gradients, share
 
     def generation_chunks(self) -> list[StageChunk]:
-        """The chunks of this stage, for a `trainer.models.generate.Generator`."""
+        """Returns the chunks of this stage on a CPU, for a `trainer.models.generate.Generator`."""
+        assert isinstance(self.link, StageLink)
         schedule = self.stage.schedule(1)
-        found = []
+        chunks = []
         for chunk, part in enumerate(self.stage.parts):
             action = Action("forward", 0, chunk)
-            needed = schedule.input_message(self.stage.stage, action)
-            taker = schedule.receiver(self.stage.stage, action)
-            receive = None if needed is None else partial(self.link.receive_array, needed.sender)
-            send = None if taker is None else partial(self.link.send_array, taker)
-            found.append(StageChunk(part.layers, receive, send))
-        return found
+            message = schedule.input_message(self.stage.stage, action)
+            receiver = schedule.receiver(self.stage.stage, action)
+            receive = None if message is None else partial(self.link.receive_array, message.sender)
+            send = None if receiver is None else partial(self.link.send_array, receiver)
+            chunks.append(StageChunk(part.layers, receive, send))
+        return chunks
 
     def share_logits(self, logits_BV: np.ndarray | None) -> np.ndarray:
-        """Those of the last stage, on all stages."""
+        """Sends the logits of the last stage to all stages of a CPU; returns them. `logits_BV` is None elsewhere."""
+        assert isinstance(self.link, StageLink)
         last = self.group.size - 1
         if logits_BV is None:
             return self.link.receive_array(last)
@@ -296,15 +328,15 @@ class Pipeline:
         return logits_BV
 
     def evaluate(self, inputs: ModelInputs) -> LossSums:
-        """A batch of an evaluation, which all stages compute together: its losses on the last stage."""
+        """Computes a batch of an evaluation, together with all stages; returns its losses on the last stage."""
         sums, _ = self._run(self.stage.evaluate(inputs, self.link.send))
         return sums
 
     def _run(self, passes: Passes[T]) -> tuple[T, float]:
-        found = run_passes(self.link, passes)
-        if not self.group.on_host:
+        result = run_passes(self.link, passes)
+        if isinstance(self.link, DeviceLink):
             self.link.wait_for_sends()
-        return found
+        return result
 
 
 def run_passes(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, float]:
@@ -322,18 +354,23 @@ def run_passes(link: StageLink | DeviceLink, passes: Passes[T]) -> tuple[T, floa
 
 
 def build_pipeline(config: Config, model: Decoder, group: ProcessGroup, on_one_host: bool = True) -> Pipeline:
-    """Connects the stages; all ranks of the job call it.
+    """Connects the stages; all ranks of the job must call this.
 
     Args:
         model: Has the parameters of its stage.
         group: One rank of each stage.
     """
-    trained = trained_shapes(config) if config.trains else {}
+    trained = {}
+    if config.trains:
+        trained = trained_shapes(config)
     parts = model_chunks(config.decoder, chunk_layers(config), trained)[group.rank]
     schedule = partial(one_forward_one_backward, group.size, chunks=config.decoder.pp_interleave_num)
+    link: StageLink | DeviceLink
     if group.on_host:
         link = StageLink(group, on_one_host)
     else:
-        shares = model.tensor.group.size if model.tensor is not None and model.tensor.sequence_parallel else 1
+        shares = 1
+        if model.tensor is not None and model.tensor.sequence_parallel:
+            shares = model.tensor.group.size
         link = DeviceLink(group, config.decoder.pp_interleave_num, config.decoder.hidden_size, shares)
     return Pipeline(Stage(model, parts, schedule, group.rank), link, group)

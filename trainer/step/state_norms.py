@@ -19,34 +19,36 @@ _BLOCK = 1 << 16  # numbers that are summed in float32, before the sums are adde
 
 
 def norm_of_weights(saved: CheckpointShard, names: Sequence[str], communicator: Communicator) -> float:
-    """L2 norm of all parameters with these names together; all ranks call it.
+    """Computes the L2 norm of all parameters with these names together; all ranks must call this.
 
     Args:
-        saved: What each rank writes of a checkpoint: every number is in that of one rank.
+        saved: This rank's shard of a checkpoint: every number is in the shard of one rank.
         names: The same on all ranks, wherever their parameters are.
     """
-    own = math.fsum(_squares(saved.weights[name]) for name in names if name in saved.weights)
-    return math.sqrt(communicator.all_reduce_exact([own])[0])
+    squares = math.fsum(_squares(saved.weights[name]) for name in names if name in saved.weights)
+    return math.sqrt(communicator.all_reduce_exact([squares])[0])
 
 
 def norms_of_state(
     saved: CheckpointShard, kinds: Sequence[str], names: Sequence[str], communicator: Communicator
 ) -> dict[str, dict[str, float]]:
-    """L2 norm of each array of the optimizer, by kind and parameter; all ranks call it."""
-    own: dict[tuple[str, str], float] = {}
+    """Computes the L2 norm of each array of the optimizer, by kind and parameter; all ranks must call this."""
+    squares: dict[tuple[str, str], float] = {}
     for key, array in saved.optimizer.items():
-        own[key.partition(".")[0], parameter_of(key)] = _squares(array)
-    every = [(kind, name) for kind in kinds for name in names]
-    local_sums = [own.get(each, 0.0) for each in every]
-    sums = communicator.all_reduce_exact(local_sums + [float(each in own) for each in every])
-    found: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
-    for (kind, name), total, holders in zip(every, sums, sums[len(every) :], strict=False):
+        squares[key.partition(".")[0], parameter_of(key)] = _squares(array)
+    keys = [(kind, name) for kind in kinds for name in names]
+    local_sums = [squares.get(each, 0.0) for each in keys]
+    sums = communicator.all_reduce_exact(local_sums + [float(each in squares) for each in keys])
+    norms: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
+    for (kind, name), total, holders in zip(keys, sums, sums[len(keys) :], strict=False):
         if holders:  # Muon has none of AdamW's arrays for its matrices
-            found[kind][name] = math.sqrt(total)
-    return found
+            norms[kind][name] = math.sqrt(total)
+    return norms
 
 
 def _squares(array: np.ndarray | ShardedArray) -> float:
-    flat = (array.array if isinstance(array, ShardedArray) else array).reshape(-1)
+    if isinstance(array, ShardedArray):
+        array = array.array
+    flat = array.reshape(-1)
     blocks = (flat[begin : begin + _BLOCK].astype(np.float32, copy=False) for begin in range(0, flat.size, _BLOCK))
     return math.fsum(float(np.vdot(block, block)) for block in blocks)

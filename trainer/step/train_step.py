@@ -12,10 +12,10 @@ CPU decide by the same code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from mindspore import ParameterTuple, Tensor, ops
@@ -58,36 +58,36 @@ class StepResult:
         local_norms: Norm of each parameter's gradient by name; None unless `runner_wrapper.local_norm` asks for them.
         losses: Auxiliary losses by name, before their factors: aux_loss (mean over the MoE layers; 1 is an even load),
             z_loss (likewise), mtp_loss (mean over the labels of the multi-token prediction modules).
-        routing: Assignments to each expert over all ranks; tensors on a device.
+        routing: Counts of tokens of each expert over all ranks; tensors on a device.
         reduce_seconds: Time to sum the gradients over the ranks, including the wait for the last rank;
             None where they are summed during the backward pass, which the host does not time.
     """
 
-    loss: float  # sum of token losses of the window / its valid tokens, in nats; not multiplied by the loss scale
-    tokens: int  # valid tokens of the window
+    loss: float  # sum of token losses of the global batch / its loss tokens, in nats; without the loss scale
+    tokens: int  # loss tokens of the global batch
     lr: float
-    global_norm: float  # of the whole gradient; inf or nan on overflow
+    global_norm: float  # total norm of the gradients; inf or nan on overflow
     updated: bool  # whether weights, optimizer and schedule advanced
-    skipped: str = ""  # why they did not, with details after a colon
+    skipped: str = ""  # the skip reason, with details after a colon
     loss_scale: float = 1.0
     overflow: bool = False
-    empty_micro_batches: int = 0  # without a valid token
+    empty_micro_batches: int = 0  # micro-batches without a loss token
     local_norms: Mapping[str, float] | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
     routing: RoutingCounts | None = None
     router_rates: RouterRates | None = None
     reduce_seconds: float | None = None
-    rank_flags: Sequence[float] | None = None  # sums over the ranks of what the step was given
+    rank_flags: Sequence[float] | None = None  # sums of the flags over the ranks
     bubble_share: float | None = None  # see StepGradients
 
 
 class CheckpointShard(NamedTuple):
-    """What one rank writes of a checkpoint: whole arrays, or its parts of them."""
+    """The arrays, or shards of arrays, that one rank writes to a checkpoint."""
 
     weights: Mapping[str, np.ndarray | ShardedArray]  # by the names of the parameters
     optimizer: Mapping[str, np.ndarray | ShardedArray]  # by `kind.parameter`
     updates: int
-    shares_memory: bool = False  # in which the training goes on
+    shares_memory: bool = False  # later steps change these arrays
 
 
 class TrainStep:
@@ -98,17 +98,17 @@ class TrainStep:
 
     Args:
         model: Its call gives the sums of the losses of a micro-batch, see `trainer.models.inputs.LossSums`.
-        optimizer: Holds the parameters to train; gradients are computed for these alone. Its count of updates drives
+        optimizer: Its parameters are trained, and gradients are computed only for these. Its count of updates drives
             the schedule and the dropout masks.
         schedule: Learning rate of update number `n`, from 0.
         seed: Seed of dropout.
-        communicator: Reaches the other ranks; data-parallel ones draw other dropout masks. None: a single process.
+        communicator: The other ranks; data-parallel ranks draw different dropout masks. None: a single process.
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
-        pipeline: Where the model is a stage of one.
-        shards_gradients: The ranks that share the optimizer's state share the summed gradients, too.
+        pipeline: The pipeline whose stage the model is; None: no pipeline parallelism.
+        shards_gradients: ZeRO stage 2: the ranks that shard the optimizer's state also shard the gradients.
     """
 
-    computes_together = False  # each rank evaluates batches of its own
+    computes_together = False  # ranks evaluate different batches
 
     def __init__(
         self,
@@ -135,46 +135,49 @@ class TrainStep:
         self.pipeline = pipeline
         names = list(optimizer.parameters)
         model.compute_weights.refresh()
-        leaves = model.compute_weights.grad_targets(names)
+        targets = model.compute_weights.grad_targets(names)
         self.reducer = self.communicator.gradient_reducer(
-            dict(zip(names, leaves, strict=True)),
+            dict(zip(names, targets, strict=True)),
             [name in optimizer.local_ranges for name in names],
             wrapper.accumulate_allreduce_grads_in_fp32,
             shards_gradients,
         )
         names_of_all_ranks = names
-        if self.communicator.shards_model:
+        if self.communicator.layout is not None:
             names_of_all_ranks = [name for name in self.communicator.layout.parameters if name in optimizer.group_of]
         self.norm_groups = norm_groups(names_of_all_ranks, wrapper, optimizer.group_of)
         self.norm_contribution: NormContribution | None = None
         if self.communicator.shards_model or self.reducer.returns_ranges:
             places = {name: place for place, name in enumerate(names)}
-            scattered = optimizer.local_ranges if self.reducer.returns_ranges else ()
+            scattered: Collection[str] = ()
+            if self.reducer.returns_ranges:
+                scattered = optimizer.local_ranges
             factors = self.communicator.norm_weights(names, scattered)
             indices = [places.get(name, len(names)) for name in names_of_all_ranks]
             self.norm_contribution = NormContribution(factors, indices)
         experts = model.settings.experts
+        self.load: StepExpertLoad | None = None
         if experts and experts.balances_step:
             self.load = StepExpertLoad(self.communicator.all_reduce_stage)
-        else:
-            self.load = None
-        # Otherwise the ranks communicate in each micro-batch: none may leave one out.
+        # Otherwise the ranks communicate in each micro-batch: none may skip one.
         self.skips_empty = self.load is None and self.communicator.skips_empty and not shards_gradients
 
-        self.call: DecoderCall | None = None  # of the micro-batch at hand
-        self.sums: LossSums | None = None
+        self.current_call: DecoderCall | None = None
+        self.current_sums: LossSums | None = None
 
-        # Without arguments: MindSpore writes each of them that is no tensor as text, arrays included.
-        def minimised():
-            sums = model(*self.call)
-            self.sums = sums._replace(total=None)
+        # Without arguments: MindSpore converts each argument that is not a tensor to text, arrays included.
+        def minimised() -> Tensor:
+            assert self.current_call is not None
+            sums = model(*self.current_call)
+            self.current_sums = sums._replace(total=None)
             return sums.total
 
-        # Given the gradient of the result: making one of its own, MindSpore leaks 1.3 kB a call on a CPU.
-        self.gradients_of = ops.GradOperation(get_by_list=True, sens_param=True)(minimised, ParameterTuple(leaves))
+        # Takes the gradient of the result: when MindSpore makes this gradient, it leaks 1.3 kB a call on a CPU.
+        grad = ops.GradOperation(get_by_list=True, sens_param=True)
+        self.compute_gradients = grad(minimised, ParameterTuple(targets))
 
     def __call__(self, micro_batches: Sequence[Batch], rank_flags: RankFlags | None = None) -> StepResult:
-        """Runs one window of micro-batches, one or more of int32 arrays [B, T], and updates the weights.
+        """Runs the micro-batches of one step, one or more of int32 arrays [B, T], and updates the weights.
 
         Args:
             rank_flags: See `accumulate`.
@@ -185,81 +188,101 @@ class TrainStep:
         lr = self.schedule(self.optimizer.updates)
         if self.load is not None:
             self.load.start()
-        if self.pipeline is None:
-            run_pipeline = None
-        else:
-            run_pipeline = partial(self.run_pipeline, micro_batches)
-        window = accumulate(
+        run_pipeline = None
+        if self.pipeline is not None:
+            run_pipeline = partial(self.run_pipeline, self.pipeline, micro_batches)
+        gradients = accumulate(
             micro_batches, self.backward, self.guards.scale, self.communicator, skips_empty=self.skips_empty,
             reducer=self.reducer, norm_groups=self.norm_groups, norm_contribution=self.norm_contribution,
             rank_flags=rank_flags, run_pipeline=run_pipeline,
         )  # fmt: skip
         self.model.compute_weights.end_step()
-        result = apply_gradients(window, lr, self.optimizer, self.wrapper, self.guards)
+        result = apply_gradients(gradients, lr, self.optimizer, self.wrapper, self.guards)
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
-            self.model.update_expert_bias(window.routing)
+            self.model.update_expert_bias(gradients.routing)
         return result
 
     def backward(self, batch: Batch, number: int, factor: Tensor | float) -> MicroBatch:
-        """Losses of one micro-batch as sums over tokens, and the gradients of the minimised loss times `factor`."""
+        """Computes the losses of one micro-batch, summed over tokens, and the gradients of the loss times `factor`."""
+        if not isinstance(factor, Tensor):
+            factor = Tensor(np.float32(factor))
         call = self.decoder_call(batch, number)
-        self.call = call
-        gradients = self.gradients_of(factor if isinstance(factor, Tensor) else Tensor(np.float32(factor)))
-        sums = self.sums
-        self.call = None
-        self.sums = None
+        self.current_call = call
+        gradients = self.compute_gradients(factor)
+        sums = self.current_sums
+        self.current_call = None
+        self.current_sums = None
+        assert sums is not None and call.statistics is not None
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = cast_to_float32(gradients)
-        gives = self.communicator.reports_losses
-        others = self.other_sums(batch, sums, gives)
-        return MicroBatch(sums.tokens if gives else None, others, call.statistics.counts(), gradients)
+        others = self.other_sums(batch, sums, self.communicator.reports_losses)
+        token_losses = None
+        if self.communicator.reports_losses:
+            token_losses = sums.tokens
+        return MicroBatch(token_losses, others, call.statistics.counts(), gradients)
 
     def decoder_call(self, batch: Batch, number: int) -> DecoderCall:
-        """What the model takes for micro-batch `number` of a window."""
+        """Builds the inputs of the model for micro-batch `number` of a step."""
         dropout = DropoutKey(self.seed, self.communicator.data_rank, self.optimizer.updates, number)
         return DecoderCall(self.build_inputs(batch), dropout, RouterStatistics(load=self.load))
 
     def run_pipeline(
-        self, micro_batches: Sequence[Batch], taken: Sequence[int], factor: Tensor, results: MicroBatchTotals
-    ) -> tuple[list[Tensor], float]:
-        """This stage's part of a window: see `trainer.step.accumulate.PipelineRun`."""
-        batches = [micro_batches[number] for number in taken]
+        self,
+        pipeline: Pipeline,
+        micro_batches: Sequence[Batch],
+        numbers: Sequence[int],
+        factor: Tensor,
+        results: MicroBatchTotals,
+    ) -> tuple[list[Tensor], float | None]:
+        """Runs this stage's passes of the micro-batches `numbers`, see `trainer.step.accumulate.PipelineRun`."""
+        batches = [micro_batches[number] for number in numbers]
         settings = self.model.settings
 
-        def decoder_call(place: int) -> DecoderCall:
-            return self.decoder_call(batches[place], taken[place])
+        def make_call(place: int) -> DecoderCall:
+            return self.decoder_call(batches[place], numbers[place])
 
-        def done(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
-            gives = self.communicator.reports_losses and sums.tokens is not None
-            others = self.other_sums(batches[place], sums, gives)
+        def on_forward(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
+            reports_losses = self.communicator.reports_losses and sums.tokens is not None
+            others = self.other_sums(batches[place], sums, reports_losses)
+            token_losses = None
+            if reports_losses:
+                token_losses = sums.tokens
             routing = None
+            assert call.statistics is not None
             if is_last and settings.moe_layers:  # the routers of all chunks have decided
                 routing = metric_functions().pad_to_all_layers(
                     call.statistics.counts(), settings.moe_layers, settings.experts.expert_num
                 )
-            results.add(MicroBatch(sums.tokens if gives else None, others, routing, ()))
+            results.add(MicroBatch(token_losses, others, routing, ()))
 
         names = list(self.optimizer.parameters)
-        gradients, waited = self.pipeline.train(
-            len(taken), decoder_call, factor, done, names, self.reducer.local_gradient
+        gradients, waited = pipeline.train(
+            len(numbers), make_call, factor, on_forward, names, self.reducer.local_gradient
         )
         if self.wrapper.accumulate_allreduce_grads_in_fp32:
             gradients = cast_to_float32(gradients)
         return gradients, waited
 
-    def other_sums(self, batch: Batch, sums: LossSums, gives: bool = True) -> dict[str, tuple[Tensor | None, float]]:
-        """The auxiliary losses, as `MicroBatch` has them; `gives` False: another rank gives those of tokens."""
+    def other_sums(
+        self, batch: Batch, sums: LossSums, reports_losses: bool = True
+    ) -> dict[str, tuple[Tensor | None, float]]:
+        """Returns the auxiliary losses for `MicroBatch.other_sums`.
+
+        Args:
+            reports_losses: False: another rank reports the losses of tokens, including the MTP loss.
+        """
         settings = self.model.settings
         modules = self.model.mtp_modules
-        counts = gives and self.communicator.reports_tokens
         tokens = 0
-        if counts:
+        labels_of_modules = 0
+        if reports_losses and self.communicator.reports_tokens:
             tokens = count_loss_tokens(batch)
-        others = {}
-        if modules:
             # A module has fewer labels than the main model: none for the last tokens of a sequence or document.
-            others["mtp_loss"] = sums.mtp if gives else None, mtp_labels(batch, modules) if counts else 0
+            labels_of_modules = mtp_labels(batch, modules) if modules else 0
+        others: dict[str, tuple[Tensor | None, float]] = {}
+        if modules:
+            others["mtp_loss"] = sums.mtp if reports_losses else None, labels_of_modules
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
         if settings.moe_layers and settings.experts.z_loss_factor:
@@ -267,11 +290,11 @@ class TrainStep:
         return others
 
     def load_optimizer(self, arrays: Mapping[str, ArrayOrLazyArray], updates: int) -> None:
-        """Restores the optimizer's state: whole arrays by `kind.parameter`, of which this rank takes its parts."""
+        """Restores the optimizer's state from unsharded arrays by `kind.parameter`; this rank reads its shards."""
         self.optimizer.load_state(arrays, updates, self.state_shard_spec)
 
     def state_dict_shard(self) -> CheckpointShard:
-        """What this rank writes of a checkpoint."""
+        """Returns the weights and optimizer state that this rank writes to a checkpoint."""
         ranges = self.model.compute_weights.local_ranges
         weights = {}
         for name, parameter in self.model.parameters_by_name.items():
@@ -288,18 +311,18 @@ class TrainStep:
         return CheckpointShard(weights, state, self.optimizer.updates, shares_memory=True)
 
     def shard_spec(self, name: str) -> ShardSpec:
-        """The part of a parameter that this rank has."""
+        """Returns the spec of this rank's shard of a parameter."""
         shard = self.model.shard
         if shard is None:
             return full_shard_spec(self.model.parameters_by_name[name].shape)
         return shard.shard_spec(name)
 
     def state_shard_spec(self, name: str) -> ShardSpec:
-        """The part of a parameter of which this rank has the optimizer's state."""
+        """Returns the spec of the shard of a parameter whose optimizer state this rank has."""
         return self.shard_spec(name)._replace(flat_range=self.optimizer.local_ranges.get(name))
 
     def state(self) -> dict:
-        """What a checkpoint stores of the step, apart from the optimizer."""
+        """Returns the state of the step for a checkpoint, without the optimizer."""
         return self.guards.state()
 
     def load_state(self, state: Mapping) -> None:
@@ -308,44 +331,44 @@ class TrainStep:
 
 
 def apply_gradients(
-    window: StepGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: UpdateGuard
+    step: StepGradients, lr: float, optimizer: Optimizer, wrapper: RunnerWrapper, guards: UpdateGuard
 ) -> StepResult:
-    """Applies guards, norm, clipping and update to the gradients of a window.
+    """Checks, clips and applies the gradients of a step.
 
     Args:
-        window: Sums over all ranks, with a gradient for each parameter of `optimizer`, times the loss scale; its norms
-            are those of the whole gradient, even where a rank holds a part of it.
+        step: Sums over all ranks, with a gradient for each parameter of `optimizer`, times the loss scale; its norms
+            are those of the unsharded gradients.
 
     Raises:
         RunError: See `UpdateGuard.check_step`. Nothing has been updated.
     """
     scale = guards.scale
 
-    def result(norm: float, skipped: str = "", **more) -> StepResult:
+    def result(norm: float, skipped: str = "", **more: Any) -> StepResult:
         return StepResult(
-            window.loss, window.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
-            empty_micro_batches=window.empty, losses=window.others, routing=window.routing,
-            router_rates=window.router_rates, reduce_seconds=window.reduce_seconds, rank_flags=window.rank_flags,
-            bubble_share=window.bubble_share, **more,
+            step.loss, step.tokens, lr, norm, updated=not skipped, skipped=skipped, loss_scale=scale,
+            empty_micro_batches=step.empty, losses=step.others, routing=step.routing,
+            router_rates=step.router_rates, reduce_seconds=step.reduce_seconds, rank_flags=step.rank_flags,
+            bubble_share=step.bubble_share, **more,
         )  # fmt: skip
 
-    if window.gradients is None:
+    norms = step.norms
+    if step.gradients is None or norms is None:
         return result(0.0, "no token with a loss")
     # The norm is divided by the scale here and the gradients in the update: this saves a pass over all gradients.
-    norms = window.norms
     norm = norms.total / scale
     first_nonfinite = ""
     if norms.first_nonfinite:
         first_nonfinite = f"; first non-finite gradient: {norms.first_nonfinite}"
-    skipped = guards.check_step(window.loss, norm, step=optimizer.updates + 1, first_nonfinite=first_nonfinite)
+    skipped = guards.check_step(step.loss, norm, step=optimizer.updates + 1, first_nonfinite=first_nonfinite)
+    if skipped == "overflow":
+        return result(math.nan, skipped, overflow=True)
     if skipped:
-        overflow = skipped == "overflow"
-        return result(math.nan if overflow else norm, skipped, overflow=overflow)
+        return result(norm, skipped)
     names = list(optimizer.parameters)
-    gradients, factors = clip(window.gradients, norms, names, wrapper, optimizer.group_of, scale)
+    gradients, factors = clip(step.gradients, norms, names, wrapper, optimizer.group_of, scale)
     optimizer.update(gradients, lr, factors)
-    if norms.each is None:
-        local_norms = None
-    else:
+    local_norms = None
+    if norms.each is not None:
         local_norms = {name: each / scale for name, each in norms.each.items()}
     return result(norm, local_norms=local_norms)
