@@ -157,7 +157,7 @@ def test_the_host_reads_one_small_tensor_a_step(bench: Bench, name: str) -> None
 
 @pytest.mark.parametrize("kind", dict.fromkeys(name.rpartition(", rank ")[0] for name in EIGHT_RANKS))
 def test_all_ranks_communicate_alike(bench: Bench, kind: str) -> None:
-    """The same collectives of the same sizes in the same order: otherwise a job waits forever."""
+    """Compares collectives, their sizes and their order: with a difference a job waits forever."""
     first, other = ([each[:3] for each in bench(f"{kind}, rank {rank} of 8").collectives] for rank in RANKS)
     assert first and other == first
 

@@ -131,7 +131,8 @@ def test_ranks_have_shards_and_redistribute_nothing(bench: Bench, name: str) -> 
 
 @pytest.mark.parametrize(("name", "losses"), [("data 8", 1), ("tensor 2", 2)])
 def test_each_gradient_is_summed_once(bench: Bench, name: str, losses: int) -> None:
-    """Over the data-parallel ranks, or where tensor parallelism does not shard it, over all."""
+    """Counts sums over the data-parallel ranks, or over all ranks where tensor parallelism does not shard the
+    parameter."""
     calls = (each for each in bench(name).collectives if len(each.ranks) >= 4)
     sums = Counter(each.bytes for each in calls)
     gradients = Counter(4 * math.prod(shape) for shape in bench(name).found["shapes"].values())

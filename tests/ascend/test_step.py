@@ -40,7 +40,8 @@ CASES = dict(READS_ONCE)
 
 @pytest.mark.parametrize("name", READS_ONCE)
 def test_the_host_reads_one_small_tensor_a_step(bench: Bench, name: str) -> None:
-    """So the second micro-batch is dispatched before the loss of the first is read, and the gradients stay there."""
+    """Checks that the second micro-batch is dispatched before the loss of the first is read, and that the gradients
+    stay on the device."""
     found = bench(name)
     assert found.failure is None
     assert found.found["updated"]

@@ -132,7 +132,7 @@ def forked_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_two_workers_do_what_one_process_does(
     data_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the tutorial is started: the same images in a step, so the same losses but for rounding."""
+    """Starts the job as the tutorial does: the same images in a step give the same losses, except for rounding."""
     own = FASTER | {"stop_step": 20, "callbacks.0.per_print_times": 10}
     order = f"run_trainer.py --config {CONFIG} " + " ".join(f"--{name} {value}" for name, value in own.items())
     monkeypatch.setenv("PYTHON", forked_python(tmp_path, monkeypatch))

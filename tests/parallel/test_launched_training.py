@@ -140,10 +140,10 @@ def assert_same_training(ours: Path, right: Path, ended_at: set[int]) -> None:
 
 
 def test_a_training_goes_on_with_any_number_of_ranks_like_one_process(tmp_path: Path) -> None:
-    """4 -> 2 -> 4 -> 1 ranks, more than fifty steps in all (half of them on one rank, where they cost least), with
-    masked prompts (unequal tokens), accumulation, last batches that do not reach all ranks, and evaluation. The
-    first 4 ranks shard the optimizer's state, 2 ranks share each sequence, 4 ranks are two stages of two that share
-    matrices and rows, and a single one needs no msrun.
+    """Continues a training on 4 -> 2 -> 4 -> 1 ranks, with masked prompts (unequal tokens), accumulation, last batches
+    that do not reach all ranks, and evaluation. It takes more than fifty steps, half of them on one rank, where they
+    cost least. The first 4 ranks shard the optimizer state, 2 ranks shard each sequence, 4 ranks are two stages of two
+    tensor-parallel ranks, and a single one needs no msrun.
 
     One of the 2 ranks is killed, while the other one waits for it in a ring or soon will, and the job starts again from
     its newest checkpoint. Then SIGTERM ends them: all ranks agree at the end of a step, save, and exit with code 143.

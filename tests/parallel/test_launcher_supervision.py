@@ -331,7 +331,8 @@ def test_an_msrun_that_fails_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_signal_to_every_process_of_a_job_is_one_signal(tmp_path: Path) -> None:
-    """As batch systems end a job: msrun ends of it, agents ignore it, and the workers get it a second time."""
+    """Ends a job as batch systems do: msrun ends of the signal, agents ignore it, and the workers get it a second
+    time."""
     job = launch(tmp_path, 1000)
     job.wait_for_step(2)
     for process in job.family():

@@ -29,7 +29,8 @@ def build(name: str, mode: int = 0) -> GoldenDecoder:
 
 
 def test_positions_that_start_again_change_the_logits_of_a_single_segment() -> None:
-    """As Megatron-LM's reset_position_ids alone asks for; before and after a sequence with positions from 0 on."""
+    """Restarts positions as Megatron-LM's reset_position_ids alone does, before and after a sequence with positions
+    from 0 on."""
     case, model, build_inputs = build(model_case_names()[0])
     plain = np.ascontiguousarray(np.broadcast_to(np.arange(24, dtype=np.int32), case.input_ids.shape))
     again = np.where(plain < 10, plain, plain - 10)

@@ -151,7 +151,7 @@ def test_native_layers_compute_no_products_for_frozen_weights(
 
 
 def test_compiled_cells_compute_no_products_for_frozen_weights(window: list[Batch], tmp_path: Path) -> None:
-    """The same of the cells that an Ascend compiles."""
+    """Counts the products of the cells that an Ascend compiles."""
     full = shared_trainer(**WAYS["compiled cells"])
 
     def count(name: str, trainer: TinyTrainer) -> tuple[int, int]:

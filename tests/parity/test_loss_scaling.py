@@ -96,7 +96,7 @@ def test_overflow_in_one_micro_batch_skips_the_update_once(
 
 
 def test_a_scale_too_large_falls_until_the_gradient_fits(tiny: TinyTrainer, window: list[Batch]) -> None:
-    """A scale of 2^126 overflows float32 by itself: no bad data is needed."""
+    """Starts with a scale of 2^126, which overflows float32 without bad data."""
     sense = DYNAMIC | {"loss_scale_value": 2.0**126, "scale_factor": 2**20}
     plain = tiny.step(optimizer=SGD)
     norm, right = plain(window).global_norm, tiny.weights()

@@ -115,7 +115,7 @@ def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result
 
 
 def test_a_head_that_several_modules_use_has_no_copy() -> None:
-    """So its gradient is summed over them in float32."""
+    """Checks that its gradient is summed over the modules in float32."""
     for depth, dtype in ((0, HALF), (1, FULL)):
         [leaf] = build("O1", mtp_depth=depth).decoder.compute_weights.grad_targets([HEAD])
         assert leaf.dtype == dtype

@@ -266,7 +266,7 @@ def test_a_norm_that_is_not_finite_stops_before_the_update_and_names_the_weight(
 
 
 def test_training_lowers_the_loss(tiny: TinyTrainer, window: list[Batch]) -> None:
-    """What the layers see are the updated weights (a stale copy would keep the loss where it was)."""
+    """Checks that the layers see the updated weights: a stale copy would keep the loss where it was."""
     step = tiny.step(optimizer=ADAMW, schedule=lambda update: 0.01)
     losses = [step(window).loss for _ in range(15)]
     assert losses[-1] < 0.2 * losses[0]

@@ -349,8 +349,8 @@ def factors_in_graph(seed, shape, rate):
 
 
 def test_dropout_masks_are_those_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the same site and step; what is drawn is a pattern here, as a CPU lacks the operator. Those of another
-    micro-batch follow from the seeds, which the host hands to the graph."""
+    """Compares masks of the same site and step, which are a pattern here because a CPU lacks the operator. Those of
+    another micro-batch follow from the seeds, which the host gives to the graph."""
 
     def seed_of(key: DropoutKey, site: int) -> int:
         return 1000 * key.step + 100 * key.micro_batch + site

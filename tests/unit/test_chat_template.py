@@ -188,7 +188,8 @@ def test_a_conversation_may_start_with_the_assistant(tmp_path):
 
 
 def test_thinking_that_the_generation_prompt_starts_is_no_loss(tmp_path):
-    """As in DeepSeek-R1: an answer that starts like the prompt is trained behind it, others from the header on."""
+    """Renders as DeepSeek-R1 does: an answer that starts like the prompt has loss behind it, other answers from the
+    header on."""
     folder = write_tokenizer_of(tmp_path / "t", "chatml")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
@@ -200,7 +201,7 @@ def test_thinking_that_the_generation_prompt_starts_is_no_loss(tmp_path):
 
 
 def test_an_answer_in_several_parts_is_one_turn(tmp_path):
-    """As in gpt-oss: the thinking ends with the token that ends a turn too."""
+    """Renders as gpt-oss does: the thinking ends with the token that ends a turn too."""
     folder = write_tokenizer_of(tmp_path / "t", "chatml")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.reasoning_content %}<|im_start|>thinks\n{{ m.reasoning_content }}<|im_end|>"

@@ -294,7 +294,7 @@ def test_a_plain_file_gives_no_note():
 
 
 def test_who_names_a_checkpoint_is_not_told_that_it_is_resumed():
-    """As a launcher does that starts a job again."""
+    """Resumes as a launcher does that starts a job again."""
     assert "resume_training" not in notes(
         "run_mode: finetune\nload_checkpoint: here\nresume_training: step-00000003\n"
     )

@@ -79,7 +79,7 @@ def test_an_ascend_that_is_not_whole_is_not_silently_left_alone(monkeypatch: pyt
 
 
 def test_what_is_missing_for_an_ascend(tmp_path: Path) -> None:
-    """As `doctor` sees it: card, driver, CANN, MindSpore's own plugin."""
+    """Lists what `doctor` looks for: card, driver, CANN, MindSpore's plugin."""
     package, nothing = tmp_path / "mindspore", {"PATH": str(tmp_path)}
 
     def missing(environment: dict[str, str] | None = None) -> list[str]:
@@ -253,7 +253,7 @@ def test_every_call_exists_takes_its_arguments_and_is_current(tmp_path: Path) ->
 
 
 def test_set_context_itself_names_these_calls() -> None:
-    """What it says is deprecated, with the call to use instead, is where our keys go."""
+    """Reads the deprecation messages of set_context, which name the calls that replace its keys."""
     source = installed("context.py")
     start = source.index("deprecated_context_dict = {")
     table = eval(source[source.index("{", start) : source.index("}", start) + 1])  # noqa: S307

@@ -88,7 +88,7 @@ def test_the_bits_of_any_run_are_those_of_the_whole_mask(rate: float) -> None:
 @pytest.mark.parametrize("columns", [slice(None), slice(0, 5), slice(5, 12)])
 @pytest.mark.parametrize("share", ["all", "rows in order", "rows in runs"])
 def test_rows_of_a_layer_are_those_of_the_mask(share: str, columns: slice) -> None:
-    """Of the rows that a rank has, and its columns."""
+    """Compares the rows that a rank has, and its columns."""
     draw, key, rows, width = np.random.default_rng(4), replace(KEY, seed=9, step=3), 40, 12
     own = {"all": None, "rows in order": np.arange(11, 29), "rows in runs": np.r_[3:9, 20:21, 30:38, 1:2]}[share]
     site = DropoutSite(6, 0.3, width, columns, own)

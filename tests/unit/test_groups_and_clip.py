@@ -58,7 +58,7 @@ def test_groups_keep_the_order_of_the_model() -> None:
 
 
 def test_norms_of_the_sums_of_squares() -> None:
-    """Of all, of two groups and of each; the second gradient is not finite."""
+    """Computes the norms of all gradients, of two groups and of each; the second gradient is not finite."""
     wanted = NormGroups(["a", "b", "c"], {"first": [0, 2], "second": [1]}, each=True)
     found = wanted.norms(np.array([np.inf, 2.0, 25.0, np.inf, 9.0, np.inf, 16.0]))
     assert found == (math.inf, {"first": 5.0, "second": math.inf}, {"a": 3.0, "b": math.inf, "c": 4.0}, "b")

@@ -126,7 +126,7 @@ def test_neighbours_have_the_angle_of_their_pair() -> None:
 
 
 def test_the_part_of_a_head_that_is_not_rotated_has_cosine_1_and_sine_0() -> None:
-    """As Hugging Face does it: the frequencies are those of a head of the rotated width, its attention factor too."""
+    """Compares with Hugging Face: frequencies and attention factor are those of a head of the rotated width."""
     narrow = settings_of(head_dim=12, rope_scaling=yarn(attention_factor=0.7), max_position_embeddings=256)
     partial = settings_of(rotary_pct=0.75, rope_scaling=yarn(attention_factor=0.7), max_position_embeddings=256)
     assert partial.rotary_size == 12 and partial.head_size == 16

@@ -85,8 +85,8 @@ def drawn(kind: str, seed: int) -> tuple[ModelConfig, ModelLayout]:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_summed_over_just_those_that_have_a_part_of_them(kind: str, seed: int) -> None:
-    """Of each parameter: what counts covers it once. Of a rank's part, all that hold it end with the same sum, in which
-    each of its ranks is once: for all tokens, and of a tensor group either one rank or all."""
+    """Checks, for each parameter, that the ranks that count cover it once. All ranks with a shard end with the same
+    sum, in which each of its ranks is once: for all tokens, and of a tensor group either one rank or all."""
     settings, layout = drawn(kind, seed)
     mesh, kv_heads = Mesh(layout.degrees), None if settings.multi_latent_attention else settings.kv_heads
     every = [(mesh.coordinate_of(rank), group_ranks(mesh, rank, kv_heads)) for rank in range(mesh.size)]

@@ -92,7 +92,7 @@ def test_the_folder_of_a_launcher_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_what_is_removed_meanwhile_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the retention of a training beside it does: the marker first, then the files."""
+    """Removes a checkpoint as the retention of a running training does: the marker first, then the files."""
     paths, whole = [save(tmp_path, step) for step in (3, 4)], verify_module.check_checkpoint
 
     def removed(path: Path) -> store.Checkpoint:
