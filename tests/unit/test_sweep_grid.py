@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.sweep.grid import points, folder_name
+from trainer.sweep.grid import folder_name, points
 from trainer.sweep.run import jobs_for
 
 
