@@ -15,7 +15,7 @@ from rich.console import Console
 
 from trainer.config import Config, Override, load_config
 from trainer.plan.flops import flops_per_sequence
-from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of
+from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, profile_table
 from trainer.profiling.regions import RegionTimer
 
 WARM_UP_STEPS = 3
@@ -64,7 +64,7 @@ class Profile:
                     batches = self.batches()
                 self.step(batches)
 
-        with self.patches.on():
+        with self.patches.applied():
             return _seconds(run)
 
 
@@ -81,7 +81,7 @@ def profile(options: argparse.Namespace, console: Console) -> int:
         ceilings.append(product_ceiling())
     rows = profile_rows(measured.regions.rows, options.rounds)
     whole, step = sum(row.seconds for _, row in rows), statistics.median(plain)
-    console.print(table_of(f"A step of {Path(path).name}, mean of {options.rounds}", rows))
+    console.print(profile_table(f"A step of {Path(path).name}, mean of {options.rounds}", rows))
     needed = needed_operations(config)
     explained = 1 - sum(row.seconds for key, row in rows if key.name == NOT_EXPLAINED) / whole
     reached = needed / step / 1e9

@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from trainer.dryrun.cann_stubs import build_cann_stubs  # noqa: E402
 from trainer.dryrun.process import environment  # noqa: E402
-from trainer.dryrun.stand_ins import stand_ins  # noqa: E402
 from trainer.errors import TrainerError  # noqa: E402
 
 if __name__ == "__main__":
@@ -25,7 +25,7 @@ if __name__ == "__main__":
         sys.exit()
     ranks, rank = (int(os.environ.get(name, default)) for name, default in (("RANK_SIZE", "1"), ("RANK_ID", "0")))
     try:
-        variables = environment(os.environ, stand_ins(), ranks, rank)
+        variables = environment(os.environ, build_cann_stubs(), ranks, rank)
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

@@ -17,8 +17,8 @@ import pytest
 from ascend_cases import OnAscend
 from fork_server import FORKED, start_server
 
+from trainer.dryrun.cann_stubs import build_cann_stubs, missing_compiler
 from trainer.dryrun.process import Measurement, environment, run_cases
-from trainer.dryrun.stand_ins import missing_compiler, stand_ins
 
 _HERE = Path(__file__).parent
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def python() -> tuple[str, ...]:
     """Returns the start of the command of a dry run."""
-    return sys.executable, str(FORKED), "at", start_server(environment(os.environ, stand_ins(), 1, 0))
+    return sys.executable, str(FORKED), "at", start_server(environment(os.environ, build_cann_stubs(), 1, 0))
 
 
 @pytest.fixture(scope="module")

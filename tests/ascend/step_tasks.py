@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from trainer.config.checks.parallel import parallel_degrees
-from trainer.dryrun.tasks import batch_of, micro_batches_for_step, open_step, train
+from trainer.dryrun.tasks import micro_batches_for_step, open_step, random_batch, train
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel import collectives
 from trainer.parallel.gradients import GradientReducer
@@ -94,7 +94,7 @@ def sharded(run: CaseRun) -> dict[str, Any]:
     shapes = {name: list(parameter.shape) for name, parameter in step.parameters.local.items()}
     shapes |= {total.name: list(total.shape) for total in step.sums.values()}
     if run.options.get("evaluates"):
-        batches = [batch_of(run, parallel_degrees(run.config, run.world).data_parallel, 0)]
+        batches = [random_batch(run, parallel_degrees(run.config, run.world).data_parallel, 0)]
         of_step = run.reads, run.kernels, run.collectives
         with run.measured():
             evaluate(step.model, step.build_inputs, batches, lambda: False, step.communicator)

@@ -45,4 +45,4 @@ def test_a_machine_without_memory_is_refused_with_the_figure(
 ) -> None:
     monkeypatch.setattr(report, "memory_left_bytes", lambda: 1 << 30)
     code, _, errors = run_plan(tmp_path, capsys)
-    assert code == 2 and "about 1.50 GiB" in errors and "1.00 GiB are left" in errors and "num_layers" in errors
+    assert code == 2 and "about 1.50 GiB" in errors and "1.00 GiB left" in errors and "num_layers" in errors

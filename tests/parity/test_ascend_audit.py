@@ -310,7 +310,7 @@ def test_the_command_exits_with_1_where_an_operator_is_missing(
     assert re.search(r"AllReduce +tp: 2-3 +6 ", calls) and re.search(r"AllGather +tp: 2-3 +1 ", calls)
     assert code == 1 and "missing: FlashAttentionScore, FlashAttentionScoreGrad" in " ".join(out.split())
     assert "compute_dtype is float32" in " ".join(out.split())
-    monkeypatch.setattr(dryrun, "audit_there", lambda config, world: "there is no compiler")
+    monkeypatch.setattr(dryrun, "audit_on_backend", lambda config, world: "there is no compiler")
     explicit = {"parallel": {"parallel_mode": "semi_auto_parallel", "parallel_fallback": "explicit"}}
     model = {"model": {"model_config": SIZES | FUSED | {"num_layers": 1}}}  # its graphs are those of the first test
     code, out, errors = run_plan(tmp_path, capsys, model | explicit, "ascend", "--json")

@@ -40,7 +40,7 @@ ROOMS = (
         "trainer.data", "trainer.checkpoint.store", "trainer.optim.schedules", "trainer.optim.groups",
         "trainer.ops.select", "trainer.ops.routing", "trainer.ops.dropout",
         "trainer.device.settings", "trainer.device.doctor", "trainer.cli.flags", "trainer.launch",
-        "trainer.dryrun.stand_ins",
+        "trainer.dryrun.cann_stubs",
     ),
     ("trainer.optim.freeze", "trainer.device", "trainer.dryrun.process", "trainer.parallel.layout"),
     ("trainer.plan.graph_memory", "trainer.plan.division"),

@@ -483,13 +483,13 @@ def test_each_second_of_a_step_is_in_one_row() -> None:
         spend(1)  # nobody works
 
     regions = RegionTimer(lambda: now)
-    product = regions.wrapped(spend, lambda of, arguments: f"product of {of.part}", lambda _: (8.0, 2.0))
+    product = regions.time_function(spend, lambda of, arguments: f"product of {of.part}", lambda _: (8.0, 2.0))
 
     def item(seconds: float, thread: int) -> None:
         spend(2)
         product(seconds)
 
-    threads_run = regions.wrapped_threads(run)
+    threads_run = regions.time_threads(run)
     with regions.region("step"):
         spend(5)
         with regions.region("backward pass", direction="backward"):

@@ -11,11 +11,11 @@ import pytest
 
 from trainer.cli import main as cli
 from trainer.config import Config, load_config, parse_config
-from trainer.dryrun import process, report, stand_ins
+from trainer.dryrun import cann_stubs, process, report
 from trainer.dryrun.process import Case, CaseFailure, Collective, Measurement, run_cases
 from trainer.dryrun.report import (
     DryRun,
-    audit_there,
+    audit_on_backend,
     collective_rows,
     dry_run,
     dry_run_dict,
@@ -47,7 +47,7 @@ with (folder / "results.jsonl").open("a") as file:
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Returns the start of the command of a worker that answers at once."""
     (tmp_path / "pretended_worker.py").write_text(WORKER)
-    monkeypatch.setattr(process, "stand_ins", lambda: tmp_path)
+    monkeypatch.setattr(process, "build_cann_stubs", lambda: tmp_path)
     return sys.executable, str(tmp_path / "pretended_worker.py")
 
 
@@ -74,7 +74,7 @@ def test_the_environment_is_that_of_a_rank_and_of_no_job() -> None:
 def test_without_a_compiler_the_error_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="g\\+\\+") as error:
-        stand_ins.stand_ins(tmp_path)
+        cann_stubs.build_cann_stubs(tmp_path)
     assert "apt-get install g++" in error.value.fix and not list(tmp_path.iterdir())
 
 
@@ -85,7 +85,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(compiler.parent))
     with pytest.raises(RunError, match="unknown flag"):
-        stand_ins.stand_ins(tmp_path / "cache")
+        cann_stubs.build_cann_stubs(tmp_path / "cache")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -104,8 +104,8 @@ def test_an_audit_says_why_it_is_not_made_there(error: Exception, monkeypatch: p
     def refuse() -> None:
         raise error
 
-    monkeypatch.setattr(process, "stand_ins", refuse)
-    assert audit_there(parse_config("a.yaml", "{}"), World()) in ("g++ cannot build them", "no permission")
+    monkeypatch.setattr(process, "build_cann_stubs", refuse)
+    assert audit_on_backend(parse_config("a.yaml", "{}"), World()) in ("g++ cannot build them", "no permission")
 
 
 SIZES = "num_layers: 90, hidden_size: 64, num_heads: 4, vocab_size: 512, seq_length: 32"
@@ -150,7 +150,7 @@ def test_a_model_folder_may_be_elsewhere_but_not_the_sizes(tmp_path: Path, monke
     # Ninety layers would not fit here as one graph; without use_parallel none is made.
     assert tried(f"use_parallel: False\n{text}", World(), tmp_path, monkeypatch).decoder.num_layers == 90
     (tmp_path / "elsewhere").rmdir()
-    with pytest.raises(UserError, match="a dry run takes about"):
+    with pytest.raises(UserError, match="a dry run needs about"):
         tried(f"use_parallel: True\nparallel_config: {{data_parallel: 8}}\n{text}", World(0, 8, 0, 8), tmp_path,
               monkeypatch)  # fmt: skip
     with pytest.raises(UserError, match="a run needs the sizes of its model"):
@@ -163,10 +163,10 @@ def test_the_libraries_are_built_once(tmp_path: Path, monkeypatch: pytest.Monkey
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("PATH", str(compiler.parent))
-    folder = stand_ins.stand_ins(tmp_path / "cache")
+    folder = cann_stubs.build_cann_stubs(tmp_path / "cache")
     monkeypatch.setenv("PATH", "")
-    assert stand_ins.stand_ins(tmp_path / "cache") == folder
-    assert (folder / "lib64/libascendcl.so").resolve() == (folder / "lib64" / stand_ins.LIBRARY).resolve()
+    assert cann_stubs.build_cann_stubs(tmp_path / "cache") == folder
+    assert (folder / "lib64/libascendcl.so").resolve() == (folder / "lib64" / cann_stubs.LIBRARY).resolve()
     assert folder.name == "cann", "MindSpore looks for this name"
 
 

@@ -1,7 +1,7 @@
-"""The graph that MindSpore's front end makes of a training step, read back from the file that it exports.
+"""Builds the graph of a training step with MindSpore's front end, and reads it from the exported file.
 
-`mindspore.export` runs the whole front end (types, shapes, gradients, its optimizations) and selects no kernel, so an
-Ascend's graph can be built on any machine. Weights are only described: none is allocated, whatever their size.
+`mindspore.export` runs the whole front end (types, shapes, gradients, optimizations) and selects no kernels, so an
+Ascend's graph can be built on any machine. Weights have only shapes and dtypes: no memory is allocated for them.
 
 Legend: as in trainer/models/decoder.py.
 """
@@ -45,24 +45,26 @@ class Node(NamedTuple):
 
     operator: str
     inputs: tuple[str, ...]
-    """Dtypes of its input tensors, those of lists one after the other."""
+    """The dtypes of its input tensors; the tensors of a list follow each other."""
 
 
 class FunctionalDecoder(DecoderForward):
-    """A decoder as one function of its inputs and weights, since an exported file would hold all values of Parameters.
+    """A decoder as one function of its inputs and weights. An exported file would contain all values of Parameters.
 
-    The routing must be in the graph too, since no host decides anything while a graph runs (`use_gmm` on Ascend).
+    The routing must be part of the graph (`use_gmm` on Ascend), because the host does nothing while a graph runs.
 
     Args:
-        tokens: N of a micro-batch, which determines the experts' capacity.
-        layers: Numbers of its layers, those of multi-token prediction modules last; None: all.
+        tokens: N of a micro-batch, which determines the expert capacity.
+        layers: Numbers of the layers, with those of MTP modules last. Default None: all.
     """
 
     def __init__(
         self, settings: ModelConfig, kernels: KernelSet, tokens: int, layers: Sequence[int] | None = None
     ) -> None:
         spec = model_spec(settings)
-        numbers = range(len(spec.layers)) if layers is None else layers
+        numbers: Sequence[int] = range(len(spec.layers))
+        if layers is not None:
+            numbers = layers
         modules = sum(number in spec.module_layers for number in numbers)
         super().__init__(settings, len(numbers) - modules, modules)
         self.layers = nn.CellList([_Layer(settings, kernels, layer, tokens) for layer in numbers])
@@ -72,36 +74,45 @@ class FunctionalDecoder(DecoderForward):
         self.mapping = EmbeddingMapping(kernels)
         self.gather_rows = kernels.gather_rows
 
-    def construct(self, inputs, tables, masks, sequence_weights, mtp, dropped, weights):
-        """The minimised loss: a sum, to be divided by the valid tokens of the window.
+    def construct(
+        self,
+        inputs: tuple,
+        tables: tuple,
+        masks: tuple,
+        sequence_weights: tuple,
+        mtp: tuple,
+        dropped: tuple,
+        weights: tuple,
+    ) -> Tensor:
+        """Computes the loss to minimise: a sum, which the caller divides by the number of loss tokens.
 
         Args:
             inputs: ids_N, labels_N, valid_N1 of `ModelInputs`.
             tables, masks: The fields of `ModelInputs`.
             sequence_weights: The field of `ModelInputs`; empty for a dense model.
             mtp: The three tensors of `MtpInputs` for each module.
-            dropped: For each layer three dropout masks, None where nothing is dropped, and those of its adapters.
+            dropped: For each layer three dropout masks or None, and the masks of its adapters.
             weights: The fields of `GraphParts`.
         """
         call = (inputs, mtp, weights, (tables, masks, sequence_weights), dropped)
         return self.losses(inputs[0], self.mtp_modules, call)[0]
 
-    # The parts. Every call site has a cell of its own: see trainer/ops/__init__.py.
+    # Every call site has its own cell: see trainer/ops/__init__.py.
 
-    def run_embedding(self, ids_N, call):
+    def run_embedding(self, ids_N: Tensor, call: tuple) -> Tensor:
         weight_VE, matrix_DE = call[2][0]
         x_NE = self.gather_rows(weight_VE, ids_N)
         return self.mapping(x_NE, matrix_DE) if self.maps else x_NE
 
-    def run_layer(self, number, x_ND, call):
+    def run_layer(self, number: int, x_ND: Tensor, call: tuple) -> tuple:
         _, _, weights, shared, dropped = call
         return self.layers[number](x_ND, shared, dropped[number], *weights[1][number])
 
-    def run_merge(self, module, x_ND, call):
+    def run_merge(self, module: int, x_ND: Tensor, call: tuple) -> Tensor:
         _, mtp, weights, _, _ = call
         return self.merges[module](self.run_embedding(mtp[module][0], call), x_ND, *weights[2][module])
 
-    def run_head(self, number, x_ND, call):
+    def run_head(self, number: int, x_ND: Tensor, call: tuple) -> Tensor:
         inputs, mtp, weights, _, _ = call
         labels = inputs if number == 0 else mtp[number - 1]
         norm_D, weight_VE, mapping = weights[3][number]
@@ -109,8 +120,8 @@ class FunctionalDecoder(DecoderForward):
 
 
 class _Layer(nn.Cell):
-    """(x_ND, tables and masks and sequence weights, dropout masks, weights of block and experts) -> x_ND, auxiliary and
-    z loss."""
+    """(x_ND, (tables, masks, sequence weights), dropout masks, weights of the block, weights of the experts) -> x_ND,
+    auxiliary loss, z-loss."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, layer: int, tokens: int) -> None:
         super().__init__()
@@ -118,11 +129,11 @@ class _Layer(nn.Cell):
         part = "attention" if self.has_experts else "block"
         window = kernels.window(settings, layer)
         self.block = Block(settings, kernels, part, window)
-        if self.has_experts:
+        if settings.experts is not None and self.has_experts:
             self.experts = MoeLayer(settings, kernels, compiled=False)
             self.capacity = settings.experts.capacity(tokens)
 
-    def construct(self, x_ND, shared, dropped, block, experts):
+    def construct(self, x_ND: Tensor, shared: tuple, dropped: tuple, block: tuple, experts: tuple) -> Tensor:
         tables, masks, sequence_weights = shared
         if not self.has_experts:
             x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], dropped[2], *block, *dropped[3:])
@@ -132,11 +143,11 @@ class _Layer(nn.Cell):
 
 
 class StepGraph(nn.Cell):
-    """Loss and gradients of a training step, of flat arguments.
+    """Computes loss and gradients of a training step from flat arguments.
 
     Args:
-        structure: The arguments of the decoder with each tensor replaced by its number among the flat arguments.
-        trained: Numbers of the tensors whose gradients are wanted; none: the loss alone.
+        structure: The arguments of the decoder, with each tensor replaced by its number among the flat arguments.
+        trained: The numbers of the tensors whose gradients are computed; if empty, only the loss is computed.
     """
 
     def __init__(self, decoder: FunctionalDecoder, structure: tuple, trained: tuple[int, ...]) -> None:
@@ -145,23 +156,25 @@ class StepGraph(nn.Cell):
         self.trained = trained
         self.step = mindspore.value_and_grad(self.forward, trained) if trained else self.forward
 
-    def construct(self, *arguments):
+    def construct(self, *arguments: Tensor) -> Tensor:
         return self.step(*arguments)
 
 
 class _Flat(nn.Cell):
+    """Calls the decoder with flat arguments."""
+
     def __init__(self, decoder: FunctionalDecoder, structure: tuple) -> None:
         super().__init__(auto_prefix=False)
         self.decoder = decoder
         self.structure = structure
 
-    def construct(self, *arguments):
+    def construct(self, *arguments: Tensor) -> Tensor:
         filled = ()
         for group in self.structure:
             filled += (self.fill(group, arguments),)
         return self.decoder(*filled)
 
-    def fill(self, group, arguments):
+    def fill(self, group: tuple, arguments: Tensor) -> tuple:
         filled = ()
         for item in group:
             if item is None:
@@ -180,7 +193,7 @@ def flat_arguments(
     layers: Sequence[int],
     weights: Mapping[str, Tensor],
 ) -> tuple[list[Tensor], tuple, dict[int, str]]:
-    """The arguments of a `StepGraph`: tensors, their structure, and the names of those that are weights, once each."""
+    """Returns the arguments of a `StepGraph`, their structure, and for the number of each weight its name."""
     arguments: list[Tensor] = []
     argnums: dict[str, int] = {}
 
@@ -188,7 +201,9 @@ def flat_arguments(
         if isinstance(item, Tensor):
             arguments.append(item)
             return len(arguments) - 1
-        return None if item is None else tuple(map(put, item))
+        if item is None:
+            return None
+        return tuple(map(put, item))
 
     structure = [put(group) for group in _input_groups(settings, kernels, inputs, layers)]
 
@@ -202,18 +217,22 @@ def flat_arguments(
 
 
 def _as_tuples(parts: Any) -> Any:
-    """The same without names of fields, as a graph takes it."""
-    return tuple(map(_as_tuples, parts)) if isinstance(parts, tuple) else parts
+    """Converts named tuples to tuples, which a graph can take."""
+    if isinstance(parts, tuple):
+        return tuple(map(_as_tuples, parts))
+    return parts
 
 
 def export_step(
     settings: ModelConfig, kernels: KernelSet, layers: Sequence[int], trained: frozenset[str], rows: int, length: int
 ) -> list[Node]:
-    """The operators of a training step of a model with these layers alone, for a micro-batch of rows x length tokens.
+    """Returns the operators of a training step of a model that has only these layers.
 
-    `trained` has the names of the weights whose gradients the step computes.
+    Args:
+        trained: The names of the weights whose gradients the step computes.
+        rows, length: The number of sequences of a micro-batch, and of tokens of a sequence.
     """
-    settings = settings.model_copy(update={"seq_length": length})  # what the kernels of an Ascend rely on
+    settings = settings.model_copy(update={"seq_length": length})  # the kernels of an Ascend rely on it
     zeros_BT = np.zeros((rows, length), np.int32)
     shapes = all_shapes(settings)
     inputs = InputBuilder(settings, kernels)(Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT))
@@ -231,70 +250,85 @@ def export_step(
 
 
 def trained_names(settings: ModelConfig, frozen: frozenset[str]) -> frozenset[str]:
-    """The weights whose gradients a step computes."""
+    """Returns the weights whose gradients a step computes."""
     return frozenset(name for name in all_shapes(settings) if name not in frozen and not is_buffer(name))
 
 
 def _input_groups(
     settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs, layers: Sequence[int]
 ) -> Iterator[Any]:
-    """The arguments of `FunctionalDecoder` before the weights."""
+    """Yields the arguments of `FunctionalDecoder` before the weights."""
     yield inputs.ids_N, inputs.labels_N, inputs.valid_N1
     yield inputs.tables
     yield inputs.mask
     yield inputs.sequence_weights or ()
     mtp = [layer - settings.num_layers for layer in layers if layer >= settings.num_layers]
     yield [tuple(inputs.mtp[module]) for module in mtp]
-    yield [_dropped(settings, kernels, inputs) for _ in layers]
+    yield [_dropout_masks(settings, kernels, inputs) for _ in layers]
 
 
-def _dropped(settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs) -> list[Tensor | None]:
+def _dropout_masks(settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs) -> list[Tensor | None]:
+    """Returns the dropout masks of a layer: scores, attention, MLP and adapters; None where nothing is dropped."""
     tokens = inputs.ids_N.shape[0]
-    hidden = settings.hidden_dropout
-    stream = kernels.mask_form((tokens, settings.hidden_size)) if hidden else None
-    scores = kernels.mask_form(inputs.scores_shape, of_scores=True) if settings.attention_dropout else None
+    stream = None
+    if settings.hidden_dropout:
+        stream = kernels.mask_form((tokens, settings.hidden_size))
+    scores = None
+    if settings.attention_dropout:
+        scores = kernels.mask_form(inputs.scores_shape, of_scores=True)
     columns = attention_shapes(settings) | mlp_shapes(settings)
     adapters = [
         kernels.mask_form((tokens, columns[f"{name}.weight"][1])) for name in dropped_projections(settings)
     ]
     forms = [scores, stream, stream, *adapters]
-    return [None if form is None else described_tensors({"": form[0]}, form[1])[""] for form in forms]
+    masks = []
+    for form in forms:
+        if form is None:
+            masks.append(None)
+        else:
+            masks.append(described_tensors({"": form[0]}, form[1])[""])
+    return masks
 
 
 def described_tensors(shapes: Mapping[str, tuple[int, ...]], dtype: str = "float32") -> dict[str, Tensor]:
-    """Tensors of these shapes that take no memory: they share pages that nobody touches."""
+    """Returns tensors of these shapes that take no memory: they share pages that are never written."""
     pages = np.zeros(max((math.prod(shape) for shape in shapes.values()), default=0), dtype)
     return {name: Tensor.from_numpy(pages[: math.prod(shape)].reshape(shape)) for name, shape in shapes.items()}
 
 
 def read_nodes(file: Path) -> list[Node]:
-    """The operators in an exported file, without those that only pass values on."""
+    """Returns the operators in an exported file, without those that only pass on values."""
     from mindspore.train import mind_ir_pb2
 
     model = mind_ir_pb2.ModelProto()
     model.ParseFromString(file.read_bytes())
     graphs = (model.graph, *model.functions)
     dtype_name = mind_ir_pb2.TensorProto.DataType.Name
-    known: dict[str, tuple[str, ...]] = {}
+    dtypes: dict[str, tuple[str, ...]] = {}
+    for tensor in model.graph.parameter:
+        dtypes[tensor.name] = (dtype_name(tensor.data_type).lower(),)
     for graph in graphs:
-        for tensor in graph.parameter if graph is model.graph else ():
-            known[tensor.name] = (dtype_name(tensor.data_type).lower(),)
         for value in graph.input:
-            known[value.name] = tuple(dtype_name(tensor.data_type).lower() for tensor in value.tensor)
-    found = []
+            dtypes[value.name] = tuple(dtype_name(tensor.data_type).lower() for tensor in value.tensor)
+    nodes = []
     for graph in graphs:
         for node in graph.node:
-            operator = node.op_type.split(":")[-2] if ":" in node.op_type else node.op_type
-            inputs = tuple(dtype for name in node.input for dtype in known.get(name, ()))
+            operator = node.op_type
+            if ":" in operator:
+                operator = operator.split(":")[-2]
+            inputs = tuple(dtype for name in node.input for dtype in dtypes.get(name, ()))
+            outputs = inputs
+            if operator != "MakeTuple":
+                outputs = _output_dtype(node, dtype_name)
             for name in node.output:
-                known[name] = inputs if operator == "MakeTuple" else _dtypes(node, dtype_name)
+                dtypes[name] = outputs
             if operator not in _NO_ARITHMETIC:
-                found.append(Node(operator, inputs))
-    return found
+                nodes.append(Node(operator, inputs))
+    return nodes
 
 
-def _dtypes(node: Any, dtype_name: Any) -> tuple[str, ...]:
-    """The dtype of a node's output, if that is one tensor."""
+def _output_dtype(node: Any, dtype_name: Any) -> tuple[str, ...]:
+    """Returns the dtype of a node's output if it is one tensor, else nothing."""
     return tuple(
         dtype_name(tensor.data_type).lower()
         for attribute in node.attribute

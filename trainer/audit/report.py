@@ -1,8 +1,8 @@
-"""Counts the fused operators in the graphs of a training step and reports their dtypes and who computes the others.
+"""Counts the fused operators in the graphs of a training step, and reports dtypes and operators without a kernel.
 
-The layers of a model are of a few kinds. For each kind a training step with one such layer is built, and a step without
-layers: the difference, times the number of such layers, is what they add to the step of the model. Weights have the
-sizes of the configuration; the micro-batch is small, because nothing that is counted depends on its size.
+A model has a few kinds of layers. For each kind, a training step with one such layer is built, and a step without
+layers. The difference, times the number of such layers, is what they add to the step of the model. Weights have the
+sizes of the configuration. The micro-batch is small, because the counts do not depend on its size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from trainer.audit.graph import Node, export_step, trained_names
 from trainer.config.checks.parallel import is_semi_auto, resolve_for_job
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.model import ModelConfig
 
+Table: TypeAlias = list[tuple[str, ...]]
+
 _ROWS = 2
 _TOKENS = 64
 _NORM = "rms_norm"
-# The operators of each kernel in a graph: forward, backward. The gradient of a grouped product is grouped products.
+# The operators of each kernel in a graph, forward and backward. The gradients of a grouped product are such products.
 _OPERATORS = {
     "rotary_embedding": ("RotaryPositionEmbedding", "RotaryPositionEmbeddingGrad"),
     "swiglu": ("Swiglu", "SwigluGrad"),
@@ -53,21 +55,22 @@ class Fused:
     operator: str
     kernel: str
     asked: int
-    """How often the configuration asks for it, gradients of trained weights included."""
+    """The requested number, including gradients of trainable weights."""
     found: int
     dtypes: tuple[str, ...]
     """Each combination of input dtypes that occurs."""
     note: str
-    """Which input its documentation does not allow, or why it is missing."""
+    """Which input dtype is not documented, or why the operator is missing."""
 
     @property
     def missing(self) -> bool:
+        """Returns whether the graph has fewer of them than requested."""
         return self.found < self.asked
 
 
 @dataclass(frozen=True)
 class Other:
-    """Another operator of the graph without a kernel of MindSpore's own for Ascend; `source` says who computes it."""
+    """An operator of the graph for which MindSpore has no kernel on Ascend; `source` names what computes it."""
 
     operator: str
     count: int
@@ -76,15 +79,15 @@ class Other:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the audit found.
+    """The results of an audit.
 
     Attributes:
         layers: Name and number of each kind of layer.
-        fused: Every operator that some switch may ask for.
-        others: Operators without a kernel of MindSpore's own for Ascend, by who computes them.
-        checked: The number of different operators that were looked up.
-        semi_auto: Names and values of what semi-automatic mode is given; empty in explicit mode.
-        limits: What this audit does not show.
+        fused: All fused operators that a key can request.
+        others: Operators for which MindSpore has no kernel on Ascend, sorted by what computes them.
+        checked: The number of different operators whose kernels were looked up.
+        semi_auto: The table of semi-automatic mode; empty in explicit mode.
+        limits: What the audit does not show.
     """
 
     layers: tuple[tuple[str, int], ...]
@@ -96,47 +99,44 @@ class Audit:
 
     @property
     def missing(self) -> tuple[str, ...]:
+        """Returns the fused operators that are requested and missing."""
         return tuple(fused.operator for fused in self.fused if fused.missing)
 
 
 class _Kind(NamedTuple):
-    """A kind of layer: all layers of a kind are built alike."""
+    """A kind of layer. All layers of a kind have the same operators."""
 
     has_experts: bool
     is_module: bool
-    reached: bool
-    """Whether something before it is trained, so that a gradient flows to its input."""
+    needs_input_gradient: bool
+    """Whether a weight before the layer is trained, so that a gradient flows to its input."""
     trained: tuple[str, ...]
     weights: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        what = "dense"
+        """Returns the name of the kind in the report."""
+        name = "dense"
         if self.has_experts:
-            what = "experts"
-        if not self.is_partly_frozen:
-            frozen = ""
-        else:
-            frozen = ", frozen"
-            if self.trained:
-                frozen = ", partly frozen"
+            name = "experts"
         if self.is_module:
-            return f"multi-token prediction module, {what}{frozen}"
-        return f"{what}{frozen}"
-
-    @property
-    def is_partly_frozen(self) -> bool:
-        return len(self.trained) < sum(not is_buffer(name) for name in self.weights)
+            name = f"multi-token prediction module, {name}"
+        if not self.trained:
+            return f"{name}, frozen"
+        if len(self.trained) < sum(not is_buffer(weight) for weight in self.weights):
+            return f"{name}, partly frozen"
+        return name
 
 
 def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
-    """Builds the graphs of a step on Ascend, whatever the device of the configuration, and counts their operators.
+    """Builds the graphs of a step on an Ascend, on any device, and counts their operators.
 
-    Semi-automatic mode needs the size of `world`.
+    Args:
+        world: The world of the job, whose size semi-automatic mode needs.
 
     Raises:
-        UserError: The model is no decoder, `freeze` names no weight, an Ascend would refuse a key of `context`, or
-            semi-automatic mode cannot do what is asked.
+        UserError: The model is not a decoder, `freeze` matches no weight, an Ascend does not support a key of
+            `context`, or semi-automatic mode does not support a requested feature.
     """
     if config.classifier is not None:
         key = "model.arch.type"
@@ -146,8 +146,8 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     config = resolve_for_job(config, world)
     device_default_keys = device_defaults(config, "Ascend")
     config = apply_device_defaults(config, "Ascend")
-    for checked in (device_calls, jit_options):
-        checked(config, "Ascend")  # a run there refuses what these refuse
+    for check in (device_calls, jit_options):
+        check(config, "Ascend")  # raises the errors of a run on an Ascend
     settings = config.decoder
     precision = resolve_precision(settings, config.amp_level, "Ascend")
     choices = select_kernels(settings, "Ascend", precision)
@@ -157,34 +157,41 @@ def audit_ascend(config: Config, world: World = SINGLE_PROCESS) -> Audit:
     kinds = _kinds(spec, trained)
     graphs = _Graphs(settings, kernels, trained)
     total = graphs.operators(kinds)
-    fused = tuple(_fused(spec, choices, device_default_keys, kinds, total, graphs))
+    fused = tuple(_fused_operators(spec, choices, device_default_keys, kinds, total, graphs))
     counts = Counter({node: count for node, count in total.items() if node not in SUPPORT})
     sources = kernel_sources(total)
+    others: list[Other] = []
+    if sources is not None:
+        others = _other_operators(counts, sources)
+    semi_auto: list[tuple[str, str]] = []
+    if is_semi_auto(config):
+        semi_auto = semi_auto_rows(config, world)
     return Audit(
-        tuple((kind.name, len(layers)) for kind, layers in kinds.items()),
-        fused,
-        () if sources is None else tuple(_others(counts, sources)),
-        len(total),
-        tuple(semi_auto_rows(config, world)) if is_semi_auto(config) else (),
-        tuple(_limits(config, sources is not None)),
+        layers=tuple((kind.name, len(layers)) for kind, layers in kinds.items()),
+        fused=fused,
+        others=tuple(others),
+        checked=len(total),
+        semi_auto=tuple(semi_auto),
+        limits=tuple(_limits(config, sources is not None)),
     )
 
 
 def _kinds(spec: ModelSpec, trained: frozenset[str]) -> dict[_Kind, list[int]]:
+    """Returns the layers of each kind."""
     names = spec.parameters()
     first = spec.first_reached(trained)
     kinds: dict[_Kind, list[int]] = {}
     for layer in range(len(spec.layers)):
         prefix = layer_prefix(layer)
-        own = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
-        learns = tuple(name for name in own if prefix + name in trained)
-        kind = _Kind(spec.layers[layer].is_moe, layer in spec.module_layers, first < layer, learns, own)
+        weights = tuple(name.removeprefix(prefix) for name in names if name.startswith(prefix))
+        trained_weights = tuple(name for name in weights if prefix + name in trained)
+        kind = _Kind(spec.layers[layer].is_moe, layer in spec.module_layers, first < layer, trained_weights, weights)
         kinds.setdefault(kind, []).append(layer)
     return kinds
 
 
 class _Graphs:
-    """Operators of exported steps, each exported once."""
+    """The operators of steps. Each step is exported once."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, trained: frozenset[str]) -> None:
         self.settings = settings
@@ -192,36 +199,40 @@ class _Graphs:
         self.trained = trained
         self.known: dict[tuple[tuple[int, ...], bool], list[Node]] = {}
 
-    def export(self, layers: Sequence[int], reached: bool) -> list[Node]:
-        """A step with these layers; `reached`: a gradient flows to the input of the first."""
-        key = tuple(layers), reached
+    def export(self, layers: Sequence[int], input_gradient: bool) -> list[Node]:
+        """Exports a step with these layers, with a gradient of the first layer's input if `input_gradient`."""
+        key = tuple(layers), input_gradient
         if key not in self.known:
-            if reached:
-                trained = self.trained | {EMBEDDING}
-            else:
-                trained = self.trained
+            trained = self.trained
+            if input_gradient:
+                trained = trained | {EMBEDDING}
             self.known[key] = export_step(self.settings, self.kernels, layers, trained, _ROWS, _TOKENS)
         return self.known[key]
 
-    def count(self, layers: Sequence[int], reached: bool) -> Counter[str]:
-        return Counter(node.operator for node in self.export(layers, reached))
+    def count(self, layers: Sequence[int], input_gradient: bool) -> Counter[str]:
+        """Counts the operators of a step with these layers; see `export`."""
+        return Counter(node.operator for node in self.export(layers, input_gradient))
 
-    def of_kind(self, kind: _Kind, layers: Sequence[int]) -> Counter[str]:
-        """What one layer of this kind adds to a step."""
-        added = self.count(layers[:1], kind.reached)
-        added.subtract(self.count([], kind.reached or bool(kind.trained)))
+    def count_of_layer(self, kind: _Kind, layers: Sequence[int]) -> Counter[str]:
+        """Counts the operators that one layer of this kind adds to a step."""
+        added = self.count(layers[:1], kind.needs_input_gradient)
+        added.subtract(self.count([], kind.needs_input_gradient or bool(kind.trained)))
         return added
 
+    def count_without_layers(self, kinds: Collection[_Kind]) -> Counter[str]:
+        """Counts the operators of a step outside of its layers."""
+        return self.count([], any(kind.needs_input_gradient or kind.trained for kind in kinds))
+
     def operators(self, kinds: dict[_Kind, list[int]]) -> Counter[str]:
-        """The number of each operator in a step of the whole model."""
-        total = Counter(self.count([], any(kind.reached or kind.trained for kind in kinds)))
+        """Counts the operators of a step of the whole model."""
+        total = self.count_without_layers(kinds)
         for kind, layers in kinds.items():
-            for operator, count in self.of_kind(kind, layers).items():
+            for operator, count in self.count_of_layer(kind, layers).items():
                 total[operator] += count * len(layers)
         return +total
 
 
-def _fused(
+def _fused_operators(
     spec: ModelSpec,
     choices: Sequence[KernelChoice],
     device_default_keys: Collection[str],
@@ -230,63 +241,60 @@ def _fused(
     graphs: _Graphs,
 ) -> Iterator[Fused]:
     for choice in choices:
-        # A default that the model does not allow is not missing.
+        # A kernel that is only a default of the device is not missing if the model does not allow it.
         by_default = choice.asked.split(":")[0] in device_default_keys
-        wanted = choice.fused or not (by_default or choice.asked.endswith("False"))
+        is_requested = choice.fused or not by_default and not choice.asked.endswith("False")
         for operator in _OPERATORS[choice.kernel]:
-            asked = 0
-            if wanted:
-                asked = _asked(spec, operator, choice.kernel, kinds, graphs)
+            requested = 0
+            if is_requested:
+                requested = _requested_count(spec, operator, choice.kernel, kinds, graphs)
             nodes = (node for graph in graphs.known.values() for node in graph if node.operator == operator)
             inputs = sorted({node.inputs for node in nodes})
             notes = [dtype_problem(operator, dtypes) for dtypes in inputs]
-            if total[operator] < asked:
-                notes.append(f"missing: {choice.why}" if not choice.fused else "missing in the graph")
+            if total[operator] < requested and choice.fused:
+                notes.append("missing in the graph")
+            elif total[operator] < requested:
+                notes.append(f"missing: {choice.why}")
             elif by_default and not choice.fused:
                 notes.append(choice.why)
             note = "; ".join(dict.fromkeys(note for note in notes if note))
             shown = tuple(", ".join(dtypes) for dtypes in inputs)
-            yield Fused(operator, choice.kernel, asked, total[operator], shown, note)
+            yield Fused(operator, choice.kernel, requested, total[operator], shown, note)
 
 
-def _asked(
+def _requested_count(
     spec: ModelSpec, operator: str, kernel: str, kinds: dict[_Kind, list[int]], graphs: _Graphs
 ) -> int:
-    """How often a step of the whole model has an operator if every kernel is the one that was asked for."""
+    """Returns the number of an operator in a step of the whole model if every kernel is the requested one."""
     is_gradient = operator.endswith("Grad")
-    final = 0
+    total = 0
     if kernel == _NORM:
-        final = 1
-    if not is_gradient:
-        base = []
-        total = final
-    else:
-        base = graphs.count([], any(kind.reached or kind.trained for kind in kinds))
-        total = min(final, base[operator])
+        total = 1  # the final norm
+    if is_gradient:
+        total = min(total, graphs.count_without_layers(kinds)[operator])
     for kind, layers in kinds.items():
         each = _in_layer(spec.layers[layers[0]], kernel)
         if kernel == "grouped_matmul" and each:
             each = _grouped_products(kind)
         elif kind.is_module and kernel == _NORM and is_gradient:
-            # The norm of the stream before the module is the main head's, which a graph computes once, but each has
-            # its own gradient.
+            # The norm before the module is that of the main head. A graph computes it once, but with two gradients.
             each += 1
-        if is_gradient and not kind.reached:
-            # In the first layer with a trained weight it depends on the weight which operators have a gradient.
-            each = max(_sure_gradients(kernel, kind, each), graphs.of_kind(kind, layers)[operator])
+        if is_gradient and not kind.needs_input_gradient:
+            # In the first layer with a trained weight, the weight determines which operators have a gradient.
+            each = max(_certain_gradients(kernel, kind, each), graphs.count_of_layer(kind, layers)[operator])
         total += each * len(layers)
     return total
 
 
 def _grouped_products(kind: _Kind) -> int:
-    """In a layer with experts: three forwards, and one for each operand whose gradient is needed."""
+    """Counts the grouped products of a MoE layer: three forward, and one for each operand that needs a gradient."""
     gate, up, down = (f"mlp.experts.{name}_proj.weight" in kind.trained for name in ("gate", "up", "down"))
-    rows = kind.reached or _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
+    rows = kind.needs_input_gradient or _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
     return 3 + 2 * rows + (rows or gate or up) + gate + up + down
 
 
-def _sure_gradients(kernel: str, kind: _Kind, each: int) -> int:
-    """Gradients that the trained weights of a layer need, whatever else is frozen."""
+def _certain_gradients(kernel: str, kind: _Kind, each: int) -> int:
+    """Returns the number of gradients that the trained weights of a layer need in any case."""
     through_scores = _trains(kind, "self_attn.q_", "self_attn.k", "self_attn.v_", "input_layernorm.")
     through_mlp = _trains(kind, "self_attn.", "input_layernorm.", "post_attention_layernorm.")
     return {"attention": each * through_scores, "swiglu": each * through_mlp}.get(kernel, 0)
@@ -297,7 +305,7 @@ def _trains(kind: _Kind, *beginnings: str) -> bool:
 
 
 def _in_layer(layer: LayerSpec, kernel: str) -> int:
-    """Calls of a kernel in the forward pass of a layer, or of a module with the norm before its head."""
+    """Returns the calls of a kernel in a layer's forward pass; an MTP module includes the norm before its head."""
     has_shared = isinstance(layer.mlp, MoeSpec) and layer.mlp.shared_width > 0
     return {
         "rotary_embedding": 2,
@@ -309,10 +317,10 @@ def _in_layer(layer: LayerSpec, kernel: str) -> int:
     }[kernel]
 
 
-def _others(counts: Counter[str], sources: dict[str, str]) -> list[Other]:
-    found = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
-    doubtful = [other for other in found if other.source in (HOST, NONE, CANN)]
-    return sorted(doubtful, key=lambda other: (other.source, other.operator))
+def _other_operators(counts: Counter[str], sources: dict[str, str]) -> list[Other]:
+    others = [Other(operator, count, sources[operator]) for operator, count in counts.items()]
+    without_kernel = [other for other in others if other.source in (HOST, NONE, CANN)]
+    return sorted(without_kernel, key=lambda other: (other.source, other.operator))
 
 
 def _limits(config: Config, libraries: bool) -> Iterator[str]:
@@ -334,25 +342,26 @@ def _limits(config: Config, libraries: bool) -> Iterator[str]:
 
 
 def audit_dict(audit: Audit) -> dict[str, Any]:
-    """The audit for `--json`."""
+    """Returns the audit for `--json`."""
     return {**asdict(audit), "missing": audit.missing}
 
 
-def audit_sections(audit: Audit) -> list[tuple[str, list[tuple[str, ...]]]]:
-    """Title, header and rows of each table that `plan` prints."""
-    fused = [("operator", "kernel", "asked for", "found", "dtypes of its inputs", "")]
+def audit_sections(audit: Audit) -> list[tuple[str, Table]]:
+    """Returns title, header and rows of each table that `plan` prints."""
+    fused: Table = [("operator", "kernel", "asked for", "found", "dtypes of its inputs", "")]
     fused += [
         (each.operator, each.kernel, str(each.asked), str(each.found), "; ".join(each.dtypes), each.note)
         for each in audit.fused
     ]
-    named = {CANN: "handed to CANN", NONE: "NO KERNEL FOUND", HOST: "RUNS ON THE HOST"}
-    others = [("operator", "count", "computed by")]
-    others += [(each.operator, str(each.count), named[each.source]) for each in audit.others]
-    others += [(f"all other {audit.checked - len(audit.others)}", "", "kernels of MindSpore")] if audit.others else []
+    computed_by = {CANN: "handed to CANN", NONE: "NO KERNEL FOUND", HOST: "RUNS ON THE HOST"}
+    others: Table = [("operator", "count", "computed by")]
+    others += [(each.operator, str(each.count), computed_by[each.source]) for each in audit.others]
+    if audit.others:
+        others.append((f"all other {audit.checked - len(audit.others)}", "", "kernels of MindSpore"))
     verdict = "every fused operator asked for is there"
     if audit.missing:
         verdict = f"missing: {', '.join(audit.missing)}"
-    sections = [
+    sections: list[tuple[str, Table]] = [
         ("Layers", [("kind", "number"), *((name, str(number)) for name, number in audit.layers)]),
         ("Fused operators", fused),
         ("Other operators", others),

@@ -425,15 +425,15 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
     if device.lower() != "ascend":
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
-    from trainer.dryrun.report import as_rank, audit_there
+    from trainer.dryrun.report import audit_on_backend, select_rank
     from trainer.plan.render import print_sections
     from trainer.run.plan_file import world_from_degrees
 
-    world = as_rank(world_from_degrees(config, world), rank)
+    world = select_rank(world_from_degrees(config, world), rank)
     # An image classifier has nothing to audit, which the audit itself says.
     found = ""
     if config.classifier is None:
-        found = audit_there(config, world)
+        found = audit_on_backend(config, world)
     if isinstance(found, str):  # in this process, whose front end compiles for a CPU: bad input is reported there
         from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
@@ -452,7 +452,7 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
 def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank: int) -> int:
     """Exit code 1 where a step fails, or takes more memory than the device has."""
     from trainer.config import Override
-    from trainer.dryrun.report import as_rank, check_name, dry_run, dry_run_dict, dry_run_sections
+    from trainer.dryrun.report import check_name, dry_run, dry_run_dict, dry_run_sections, select_rank
     from trainer.plan.render import print_sections
     from trainer.run.plan_file import world_from_degrees
 
@@ -460,7 +460,7 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
     told: list[ConfigError] = []
     arguments.overrides.append(Override("context.device_target", "Ascend", "flag --dryrun"))
     config = _load(arguments, told)
-    world = as_rank(world_from_degrees(config, world), rank)
+    world = select_rank(world_from_degrees(config, world), rank)
     found = dry_run(config, world, told, functools.partial(print, file=sys.stderr, flush=True))
     if json_:
         print(json.dumps(dry_run_dict(found), indent=1))

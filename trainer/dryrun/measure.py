@@ -1,4 +1,4 @@
-"""What a case is measured with, in the process of the dry run."""
+"""Measures a case in the process of the dry run."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import ctypes
 import gc
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import mindspore
 
 from trainer.dryrun.observe import ExecutionOrder, host_reads, project_line
-from trainer.dryrun.process import CaseFailure
+from trainer.dryrun.process import CaseFailure, Collective
 from trainer.errors import TrainerError, UserError
 from trainer.monitors.formatting import size
 
@@ -28,11 +29,11 @@ _OPERATORS = (
 
 
 class CaseRun:
-    """A case in this process: its configuration, and the measuring of its steps.
+    """Runs a case in this process and measures its steps.
 
     Args:
-        libraries: The stand-ins for CANN's, which note legacy kernels.
-        say: Is given a line about the progress.
+        libraries: The stubs of CANN's libraries, which record legacy kernels.
+        say: Takes a line about the progress.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class CaseRun:
         self.options = options
         self.say = say
         self.libraries = libraries
-        self.reads = {}
-        self.collectives = []
+        self.reads: dict[str, tuple[int, int]] = {}
+        self.collectives: list[Collective] = []
         self.base_bytes = 0
         self.order = ExecutionOrder()
-        self.kernels = {}
+        self.kernels: Counter[str] = Counter()
 
     def measured_steps(self, step: Callable[[int], None]) -> None:
-        """Calls `step` with the numbers of the steps; the last one is measured."""
+        """Calls `step` with the number of each step. The results are those of the last step."""
         for number in range(self.steps):
             self.say(f"step {number + 1} of {self.steps}")
             with self.measured():
@@ -65,20 +66,23 @@ class CaseRun:
 
     @contextlib.contextmanager
     def measured(self) -> Iterator[None]:
-        """A step: of its reads and collectives the last one's count."""
+        """Measures the code inside as a step; it replaces the results of the step before."""
         self.order.forget()
         with host_reads() as self.reads:
             yield
         self.kernels, self.collectives = self.order.read()
 
     def legacy_kernels(self) -> dict[str, int]:
-        """Those of the last step: the libraries note the name of a kernel when it is first prepared."""
+        """Returns the legacy kernels that the last step started, with their counts.
+
+        The stubs record the name of a legacy kernel when it is first prepared.
+        """
         self.libraries.dry_run_kernels.restype = ctypes.c_char_p
         legacy = set(self.libraries.dry_run_kernels().decode().splitlines())
         return {name: count for name, count in sorted(self.kernels.items()) if name in legacy}
 
     def results(self) -> dict[str, Any]:
-        """The fields of a `Measurement` that are known here."""
+        """Returns the fields of `Measurement` that this object measures."""
         return {
             "host_bytes": sum(size for _, size in self.reads.values()),
             "host_reads": self.reads,
@@ -88,31 +92,31 @@ class CaseRun:
         }
 
     def start(self) -> None:
-        """Forgets what was measured before, and gives back its memory."""
+        """Frees memory of earlier cases and starts the measurement of peak memory."""
         gc.collect()
         mindspore.runtime.empty_cache()
         mindspore.runtime.reset_peak_memory_stats()
         self.base_bytes = mindspore.runtime.memory_allocated()
 
 
-def failure_of(error: Exception) -> CaseFailure:
-    """What a message of MindSpore, and its stack, say of an error."""
+def describe_failure(error: Exception) -> CaseFailure:
+    """Describes an error by its message, the operator that the message names, and the line of this project."""
     frames = reversed(traceback.extract_tb(error.__traceback__))
-    places = (project_line(frame.filename, frame.lineno) for frame in frames)
+    lines = (project_line(frame.filename, frame.lineno or 0) for frame in frames)
     text = str(error).strip() or type(error).__name__
-    names = (found[1] for pattern in _OPERATORS if (found := re.search(pattern, text)))
-    if isinstance(error, TrainerError):
-        message = text
-    else:
+    matches = (re.search(pattern, text) for pattern in _OPERATORS)
+    names = (match[1] for match in matches if match)
+    message = text
+    if not isinstance(error, TrainerError):
         message = f"{type(error).__name__}: {_first_lines(text)}"
-    return CaseFailure(next(names, ""), next(filter(None, places), ""), message, isinstance(error, UserError))
+    return CaseFailure(next(names, ""), next(filter(None, lines), ""), message, isinstance(error, UserError))
 
 
 def _first_lines(text: str) -> str:
-    """A message of MindSpore without its lines of dashes and the stack of C++ at its end."""
+    """Returns the first lines of MindSpore's message, without lines of dashes and the C++ stack at its end."""
     text = text.partition("- C++ Call Stack")[0]
     lines = [line for line in text.splitlines() if line.strip(" -")]
-    if "Unknown Error" in text:  # MindSpore's words where it finds no memory for a tensor
+    if "Unknown Error" in text:  # MindSpore's message if it cannot allocate a tensor
         taken = size(mindspore.runtime.memory_allocated())
         lines.append(f"probably the device's memory is full: {taken} of its 60 GiB are taken")
     return "\n".join(lines[:8])

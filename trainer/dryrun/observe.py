@@ -1,4 +1,4 @@
-"""Watches what a step does: reads by the host, kernels and collectives in the order of execution."""
+"""Observes a step: reads by the host, and kernels and collectives in the order of execution."""
 
 from __future__ import annotations
 
@@ -11,39 +11,41 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import mindspore
 
 from trainer.dryrun.process import Collective
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_OWN = str(_PACKAGE / "dryrun")
+_DRYRUN = str(_PACKAGE / "dryrun")
 _READERS = ("asnumpy", "_item", "_tolist", "get_bytes")
-"""The methods of a tensor through which Python reads it: all others call one of these."""
+"""The methods by which Python reads a tensor; all other methods call one of these."""
 _NUMBER = re.compile(r"-op\d+$")
 _VARIANT = re.compile("^DistComm|^InnerComm|(IntoTensor|Tensor|Single)(Uneven)?$")
-"""What MindSpore's names of functional collectives have beside the name of the collective."""
+"""The parts of MindSpore's names of functional collectives that are not the name of the collective."""
 
 
 @contextlib.contextmanager
 def host_reads() -> Iterator[dict[str, tuple[int, int]]]:
-    """Fills the yielded dict: for each line of this project how often it reads a tensor, and how many bytes."""
-    counts = Counter()
-    sizes = Counter()
-    found = {}
-    inside = threading.local()  # a reader that calls another one reads once
+    """Yields a dict, which at the end contains for each line of this project its number of reads and their bytes."""
+    counts: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
+    reads: dict[str, tuple[int, int]] = {}
+    inside = threading.local()  # a reader that calls another one counts once
     originals = {name: getattr(mindspore.Tensor, name) for name in _READERS}
 
     def counting(original: Callable) -> Callable:
-        def read(tensor: mindspore.Tensor, *args, **more):
+        def read(tensor: mindspore.Tensor, *args: Any, **kwargs: Any) -> Any:
             if getattr(inside, "reader", False):
-                return original(tensor, *args, **more)
-            where = current_project_line()
-            counts[where] += 1
-            sizes[where] += tensor.size * tensor.itemsize
+                return original(tensor, *args, **kwargs)
+            line = current_project_line()
+            counts[line] += 1
+            sizes[line] += tensor.size * tensor.itemsize
             inside.reader = True
             try:
-                return original(tensor, *args, **more)
+                return original(tensor, *args, **kwargs)
             finally:
                 inside.reader = False
 
@@ -52,34 +54,36 @@ def host_reads() -> Iterator[dict[str, tuple[int, int]]]:
     for name, original in originals.items():
         setattr(mindspore.Tensor, name, counting(original))
     try:
-        yield found
+        yield reads
     finally:
         for name, original in originals.items():
             setattr(mindspore.Tensor, name, original)
-        found |= {where: (count, sizes[where]) for where, count in counts.most_common()}
+        reads |= {line: (count, sizes[line]) for line, count in counts.most_common()}
 
 
 def current_project_line() -> str:
-    """The innermost line of this project, as trainer/step/clip.py:12, that the calling thread is at."""
-    frame = sys._getframe(1)
+    """Returns the innermost line of this project on the calling thread's stack, as trainer/step/clip.py:12."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if where := project_line(frame.f_code.co_filename, frame.f_lineno):
-            return where
+        line = project_line(frame.f_code.co_filename, frame.f_lineno)
+        if line:
+            return line
         frame = frame.f_back
     return "elsewhere"
 
 
 def project_line(file: str, line: int) -> str:
-    if not file.startswith(str(_PACKAGE)) or file.startswith(_OWN):
+    """Returns a line as trainer/step/clip.py:12; an empty text outside of this project and in this package."""
+    if not file.startswith(str(_PACKAGE)) or file.startswith(_DRYRUN):
         return ""
     return f"{Path(file).relative_to(_PACKAGE.parent)}:{line}"
 
 
 class ExecutionOrder:
-    """What MindSpore notes of every kernel that it starts operator by operator or in a graph, up to now.
+    """Reads MindSpore's record of the kernels that it has started, in a graph or operator by operator.
 
-    It collects the order of execution in a dry run, and writes it below the working directory when it forgets it.
-    Kernels of CANN's current library that Python calls operator by operator are not in it.
+    In a dry run MindSpore records the order of execution, and writes the record below the working directory when it is
+    cleared. The record does not contain kernels of CANN's current library that Python calls operator by operator.
     """
 
     def __init__(self) -> None:
@@ -91,14 +95,14 @@ class ExecutionOrder:
         self._tracker = tracker
 
     def forget(self) -> None:
-        """Begins anew."""
+        """Clears the record."""
         mindspore.runtime.synchronize()
         self._write(self._tracker())
         for path in Path().glob("**/execute_order/*.csv"):
             path.unlink()
 
     def read(self) -> tuple[Counter[str], list[Collective]]:
-        """How often each operator was started since `forget`, and the collectives in their order."""
+        """Returns how often each operator was started since `forget`, and the collectives in their order."""
         mindspore.runtime.synchronize()
         self._write(self._tracker())
         kernels = (_NUMBER.sub("", row["node_name"].rpartition("/")[2]) for row in _rows("execute_order.csv"))
@@ -112,9 +116,9 @@ def _rows(name: str) -> Iterator[dict[str, str]]:
 
 
 def _collective(row: Mapping[str, str]) -> Collective:
-    end = "input"
+    side = "input"
     if row["primitive"] == "Receive":
-        end = "output"
+        side = "output"
     ranks = tuple(map(int, row["comm_rank"].split()))
     name = _VARIANT.sub("", row["primitive"])
-    return Collective(name, row[f"{end}_type"].lower(), int(row[f"{end}_size"]), ranks)
+    return Collective(name, row[f"{side}_type"].lower(), int(row[f"{side}_size"]), ranks)

@@ -1,7 +1,7 @@
-"""Runs cases on the dry Ascend backend in a process of their own, and returns what was measured. Pure Python.
+"""Runs cases on MindSpore's Ascend backend in a separate process, and returns their measurements. Pure Python.
 
-Loading the backend takes three seconds and a small case one, so one process runs many cases, all as the same rank: a
-process is one rank of one job. No other rank of the job exists.
+Loading the backend takes three seconds and a small case one second, so one process runs many cases. The process is one
+rank of a job whose other ranks do not exist.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.dryrun.stand_ins import LIBRARY, stand_ins
+from trainer.dryrun.cann_stubs import LIBRARY, build_cann_stubs
 
 CASES = "cases.json"
 RESULTS = "results.jsonl"
 LOG = "log.txt"
-"""Files of the folder that the two processes share."""
+"""Files in the folder that both processes use."""
 TRAIN = "trainer.dryrun.tasks:train"
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 20
-# Variables of a job: this process is none of its workers.
-_OF_A_JOB = ("MS_", "RANK_", "DEVICE_ID", "RUN_TRAINER_", "LD_PRELOAD")
+# Variables of a job: the process is not one of its workers.
+_JOB_VARIABLES = ("MS_", "RANK_", "DEVICE_ID", "RUN_TRAINER_", "LD_PRELOAD")
 
 Tell = Callable[[str, str], None]
-"""Is given the name of a case and a line about its progress."""
+"""(name of a case, line about its progress) -> None."""
 
 
 class Case(NamedTuple):
-    """What to try.
+    """A configuration and what a dry run does with it.
 
     Attributes:
         config: The configuration, as the text of a YAML or JSON file.
-        task: What to do with it: `module:function`, called with a `trainer.dryrun.measure.CaseRun`.
-        steps: How many steps; a step compiles in the first one and is measured in the last one.
-        options: More arguments of the task.
+        task: The function `module:function` to call with a `trainer.dryrun.measure.CaseRun`.
+        steps: The number of steps. The first one compiles, and the last one is measured.
+        options: Further options of the task.
     """
 
     config: str
@@ -55,31 +55,32 @@ class Collective(NamedTuple):
 
     name: str
     dtype: str
-    bytes: int  # that this rank gives; for a Receive those it gets
-    ranks: tuple[int, ...]  # of the group
+    bytes: int  # bytes that this rank sends; for a Receive the bytes that it gets
+    ranks: tuple[int, ...]  # the ranks of the group
 
 
 @dataclass(frozen=True)
 class CaseFailure:
-    """Where a case failed."""
+    """Where and why a case failed."""
 
-    operator: str  # MindSpore's name of the operator; empty where its message names none
-    where: str  # the last line of this project on the stack, as trainer/step/clip.py:12
+    operator: str  # MindSpore's name of the operator; empty if its message names none
+    where: str  # the last line of this project on the stack, for example trainer/step/clip.py:12
     message: str
     is_user_error: bool = False  # the configuration is wrong, not the code
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was seen of a case. Figures of a step are those of the last one.
+    """The measurements of a case. Figures of a step are those of the last step.
 
     Attributes:
+        failure: Where and why the case failed; None if it did not.
         host_bytes: Bytes that the host read from the device in the last step.
-        host_reads: These reads, by the line of this project: how many, and their bytes.
-        legacy: Kernels of CANN's legacy library (ACLOP, GE) by name, and how often the last step starts one.
-        collectives: Of the last step, in the order of execution.
-        peak_bytes: Largest device memory that MindSpore's pool had in use, over all steps.
-        found: What the task returned.
+        host_reads: The number and bytes of these reads for each line of this project.
+        legacy: Kernels of CANN's legacy library (ACLOP, GE), with the number of starts in the last step.
+        collectives: The collectives of the last step, in the order of execution.
+        peak_bytes: The peak of the device memory in use by MindSpore's pool, over all steps.
+        found: The result of the task.
     """
 
     failure: CaseFailure | None = None
@@ -99,34 +100,39 @@ def run_cases(
     tell: Tell = lambda name, text: None,
     python: Sequence[str] = (sys.executable,),
 ) -> dict[str, Measurement]:
-    """Runs every case as one rank of a job, whatever became of the others. `python` begins the command of a process.
+    """Runs every case as one rank of a job, including those after a failed one.
 
-    A process that dies counts as the failure of the case that it was at; a new one runs those that are left.
+    If the process dies, the case that it was running has failed, and a new process runs the remaining cases.
+
+    Args:
+        tell: Takes lines about the progress.
+        python: The beginning of the command that starts the process.
 
     Raises:
-        UserError, RunError: As of `stand_ins`.
+        UserError: There is no compiler for the stubs of CANN's libraries.
+        RunError: The stubs cannot be built.
     """
-    toolkit = stand_ins()
-    found = {}
-    left = dict(cases)
-    while left:
+    toolkit = build_cann_stubs()
+    measurements: dict[str, Measurement] = {}
+    remaining = dict(cases)
+    while remaining:
         with tempfile.TemporaryDirectory(prefix="dryrun-") as name:
-            done, current = _run_process(Path(name), left, ranks, rank, tell, toolkit, python)
-        found |= done
-        left = {name: case for name, case in left.items() if name not in found}
-        assert current is None or current in found
-    return {name: found[name] for name in cases}
+            done, current = _run_process(Path(name), remaining, ranks, rank, tell, toolkit, python)
+        measurements |= done
+        remaining = {name: case for name, case in remaining.items() if name not in measurements}
+        assert current is None or current in measurements
+    return {name: measurements[name] for name in cases}
 
 
 def _run_process(
     folder: Path, cases: Mapping[str, Case], ranks: int, rank: int, tell: Tell, toolkit: Path, python: Sequence[str]
 ) -> tuple[dict[str, Measurement], str | None]:
-    """What one process measured, and the case that it died of."""
+    """Returns the measurements of one process, and the case during which it died, or None."""
     job = {"ranks": ranks, "rank": rank, "cases": {name: case._asdict() for name, case in cases.items()}}
     (folder / CASES).write_text(json.dumps(job))
     (folder / RESULTS).touch()
-    found = {}
-    current = None
+    measurements: dict[str, Measurement] = {}
+    current: str | None = None
     with (folder / LOG).open("w") as log:
         process = subprocess.Popen(
             [*python, "-m", "trainer.dryrun.worker", str(folder)],
@@ -136,34 +142,35 @@ def _run_process(
         try:
             for line in _lines(folder / RESULTS, process):
                 event = json.loads(line)
-                current = event["case"]
+                name = event["case"]
                 if "measurement" in event:
-                    found[current] = _measurement(event["measurement"])
+                    measurements[name] = _measurement(event["measurement"])
                     current = None
                 else:
-                    tell(current, event["says"])
+                    current = name
+                    tell(name, event["says"])
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
-    if len(found) < len(cases) and current is None:  # it died between two cases, or before the first
-        current = next(name for name in cases if name not in found)
+    if len(measurements) < len(cases) and current is None:  # it died between two cases, or before the first
+        current = next(name for name in cases if name not in measurements)
     if current is not None:
-        found[current] = Measurement(CaseFailure("", "", _why_dead(process.returncode, folder / LOG)))
-    return found, current
+        measurements[current] = Measurement(CaseFailure("", "", _death_message(process.returncode, folder / LOG)))
+    return measurements, current
 
 
-def environment(given: Mapping[str, str], toolkit: Path, ranks: int, rank: int) -> dict[str, str]:
-    """The environment of a process on the dry Ascend backend."""
-    kept = {name: value for name, value in given.items() if not name.startswith(_OF_A_JOB)}
+def environment(variables: Mapping[str, str], toolkit: Path, ranks: int, rank: int) -> dict[str, str]:
+    """Returns the environment of a process on the Ascend backend in a dry run, from other `variables`."""
+    base = {name: value for name, value in variables.items() if not name.startswith(_JOB_VARIABLES)}
     libraries = toolkit / "lib64"
     package = Path(__file__).resolve().parents[2]
-    paths = {
-        "LD_LIBRARY_PATH": [libraries, given.get("LD_LIBRARY_PATH")],
-        "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, _entries(given.get("PYTHONPATH")))],
+    paths: dict[str, list[Path | str | None]] = {
+        "LD_LIBRARY_PATH": [libraries, variables.get("LD_LIBRARY_PATH")],
+        "PYTHONPATH": [toolkit / "python", package, *map(os.path.abspath, _entries(variables.get("PYTHONPATH")))],
     }
     joined = {name: os.pathsep.join(str(part) for part in parts if part) for name, parts in paths.items()}
-    return kept | joined | {
+    return base | joined | {
         "MS_SIMULATION_LEVEL": "1",
         "RANK_SIZE": str(ranks),
         "RANK_ID": str(rank),
@@ -178,15 +185,15 @@ def _entries(paths: str | None) -> list[str]:
 
 
 def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
-    """The lines that a process appends to a file, until it has ended."""
+    """Yields the lines that a process appends to a file, until the process has ended."""
     with path.open() as file:
-        held = ""
+        incomplete = ""
         while True:
-            ended = process.poll() is not None
-            held += file.read()
-            *lines, held = held.split("\n")
+            has_ended = process.poll() is not None
+            incomplete += file.read()
+            *lines, incomplete = incomplete.split("\n")
             yield from lines
-            if ended:
+            if has_ended:
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -194,14 +201,15 @@ def _lines(path: Path, process: subprocess.Popen) -> Iterator[str]:
 def _measurement(values: Mapping[str, Any]) -> Measurement:
     failure = values["failure"] and CaseFailure(**values["failure"])
     reads = {where: tuple(numbers) for where, numbers in values["host_reads"].items()}
-    collectives = [Collective(*each[:3], tuple(each[3])) for each in values["collectives"]]
+    collectives = [
+        Collective(name, dtype, size, tuple(ranks)) for name, dtype, size, ranks in values["collectives"]
+    ]
     return Measurement(**{**values, "failure": failure, "host_reads": reads, "collectives": collectives})
 
 
-def _why_dead(code: int, log: Path) -> str:
+def _death_message(code: int, log: Path) -> str:
     lines: Sequence[str] = log.read_text(errors="replace").strip().splitlines()
+    end = f"ended with exit code {code}"
     if code < 0:
-        ended = f"was killed by signal {-code}"
-    else:
-        ended = f"ended with exit code {code}"
-    return "\n".join((f"the process {ended}; the last it said:", *lines[-_LOG_LINES:]))
+        end = f"was killed by signal {-code}"
+    return "\n".join((f"the process {end}; its last output:", *lines[-_LOG_LINES:]))

@@ -1,4 +1,4 @@
-"""`plan --dryrun ascend`: a user's file on the dry Ascend backend, as one rank of its job."""
+"""`plan --dryrun ascend`: runs a user's file on MindSpore's Ascend backend in a dry run, as one rank of its job."""
 
 from __future__ import annotations
 
@@ -29,36 +29,37 @@ if TYPE_CHECKING:
     from trainer.plan.render import Section
 
 _GIB = 1 << 30
-_HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device alone
-_GRAPH_LAYER_BYTES = 64 << 20  # of the one graph of semi-automatic mode, while MindSpore compiles it
-_DEVICE_BYTES = 60 * _GIB  # what MindSpore takes of a device of 64 GB
+_HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device
+_GRAPH_LAYER_BYTES = 64 << 20  # per layer, while MindSpore compiles the graph of semi-automatic mode
+_DEVICE_BYTES = 60 * _GIB  # the part of a 64 GB device that MindSpore uses
 _NAME = "ascend"
 _STEP = "step"
 _MODEL = "model.model_config"
 
 
 class DryRun(NamedTuple):
-    """What became of the rank of a job."""
+    """The result of a dry run of one rank."""
 
     world: World
     measurement: Measurement
-    planned_bytes: int | None  # device memory as the plan estimates it
+    planned_bytes: int | None  # the plan's estimate of device memory
     limit_bytes: int | None  # context.max_device_memory
     groups: Mapping[tuple[int, ...], str] = {}  # see `group_names`
 
     @property
     def exceeds_memory(self) -> bool:
-        """Whether a device would run out of memory."""
+        """Returns whether a device would run out of memory."""
         return self.measurement.peak_bytes > self.device_bytes
 
     @property
     def device_bytes(self) -> int:
+        """Returns the memory that MindSpore may use on a device."""
         if self.limit_bytes is None:
             return _DEVICE_BYTES
         return self.limit_bytes
 
     def check(self) -> None:
-        """Raises a RunError where a device would run out of memory."""
+        """Raises a RunError if a device would run out of memory."""
         if self.exceeds_memory:
             peak = size(self.measurement.peak_bytes)
             limit = size(self.device_bytes)
@@ -70,15 +71,15 @@ class DryRun(NamedTuple):
 def check_name(device: str) -> None:
     """Raises a UserError for a device that has no dry run."""
     if device.lower() != _NAME:
-        rule = "there is a dry run for ascend alone"
+        rule = "only ascend has a dry run"
         raise UserError(rule, where="flag --dryrun", key="--dryrun", value=device, fix=f"write --dryrun {_NAME}")
 
 
-def as_rank(world: World, rank: int) -> World:
-    """The world as another of its ranks sees it.
+def select_rank(world: World, rank: int) -> World:
+    """Returns the world with another rank as this process's rank.
 
     Raises:
-        UserError: It has no such rank.
+        UserError: The world has no such rank.
     """
     if not 0 <= rank < world.size:
         last = world.size - 1
@@ -91,42 +92,46 @@ def as_rank(world: World, rank: int) -> World:
 
 
 def dry_run(
-    config: Config, world: World, told: list[ConfigError], tell: Callable[[str], None], steps: int = 2
+    config: Config, world: World, problems: list[ConfigError], tell: Callable[[str], None], steps: int = 2
 ) -> DryRun:
-    """Runs steps of the training as one rank; data are made up and weights stay empty.
+    """Runs steps of the training as one rank, with random data and without values of weights.
+
+    Args:
+        problems: Takes problems that do not prevent the dry run; see `plan_file`.
+        tell: Takes a line about the progress.
 
     Raises:
-        UserError: The file could not start on an Ascend, its model's sizes are not here, or this machine lacks memory
-            or a compiler.
-        RunError: The stand-ins for CANN cannot be built.
+        UserError: The file could not start on an Ascend, the sizes of its model are unknown, or this machine lacks
+            memory or a compiler.
+        RunError: The stubs of CANN's libraries cannot be built.
     """
-    plan = plan_file(config, world._replace(rank=0, local_rank=0), told, opens_data=False)
-    raise_problems([one for one in run_problems(config, world) if one.error.key == config.source.name(_MODEL)])
+    plan = plan_file(config, world._replace(rank=0, local_rank=0), problems, opens_data=False)
+    model_key = config.source.name(_MODEL)
+    raise_problems([problem for problem in run_problems(config, world) if problem.error.key == model_key])
     _check_memory(config, world, memory_left_bytes())
     tell("loading MindSpore's Ascend backend")
     case = Case(_text_without_files(config), steps=steps)
-    found = run_cases({_NAME: case}, world.size, world.rank, lambda name, text: tell(text))
-    limit = config.context.max_device_memory
-    return DryRun(
-        world,
-        next(iter(found.values())),
-        planned_bytes(config, world) if plan.memory_bytes else None,
-        None if limit is None else int(float(limit.removesuffix("GB")) * _GIB),
-        group_names(config, world),
-    )
+    [measurement] = run_cases({_NAME: case}, world.size, world.rank, lambda name, text: tell(text)).values()
+    estimate = None
+    if plan.memory_bytes:
+        estimate = planned_bytes(config, world)
+    limit_bytes = None
+    if config.context.max_device_memory is not None:
+        limit_bytes = int(float(config.context.max_device_memory.removesuffix("GB")) * _GIB)
+    return DryRun(world, measurement, estimate, limit_bytes, group_names(config, world))
 
 
 def planned_bytes(config: Config, world: World) -> int:
-    """What the plan estimates of the device memory of this rank, as a part of its pipeline's stage."""
+    """Returns the plan's estimate of the device memory of this rank, for its pipeline stage."""
     config = apply_device_defaults(resolve_for_job(config, world), "Ascend")
     stages = parallel_degrees(config, world).pipeline_stage
     return memory_estimate(config, config.trains, "Ascend", world, world.rank * stages // world.size)["total"]
 
 
-def audit_there(config: Config, world: World) -> dict[str, Any] | str:
-    """What `tasks.audit` returns, or why the audit cannot be made on the Ascend backend.
+def audit_on_backend(config: Config, world: World) -> dict[str, Any] | str:
+    """Returns the result of `tasks.audit`, or the reason why the audit cannot be made on the Ascend backend.
 
-    Of a job in explicit mode also the collectives that the rank calls in a step, as a dry run finds them.
+    For a job in explicit mode, the result also has the collectives that the rank calls in a step of a dry run.
     """
     text = _text_without_files(config)
     cases = {_NAME: Case(text, task="trainer.dryrun.tasks:audit")}
@@ -138,21 +143,22 @@ def audit_there(config: Config, world: World) -> dict[str, Any] | str:
         return error.rule
     except OSError as error:  # the folder of the libraries cannot be written
         return str(error)
-    found = measured[_NAME]
+    audit = measured[_NAME]
     step = measured.get(_STEP)
-    if found.failure is not None:
-        return found.failure.message
+    if audit.failure is not None:
+        return audit.failure.message
     if step is None:
-        return found.found
-    return _with_collectives(found.found, config, world, step)
+        return audit.found
+    return _with_collectives(audit.found, config, world, step)
 
 
 def _with_collectives(audit: dict[str, Any], config: Config, world: World, step: Measurement) -> dict[str, Any]:
-    """An audit with those of a step of this rank."""
+    """Adds the collectives of a step of this rank to an audit."""
     names = ("collective", "group", "calls", "bytes")
     rows = collective_rows(step.collectives, group_names(config, world))
     values = audit["values"] | {"collectives": [dict(zip(names, row, strict=True)) for row in rows]}
-    table = [names, *((*kind, str(calls), _bytes_text(sent)) for *kind, calls, sent in rows)]
+    table: list[tuple[str, ...]] = [names]
+    table += [(name, group, str(calls), _bytes_text(sent)) for name, group, calls, sent in rows]
     if step.failure is not None:
         table = [("", ""), ("the step failed", step.failure.message)]
     title = f"Collectives of rank {world.rank} of {world.size} in a step"
@@ -161,34 +167,35 @@ def _with_collectives(audit: dict[str, Any], config: Config, world: World, step:
 
 
 def group_names(config: Config, world: World) -> dict[tuple[int, ...], str]:
-    """The ranks of each group of this rank -> the name of the group, as the plan has it."""
+    """Returns for the ranks of each group of this rank the name of the group in the plan."""
     degrees = parallel_degrees(config, world)
     if config.classifier is not None or degrees.ranks != world.size:
         return {}
-    found = {tuple(range(world.size)): "all"}
+    names = {tuple(range(world.size)): "all"}
     for name, ranks in rank_groups(config, world, world.rank).items():
-        found.setdefault(tuple(ranks), name)
-    return found
+        names.setdefault(tuple(ranks), name)
+    return names
 
 
 def collective_rows(
     collectives: Sequence[Collective], groups: Mapping[tuple[int, ...], str]
 ) -> list[tuple[str, str, int, int]]:
-    """Of the collectives of a step: name, group, number of calls and bytes that this rank gives in all of them."""
-    calls = Counter()
-    sizes = Counter()
+    """Returns a row for each kind of collective: name, group, number of calls, and bytes that this rank sends."""
+    calls: Counter[tuple[str, str]] = Counter()
+    sizes: Counter[tuple[str, str]] = Counter()
     for each in collectives:
-        name = groups.get(each.ranks, "")
-        kind = each.name, f"{name}: {ranks_text(each.ranks)}" if name else ranks_text(each.ranks)
-        calls[kind] += 1
-        sizes[kind] += each.bytes
-    return [(*kind, count, sizes[kind]) for kind, count in calls.most_common()]
+        group = ranks_text(each.ranks)
+        if each.ranks in groups:
+            group = f"{groups[each.ranks]}: {group}"
+        calls[each.name, group] += 1
+        sizes[each.name, group] += each.bytes
+    return [(name, group, count, sizes[name, group]) for (name, group), count in calls.most_common()]
 
 
 def _text_without_files(config: Config) -> str:
-    """The configuration for a process in another folder: relative paths do not hold there, and files may be missing.
+    """Returns the configuration as text for a process in another folder, without relative paths and missing files.
 
-    What a model folder says is already in the configuration.
+    The values of a model folder are already in the configuration.
     """
     ascend = dict(config.context.ascend_config or {})
     if ascend.get(SPEED_UP_KEY):
@@ -205,56 +212,60 @@ def _check_memory(config: Config, world: World, left_bytes: int) -> None:
         layers = config.decoder.num_layers
     needed = _HOST_BYTES + layers * _GRAPH_LAYER_BYTES
     if needed > left_bytes:
-        rule = f"a dry run takes about {size(needed)} of this machine's memory, of which {size(left_bytes)} are left"
+        rule = f"a dry run needs about {size(needed)} of memory, but this machine has {size(left_bytes)} left"
         fix = "end other programs, or reduce model.model_config.num_layers"
         raise UserError(rule, where="flag --dryrun", key="--dryrun", value=_NAME, fix=fix)
 
 
-def dry_run_dict(found: DryRun) -> dict[str, Any]:
-    """For `--json`."""
+def dry_run_dict(result: DryRun) -> dict[str, Any]:
+    """Returns the result for `--json`."""
     return {
-        "ranks": found.world.size,
-        "rank": found.world.rank,
-        **asdict(found.measurement),
-        "planned_bytes": found.planned_bytes,
-        "max_device_memory_bytes": found.limit_bytes,
-        "exceeds_memory": found.exceeds_memory,
+        "ranks": result.world.size,
+        "rank": result.world.rank,
+        **asdict(result.measurement),
+        "planned_bytes": result.planned_bytes,
+        "max_device_memory_bytes": result.limit_bytes,
+        "exceeds_memory": result.exceeds_memory,
     }
 
 
-def dry_run_sections(found: DryRun) -> list[Section]:
-    """For people: what failed, or what a step takes."""
-    measured = found.measurement
-    title = f"Dry run on an Ascend, rank {found.world.rank} of {found.world.size}"
+def dry_run_sections(result: DryRun) -> list[Section]:
+    """Returns the tables that `plan` prints: the failure, or memory, reads, kernels and collectives of a step."""
+    measured = result.measurement
+    title = f"Dry run on an Ascend, rank {result.world.rank} of {result.world.size}"
     if measured.failure is not None:
         failure = measured.failure
         rows = [("failed", failure.message)]
-        rows += [("operator", failure.operator)] if failure.operator else []
-        rows += [("line", failure.where)] if failure.where else []
+        if failure.operator:
+            rows.append(("operator", failure.operator))
+        if failure.where:
+            rows.append(("line", failure.where))
         return [(title, [("", ""), *rows])]
-    rows = [("peak device memory", _memory_text(found)), ("host reads a step", _bytes_text(measured.host_bytes))]
+    rows = [("peak device memory", _memory_text(result)), ("host reads a step", _bytes_text(measured.host_bytes))]
     rows += [(f"  {where}", f"{count} x, {_bytes_text(read)}") for where, (count, read) in measured.host_reads.items()]
     kernels = ", ".join(f"{name} {count}" for name, count in measured.legacy.items())
     rows.append(("legacy kernels a step", kernels or "none"))
-    collectives = collective_rows(measured.collectives, found.groups)
-    rows.append(("collectives a step", f"{len(measured.collectives)}" if collectives else "none"))
+    collectives = collective_rows(measured.collectives, result.groups)
+    rows.append(("collectives a step", str(len(measured.collectives) or "none")))
     rows += [(f"  {name} over {group}", f"{count} x, {_bytes_text(sent)}") for name, group, count, sent in collectives]
-    rows.append(("note", "nothing was computed: a dry run knows no numbers and no speed"))
+    rows.append(("note", "a dry run computes no values and measures no time"))
     return [(title, [("", ""), *rows])]
 
 
-def _memory_text(found: DryRun) -> str:
-    text = size(found.measurement.peak_bytes)
+def _memory_text(result: DryRun) -> str:
     name = "max_device_memory"
-    if found.limit_bytes is None:
+    if result.limit_bytes is None:
         name = "a device's"
-    text += f", {'ABOVE' if found.exceeds_memory else 'of'} {name} {size(found.device_bytes)}"
-    if found.planned_bytes is None:
+    relation = "of"
+    if result.exceeds_memory:
+        relation = "ABOVE"
+    text = f"{size(result.measurement.peak_bytes)}, {relation} {name} {size(result.device_bytes)}"
+    if result.planned_bytes is None:
         return text
     rough = ""
-    if found.planned_bytes < _GIB:
+    if result.planned_bytes < _GIB:
         rough = " (rough below 1 GiB)"
-    return f"{text}; the plan estimates {size(found.planned_bytes)}{rough}"
+    return f"{text}; the plan estimates {size(result.planned_bytes)}{rough}"
 
 
 def _bytes_text(number: int) -> str:

@@ -1,6 +1,6 @@
-"""What can be tried of a configuration: a training, an evaluation, a prediction, a checkpoint, the collectives.
+"""The tasks of a dry run: training, evaluation, prediction, checkpoint, audit, collectives.
 
-A task is the code of a run, called with made-up tokens. Reading a tensor of the dry backend gives zeros.
+A task calls the code of a run with random tokens. In a dry run, tensors read by the host contain zeros.
 """
 
 from __future__ import annotations
@@ -40,44 +40,41 @@ _GATHER = collectives.DeviceGroup.all_gather
 
 
 def prepare_process(config: Config, world: World) -> None:
-    """Sets up the device, and answers for the ranks that are not there: each says what this one says."""
+    """Sets up the device, and replaces the answers of ranks that do not exist by copies of this rank's."""
     set_up_device(config, "Ascend", world)
     leave_weights_empty()
     mindspore.runtime.launch_blocking()
+    device_group: Any = collectives.DeviceGroup
+    device_group.all_gather = lambda group, array: np.stack([array] * group.size)
     dispatch.exchange_counts = partial(_even_counts, config)
-    collectives.DeviceGroup.all_gather = lambda group, array: np.stack([array] * group.size)
 
 
-def _even_counts(config: Config, counts: Tensor, group: collectives.Group) -> np.ndarray:
-    """As `exchange_counts`, whose counts are all zeros here, of tokens that go to all experts alike."""
+def _even_counts(config: Config, counts: Tensor, group: collectives.DeviceGroup) -> np.ndarray:
+    """Replaces `exchange_counts`, which gives zeros in a dry run: tokens are spread evenly over experts."""
     collectives.exchange_counts(counts, group)
     settings = config.decoder
     section = config.parallel_config
+    assert settings.experts is not None
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     rows = tokens * settings.experts.num_experts_chosen // section.model_parallel
     return np.full((2, group.size, counts.size // group.size), rows // counts.size)
 
 
 def train(run: CaseRun) -> dict[str, Any]:
-    """Steps of a training; the last one is measured."""
+    """Runs steps of a training."""
     step = open_step(run)
-    result = None
-
-    def one(number: int) -> None:
-        nonlocal result
-        result = step(micro_batches_for_step(run, step, number))
-
-    run.measured_steps(one)
-    return {"updated": result.updated, "skipped": result.skipped, "parameters": parameters_of(step)}
+    results = []
+    run.measured_steps(lambda number: results.append(step(micro_batches_for_step(run, step, number))))
+    return {"updated": results[-1].updated, "skipped": results[-1].skipped, "parameters": count_parameters(step)}
 
 
 def open_step(run: CaseRun) -> Any:
-    """The step of a training, explicit or semi-automatic."""
+    """Returns the step of a training in explicit or semi-automatic mode."""
     run.say("building the model")
     if not runs_semi_auto(run.config, run.world):
         return open_training(run.config, _schedule, None, run.world, "Ascend")
     step = open_semi_auto_training(run.config, _schedule, None, run.world, "Ascend")
-    step.reports_loss = True  # other stages have it, and they are not there
+    step.reports_loss = True  # the stage that has the loss may not exist
     return step
 
 
@@ -85,8 +82,8 @@ def _schedule(update: int) -> float:
     return _RATE
 
 
-def parameters_of(step: Any) -> int:
-    """Numbers in all parameters of this rank."""
+def count_parameters(step: Any) -> int:
+    """Returns the number of elements of all parameters of this rank."""
     if isinstance(step, GraphStep):
         parameters = step.parameters.local
     else:
@@ -95,25 +92,26 @@ def parameters_of(step: Any) -> int:
 
 
 def micro_batches_for_step(run: CaseRun, step: Any, number: int) -> Sequence[Batch | ImageBatch]:
-    """The micro-batches of a step."""
+    """Returns random micro-batches for a step."""
     runner = run.config.runner_config
-    if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes all at once
-        return [batch_of(run, step.batch.rows, number)]
+    if isinstance(step, GraphStep):  # the graph of semi-automatic mode takes one batch for all micro-batches
+        return [random_batch(run, step.batch.rows, number)]
     count = micro_batches_per_step(run.config, parallel_degrees(run.config, run.world))
-    return [batch_of(run, runner.batch_size, number * count + micro) for micro in range(count)]
+    return [random_batch(run, runner.batch_size, number * count + micro) for micro in range(count)]
 
 
-def batch_of(run: CaseRun, rows: int, seed: int) -> Batch | ImageBatch:
+def random_batch(run: CaseRun, rows: int, seed: int) -> Batch | ImageBatch:
+    """Returns a batch of random tokens, or for a classifier of random images."""
     if run.config.classifier is None:
-        return tokens_batch(run, rows, seed)
+        return _random_tokens(run, rows, seed)
     settings = run.config.classifier
     stream = np.random.default_rng(seed)
     pixels = stream.integers(0, 256, (rows, settings.pixels)).astype(np.uint8)
     return ImageBatch(pixels, stream.integers(0, settings.classes, rows).astype(np.int32))
 
 
-def tokens_batch(run: CaseRun, rows: int, seed: int) -> Batch:
-    """Sequences of random tokens, each with as many documents of one length as the option `documents` says."""
+def _random_tokens(run: CaseRun, rows: int, seed: int) -> Batch:
+    """Returns random sequences, each with as many documents of equal length as the option `documents` requests."""
     settings = run.config.decoder
     documents = run.options.get("documents", 1)
     length = settings.seq_length
@@ -126,43 +124,41 @@ def tokens_batch(run: CaseRun, rows: int, seed: int) -> Batch:
 
 
 def evaluation(run: CaseRun) -> dict[str, Any]:
-    """Evaluates batches; each is a step."""
-    graph = runs_semi_auto(run.config, run.world)
-    if graph:
+    """Evaluates one batch in each step."""
+    rows = run.config.runner_config.batch_size
+    session: Any
+    if runs_semi_auto(run.config, run.world):
         session = open_step(run)
+        rows *= parallel_degrees(run.config, run.world).data_parallel
     else:
         session = open_session(run.config, None, run.world, "Ascend")
-    if not graph:  # another rank may have the losses, and it is not there
+        # The rank that has the losses may not exist.
         session.communicator.all_reduce_exact = lambda sums: [sums[0], max(sums[1], 1), *sums[2:]]
-    rows = run.config.runner_config.batch_size * (parallel_degrees(run.config, run.world).data_parallel if graph else 1)
-    found = None
-    pipeline = session.pipeline
-    if pipeline is None:
-        model = session.model
-    else:
-        model = pipeline.evaluate
+    model = session.model
+    if session.pipeline is not None:
+        model = session.pipeline.evaluate
+    results: list[Any] = []
 
-    def one(number: int) -> None:
-        nonlocal found
-        batches = [batch_of(run, rows, number)]
-        found = evaluate(model, session.build_inputs, batches, lambda: False, session.communicator)
+    def evaluate_batch(number: int) -> None:
+        batches: list[Any] = [random_batch(run, rows, number)]
+        results.append(evaluate(model, session.build_inputs, batches, lambda: False, session.communicator))
 
-    run.measured_steps(one)
-    return {"tokens": found.tokens}
+    run.measured_steps(evaluate_batch)
+    return {"tokens": results[-1].tokens}
 
 
 def prediction(run: CaseRun) -> dict[str, Any]:
-    """Continues prompts of different lengths with a key/value cache; a step is one new token of each."""
-    session = open_session(run.config, None, run.world, "Ascend")
+    """Continues prompts of different lengths with a KV cache. A step generates one token for each prompt."""
+    session: Any = open_session(run.config, None, run.world, "Ascend")
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     stream = Generator(session.model, session.build_inputs, []).stream(prompts, [run.steps] * 2, Sampling())
-    found = []
-    run.measured_steps(lambda number: found.append(next(stream)))
-    return {"tokens": len(found)}
+    tokens = []
+    run.measured_steps(lambda number: tokens.append(next(stream)))
+    return {"tokens": len(tokens)}
 
 
 def checkpoint(run: CaseRun) -> dict[str, Any]:
-    """Trains a step, saves, loads what was saved, and trains again."""
+    """Trains a step, saves a checkpoint, loads it, and trains more steps."""
     step = open_step(run)
     step(micro_batches_for_step(run, step, 0))
     saved = step.state_dict_shard()
@@ -181,20 +177,20 @@ def checkpoint(run: CaseRun) -> dict[str, Any]:
 
 
 def audit(run: CaseRun) -> dict[str, Any]:
-    """The audit of the configuration, with graphs compiled for an Ascend: as `--json` and as people read it."""
+    """Audits the configuration with graphs compiled for an Ascend. Returns the audit for `--json` and as tables."""
     from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
-    found = audit_ascend(run.config, world=run.world)
-    return {"values": audit_dict(found), "sections": audit_sections(found), "missing": list(found.missing)}
+    result = audit_ascend(run.config, world=run.world)
+    return {"values": audit_dict(result), "sections": audit_sections(result), "missing": list(result.missing)}
 
 
 def every_collective(run: CaseRun) -> dict[str, Any]:
-    """Each cell and function of `trainer.parallel.collectives`, forwards and backwards."""
-    group = collectives.init_process_group(run.world)
+    """Calls each cell and function of `trainer.parallel.collectives`, forward and backward."""
+    group: Any = collectives.init_process_group(run.world)
     x_RD = Tensor(np.ones((2 * run.world.size, 8), np.float32))
-    shapes = {}
+    shapes: dict[str, Any] = {}
 
-    def all_of_them(number: int) -> None:
+    def call_all(number: int) -> None:
         cells = (
             collectives.AllReduce(group), collectives.AllGather(group), collectives.ReduceScatter(group),
             collectives.CopyToTensorParallel(group), collectives.ReduceFromTensorParallel(group),
@@ -204,5 +200,5 @@ def every_collective(run: CaseRun) -> dict[str, Any]:
             shapes[type(cell).__name__] = gradient.shape
         shapes["gather"] = len(_GATHER(group, np.ones(2)))
 
-    run.measured_steps(all_of_them)
+    run.measured_steps(call_all)
     return {"shapes": shapes}

@@ -1,4 +1,4 @@
-"""Parameters and optimizer state of which only the device knows: a dry run needs no values, and the host no memory."""
+"""Parameters and optimizer state without values: a dry run allocates them only on the simulated device."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from trainer.parallel.sharding import ShardSpec
 from trainer.run import session
 from trainer.semi_auto import shards
 
-_REFERENCES_OF_A_NEW_TENSOR = 4  # as `Parameter` counts them
+_REFERENCES_OF_A_NEW_TENSOR = 4  # in the count of `Parameter`
 
 
 def leave_weights_empty() -> None:
-    """From now on this process allocates new parameters on the device and draws, copies and compares none."""
-    for module in (decoder, classifier):
+    """Makes this process allocate parameters on the device only, without initial values, copies and comparisons."""
+    modules: tuple[Any, ...] = (decoder, classifier)
+    for module in modules:
         module.initial_value = _empty_weight
         module.Tensor = _tensor
     session.check_same_weights = lambda *arguments: None
-    Optimizer.new_array = _empty_state
-    shards.ShardedParameters.start = _start_empty
-    # MindSpore copies a parameter's first value to the host and back where anybody else may refer to it.
-    made_of = Parameter._get_parameter_new_args
+    optimizer: Any = Optimizer
+    optimizer.new_array = _empty_state
+    sharded_parameters: Any = shards.ShardedParameters
+    sharded_parameters.start = _start_empty
+    # MindSpore copies the first value of a parameter to the host and back if other references to it may exist.
+    original = Parameter._get_parameter_new_args
     Parameter._get_parameter_new_args = staticmethod(
-        lambda data, references, *more: made_of(data, _REFERENCES_OF_A_NEW_TENSOR, *more)
+        lambda data, references, *more: original(data, _REFERENCES_OF_A_NEW_TENSOR, *more)
     )
 
 
@@ -40,7 +43,7 @@ def _empty_weight(
 
 
 def _tensor(value: Any, *more: Any, **named: Any) -> Tensor:
-    # A tensor of a tensor would be a copy in the host's memory.
+    # `Tensor` of a tensor would copy it to the host.
     if isinstance(value, mindspore.Tensor):
         return value
     return mindspore.Tensor(value, *more, **named)
@@ -51,6 +54,6 @@ def _empty_state(self: Optimizer, shape: tuple[int, ...], name: str) -> Paramete
 
 
 def _start_empty(self: shards.ShardedParameters, weights: None) -> None:
-    own = [(parameter, self.shards[name].shape) for name, parameter in self.local.items()]
-    for parameter, shape in [*own, *self.sums.values()]:
+    parameters = [(parameter, self.shards[name].shape) for name, parameter in self.local.items()]
+    for parameter, shape in [*parameters, *self.sums.values()]:
         parameter.set_data(mint.empty(shape, dtype=mstype.float32), slice_shape=True)

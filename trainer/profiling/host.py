@@ -1,18 +1,19 @@
-"""What a CPU does in a step whose layers are computed on arrays, by part: seconds, bytes and operations of each.
+"""The profile of a CPU step with native layers: seconds, bytes and operations of each part.
 
-MindSpore's profiler sees operators, and here nearly none run. So the functions of a step are measured from outside, for
-as long as `Patches` are on.
+MindSpore's profiler records operators, and native layers run almost none. So the functions of a step are wrapped and
+timed while `Patches` are applied.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainer.profiling.regions import BACKWARD, FORWARD, Key, Patches, RegionTimer, Row
+from trainer.profiling.regions import BACKWARD, FORWARD, Key, Patches, RegionCost, RegionTimer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -23,7 +24,7 @@ NOT_EXPLAINED = "not explained"
 _DISPATCH = "dispatch: Python, MindSpore's autograd"
 _HALF = ", bfloat16"
 
-# Products by the name of the matrix: the first pattern that it has.
+# Rows of matrix products, by the first pattern that the name of the matrix matches.
 _PRODUCTS = (
     (r"\.o_proj", "output projection"),
     (r"self_attn\.", "q, k, v products"),
@@ -34,7 +35,7 @@ _SCORES = "attention: copies, mask"
 _WEIGHT_GRADIENTS = "weight gradients"
 
 
-def linear_name(regions: RegionTimer, arguments: tuple) -> str:
+def _linear_name(regions: RegionTimer, arguments: tuple) -> str:
     """Names the products of a `Linear`, the first argument, by its matrix, or else by the part that it belongs to."""
     linear, _, x_nI, *_ = arguments
     for pattern, name in _PRODUCTS:
@@ -47,7 +48,7 @@ def _products_of(part: str, array: np.ndarray) -> str:
     return f"{part.split(':')[0]}: products{_suffix(array)}"
 
 
-def product_name(regions: RegionTimer, arguments: tuple) -> str:
+def _product_name(regions: RegionTimer, arguments: tuple) -> str:
     """Names a product of two arrays by the part that computes it."""
     part = regions.part
     if part in _PRODUCT_ROWS or part.removesuffix(_HALF).endswith(": products"):
@@ -68,20 +69,20 @@ def _suffix(array: np.ndarray) -> str:
 _PRODUCT_ROWS = frozenset(name + suffix for _, name in _PRODUCTS for suffix in ("", _HALF))
 
 
-def product_cost(arguments: tuple) -> tuple[float, float]:
+def _product_cost(arguments: tuple) -> tuple[float, float]:
     _, a, b, out, *accumulate = arguments
     moved = a.nbytes + b.nbytes + out.nbytes * (1 + any(accumulate))
     return moved, 2.0 * out.size * a.shape[-1]
 
 
-def arrays_cost(arguments: tuple) -> tuple[float, float]:
-    """Each array once."""
+def _arrays_cost(arguments: tuple) -> tuple[float, float]:
+    """Counts the bytes of each array once."""
     return sum(array.nbytes for array in arguments if isinstance(array, np.ndarray)), 0.0
 
 
 def _adamw_cost(arguments: tuple) -> tuple[float, float]:
-    item, part = arguments[:2]
-    return 7 * item.weight[part].nbytes, 0.0  # four are read, three written
+    item, block = arguments[:2]
+    return 7 * item.weight[block].nbytes, 0.0  # four arrays are read and three written
 
 
 def _squares_cost(arguments: tuple) -> tuple[float, float]:
@@ -89,9 +90,12 @@ def _squares_cost(arguments: tuple) -> tuple[float, float]:
 
 
 def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
-    """Measures the functions of a step. A name that is not there any more is an AttributeError.
+    """Returns patches that time the functions of a step.
 
-    Threads and operators work for the part that calls them, the innermost function that is measured.
+    The time of threads and operators counts for the part that calls them: the innermost timed function.
+
+    Raises:
+        AttributeError: A function that is timed does not exist any more.
     """
     from mindspore import Tensor
 
@@ -109,9 +113,9 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     def measure(
         owner: Any, attribute: str, name: Any, cost: Any = None, direction: str | None = None, calls: int = 1
     ) -> None:
-        patches.set(owner, attribute, lambda there: regions.wrapped(there, name, cost, direction, calls))
+        patches.set(owner, attribute, lambda original: regions.time_function(original, name, cost, direction, calls))
 
-    patches.set(HostThreads, "run", regions.wrapped_threads)
+    patches.set(HostThreads, "run", regions.time_threads)
     for owner, forward, backward, name in (
         (cells._PartCell, "construct", "bprop", _DISPATCH),
         (attention.CpuAttention, "forward", "backward", "attention: projections, residual"),
@@ -128,21 +132,21 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
         measure(owner, forward, name, direction=FORWARD)
         measure(owner, backward, name, direction=BACKWARD)
     for attribute in ("forward", "apply_lora_a", "backward"):
-        measure(sublayer.Linear, attribute, linear_name, calls=0)
+        measure(sublayer.Linear, attribute, _linear_name, calls=0)
     measure(sublayer.Linear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
     operators = type(onednn.operators())
-    measure(operators, "matmul", product_name, product_cost)
+    measure(operators, "matmul", _product_name, _product_cost)
     for attribute in ("softmax", "softmax_gradient"):
-        measure(operators, attribute, lambda of, _: f"{of.part.split(':')[0]}: softmax", arrays_cost)
+        measure(operators, attribute, lambda timer, _: f"{timer.part.split(':')[0]}: softmax", _arrays_cost)
     for attribute in ("silu", "silu_gradient"):
-        measure(operators, attribute, lambda of, _: of.part, arrays_cost)
+        measure(operators, attribute, lambda timer, _: timer.part, _arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
-        measure(tiles.RmsNorm, attribute, "norm", arrays_cost)
-    measure(positions.Rotary, "apply", "rotary", arrays_cost)
+        measure(tiles.RmsNorm, attribute, "norm", _arrays_cost)
+    measure(positions.Rotary, "apply", "rotary", _arrays_cost)
     measure(tiles.WeightGradients, "compute", _WEIGHT_GRADIENTS)
     measure(cells, "narrow_weight", "weights in the dtype of the products")
-    measure(embedding, "embedding_rows", "embedding", arrays_cost)
-    measure(embedding, "embedding_gradient", "embedding", arrays_cost)
+    measure(embedding, "embedding_rows", "embedding", _arrays_cost)
+    measure(embedding, "embedding_gradient", "embedding", _arrays_cost)
     measure(Tensor, "asnumpy", "tensors as arrays")
     measure(measures, "squares", "norm of the gradients", _squares_cost)
     measure(adamw, "_update_block", "optimizer", _adamw_cost)
@@ -153,28 +157,35 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     return patches
 
 
-def profile_rows(found: Mapping[Key, Row], steps: int) -> list[tuple[Key, Row]]:
-    """Of one step, the longest first and what is not explained last."""
+def profile_rows(totals: Mapping[Key, RegionCost], steps: int) -> list[tuple[Key, RegionCost]]:
+    """Returns the costs of one step, the mean over `steps`. The longest are first, and the unexplained rest is last."""
     rows = {
-        key: Row(row.seconds / steps, row.calls // steps, row.bytes / steps, row.operations / steps)
-        for key, row in found.items()
+        key: RegionCost(cost.seconds / steps, cost.calls // steps, cost.bytes / steps, cost.operations / steps)
+        for key, cost in totals.items()
     }
     return sorted(rows.items(), key=lambda pair: (pair[0].name == NOT_EXPLAINED, -pair[1].seconds))
 
 
-def table_of(title: str, rows: Iterable[tuple[Key, Row]]) -> Table:
+def profile_table(title: str, rows: Iterable[tuple[Key, RegionCost]]) -> Table:
+    """Returns the table of a profile, with time, calls, memory bandwidth and GFLOP/s of each part."""
     from rich.table import Table
 
     table = Table(title=title)
     rows = list(rows)
     for name in ("part", "pass", "ms", "share", "calls", "MB", "GB/s", "GFLOP/s"):
-        table.add_column(name, justify="left" if name in ("part", "pass") else "right")
-    whole = sum(row.seconds for _, row in rows)
-    for key, row in rows:
-        speeds = [amount / row.seconds / 1e9 if row.seconds else 0.0 for amount in (row.bytes, row.operations)]
-        table.add_row(
-            key.name, key.direction, f"{1000 * row.seconds:.1f}", f"{row.seconds / whole:.1%}", str(row.calls),
-            f"{row.bytes / 1e6:.0f}" if row.bytes else "", f"{speeds[0]:.0f}" if row.bytes else "",
-            f"{speeds[1]:.0f}" if row.operations else "",
-        )  # fmt: skip
+        if name in ("part", "pass"):
+            table.add_column(name)
+        else:
+            table.add_column(name, justify="right")
+    total = sum(cost.seconds for _, cost in rows)
+    for key, cost in rows:
+        cells = [key.name, key.direction, f"{1000 * cost.seconds:.1f}", f"{cost.seconds / total:.1%}", str(cost.calls)]
+        seconds = cost.seconds or math.inf
+        if cost.bytes:
+            cells += [f"{cost.bytes / 1e6:.0f}", f"{cost.bytes / seconds / 1e9:.0f}"]
+        else:
+            cells += ["", ""]
+        if cost.operations:
+            cells.append(f"{cost.operations / seconds / 1e9:.0f}")
+        table.add_row(*cells)
     return table

@@ -1,8 +1,8 @@
-"""Seconds of the functions of a step, measured by wrapping them from outside.
+"""Times the functions of a step by wrapping them.
 
-Each second belongs to the innermost function that is measured: a row has what its functions take without what is
-measured inside them. Where threads compute together, a second of one of n threads is 1 / n of a second of the step, and
-so is one in which it waits for the others. So all rows together are the step.
+Each second counts for the innermost timed function: the time of a function excludes that of timed functions which it
+calls. If n threads compute together, a second of one thread counts as 1 / n of a second of the step, also while it
+waits for the others. So the sum of all rows is the time of the step.
 """
 
 from __future__ import annotations
@@ -21,22 +21,23 @@ WAITING = "waiting threads"
 
 
 class Key(NamedTuple):
-    """What a row is of; `direction` is empty outside of the model."""
+    """The name of a part, and its direction: FORWARD, BACKWARD, or empty outside of the model."""
 
     name: str
     direction: str = ""
 
 
 @dataclass
-class Row:
-    """Seconds of a step, calls, bytes of the arrays that these read and write, and floating-point operations."""
+class RegionCost:
+    """Seconds and calls of a part, bytes of the arrays that it reads and writes, and its floating-point operations."""
 
     seconds: float = 0.0
     calls: int = 0
     bytes: float = 0.0
     operations: float = 0.0
 
-    def add(self, other: Row) -> None:
+    def add(self, other: RegionCost) -> None:
+        """Adds another cost to this one."""
         self.seconds += other.seconds
         self.calls += other.calls
         self.bytes += other.bytes
@@ -44,7 +45,7 @@ class Row:
 
 
 class _Thread(threading.local):
-    """What a thread is doing: of each function that has begun the time of what it called, and which they are."""
+    """The state of a thread: for each active region its name and the time of the regions inside it."""
 
     def __init__(self) -> None:
         self.inside: list[float] = []
@@ -55,13 +56,13 @@ class _Thread(threading.local):
 
 
 Name = Callable[["RegionTimer", tuple], str]
-"""(regions, arguments) -> the name of the row."""
+"""(timer, arguments) -> the name of the part."""
 Cost = Callable[[tuple], tuple[float, float]]
-"""Arguments -> bytes, operations."""
+"""(arguments) -> bytes, operations."""
 
 
 class Event(NamedTuple):
-    """One call: seconds of the clock, the time of what it called included."""
+    """One call. `seconds` includes the time of the functions that it calls."""
 
     key: Key
     thread: int
@@ -70,30 +71,37 @@ class Event(NamedTuple):
 
 
 class RegionTimer:
-    """Rows of what runs while it is on. `clock` gives seconds; with `events` each single call is kept, too."""
+    """Sums the costs of regions of code.
+
+    Args:
+        clock: Returns seconds.
+        events: Takes each single call. Default None: only sums are kept.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, events: list[Event] | None = None) -> None:
         self.clock = clock
         self.now = _Thread()
         self.lock = threading.Lock()
-        self.rows: dict[Key, Row] = {}
+        self.rows: dict[Key, RegionCost] = {}
         self.events = events
 
     @property
     def part(self) -> str:
-        """The name of the innermost region that this thread is in; empty outside of all."""
+        """Returns the name of the innermost region of this thread; empty outside of all regions."""
         if self.now.names:
             return self.now.names[-1]
         return ""
 
-    def add(self, key: Key, row: Row) -> None:
+    def add(self, key: Key, cost: RegionCost) -> None:
+        """Adds a cost to that of a part."""
         with self.lock:
-            self.rows.setdefault(key, Row()).add(row)
+            self.rows.setdefault(key, RegionCost()).add(cost)
 
     @contextmanager
     def region(
         self, name: str, cost: tuple[float, float] = (0.0, 0.0), direction: str | None = None, calls: int = 1
     ) -> Iterator[None]:
+        """Times the code inside as a region of this name, with the bytes and operations of `cost`."""
         now = self.now
         began = self.clock()
         now.inside.append(0.0)
@@ -113,38 +121,46 @@ class RegionTimer:
                 now.inside[-1] += taken
             if self.events is not None:
                 self.events.append(Event(key, threading.get_ident(), began, taken))
-            self.add(key, Row((taken - inside) * now.weight, calls, *cost))
+            self.add(key, RegionCost((taken - inside) * now.weight, calls, *cost))
 
-    def wrapped(
+    def time_function(
         self, function: Callable, name: str | Name, cost: Cost | None = None, direction: str | None = None,
         calls: int = 1,
     ) -> Callable:  # fmt: skip
-        """The function, measured; where it calls itself, as a whole. `calls` 0: its calls are not counted."""
+        """Returns the function with timing; recursive calls count as one.
+
+        Args:
+            name: The name of the part, or a function that returns it.
+            cost: Returns bytes and operations of a call. Default None: zero.
+            calls: How many calls a call counts as; 0 if another function counts them.
+        """
 
         @functools.wraps(function)
-        def measured(*arguments: Any, **named: Any) -> Any:
+        def timed(*arguments: Any, **named: Any) -> Any:
             running = self.now.running
             if id(function) in running:
                 return function(*arguments, **named)
             running.add(id(function))
             try:
-                if isinstance(name, str):
-                    row = name
-                else:
-                    row = name(self, arguments)
-                with self.region(row, cost(arguments) if cost else (0.0, 0.0), direction, calls):
+                part = name if isinstance(name, str) else name(self, arguments)
+                amounts = (0.0, 0.0)
+                if cost is not None:
+                    amounts = cost(arguments)
+                with self.region(part, amounts, direction, calls):
                     return function(*arguments, **named)
             finally:
                 running.discard(id(function))
 
-        return measured
+        return timed
 
-    def wrapped_threads(self, run: Callable) -> Callable:
-        """`HostThreads.run`, whose items are measured in all threads, in the row of the region that calls it, as is the
-        time in which a thread has none."""
+    def time_threads(self, run: Callable) -> Callable:
+        """Returns `HostThreads.run` with timing of its items in all threads.
+
+        The time of items counts for the region that calls it. The time in which a thread has no item counts as WAITING.
+        """
 
         @functools.wraps(run)
-        def measured(threads: Any, items: Any, function: Callable) -> None:
+        def timed(threads: Any, items: Any, function: Callable) -> None:
             items = list(items)  # making them is work of the caller; inside `run` it would count as waiting, too
             caller = self.now
             busy = [0.0] * threads.threads
@@ -152,7 +168,7 @@ class RegionTimer:
             direction = caller.direction
             name = self.part
 
-            def one(argument: Any, thread: int) -> None:
+            def run_item(argument: Any, thread: int) -> None:
                 now = self.now
                 began = self.clock()
                 before = now.direction, now.weight
@@ -168,40 +184,41 @@ class RegionTimer:
             began = self.clock()
             caller.inside.append(0.0)
             try:
-                run(threads, items, one)
+                run(threads, items, run_item)
             finally:
                 caller.inside.pop()
                 taken = self.clock() - began
                 if caller.inside:
                     caller.inside[-1] += taken
-                self.add(Key(WAITING, direction), Row(taken - sum(busy) * share, 1))
+                self.add(Key(WAITING, direction), RegionCost(taken - sum(busy) * share, 1))
 
-        return measured
+        return timed
 
 
 class Patches:
-    """Attributes that have other values while it is on."""
+    """Replaces attributes of objects while `applied`."""
 
     def __init__(self) -> None:
         self.values: list[tuple[Any, str, Any, Any]] = []
 
     def set(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """`make` gets what is there. Of an instance, that is what its class has."""
-        own = vars(owner).get(name, _ABSENT)
-        self.values.append((owner, name, own, make(getattr(owner, name))))
+        """Registers a replacement: the result of `make` for the present value, of the object or its class."""
+        previous = vars(owner).get(name, _ABSENT)
+        self.values.append((owner, name, previous, make(getattr(owner, name))))
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
+        """Replaces the attributes inside the block."""
         for owner, name, _, value in self.values:
             setattr(owner, name, value)
         try:
             yield
         finally:
-            for owner, name, own, _ in reversed(self.values):
-                if own is _ABSENT:
+            for owner, name, previous, _ in reversed(self.values):
+                if previous is _ABSENT:
                     delattr(owner, name)
                 else:
-                    setattr(owner, name, own)
+                    setattr(owner, name, previous)
 
 
 _ABSENT = object()

@@ -1,12 +1,13 @@
-"""Profiles a window of steps: MindSpore's profiler, and where layers are computed on arrays also their parts.
+"""Profiles some steps of a run with MindSpore's profiler, and times the parts of native CPU layers.
 
-MindSpore's files are those that MindStudio Insight opens; its trace_view.json and our kernels.json are chrome traces,
-with the same clock.
+MindStudio Insight opens MindSpore's files. MindSpore's trace_view.json and kernels.json of this module are Chrome
+traces with the same clock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.device.threads import silent
 from trainer.monitors.files import write_text
-from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, table_of
+from trainer.profiling.host import NOT_EXPLAINED, patch_all, profile_rows, profile_table
 from trainer.profiling.regions import Event, Patches, RegionTimer
 
 if TYPE_CHECKING:
@@ -30,24 +31,22 @@ TABLE_FILE = "kernels.txt"
 TRACE_FILE = "kernels.json"
 _TABLE_COLUMNS = 130
 _MOST_EVENTS = 500_000
-"""Of a trace file, some 60 MB; the table has all of them."""
+"""The maximum number of events in a trace file, about 60 MB; the table includes all events."""
 
 
 def is_profiled(section: ProfileMonitor, config: Config, world: World) -> bool:
-    """Whether this rank is one of those that are profiled: without a choice all are."""
+    """Returns whether this rank is profiled. Without `profile_rank_ids` and `profile_pipeline` all ranks are."""
     stages = 0
     if section.profile_pipeline and config.use_parallel:
         stages = config.parallel_config.pipeline_stage
-    chosen = set(section.profile_rank_ids or ())
+    ranks = set(section.profile_rank_ids or ())
     if stages:
-        chosen |= set(range(0, world.size, max(world.size // stages, 1)))
-    if chosen:
-        return world.rank in chosen
-    return True
+        ranks |= set(range(0, world.size, max(world.size // stages, 1)))
+    return not ranks or world.rank in ranks
 
 
 def distributed_arguments(config: Config, world: World) -> dict[str, Any]:
-    """The degrees of parallelism by the names that MindStudio Insight reads."""
+    """Returns the parallel degrees with the names that MindStudio Insight reads."""
     degrees = parallel_degrees(config, world)
     section = config.parallel_config
     return {
@@ -65,10 +64,10 @@ class StepProfiler:
     """Profiles the steps from `start_step` to `stop_step` of a run.
 
     Args:
-        folder: Where the files go.
-        on_arrays: Whether layers are computed on arrays.
+        folder: The folder for the files.
+        has_native_layers: Whether native CPU layers compute the model.
         tell: Takes notes.
-        layout: `distributed_arguments`.
+        layout: The result of `distributed_arguments`.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class StepProfiler:
         section: ProfileMonitor,
         folder: Path,
         device: str,
-        on_arrays: bool,
+        has_native_layers: bool,
         tell: Callable[[str], None],
         layout: dict[str, Any],
     ) -> None:
@@ -84,9 +83,9 @@ class StepProfiler:
         self._folder = folder
         self._device = device
         self._tell = tell
-        self._on_arrays = on_arrays
+        self._has_native_layers = has_native_layers
         self._layout = layout
-        self._steps: list[int] = []  # that have been profiled
+        self._steps: list[int] = []  # the profiled steps
         self._of_mindspore: Any = None
         self._events: list[Event] = []
         self._regions = RegionTimer(events=self._events)
@@ -95,7 +94,7 @@ class StepProfiler:
 
     @contextlib.contextmanager
     def step(self, number: int, step: TrainStep) -> Iterator[None]:
-        """Within it the step of this number is done, and profiled where it is in the window."""
+        """Profiles the code inside as the step of this number, if the step is to be profiled."""
         section = self._section
         if self._is_done or not section.start_step <= number <= section.stop_step:
             yield
@@ -103,7 +102,7 @@ class StepProfiler:
         self.begin(number, step)
         with contextlib.ExitStack() as stack:
             if self._patches is not None:
-                stack.enter_context(self._patches.on())
+                stack.enter_context(self._patches.applied())
                 began = self._regions.clock()
                 stack.callback(lambda: self._events.append(_step_event(number, began, self._regions.clock())))
                 stack.enter_context(self._regions.region(NOT_EXPLAINED))
@@ -114,46 +113,45 @@ class StepProfiler:
         self._steps.append(number)
 
     def begin(self, number: int, step: TrainStep) -> None:
-        """To be called before the step of this number, whose time shall not have it: opens the profiler once."""
+        """Opens the profiler before its first step, so that the time of the step does not include this."""
         if self._of_mindspore is None and not self._is_done and number >= self._section.start_step:
             self._start(step)
 
     def is_due(self, number: int) -> bool:
-        """Whether the window ends with this step."""
+        """Returns whether this step is the last profiled one."""
         return self._of_mindspore is not None and not self._is_done and number >= self._section.stop_step
 
     def close(self) -> None:
-        """Writes the profile, of a window that has not ended too; does nothing without one, and once it is written."""
+        """Writes the profile of the steps so far, once. Does nothing if no step has been profiled."""
         if self._of_mindspore is None or self._is_done:
             return
         self._is_done = True
-        with silent():  # it announces its work, and draws its progress
+        with silent():  # the profiler prints messages and a progress bar
             self._of_mindspore.stop()
         if self._patches is not None and self._steps:
             self._write_parts()
         if self._steps:
             first = self._steps[0]
             last = self._steps[-1]
+            steps = f"step {first}"
             if last > first:
-                which = f"steps {first} to {last}"
-            else:
-                which = f"step {first}"
-            self._tell(f"the profile of {which} is in {self._folder}")
+                steps = f"steps {first} to {last}"
+            self._tell(f"the profile of {steps} is in {self._folder}")
 
     def _start(self, step: TrainStep) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         with silent():
             self._of_mindspore = _open_profiler(self._section, self._folder, self._device)
             self._of_mindspore.start()
-            with contextlib.suppress(Exception):  # only what a tool shows about the job
+            with contextlib.suppress(Exception):  # only a tool's description of the job
                 self._of_mindspore.add_metadata_json("distributed_args", json.dumps(self._layout))
         if self._device == "CPU":
-            unseen = _only_on_devices(self._section)
-            if unseen:
-                self._tell(f"profile: {', '.join(unseen)}: MindSpore's profiler on a CPU does not have it")
-        if self._on_arrays:
-            self._tell(f"profile: MindSpore's profiler sees no layers that are computed on arrays; {TABLE_FILE} and"
-                       f" {TRACE_FILE} have their parts")
+            ignored = _only_on_devices(self._section)
+            if ignored:
+                self._tell(f"profile: {', '.join(ignored)}: no effect with MindSpore's profiler on a CPU")
+        if self._has_native_layers:
+            self._tell(f"profile: MindSpore's profiler does not record native CPU layers; see {TABLE_FILE} and"
+                       f" {TRACE_FILE}")
             self._patches = patch_all(self._regions, step)
 
     def _write_parts(self) -> None:
@@ -161,22 +159,10 @@ class StepProfiler:
 
         rows = profile_rows(self._regions.rows, len(self._steps))
         title = f"A step, mean of steps {self._steps[0]} to {self._steps[-1]}"
-        console = Console(record=True, width=_TABLE_COLUMNS, file=_Nowhere(), color_system=None)
-        console.print(table_of(title, rows))
+        console = Console(record=True, width=_TABLE_COLUMNS, file=io.StringIO(), color_system=None)
+        console.print(profile_table(title, rows))
         write_text(self._folder / TABLE_FILE, console.export_text())
         write_text(self._folder / TRACE_FILE, json.dumps(chrome_trace(self._events, self._folder.name)))
-
-
-class _Nowhere:
-    """A file that keeps nothing."""
-
-    encoding = "utf-8"
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass
 
 
 def _open_profiler(section: ProfileMonitor, folder: Path, device: str) -> Any:
@@ -186,14 +172,15 @@ def _open_profiler(section: ProfileMonitor, folder: Path, device: str) -> Any:
     ready = tensorboard_trace_handler(dir_name=str(folder))
     if device == "CPU":
         return profile(start_profile=False, on_trace_ready=ready, activities=[ProfilerActivity.CPU])
-    # As in MindSpore Transformers: level 0 has no data of small collectives.
+    level = section.profiler_level
     if section.profile_communication:
-        level = max(section.profiler_level, 1)
-    else:
-        level = section.profiler_level
+        level = max(level, 1)  # level 0 has no data of small collectives (MindSpore Transformers does the same)
+    metrics = AicoreMetrics.AiCoreNone
+    if level:
+        metrics = AicoreMetrics.PipeUtilization
     detail = Experimental(
         profiler_level=(ProfilerLevel.Level0, ProfilerLevel.Level1, ProfilerLevel.Level2)[level],
-        aic_metrics=AicoreMetrics.PipeUtilization if level else AicoreMetrics.AiCoreNone,
+        aic_metrics=metrics,
         data_simplification=section.data_simplification,
         mstx=section.mstx,
     )
@@ -204,10 +191,9 @@ def _open_profiler(section: ProfileMonitor, folder: Path, device: str) -> Any:
 
 
 def _only_on_devices(section: ProfileMonitor) -> list[str]:
-    """The keys that are set and act on devices alone."""
-    flags = "profile_communication profile_memory with_stack mstx".split()
-    found = [name for name in flags if getattr(section, name)]
-    return [*(["profiler_level"] if section.profiler_level else []), *found]
+    """Returns the keys that are set and have an effect on devices only."""
+    names = ("profiler_level", "profile_communication", "profile_memory", "with_stack", "mstx")
+    return [name for name in names if getattr(section, name)]
 
 
 def _begin_range(name: str) -> Any:
@@ -229,7 +215,7 @@ def _step_event(number: int, began: float, ended: float) -> Event:
 
 
 def chrome_trace(events: Iterable[Event], name: str) -> list[dict[str, Any]]:
-    """Events in the format of chrome://tracing, Perfetto and MindStudio Insight, in microseconds since 1970."""
+    """Returns events in the format of chrome://tracing, Perfetto and MindStudio Insight, in microseconds since 1970."""
     offset = time.time() - time.perf_counter()
     shown = [event for event in events if event.key.name != NOT_EXPLAINED]
     shown = sorted(shown, key=lambda event: event.began)[:_MOST_EVENTS]
