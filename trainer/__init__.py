@@ -1,6 +1,6 @@
 """run_trainer: a command-line trainer for language models on MindSpore.
 
-For notebooks: `from trainer import train, load`, see `trainer.run.notebook`.
+In a notebook: `from trainer import train, load`, see `trainer.run.notebook`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["Run", "load", "train"]
 
 
 def __getattr__(name: str) -> Any:
-    """The functions for notebooks: importing the package loads none of what they need."""
+    """Imports a function for notebooks at its first use, so that importing the package loads nothing else."""
     if name in __all__:
         import importlib
 

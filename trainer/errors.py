@@ -1,7 +1,7 @@
-"""The errors that a run reports as one message, without a traceback, and the exit codes.
+"""Errors that a run reports as one message, without a traceback, and the exit codes.
 
-A message says as much as is known: where (file and line, or the flag), which key, which value, which rule it breaks,
-and the fix.
+A message has the location (file and line, or the flag), the key, the value, the rule that it breaks, and the fix, as
+far as they are known.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EXIT_SIGTERM = 143
 
 
 def working_directory() -> str:
-    """The folder from which relative paths count, for messages; a shell may stand in one that is gone."""
+    """Returns the working directory for a message; it may have been removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
-        return "the working directory, which is gone"
+        return "the working directory, which has been removed"
 
 
 # characters
@@ -31,7 +31,7 @@ _LONGEST_PART = 2000
 
 
 def shorten_repr(value: object) -> str:
-    """The ``repr`` of a value for a message; of a long one the beginning and the end."""
+    """Returns the ``repr`` of a value for a message; a long one is cut in the middle."""
     return _shortened(repr(value), _LONGEST_VALUE)
 
 
@@ -42,11 +42,11 @@ def _shortened(text: str, longest: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """The text for a terminal, which obeys control characters: these are escaped, but for line ends and tabs."""
+    """Escapes the control characters of a text, which a terminal would obey, except line ends and tabs."""
     text = _shortened(text, _LONGEST_PART)
     if text.isprintable():
         return text
-    return "".join(one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1] for letter in text)
 
 
 _Error = TypeVar("_Error", bound="TrainerError")
@@ -57,9 +57,9 @@ class TrainerError(Exception):
 
     Args:
         rule: What is wrong, or the rule that the value breaks, as a sentence without its full stop.
-        where: Origin of the value, for example ``configs/a.yaml:12`` or ``flag --seed``.
+        where: Location of the value, for example ``configs/a.yaml:12`` or ``flag --seed``.
         key: The dotted key, for example ``runner_config.batch_size``.
-        value: The wrong value; shown with ``repr``, a long one shortened. Left out when there is none.
+        value: The wrong value, if there is one; the message has its ``repr``, shortened if it is long.
         fix: What to do, as a sentence without its full stop.
     """
 
@@ -71,20 +71,20 @@ class TrainerError(Exception):
         self.where = where
         self.key = key
         self.fix = fix
-        self._given = value
-        if value is self._ABSENT:
-            self.value = None
-        else:
-            self.value = value
+        self._value_or_absent = value
+        self.value: object = None
         subject = _printable(key)
         if value is not self._ABSENT:
+            self.value = value
             subject = f"{subject or 'value'} = {shorten_repr(value)}"
         message = ": ".join(part for part in (_printable(where), subject, _printable(rule)) if part) + "."
-        super().__init__(message + (f"\n  Fix: {_printable(fix)}." if fix else ""))
+        if fix:
+            message += f"\n  Fix: {_printable(fix)}."
+        super().__init__(message)
 
     def with_location(self: _Error, where: str, key: str = "") -> _Error:
         """Returns a copy of the error with its location, and optionally its key, which only the caller knows."""
-        return type(self)(self.rule, where=where, key=key or self.key, value=self._given, fix=self.fix)
+        return type(self)(self.rule, where=where, key=key or self.key, value=self._value_or_absent, fix=self.fix)
 
 
 class UserError(TrainerError):

@@ -1,4 +1,4 @@
-"""Files and paths that somebody else names: what cannot be read is an error at once, never a wait.
+"""Reads files that a user names, and checks paths; a file that cannot be read is an error at once, never a wait.
 
 Opening a pipe waits for its writer, and a device such as /dev/zero never ends: both are refused before they are opened.
 """
@@ -22,12 +22,12 @@ def open_file(path: str | Path) -> BinaryIO:
     """Opens a regular file for reading.
 
     Raises:
-        OSError: There is none, it is a folder, a pipe, a socket or a device, or it may not be read.
+        OSError: The path does not exist, is a folder, a pipe, a socket or a device, or may not be read.
     """
     try:
         mode = os.stat(path).st_mode
     except ValueError as error:  # a zero byte, or half a character
-        raise OSError(errno.EINVAL, f"no name of a file: {error}") from None
+        raise OSError(errno.EINVAL, f"not a file name: {error}") from None
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
@@ -36,25 +36,24 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def read_bytes(path: str | Path, limit: int | None = None) -> bytes:
-    """The content of a regular file.
+    """Returns the content of a regular file.
 
     Raises:
-        OSError: As `open_file`, or the file is larger than `limit` bytes.
+        OSError: The file cannot be read, see `open_file`, or is larger than `limit` bytes.
     """
     with open_file(path) as stream:
         if limit is None:
-            content = stream.read()
-        else:
-            content = stream.read(limit + 1)
-    if limit is not None and len(content) > limit:
+            return stream.read()
+        content = stream.read(limit + 1)
+    if len(content) > limit:
         raise OSError(errno.EFBIG, f"larger than {limit:,} bytes")
     return content
 
 
 def path_error(path: str) -> str:
-    """What is wrong with the text of a path whatever is on the disk; empty for nothing.
+    """Returns why a text cannot be a path on any disk; empty if it can.
 
-    `~name` must be a user of this machine: it would otherwise be a folder of that name in the working directory.
+    `~name` must be a user of this machine: otherwise it would be a folder of that name in the working directory.
     """
     if "\0" in path:
         return "a path cannot have a zero byte"
@@ -72,23 +71,23 @@ def path_error(path: str) -> str:
 
 
 def user_path(path: str | Path, where: str, key: str = "") -> Path:
-    """The path that an argument of the command line names, with its ``~``.
+    """Converts an argument of the command line to a path, and expands its ``~``.
 
     Raises:
-        UserError: It names none.
+        UserError: The text cannot be a path.
     """
-    if mistake := path_error(str(path)):
-        raise UserError(mistake, where=where, key=key, value=str(path), fix="write another path")
+    if rule := path_error(str(path)):
+        raise UserError(rule, where=where, key=key, value=str(path), fix="write another path")
     return Path(path).expanduser()
 
 
 def missing_path_reason(path: str | Path) -> str:
-    """Why a path cannot be found, as the end of "the path ...": ``does not exist``; empty where it is there."""
+    """Returns why a path cannot be found, to follow the words "the path": ``does not exist``; empty if it exists."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         if os.path.islink(path):
-            return "is a link to a file that is gone"
+            return "is a broken link"
         return "does not exist"
     except (OSError, ValueError) as error:
         return f"cannot be reached ({getattr(error, 'strerror', None) or error})"

@@ -121,7 +121,7 @@ def test_a_missing_file_is_one_message_where_the_working_directory_is_gone(tmp_p
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    assert "relative to the working directory, which is gone" in failure(lambda: load_config("none.yaml"))
+    assert "relative to the working directory, which has been" in failure(lambda: load_config("none.yaml"))
 
 
 def test_byte_order_mark_and_windows_line_ends_are_read(tmp_path):

@@ -100,7 +100,7 @@ def test_a_file_for_ascend_is_planned_for_its_own_job():
     assert plan.data.rows == 0
     notes = [row[0] for row in plan_sections(plan, verbose=False)[0][1]][1:]
     assert len(notes) <= 12 and notes[0].startswith("- load_checkpoint is empty")  # what changes results comes first
-    assert all("no effect" in note or "set with" in note or "computed again" in note or "keys ignored" in note
+    assert all("no effect" in note or "set with" in note or "recomputed" in note or "keys ignored" in note
                or "not read" in note for note in notes[3:]), notes  # fmt: skip
     told = "\n".join(plan.notes)
     assert "not checked, because it is not on this machine: train_dataset.data_loader /data/on/another/machine" in told
@@ -264,7 +264,7 @@ def test_lists_count_layers_of_stages():
     assert recomputed_parts(config) == ("block",) * 3 + ("mlp", "", "") + ("block", "mlp", "", "")
     parts = FINETUNE.replace("offset: [1, -1]", "offset: [[1, 0], [0, 1]]\n    pp_interleave_num: 2")
     assert stage_layers(load(parts)) == [[0, 1, 2, 5, 6], [3, 4, 7, 8, 9]]
-    assert "offset = [1, 0]: the stages then have 11 layers, and the model has 10" in failure(
+    assert "offset = [1, 0]: the stages would have 11 layers, and the model has 10" in failure(
         lambda: load(FINETUNE.replace("offset: [1, -1]", "offset: [1, 0]"))
     )
 

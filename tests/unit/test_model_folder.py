@@ -14,7 +14,7 @@ from golden_files import GOLDEN_FOLDER, load_model_case, model_case_names
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import config_json
-from trainer.config.read.model_folder import verdict
+from trainer.config.read.model_folder import classify_key
 
 FACTS = json.loads((GOLDEN_FOLDER / "families.json").read_text(encoding="utf-8"))
 OTHERS: dict[str, dict[str, Any]] = FACTS["others"]
@@ -46,7 +46,7 @@ def test_the_table_of_defaults_is_transformers(kind: str) -> None:
             name = "num_local_experts"
         assert (theirs[name] if value is not None or name == "sliding_window" else None) == value, name
     for name, value in theirs.items():
-        assert verdict(name, value, kind, kind) in ("read", "harmless"), f"{kind} reads {name}"
+        assert classify_key(name, value, kind, kind) in ("read", "harmless"), f"{kind} reads {name}"
 
 
 @pytest.mark.parametrize("name", [*model_case_names(), *model_case_names("experts"), "mtp_2"])
@@ -108,10 +108,10 @@ def test_keys_that_config_json_lacks_have_the_defaults_of_its_class(tmp_path: Pa
 @pytest.mark.parametrize(
     ("yaml", "parts"),
     [
-        ("num_layers: 3", ["a.yaml:2: model.model_config.num_layers = 3: ", "config.json:", " says 2"]),
-        ("num_attention_heads: 8", ["model_config.num_attention_heads = 8: ", "says 4", "do not fit"]),
-        ("head_dim: 8", ["head_dim = 8", "says 16"]),
-        ("intermediate_size: 64", ["intermediate_size = 64", "says 48"]),
+        ("num_layers: 3", ["a.yaml:2: model.model_config.num_layers = 3: ", "config.json:", " has 2"]),
+        ("num_attention_heads: 8", ["model_config.num_attention_heads = 8: ", "has 4", "do not fit"]),
+        ("head_dim: 8", ["head_dim = 8", "has 16"]),
+        ("intermediate_size: 64", ["intermediate_size = 64", "has 48"]),
         ("vocab_size: 400", ["vocab_size = 400", "leave it out, or name another folder"]),
         ("tie_word_embeddings: True", ["tie_word_embeddings = True"]),
     ],
@@ -130,7 +130,7 @@ def test_sizes_that_contradict_the_folder(tmp_path: Path, yaml: str, parts: list
 def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, described("experts_qwen3_moe"))
     message = error_of(key(folder, "moe_config: {expert_num: 4}\nrun_mode: finetune\n"))
-    assert "expert_num = 4: " in message and "says 8" in message
+    assert "expert_num = 4: " in message and "has 8" in message
     assert load(key(folder, "moe_config: {num_experts_chosen: 1}\n")).decoder.experts.num_experts_chosen == 1
 
 
@@ -139,7 +139,7 @@ def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
     [
         (None, ["a.yaml:1: pretrained_model_dir", "the folder has no config.json"]),
         ("{\n'a': 1}", ["config.json:2", "is not valid JSON"]),
-        ("[1]", ["config.json:1", "must hold a JSON object"]),
+        ("[1]", ["config.json:1", "must be a JSON object"]),
         ("{}", ["config.json", "names no family"]),
         ('{"model_type": "llama",\n "hidden_size": "64"}', ["config.json:2: model.model_config", "integer"]),
         ('{"model_type": "llama",\n\t"hidden_act": "gelu"}', ["config.json:2: hidden_act = 'gelu': not yet supported"]),
@@ -177,7 +177,7 @@ def test_a_family_that_is_not_known_is_an_error_that_says_what_differs(tmp_path:
     kind = OTHERS[name]["architectures"][0]
     message = error_of(key(folder_of(tmp_path, OTHERS[name])))
     for part in (kind, "this family is not known here", TOLD[name], "config.json:", "Qwen3ForCausalLM (qwen3)",
-                 "model.arch.type: LlamaForCausalLM takes it as one"):  # fmt: skip
+                 "write model.arch.type: LlamaForCausalLM"):  # fmt: skip
         assert part in message
     sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300"
     pasted = error_of(f"model_config: {{{sizes}, architectures: [{kind}], model_type: {name}}}\n")
@@ -253,7 +253,7 @@ def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_p
     assert "a factor on the embeddings" in pasted and "remove" not in pasted
     odd = folder_of(tmp_path, OTHERS["helium"], mystery=0.5, silent=False)
     message = error_of(key(odd, AS_LLAMA))
-    assert "mystery = 0.5: nobody can tell" in message and "silent" not in message
+    assert "mystery = 0.5: the effect of this key" in message and "silent" not in message
     known = folder_of(tmp_path, described(), mystery=0.5)
     assert "config.json: not used, as in transformers: mlp_bias, mystery" in notes(key(known))
 
@@ -264,11 +264,11 @@ def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
     assert "write model.arch.type: Qwen3ForCausalLM" in error_of(key(folder_of(tmp_path), AS_LLAMA))
     folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="llama")
     message = error_of(key(folder))
-    assert "['Qwen3ForCausalLM']: is not the class that is known of model_type llama: LlamaForCausalLM" in message
+    assert "['Qwen3ForCausalLM']: is not the known class of model_type llama, which is LlamaForCausalLM" in message
     assert "write model.arch.type: LlamaForCausalLM or Qwen3ForCausalLM" in message
     assert load(key(folder, "model: {arch: {type: Qwen3ForCausalLM}}\n")).model.arch.type == "Qwen3ForCausalLM"
     other_head = folder_of(tmp_path, described(), architectures=["Qwen3ForSequenceClassification"])
-    assert "model_type qwen3: Qwen3ForCausalLM" in error_of(key(other_head))
+    assert "model_type qwen3, which is Qwen3ForCausalLM" in error_of(key(other_head))
 
 
 # ---- the weight of the balance loss ----------------------------------------------------------------------------------

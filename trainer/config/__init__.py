@@ -1,4 +1,4 @@
-"""Configuration: YAML and flags in, one checked tree of values out. Never imports MindSpore."""
+"""The configuration: reads YAML and flags into one checked tree of values. Never imports MindSpore."""
 
 from trainer.config.checks.rules import preflight
 from trainer.config.read.dump import dump_config

@@ -1,7 +1,7 @@
-"""Model families of Hugging Face: one record has all that is known of a family.
+"""Model families of Hugging Face: one record has all facts about a family.
 
-The reader and the writer of config.json, the defaults of a YAML that names a family, the names of tensors on disk and
-the refusals read it. `scripts/make_families.py` asks transformers for the defaults, which a test compares.
+Readers and writers of config.json, derived defaults, the names of tensors on disk and configuration errors use it.
+`scripts/make_families.py` asks transformers for the defaults, which a test compares.
 """
 
 from __future__ import annotations
@@ -10,66 +10,66 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 Windows = Literal["", "every", "listed", "other"]
-"""Which layers have a sliding window: none; every layer; those of max_window_layers or layer_types; others than these
-keys say for Qwen2, which is not built."""
+"""Layers with a sliding window: none, all, those of max_window_layers or layer_types ("listed"), or other layers than
+these keys mean for Qwen2, which is not supported ("other")."""
 
 
 class ExpertNames(NamedTuple):
-    """Names of the tensors of a layer with experts, one for each expert and matrix."""
+    """Names of the tensors of an MoE layer; there is one tensor for each expert and matrix."""
 
     module: str = "mlp"
-    """The module that has router and experts."""
+    """The module with router and experts."""
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 class Family(NamedTuple):
-    """What follows from the name of a family. Other facts about a model of it are keys of config.json."""
+    """The facts that follow from the name of a family. Other facts about a model are keys of its config.json."""
 
     model_type: str
     """Its name in config.json."""
     defaults: Mapping[str, Any]
-    """All keys that its class reads, with what it takes for one that a config.json leaves out: transformers' values, or
-    those of the code that is published with the weights where transformers does not have the class."""
+    """All keys that its class reads, with their defaults: those of transformers, or, for a class that transformers
+    lacks, those of the code that is published with the weights."""
     model: Mapping[str, Any] = {}
     """Keys of ``model_config`` that the name implies."""
     experts: Mapping[str, Any] = {}
     """Keys of ``moe_config`` that the name implies."""
     optional_experts: tuple[str, ...] = ()
-    """Keys that a config.json has only where the model has experts; such a family has dense models too."""
+    """Keys that only the config.json of a model with experts has, in a family with dense models."""
     renamed_keys: Mapping[str, str] = {}
-    """Keys of a published config.json that have another meaning elsewhere -> the key of this meaning."""
+    """Keys of a published config.json that mean something else in other families -> the key with this meaning."""
     written: Mapping[str, Callable[[Any], Any]] = {}
-    """Keys that are written otherwise than for other families, as functions of the ``ModelConfig``."""
+    """Functions of the ``ModelConfig`` for keys that are written differently than in other families."""
     windows: Windows = ""
     has_output_bias: bool = False
-    """Whether attention_bias there means one on o_proj too."""
+    """Whether its attention_bias also means a bias on o_proj."""
     has_default_sizes: bool = False
-    """Whether a YAML may leave out sizes, which are those of the class then: there is one well-known model of it."""
+    """Whether a YAML may leave out sizes because the family has one well-known model, whose sizes are the defaults."""
     in_transformers: bool = True
     """Whether transformers has the class."""
     saved_as: str = ""
-    """The class of transformers that computes the same where it does not have this one."""
+    """For a class that transformers lacks: its class that computes the same."""
     other_names: tuple[str, ...] = ()
     """Other classes and model types that mean the same."""
     config_class: str = ""
     """MindSpore Transformers' class of its configuration."""
     tensor_names: Mapping[str, str] = {}
-    """Pieces of the names of tensors in memory -> on disk, where they differ."""
+    """Parts of tensor names in memory -> on disk, if they differ."""
     joined_tensors: Mapping[str, tuple[str, ...]] = {}
-    """Matrices on disk that join matrices of one shape, the first above the second."""
+    """Fused matrices on disk -> the matrices of equal shape in them, the first above the second."""
     expert_names: ExpertNames = ExpertNames()
     published_names: Mapping[str, str] = {}
-    """Pieces of names in files whose names begin with "transformer." -> in memory, or of a matrix that joins others.
-    They are read and never written."""
+    """Parts of names in files whose names begin with "transformer." -> in memory, or of a fused matrix.
+    Such names are read and never written."""
 
     @property
     def is_mixture(self) -> bool:
-        """Whether every model of it has experts."""
+        """Returns whether every model of the family has experts."""
         return "num_experts_per_tok" in self.defaults
 
 
 def shared_experts(settings: Any) -> int:
-    """Counts the shared experts in experts, rounded up where their width is no multiple of one's."""
+    """Returns the width of the shared experts as a number of routed experts, rounded up."""
     return -(-settings.shared_expert_size // settings.expert_size)
 
 
@@ -85,7 +85,7 @@ _MISTRAL = _ALL | {
 }  # fmt: skip
 _LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0}
-"""Balanced by the expert bias instead of a loss: "no auxiliary loss" is what noaux means."""
+"""An expert bias instead of an auxiliary loss balances the load: noaux means "no auxiliary loss"."""
 _GLM = Family(
     "glm",
     _ALL | {
@@ -94,7 +94,7 @@ _GLM = Family(
         "partial_rotary_factor": 0.5,
     },
     {"rotary_pct": 0.5, "rope_interleave": True, "qkv_has_bias": True},
-    written={"pad_token_id": lambda settings: None},  # the class has one that small vocabularies lack
+    written={"pad_token_id": lambda settings: None},  # the default of the class exceeds a small vocabulary
     joined_tensors={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
 )  # fmt: skip
 
@@ -176,10 +176,10 @@ FAMILIES = {
             "tie_word_embeddings": False,
         },
         _GLM.model,
-        renamed_keys={"seq_length": "max_position_embeddings"},  # elsewhere that of the training data
+        renamed_keys={"seq_length": "max_position_embeddings"},  # in other families the length of training sequences
         in_transformers=False, saved_as="GlmForCausalLM", config_class="ChatGLM2Config",
         other_names=("ChatGLMModel", "ChatGLMForConditionalGeneration", "glm2"),
-        published_names={  # those of MindSpore Transformers' files too, joined or not
+        published_names={  # also those of MindSpore Transformers' files, fused or not
             "transformer.embedding.word_embeddings.weight": "model.embed_tokens.weight",
             "transformer.embedding.embedding_weight": "model.embed_tokens.weight",
             "transformer.encoder.layers.": "model.layers.",
@@ -234,32 +234,34 @@ FAMILIES = {
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
     ),
 }  # fmt: skip
-"""By ``model.arch.type``, which is Hugging Face's class, or MindSpore Transformers' where transformers has none."""
+"""Families by ``model.arch.type``: Hugging Face's class, or MindSpore Transformers' if transformers has none."""
 
 
 def known_class(name: Any) -> str:
-    """Returns the class of `FAMILIES` of this name or another name; empty where there is none."""
-    return next((kind for kind, family in FAMILIES.items() if name in (kind, *family.other_names)), "")
+    """Returns the class of `FAMILIES` with this name or other name; empty if there is none."""
+    return next((known for known, family in FAMILIES.items() if name in (known, *family.other_names)), "")
 
 
 def named_family(settings: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns the family that a ``model_config`` names, and the key that does; empty where it names no known one."""
-    found = settings.get("architectures")
-    for name in found if isinstance(found, list) else [found]:
-        if kind := known_class(name):
-            return kind, "architectures"
-    kind = settings.get("model_type")
+    """Returns the known family that a ``model_config`` names and the key that names it; both empty if there is none."""
+    names = settings.get("architectures")
+    if not isinstance(names, list):
+        names = [names]
+    for name in names:
+        if architecture := known_class(name):
+            return architecture, "architectures"
+    model_type = settings.get("model_type")
     for name, family in FAMILIES.items():
-        if kind is not None and kind in (family.model_type, *family.other_names):
+        if model_type is not None and model_type in (family.model_type, *family.other_names):
             return name, "model_type"
     return "", ""
 
 
 def known_families() -> str:
-    """Names all of `FAMILIES`, for messages."""
+    """Lists all of `FAMILIES` for a message."""
     return ", ".join(f"{name} ({family.model_type})" for name, family in FAMILIES.items())
 
 
-def layers_with_experts(layers: int, every: int, dense: list[int]) -> list[int]:
-    """``moe_layer_freq`` of Qwen3-MoE's decoder_sparse_step and mlp_only_layers, as Hugging Face reads the two."""
-    return [int((layer + 1) % every == 0 and layer not in dense) for layer in range(layers)]
+def layers_with_experts(layers: int, step: int, dense: list[int]) -> list[int]:
+    """Converts Qwen3-MoE's decoder_sparse_step and mlp_only_layers to ``moe_layer_freq``: 1 or 0 for each layer."""
+    return [int((layer + 1) % step == 0 and layer not in dense) for layer in range(layers)]

@@ -1,4 +1,4 @@
-"""The config.json that a model is saved with, as a class of Hugging Face reads it."""
+"""Writes the config.json of a saved model for a class of Hugging Face, and says what a class cannot describe."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "n_shared_experts": shared_experts,
     "moe_intermediate_size": lambda s: s.expert_size,
     "shared_expert_intermediate_size": lambda s: s.shared_expert_size,
-    "n_group": lambda s: s.experts.n_group or 1,
-    "topk_group": lambda s: s.experts.topk_group or s.experts.n_group or 1,
+    "n_group": lambda s: _experts(s).n_group or 1,
+    "topk_group": lambda s: _experts(s).topk_group or _experts(s).n_group or 1,
     "first_k_dense_replace": lambda s: len(_dense_layers(s)),
     "decoder_sparse_step": lambda s: 1,
     "mlp_only_layers": lambda s: list(_dense_layers(s)),
     "router_aux_loss_coef": lambda s: s.balance_factor
-    * (s.num_layers - len(_dense_layers(s))) / s.experts.num_experts_chosen,
-    "output_router_logits": lambda s: bool(s.experts.output_router_logits),
+    * (s.num_layers - len(_dense_layers(s))) / _experts(s).num_experts_chosen,
+    "output_router_logits": lambda s: bool(_experts(s).output_router_logits),
     "router_jitter_noise": lambda s: 0.0,
 }  # fmt: skip
-"""What is written for a key; all others are written as they are set."""
+"""Functions that give the values of keys in a config.json; other keys have the values of the settings."""
 _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -44,51 +44,56 @@ _ROPE_KEYS = {
 }  # fmt: skip
 
 
+def _experts(settings: ModelConfig) -> MoEConfig:
+    assert settings.experts is not None, "only a model with experts has these keys"
+    return settings.experts
+
+
 def _dense_layers(settings: ModelConfig) -> tuple[int, ...]:
     return tuple(layer for layer in range(settings.num_layers) if not settings.is_moe_layer(layer))
 
 
-def _written(settings: ModelConfig, kind: str) -> dict[str, Any]:
-    """The values of all keys of a class; without those of experts where the model has none."""
-    family = FAMILIES[kind]
+def _written(settings: ModelConfig, architecture: str) -> dict[str, Any]:
+    """Returns the values of all keys of a class; a dense model has no keys about experts."""
+    family = FAMILIES[architecture]
     writers = {**_WRITTEN, **family.written}
-    of_model = yaml_names(ModelConfig)
-    of_experts = yaml_names(MoEConfig)
-    found: dict[str, Any] = {}
+    model_keys = yaml_names(ModelConfig)
+    expert_keys = yaml_names(MoEConfig)
+    values: dict[str, Any] = {}
     for key in (*family.defaults, *family.optional_experts, *family.written):
-        if settings.experts is None and key in of_experts:
+        if settings.experts is None and key in expert_keys:
             continue
         if key in writers:
-            found[key] = writers[key](settings)
-        elif key in of_model:
-            found[key] = getattr(settings, of_model[key])
+            values[key] = writers[key](settings)
+        elif key in model_keys:
+            values[key] = getattr(settings, model_keys[key])
         else:
-            found[key] = getattr(settings.experts, of_experts[key])
-    return found
+            values[key] = getattr(settings.experts, expert_keys[key])
+    return values
 
 
 def _windows(settings: ModelConfig) -> dict[str, Any]:
-    """Which layers have the sliding window, where not all of them need to have it."""
+    """Returns the keys for a class in which each layer may or may not have a sliding window."""
     windows = settings.window_layers
-    found = {"use_sliding_window": True, "sliding_window": settings.sliding_window}
-    if windows == tuple(range(windows[0], settings.num_layers)):  # what versions without layer_types read
-        found["max_window_layers"] = windows[0]
-    kinds = {False: "full_attention", True: "sliding_attention"}
-    found["layer_types"] = [kinds[settings.has_window(layer)] for layer in range(settings.num_layers)]
-    return found
+    keys: dict[str, Any] = {"use_sliding_window": True, "sliding_window": settings.sliding_window}
+    if windows == tuple(range(windows[0], settings.num_layers)):  # for versions of transformers without layer_types
+        keys["max_window_layers"] = windows[0]
+    types = {False: "full_attention", True: "sliding_attention"}
+    keys["layer_types"] = [types[settings.has_window(layer)] for layer in range(settings.num_layers)]
+    return keys
 
 
-def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dict[str, Any]:
-    """Describes a model as one of the class `kind`, without the ids of tokens.
+def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32") -> dict[str, Any]:
+    """Returns the config.json of a model for the class `architecture`, without token ids.
 
-    Rotary positions are written as transformers 5 has them (rope_parameters) and as older versions do.
+    It describes the rotary embedding both for transformers 5 (rope_parameters) and for older versions.
     """
-    family = FAMILIES[kind]
-    found: dict[str, Any] = {"architectures": [kind], "model_type": family.model_type}
-    found |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
-    found |= _written(settings, kind)
+    family = FAMILIES[architecture]
+    keys: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type}
+    keys |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
+    keys |= _written(settings, architecture)
     if settings.window_layers and family.windows == "listed":
-        found |= _windows(settings)
+        keys |= _windows(settings)
     scaling = settings.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None and scaling.rope_type != "default":
@@ -96,26 +101,26 @@ def config_json(settings: ModelConfig, kind: str, dtype: str = "float32") -> dic
         rope = {key: value for key, value in rope.items() if value is not None}
         if scaling.rope_type != "linear":
             rope.setdefault("original_max_position_embeddings", settings.max_positions)
-        found["rope_scaling"] = dict(rope)
-    found["rope_parameters"] = {"rope_theta": settings.rope_base, **rope}
-    if "partial_rotary_factor" in found:
-        found["rope_parameters"]["partial_rotary_factor"] = settings.rotary_pct
-    return {**found, "use_cache": True}
+        keys["rope_scaling"] = dict(rope)
+    keys["rope_parameters"] = {"rope_theta": settings.rope_base, **rope}
+    if "partial_rotary_factor" in keys:
+        keys["rope_parameters"]["partial_rotary_factor"] = settings.rotary_pct
+    return {**keys, "use_cache": True}
 
 
-# ---- what a class cannot say -----------------------------------------------------------------------------------------
+# ---- differences that a class cannot describe ------------------------------------------------------------------------
 
 
 class _Fact(NamedTuple):
-    """Something of a model that a config.json has to say, and words for a model that it says otherwise of."""
+    """A feature of a model that its config.json must describe, and words for a model that differs in it."""
 
     value: Callable[[ModelConfig], Any]
-    """None where the model has nothing of the kind."""
+    """None if the feature does not apply to the model."""
     present: str
     absent: str = ""
-    """Words for a model without it; empty where another fact tells it."""
+    """Words for a model without the feature; empty if another fact reports it."""
     other: str = ""
-    """Words for a model with another value of it, `present` by default."""
+    """Words for a model with another value of the feature; `present` by default."""
 
 
 _FACTS = (
@@ -135,44 +140,42 @@ _FACTS = (
     _Fact(lambda s: (attention_spec(s).post_norm, mlp_spec(s).post_norm), "other norms after the sublayers"),
 )  # fmt: skip
 _FACTS_OF_EXPERTS = (
-    _Fact(lambda s: s.experts.score_function, "a {} router"),
-    _Fact(lambda s: s.experts.has_expert_bias, "an expert bias", "no expert bias"),
-    _Fact(lambda s: not s.experts.norm_topk_prob, "weights of experts that do not sum to 1"),
-    _Fact(lambda s: s.experts.routed_scaling_factor, "a factor on the routed experts"),
+    _Fact(lambda s: _experts(s).score_function, "a {} router"),
+    _Fact(lambda s: _experts(s).has_expert_bias, "an expert bias", "no expert bias"),
+    _Fact(lambda s: not _experts(s).norm_topk_prob, "weights of experts that do not sum to 1"),
+    _Fact(lambda s: _experts(s).routed_scaling_factor, "a factor on the routed experts"),
     _Fact(lambda s: s.shared_expert_size, "shared experts", "no shared experts", "shared experts of another width"),
     _Fact(lambda s: s.has_shared_gate, "a gate on the shared experts", "no gate on the shared experts"),
-    _Fact(lambda s: (s.experts.n_group or 1) - 1, "groups of experts"),
+    _Fact(lambda s: (_experts(s).n_group or 1) - 1, "groups of experts"),
     _Fact(lambda s: _dense_layers(s), "dense layers"),
 )
 
 
-def class_differences(settings: ModelConfig, kind: str) -> list[str]:
-    """Says what a model has that a config.json of the class `kind` cannot say, or the reverse: what differs once it is
-    written and read again."""
-    theirs = model_from_config_json(config_json(settings, FAMILIES[kind].saved_as or kind))
+def class_differences(settings: ModelConfig, architecture: str) -> list[str]:
+    """Returns the features in which a model differs from the one that its config.json for a class describes."""
+    described = model_from_config_json(config_json(settings, FAMILIES[architecture].saved_as or architecture))
     facts = _FACTS
-    if settings.experts is not None and theirs.experts is not None:
+    if settings.experts is not None and described.experts is not None:
         facts += _FACTS_OF_EXPERTS
-    words = (_difference(fact, fact.value(settings), fact.value(theirs)) for fact in facts)
+    words = (_difference(fact, fact.value(settings), fact.value(described)) for fact in facts)
     return [text for text in words if text]
 
 
-def _difference(fact: _Fact, ours: Any, theirs: Any) -> str:
-    if ours is None or ours == theirs or not (ours or theirs):
+def _difference(fact: _Fact, value: Any, described: Any) -> str:
+    if value is None or value == described or (not value and not described):
         return ""
-    if not ours:
+    if not value:
         return fact.absent
-    if not theirs:
-        text = fact.present
-    else:
-        text = fact.other or fact.present
-    return text.format(ours)
+    text = fact.present
+    if described and fact.other:
+        text = fact.other
+    return text.format(value)
 
 
-def saved_class(settings: ModelConfig, kind: str) -> str:
-    """The class under which a model is saved: `kind`, or the first one whose config.json describes the same model.
+def saved_class(settings: ModelConfig, architecture: str) -> str:
+    """Returns the class under which a model is saved: `architecture`, or the first that describes the same model.
 
-    Classes of transformers come first. Empty where there is none: its config.json would describe another model.
+    Classes of transformers come first. The result is empty if the config.json of every class describes another model.
     """
-    candidates = sorted((kind, *FAMILIES), key=lambda name: not FAMILIES[name].in_transformers)
+    candidates = sorted((architecture, *FAMILIES), key=lambda name: not FAMILIES[name].in_transformers)
     return next((name for name in candidates if not class_differences(settings, name)), "")

@@ -1,4 +1,4 @@
-"""Where a value of a configuration was written."""
+"""The location of a value of a configuration: file and line, or flag."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SourceLocation(NamedTuple):
-    """Where something is written, and in which order it is read: lines of the file first, then overrides."""
+    """A location as text, and its order: lines of the file first, then overrides."""
 
     order: int
     text: str

@@ -1,15 +1,15 @@
-"""A note for the user, which is no error."""
+"""Notes for the user."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 NoteKind = Literal["results", "parallel", "dtype", "ignored"]
-"""What differs, by importance: the results, the degrees of parallelism, a dtype, or nothing: a key has no effect."""
+"""The subject of a note, by importance: the results, the parallelism, a dtype, or a key without effect ("ignored")."""
 
 
 class Note(str):
-    """A sentence that the user should know; a plain string in its place is about the results."""
+    """A sentence for the user about a setting. Code that expects a note takes a plain string as one about results."""
 
     kind: NoteKind
 

@@ -1,14 +1,14 @@
-"""Which part of each layer is computed again in the backward pass: recompute_config and the older key recompute.
+"""Activation recomputation: which part of each layer recompute_config, or the older key recompute, selects.
 
-A block has two parts that can be computed again on their own: attention and feed-forward layer ("mlp"), each with its
-norm and its residual connection. MindSpore Transformers' files name single operators by regular expressions; they are
-taken as the sublayer that they belong to.
+A block has two parts that can be recomputed alone: attention and feed-forward layer ("mlp"), each with its norm and its
+residual connection. MindSpore Transformers' files name single operators by regular expressions; each stands for the
+sublayer that the operator belongs to.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
 from trainer.config.checks.problem import ConfigError, problem
@@ -18,12 +18,12 @@ from trainer.config.schema.system import RecomputeConfig
 from trainer.config.stages import counts_per_stage
 
 Part: TypeAlias = Literal["", "attention", "mlp", "block"]
-"""What of a layer is computed again: nothing, a sublayer, or all of it."""
+"""The recomputed part of a layer: nothing, a sublayer, or the block."""
 
 SUBLAYERS = ("attention", "mlp")
 _NAMES = {"attention": "the attention sublayer", "mlp": "the feed-forward sublayer", "block": "the whole block"}
 _KEY = "recompute_config"
-# Words of operators' names in MindSpore Transformers and Hugging Face.
+# Words in the names of operators of MindSpore Transformers and Hugging Face.
 _WORDS = {
     "attention": re.compile(
         r"(?<!post_)attention|attn|flash|softmax|rotary|\bw[qkvo]\b|\b[qkvo]_proj|linear_(q|k|v|qkv|proj)\b"
@@ -35,7 +35,7 @@ _WORDS = {
 
 
 class _Choice:
-    """Layers of each sublayer, as one key says it, and the patterns that were read as one."""
+    """The layers that a key selects for each sublayer, and the patterns that stand for a sublayer."""
 
     def __init__(self) -> None:
         self.layers: dict[str, set[int]] = {sublayer: set() for sublayer in SUBLAYERS}
@@ -43,62 +43,76 @@ class _Choice:
         self.unknown: list[str] = []
 
     def add(self, pattern: str, layers: list[int]) -> None:
-        """Adds the sublayers that a pattern means."""
-        plain = pattern.strip().lower()
-        if plain in SUBLAYERS:
-            sublayers = [plain]
+        """Adds the sublayers that a pattern stands for."""
+        name = pattern.strip().lower()
+        if name in SUBLAYERS:
+            sublayers = [name]
         else:
-            sublayers = [name for name in SUBLAYERS if _WORDS[name].search(plain)]
+            sublayers = [sublayer for sublayer in SUBLAYERS if _WORDS[sublayer].search(name)]
         for sublayer in sublayers:
             self.layers[sublayer].update(layers)
-            if plain != sublayer:
+            if name != sublayer:
                 self.guessed[sublayer].append(pattern)
         if not sublayers:
             self.unknown.append(pattern)
 
 
 def recomputed_parts(config: Config) -> tuple[Part, ...]:
-    """For each layer what of it is computed again; the configuration has passed `recompute_problems`."""
+    """Returns the recomputed part of each layer; `recompute_problems` must have found no error."""
     settings = config.recompute_config
-    count = config.decoder.num_layers
-    whole = _layers(True if config.recompute else settings.recompute, config)
+    blocks = _layers(config.recompute or settings.recompute, config)
     selected = _sublayers(settings.select_recompute, config)
     excluded = _sublayers(settings.select_recompute_exclude, config, SUBLAYERS)
     parts: list[Part] = []
-    for layer in range(count):
-        sublayers = [
-            sublayer
+    for layer in range(config.decoder.num_layers):
+        recomputed = {
+            sublayer: (layer in blocks or layer in selected.layers[sublayer]) and layer not in excluded.layers[sublayer]
             for sublayer in SUBLAYERS
-            if (layer in whole or layer in selected.layers[sublayer]) and layer not in excluded.layers[sublayer]
-        ]
-        parts.append("block" if len(sublayers) == 2 else sublayers[0] if sublayers else "")  # type: ignore[arg-type]
+        }
+        if recomputed["attention"] and recomputed["mlp"]:
+            parts.append("block")
+        elif recomputed["attention"]:
+            parts.append("attention")
+        elif recomputed["mlp"]:
+            parts.append("mlp")
+        else:
+            parts.append("")
     return tuple(parts)
 
 
 def comm_recompute_layers(config: Config) -> set[int]:
-    """The layers whose gathering of tokens before a product is repeated: select_comm_recompute.
+    """Returns the layers of select_comm_recompute: their backward pass gathers the tokens before a product again.
 
-    MindSpore Transformers' patterns name the norms before the products, in all their spellings.
+    MindSpore Transformers' patterns name the norms before the products, in several spellings.
     """
     written = config.recompute_config.select_comm_recompute
     if isinstance(written, dict):
         return {layer for layers in written.values() for layer in _layers(layers, config)}
-    names = isinstance(written, list) and any(isinstance(item, str) and not item[:1].isdigit() for item in written)
-    return set(_layers(True if names else written, config))
+    if _has_names(written):
+        return set(range(config.decoder.num_layers))
+    return set(_layers(written, config))
+
+
+def _has_names(written: Any) -> bool:
+    """Returns whether a list has names of sublayers or operators, not only layers."""
+    return isinstance(written, list) and any(isinstance(item, str) and not item[:1].isdigit() for item in written)
 
 
 def _layers(written: Any, config: Config) -> list[int]:
-    """The layers that a key names. True: all; an integer: so many from the first; a string or a list: these.
+    """Returns the layers of a value: all for True, the first N for an integer N, or those of a string or a list.
 
-    In a pipeline a list with a number for each stage counts layers of each, as in MindSpore Transformers.
+    In a pipeline a list with a number for each stage counts layers of each stage, as in MindSpore Transformers.
+
+    Raises:
+        LayerError: The value names layers that the model does not have.
     """
     num_layers = config.decoder.num_layers
     counted = counts_per_stage(config, written)
     if counted is not None:
         return counted
-    if isinstance(written, bool) or written == []:
-        if written:
-            return list(range(num_layers))
+    if written is True:
+        return list(range(num_layers))
+    if written is False or written == []:
         return []
     if isinstance(written, (str, list)):
         return layer_numbers(written, num_layers)
@@ -107,79 +121,83 @@ def _layers(written: Any, config: Config) -> list[int]:
     return list(range(written))
 
 
-def _sublayers(written: Any, config: Config, meant: tuple[str, ...] = ("mlp",)) -> _Choice:
-    """What a key says about sublayers: patterns for all layers, or a mapping of patterns to layers.
+def _sublayers(written: Any, config: Config, default: tuple[str, ...] = ("mlp",)) -> _Choice:
+    """Reads a key about sublayers: names for all layers, or a mapping of names to layers.
 
-    Without a pattern `meant` is: to select, the feed-forward sublayer, as MindSpore Transformers then takes
-    feed_forward.mul and its activation.
+    A value without names is about the `default` sublayers. To select it is the feed-forward sublayer: MindSpore
+    Transformers then recomputes feed_forward.mul and its activation.
+
+    Raises:
+        LayerError: A name or a layer is not part of the model.
     """
     choice = _Choice()
-    everywhere = list(range(config.decoder.num_layers))
     if isinstance(written, str):
         written = [written]
-    named = isinstance(written, list) and any(isinstance(item, str) and not item[:1].isdigit() for item in written)
     if isinstance(written, dict):
         for pattern, layers in written.items():
             choice.add(pattern, _layers(layers, config))
-    elif named:
+    elif _has_names(written):
         for pattern in written:
             if not isinstance(pattern, str):
-                raise LayerError(f"{pattern!r} is no name of a part: write attention or mlp")
-            choice.add(pattern, everywhere)
+                raise LayerError(f"{pattern!r} is not the name of a sublayer: write attention or mlp")
+            choice.add(pattern, list(range(config.decoder.num_layers)))
     elif written:
-        for sublayer in meant:
+        for sublayer in default:
             choice.add(sublayer, _layers(written, config))
     if choice.unknown and not any(choice.layers.values()):
-        raise LayerError(f"{choice.unknown[0]!r} belongs to no part of a block: write attention or mlp")
+        raise LayerError(f"{choice.unknown[0]!r} matches no sublayer of a block: write attention or mlp")
     return choice
 
 
 def recompute_problems(config: Config) -> Iterator[ConfigError]:
-    """Layers and parts that the model does not have."""
-    readers = {"recompute": _layers, "select_recompute": _sublayers, "select_recompute_exclude": _sublayers,
-               "select_comm_recompute": lambda written, config: comm_recompute_layers(config)}  # fmt: skip
+    """Yields errors for layers and sublayers that the model does not have."""
+    readers: dict[str, Callable[[Any, Config], object]] = {
+        "recompute": _layers,
+        "select_recompute": _sublayers,
+        "select_recompute_exclude": _sublayers,
+        "select_comm_recompute": lambda written, config: comm_recompute_layers(config),
+    }
     for name, read in readers.items():
         written = getattr(config.recompute_config, name)
         try:
             read(written, config)
         except LayerError as error:
-            fix = RecomputeConfig.model_fields[name].description.split(":", 1)[1].strip(" .")
+            description = RecomputeConfig.model_fields[name].description or ""
+            fix = description.split(":", 1)[1].strip(" .")
             yield problem(config, f"{_KEY}.{name}", str(error), f"{name}: {fix}")
 
 
 def recompute_notes(config: Config) -> Iterator[str]:
-    """What was taken for a file's regular expressions, and what a list of numbers means."""
+    """Yields notes about the meaning of patterns and of lists of numbers."""
     settings = config.recompute_config
     if not config.trains:
         return
     written = settings.recompute
-    numbers = isinstance(written, list) and bool(written) and all(isinstance(layer, int) for layer in written)
-    if numbers and counts_per_stage(config, written) is None:
+    is_number_list = isinstance(written, list) and bool(written) and all(isinstance(layer, int) for layer in written)
+    if is_number_list and counts_per_stage(config, written) is None:
         layers = layer_text(set(_layers(settings.recompute, config)))
         yield f"{_KEY}.recompute: {layers}; in MindSpore Transformers a list counts layers of pipeline stages"
     if settings.select_recompute is True:
         yield f"{_KEY}.select_recompute True: {_NAMES['mlp']} of every block, as in MindSpore Transformers"
     for name in ("select_recompute", "select_recompute_exclude"):
         choice = _sublayers(getattr(settings, name), config)
-        verb = "computed again"
+        verb = "recomputed"
         if name == "select_recompute_exclude":
             verb = "kept"
         for sublayer, patterns in choice.guessed.items():
             if patterns and choice.layers[sublayer]:
                 layers = layer_text(choice.layers[sublayer])
                 yield (f"{_KEY}.{name}: {_NAMES[sublayer]} of {layers} is {verb}, for"
-                       f" {', '.join(dict.fromkeys(patterns))}: single operators are not told apart")
+                       f" {', '.join(dict.fromkeys(patterns))}: single operators cannot be selected")
         if choice.unknown:
-            yield f"{_KEY}.{name}: {', '.join(choice.unknown)}: no part of a block here, changes nothing"
+            yield f"{_KEY}.{name}: {', '.join(choice.unknown)}: no effect, no sublayer matches"
 
 
 def recompute_text(parts: tuple[Part, ...]) -> str:
-    """What is computed again, for `plan`; empty for nothing."""
+    """Returns the recomputed parts as text; empty if nothing is recomputed."""
     phrases = []
     for part, name in (("block", "blocks"), *((sublayer, _NAMES[sublayer]) for sublayer in SUBLAYERS)):
-        layers = [layer for layer, found in enumerate(parts) if found == part]
+        layers = [layer for layer, recomputed in enumerate(parts) if recomputed == part]
         if layers:
             phrases.append(f"{name} of {layer_text(layers)}")
-    if phrases:
-        return f"{'; '.join(phrases)}: computed again in the backward pass"
-    return ""
+    return "; ".join(phrases)

@@ -496,7 +496,7 @@ def semi_auto_rows(config: Config, world: World) -> list[tuple[str, str]]:
         rows.append(("tokens are shared", "by tensor-parallel ranks too (sequence parallelism)"))
     recomputed = recompute_text(recomputed_parts(config))
     if recomputed:
-        rows.append(("activations", recomputed))
+        rows.append(("recompute", recomputed))
     return [*rows, *_stages(loss), *_strategies(loss), *(("note", note) for note in semi_auto_notes(config))]
 
 

@@ -88,7 +88,7 @@ def _saving(work: TranslationState, key: str) -> None:
     if work.values["checkpoint.async_save"]:
         settings["async_save"] = (True, "checkpoint.async_save")
     for name, (value, source) in settings.items():
-        saver.own[name] = Entry(tree(value), work.place(source))
+        saver.explicit[name] = Entry(tree(value), work.place(source))
         work.translation.source_keys[f"callbacks.{len(entries)}.{name}"] = source
     entries.append(Entry(saver, work.place(key)))
     work.set_key("callbacks", Items(entries), "callbacks")
@@ -134,7 +134,7 @@ def _optimizer(work: TranslationState, key: str) -> None:
     if settings.get("type", "AdamW") == "AdamW":
         work.set_default(table, "betas", [0.9, 0.95], f"{key}.betas")
     if sorted(map(str, settings.get("adamw_include") or ())) == sorted(_LEFT_TO_ADAMW):
-        del table.own["adamw_include"]
+        del table.explicit["adamw_include"]
     work.set_key(key, table, key)
 
 
@@ -145,29 +145,29 @@ def _schedule(work: TranslationState, key: str) -> None:
         fix = "add type: to it, for example CosineWithWarmUpLR"
         work.problem(f"{key}.type", "this key is required", fix, place=work.place(key))
         return
-    table.own.pop("total_steps", None)
+    table.explicit.pop("total_steps", None)
     work.set_default(table, "learning_rate", 1e-5, f"{key}.learning_rate")
     work.set_key("lr_schedule", table, key)
 
 
 def _dataset(work: TranslationState, key: str) -> None:
     table = work.table(key)
-    if not table.own:
+    if not table.explicit:
         place = work.place("train_dataset")
         work.problem(key, "there is no data to train on", "write dataloader: and its type below", place=place)
         return
     if work.values[key].get("type") == "MindDataset":
-        columns = table.own.pop("column_names", None)
+        columns = table.explicit.pop("column_names", None)
         columns = columns or Entry(tree(["input_ids", "labels"], work.place(key)), work.place(key))
         work.set_key("train_dataset.input_columns", columns.node, f"{key}.column_names", place=columns.place)
     for name in ("num_parallel_workers", "python_multiprocessing"):
-        table.own.pop(name, None)
+        table.explicit.pop(name, None)
     work.set_default(table, "shuffle", False, f"{key}.shuffle")
     work.set_key("train_dataset.data_loader", table, key)
 
 
 def _model(work: TranslationState, key: str) -> None:
-    for name, entry in work.table(key).own.items():
+    for name, entry in work.table(key).explicit.items():
         work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
 
 
@@ -222,11 +222,11 @@ def _recompute_modules(work: TranslationState, key: str) -> None:
 def _context(work: TranslationState, key: str) -> None:
     """Execution mode 1 is what this trainer does anyway."""
     table = work.table(key)
-    written = dict(table.own)
+    written = dict(table.explicit)
     work.set_default(table, "device_target", "Ascend", f"{key}.device_target")
-    if plain(table.own["device_target"].node) == "Ascend":
+    if plain(table.explicit["device_target"].node) == "Ascend":
         work.set_default(table, "max_device_memory", "59GB", f"{key}.max_device_memory")
-    for name, entry in table.own.items():
+    for name, entry in table.explicit.items():
         if name != "mode":
             is_written = name in written and not is_null(written[name].node)
             work.set_key(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)

@@ -118,12 +118,12 @@ class TranslationState:
             node = value
         else:
             node = tree(value, place)
-        table.own[key.rpartition(".")[2]] = Entry(node, place)
+        table.explicit[key.rpartition(".")[2]] = Entry(node, place)
         if not isinstance(value, Table):
             self.translation.source_keys[key] = source
 
     def set_default(self, table: Table, key: str, value: Any, source: str) -> None:
         """Adds to a section what MindSpore Transformers takes for a key that the file leaves out."""
-        if key not in table.own or is_null(table.own[key].node):
+        if key not in table.explicit or is_null(table.explicit[key].node):
             place = self.place(source)
-            table.own[key] = Entry(tree(value, place), place)
+            table.explicit[key] = Entry(tree(value, place), place)

@@ -1,1 +1,1 @@
-"""From a YAML file and flags to a configuration, and back to YAML."""
+"""Reads a configuration from a YAML file and flags, and writes it as YAML."""

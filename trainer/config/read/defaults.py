@@ -1,11 +1,12 @@
-"""Values that one key implies for another which the file leaves out; the dumped configuration shows them."""
+"""Default values that depend on other keys of the file; the dumped configuration shows them."""
 
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from typing import Any
 
-from trainer.config.families import FAMILIES, known_class, layers_with_experts, named_family
+from trainer.config.families import FAMILIES, Family, known_class, layers_with_experts, named_family
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
@@ -16,12 +17,12 @@ from trainer.config.schema.moe import MoEConfig
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _NOT_SIZES = ("output_router_logits", "num_key_value_heads")
-_LENGTH = 4096  # of MindSpore Transformers' models where neither file nor data says otherwise
+_LENGTH = 4096  # the default seq_length of MindSpore Transformers' models
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
 
 def apply_derived_defaults(resolved: Resolved) -> None:
-    """Completes resolved values in place; values of a wrong type are left for validation to report."""
+    """Adds derived defaults to resolved values in place; validation reports values of a wrong type later."""
     _from_family(resolved)
     _from_aliases(resolved)
     _from_flat_yarn(resolved)
@@ -32,7 +33,7 @@ def apply_derived_defaults(resolved: Resolved) -> None:
 
 
 def _section(resolved: Resolved, key: str) -> dict[str, Any]:
-    """A section of the file; an empty one when it is absent or not a section."""
+    """Returns a section of the file; an empty one if it is absent or not a section."""
     data: Any = resolved.data
     for part in key.split("."):
         if isinstance(data, dict):
@@ -44,8 +45,8 @@ def _section(resolved: Resolved, key: str) -> dict[str, Any]:
     return {}
 
 
-def _set(resolved: Resolved, key: str, value: Any, because: str) -> None:
-    """Sets a key that the file leaves out; its location is that of the key which implies it."""
+def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> None:
+    """Sets a key that the file leaves out; its location is that of the key `because`, which implies it."""
     data = resolved.data
     *sections, name = key.split(".")
     for section in sections:
@@ -59,91 +60,101 @@ def _set(resolved: Resolved, key: str, value: Any, because: str) -> None:
 
 
 def _from_records(resolved: Resolved) -> None:
-    """Norms of parameters are computed where they are recorded."""
+    """Switches on the norms of parameters if monitor_config records them."""
     records = _section(resolved, "monitor_config")
     if records.get("monitor_on") is True and records.get("local_norm_format"):
-        _set(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
+        _set_default(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
 
 
 def _from_family(resolved: Resolved) -> None:
-    """Qwen2 has biases on query, key and value, Qwen3 norms on query and key, and so on: their names alone say so."""
-    kind = _section(resolved, "model.arch").get("type")
+    """Sets the keys that the name of a family implies: Qwen2 has biases on query, key and value, for example."""
+    architecture = _section(resolved, "model.arch").get("type")
     because = "model.arch.type"
-    if kind is None:
-        kind, key = named_family(_section(resolved, _MODEL))
-        if not kind and _section(resolved, _MODEL).get("multi_latent_attention") is True:
-            key = "multi_latent_attention"  # which only one class has
-            kind = next(name for name, family in FAMILIES.items() if key in family.model)
-        if kind:
+    if architecture is None:
+        architecture, key = named_family(_section(resolved, _MODEL))
+        if not architecture and _section(resolved, _MODEL).get("multi_latent_attention") is True:
+            key = "multi_latent_attention"  # only one class has it
+            architecture = next(name for name, family in FAMILIES.items() if key in family.model)
+        if architecture:
             because = f"{_MODEL}.{key}"
-            _set(resolved, "model.arch.type", kind, because)
-    kind = _canonical_architecture(resolved, kind)
+            _set_default(resolved, "model.arch.type", architecture, because)
+    architecture = _canonical_architecture(resolved, architecture)
     family = None
-    if isinstance(kind, str):
-        family = FAMILIES.get(kind)
-    for name, value in family.model.items() if family else ():
-        _set(resolved, f"{_MODEL}.{name}", value, because)
+    if isinstance(architecture, str):
+        family = FAMILIES.get(architecture)
+    if family is not None:
+        for name, value in family.model.items():
+            _set_default(resolved, f"{_MODEL}.{name}", value, because)
     for name, field in ModelConfig.model_fields.items():
-        one = beside_of(field)
-        if one is not None and one.value != field.default and _section(resolved, _MODEL).get(one.other) is True:
-            _set(resolved, f"{_MODEL}.{name}", one.value, f"{_MODEL}.{one.other}")
+        rule = beside_of(field)
+        if rule is not None and rule.value != field.default and _section(resolved, _MODEL).get(rule.other) is True:
+            _set_default(resolved, f"{_MODEL}.{name}", rule.value, f"{_MODEL}.{rule.other}")
     if _section(resolved, _MODEL).get("multi_latent_attention") is True:
-        _from_class(resolved, kind)
-    experts = _section(resolved, _EXPERTS)
-    for name, value in family.experts.items() if family and experts else ():
-        other = {"scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef"}.get(name)
-        if other not in experts:  # which says the same in other words
-            _set(resolved, f"{_EXPERTS}.{name}", value, because)
-    rate = f"{_EXPERTS}.topk_bias_update_rate"
-    if family and family.has_default_sizes and experts.get("topk_bias_update_rate"):
-        _set(resolved, f"{_EXPERTS}.balance_via_topk_bias", True, rate)  # as in MindSpore Transformers' class
-    # Hugging Face's `attention_bias` is one on o_proj too, but for some families; our `qkv_has_bias` is not.
+        _from_class(resolved, architecture)
+    if family is not None:
+        _family_experts(resolved, family, because)
+    # attention_bias of Hugging Face means a bias on o_proj, too, except for some families; qkv_has_bias does not.
     key = f"{_MODEL}.qkv_has_bias"
-    has_output_bias = not kind
+    has_output_bias = not architecture
     if family:
         has_output_bias = family.has_output_bias
     is_attention_bias = resolved.written.get(key) == f"{_MODEL}.attention_bias"
     if is_attention_bias and has_output_bias and _section(resolved, _MODEL).get("qkv_has_bias") is True:
-        _set(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
+        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
-def _canonical_architecture(resolved: Resolved, kind: Any) -> Any:
-    """The class of `FAMILIES` for one of its other names, and for TeleChat3, which an older file calls TeleChat."""
+def _family_experts(resolved: Resolved, family: Family, because: str) -> None:
+    """Sets the keys of moe_config that a family implies, if the file has the section."""
+    experts = _section(resolved, _EXPERTS)
+    if not experts:
+        return
+    for name, value in family.experts.items():
+        equivalent = {"scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef"}.get(name)
+        if equivalent not in experts:
+            _set_default(resolved, f"{_EXPERTS}.{name}", value, because)
+    if family.has_default_sizes and experts.get("topk_bias_update_rate"):
+        rate = f"{_EXPERTS}.topk_bias_update_rate"
+        _set_default(resolved, f"{_EXPERTS}.balance_via_topk_bias", True, rate)  # as MindSpore Transformers' class does
+
+
+def _canonical_architecture(resolved: Resolved, architecture: Any) -> Any:
+    """Replaces another name of a class by its name in `FAMILIES`; older files of TeleChat3 call it TeleChat."""
     settings = _section(resolved, _MODEL)
-    usual = known_class(kind) or kind
-    if usual == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
-        usual = "TeleChat3ForCausalLM"
-        _set(resolved, f"{_MODEL}.attn_proj_has_bias", True, f"{_MODEL}.net_name")
+    canonical = known_class(architecture) or architecture
+    if canonical == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
+        canonical = "TeleChat3ForCausalLM"
+        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, f"{_MODEL}.net_name")
         if settings.get("embedding_size") not in (None, 1) and settings["net_name"] != "telechat3_36b":
-            _set(resolved, f"{_MODEL}.tie_word_embeddings", True, f"{_MODEL}.net_name")  # as in its code
-    if usual != kind:
-        resolved.data["model"]["arch"]["type"] = usual
-    return usual
+            _set_default(resolved, f"{_MODEL}.tie_word_embeddings", True, f"{_MODEL}.net_name")  # as its code does
+    if canonical != architecture:
+        resolved.data["model"]["arch"]["type"] = canonical
+    return canonical
 
 
-def _from_class(resolved: Resolved, kind: Any) -> None:
-    """Takes sizes that a file leaves out from its class, as MindSpore Transformers does, unless they contradict it."""
+def _from_class(resolved: Resolved, architecture: Any) -> None:
+    """Sets sizes that the file leaves out to those of its class, as MindSpore Transformers does, where they fit."""
     settings = _section(resolved, _MODEL)
-    if not isinstance(kind, str) or kind not in FAMILIES or not FAMILIES[kind].has_default_sizes:
+    family = None
+    if isinstance(architecture, str):
+        family = FAMILIES.get(architecture)
+    if family is None or not family.has_default_sizes:
         return
     longest = settings.get("max_position_embeddings") or _LENGTH
     if isinstance(longest, int):
-        _set(resolved, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
-    for name, value in FAMILIES[kind].defaults.items():
-        own = yaml_names(ModelConfig).get(name)
-        if own:
-            key = f"{_MODEL}.{own}"
+        _set_default(resolved, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
+    for name, value in family.defaults.items():
+        if name in yaml_names(ModelConfig):
+            key = f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
         else:
             key = f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
         if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):
-            _set(resolved, key, value, "model.arch.type")
+            _set_default(resolved, key, value, "model.arch.type")
 
 
 def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
-    """Whether a size of the class does not contradict what the file says."""
-    if isinstance(settings.get("moe_config"), dict):
-        moe = settings.get("moe_config")
-    else:
+    """Returns whether a size of the class agrees with the keys that the file has."""
+    moe = settings.get("moe_config")
+    if not isinstance(moe, dict):
         moe = {}
     experts = moe.get("expert_num")
     groups = moe.get("n_group")
@@ -158,9 +169,9 @@ def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
 
 
 def _from_aliases(resolved: Resolved) -> None:
-    """Keys that mean the same as another key, under another name or in another place."""
+    """Sets keys that another key of the file implies: another name, place or form of the same setting."""
     if _section(resolved, _EXPERTS).get("scoring_func") == "sigmoid":
-        _set(resolved, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
+        _set_default(resolved, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
     settings = _section(resolved, _MODEL)
     heads = f"{_MODEL}.n_kv_heads"
     is_group_number = resolved.written.get(heads) == f"{_MODEL}.multi_query_group_num"
@@ -168,27 +179,29 @@ def _from_aliases(resolved: Resolved) -> None:
         settings["n_kv_heads"] = None
     because = f"{_MODEL}.mlp_has_bias"
     if settings.get("mlp_has_bias") is True and resolved.written.get(because) == f"{_MODEL}.add_bias_linear":
-        # Megatron-LM's key means every matrix of a layer.
-        _set(resolved, f"{_MODEL}.attn_proj_has_bias", True, because)
+        # Megatron-LM's key is about all matrices of a layer.
+        _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, because)
         settings.pop("qkv_has_bias", None)
-        _set(resolved, f"{_MODEL}.qkv_has_bias", True, because)
+        _set_default(resolved, f"{_MODEL}.qkv_has_bias", True, because)
+    untie_key = f"{_MODEL}.untie_embeddings_and_output_weights"
     untied = _section(resolved, _MODEL).get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
-        _set(resolved, f"{_MODEL}.tie_word_embeddings", not untied, f"{_MODEL}.untie_embeddings_and_output_weights")
-    kinds, factors = (_section(resolved, _EXPERTS).get(f"aux_loss_{name}") for name in ("types", "factors"))
-    if kinds == ["expert"] and isinstance(factors, list) and len(factors) == 1:
-        _set(resolved, f"{_EXPERTS}.aux_loss_factor", factors[0], f"{_EXPERTS}.aux_loss_factors")
+        _set_default(resolved, f"{_MODEL}.tie_word_embeddings", not untied, untie_key)
+    types, factors = (_section(resolved, _EXPERTS).get(f"aux_loss_{name}") for name in ("types", "factors"))
+    if types == ["expert"] and isinstance(factors, list) and len(factors) == 1:
+        _set_default(resolved, f"{_EXPERTS}.aux_loss_factor", factors[0], f"{_EXPERTS}.aux_loss_factors")
     if resolved.data.get("run_mode") == "predict_with_train_model":  # prediction always uses the trained model
         resolved.data["run_mode"] = "predict"
     name = "use_skip_data_by_global_norm"  # older files write it at the top level
     if name in resolved.data:
-        _set(resolved, f"runner_wrapper.{name}", resolved.data[name], name)
+        _set_default(resolved, f"runner_wrapper.{name}", resolved.data[name], name)
 
 
 def _from_flat_yarn(resolved: Resolved) -> None:
-    """MindSpore Transformers writes yarn beside position_embedding_type; its formula has 1 and 0 for unset mscales.
+    """Moves MindSpore Transformers' flat keys of yarn (position_embedding_type, scaling_factor ...) into rope_scaling.
 
-    With multi_latent_attention it has 0.707 for both. Keys of a yarn in rope_scaling, as a model folder has it, stay.
+    Unset mscale and mscale_all_dim are 1 and 0 in its formula, and 0.707 both with multi_latent_attention. Keys of
+    a yarn that is already in rope_scaling, as in a model folder, stay.
     """
     settings = _section(resolved, _MODEL)
     because = f"{_MODEL}.position_embedding_type"
@@ -196,32 +209,32 @@ def _from_flat_yarn(resolved: Resolved) -> None:
     factor = settings.get(key)
     if settings.get("position_embedding_type") != "yarn" or isinstance(factor, dict) or not key:
         return
-    whole = settings.pop("rope_scaling", None)
-    if not (isinstance(whole, dict) and whole.get("rope_type") == "yarn"):
-        whole = {}
-    _set(resolved, f"{_MODEL}.rope_scaling", {**whole, "rope_type": "yarn", "factor": factor}, because)
+    existing = settings.pop("rope_scaling", None)
+    if not isinstance(existing, dict) or existing.get("rope_type") != "yarn":
+        existing = {}
+    _set_default(resolved, f"{_MODEL}.rope_scaling", {**existing, "rope_type": "yarn", "factor": factor}, because)
     names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     for name in (name for name in names if settings.get(name) is not None):
         settings["rope_scaling"].pop(name, None)
-        _set(resolved, f"{_MODEL}.rope_scaling.{name}", settings[name], f"{_MODEL}.{name}")
+        _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", settings[name], f"{_MODEL}.{name}")
     if settings.get("multi_latent_attention"):
         unset = (0.707, 0.707)
     else:
         unset = (1.0, 0.0)
     scales = [settings.get(name, default) for name, default in zip(names[2:], unset, strict=True)]
-    numbers = all(isinstance(value, int | float) for value in (factor, *scales))
-    if not whole and settings.get("multi_latent_attention"):
+    are_numbers = all(isinstance(value, int | float) for value in scales)
+    if not existing and settings.get("multi_latent_attention"):
         for name, value in zip(names[2:], scales, strict=True):
-            _set(resolved, f"{_MODEL}.rope_scaling.{name}", value, because)
-    elif not whole and not all(scales) and numbers and factor >= 1:
-        of, to = (0.1 * scale * math.log(factor) + 1 for scale in scales)
-        _set(resolved, f"{_MODEL}.rope_scaling.attention_factor", of / to, because)
-    for name in (key, *names, "position_embedding_type"):  # rope_scaling says it now
+            _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", value, because)
+    elif not existing and not all(scales) and are_numbers and isinstance(factor, int | float) and factor >= 1:
+        numerator, denominator = (0.1 * scale * math.log(factor) + 1 for scale in scales)
+        _set_default(resolved, f"{_MODEL}.rope_scaling.attention_factor", numerator / denominator, because)
+    for name in (key, *names, "position_embedding_type"):  # rope_scaling replaces them
         settings.pop(name, None)
 
 
 def _from_grouped_schedule(resolved: Resolved) -> None:
-    """``grouped_lr_schedule`` whose groups all have the default schedule is that schedule."""
+    """Replaces a ``grouped_lr_schedule`` whose groups all have the default schedule by lr_schedule."""
     key = "grouped_lr_schedule"
     grouped = _section(resolved, key)
     default = grouped.get("default")
@@ -230,41 +243,47 @@ def _from_grouped_schedule(resolved: Resolved) -> None:
         return
     plain = [{name: value for name, value in other.items() if name != "params"} for other in others]
     if any(other != default for other in plain):
-        return  # which is an error: not yet supported
+        return  # an error follows: not yet supported
     del resolved.data[key]
     resolved.data.pop("lr_schedule", None)
     resolved.positions["lr_schedule"] = resolved.positions[key]
     for name, value in default.items():
-        _set(resolved, f"lr_schedule.{name}", value, key)
+        _set_default(resolved, f"lr_schedule.{name}", value, key)
     text = f"{resolved.positions[key].text}: {key}: all its groups have the default schedule: lr_schedule"
     resolved.notes.append(Note(text, "ignored"))
 
 
 def _from_sparse_layers(resolved: Resolved) -> None:
-    """Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers`` say which layers have experts."""
+    """Sets moe_layer_freq from Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers``."""
     experts = _section(resolved, _EXPERTS)
     layers = _section(resolved, _MODEL).get("num_layers")
-    every = experts.get("decoder_sparse_step", 1)
+    step = experts.get("decoder_sparse_step", 1)
     dense = experts.get("mlp_only_layers")
-    valid = isinstance(every, int) and every > 0 and isinstance(layers, int) and isinstance(dense, list | None)
-    if valid and (every != 1 or dense):
-        because = f"{_EXPERTS}.{'mlp_only_layers' if dense else 'decoder_sparse_step'}"
-        _set(resolved, f"{_EXPERTS}.moe_layer_freq", layers_with_experts(layers, every, dense or []), because)
+    if not isinstance(step, int) or step < 1 or not isinstance(layers, int) or not isinstance(dense, list | None):
+        return
+    if dense:
+        because = f"{_EXPERTS}.mlp_only_layers"
+    elif step != 1:
+        because = f"{_EXPERTS}.decoder_sparse_step"
+    else:
+        return
+    _set_default(resolved, f"{_EXPERTS}.moe_layer_freq", layers_with_experts(layers, step, dense or []), because)
 
 
 def _from_optimizer(resolved: Resolved) -> None:
-    """Muon has MindSpore Transformers' defaults; a learning rate is the peak of the schedule, or constant without."""
+    """Sets Muon's defaults, and the schedule's peak to optimizer.learning_rate; without a schedule it is constant."""
     optimizer = _section(resolved, "optimizer")
     schedule = _section(resolved, "lr_schedule")
-    for name, value in _MUON.items() if optimizer.get("type") == "Muon" else ():
-        _set(resolved, f"optimizer.{name}", list(value) if isinstance(value, list) else value, "optimizer.type")
+    if optimizer.get("type") == "Muon":
+        for name, value in deepcopy(_MUON).items():
+            _set_default(resolved, f"optimizer.{name}", value, "optimizer.type")
     rate = optimizer.get("learning_rate")
     because = "optimizer.learning_rate"
     if rate is None or isinstance(rate, bool):
         return
     if not schedule and "lr_schedule" not in resolved.positions:
-        _set(resolved, "lr_schedule.type", "ConstantWarmUpLR", because)
+        _set_default(resolved, "lr_schedule.type", "ConstantWarmUpLR", because)
     name = "learning_rate"
     if str(schedule.get("type", "")).startswith("CosineAnnealing"):
         name = "base_lr"
-    _set(resolved, f"lr_schedule.{name}", rate, because)
+    _set_default(resolved, f"lr_schedule.{name}", rate, because)

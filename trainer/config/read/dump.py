@@ -1,9 +1,9 @@
-"""Config -> YAML text that loads to an equal Config."""
+"""Writes a configuration as YAML text that loads to an equal one."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from yaml.emitter import Emitter
@@ -18,7 +18,7 @@ from trainer.config.schema.root import Config
 
 
 class _Dumper(Emitter, Serializer, SafeRepresenter, ScalarResolver):
-    """PyYAML's dumper, with the scalars of our reader: it quotes a string that the reader would take for a number."""
+    """PyYAML's dumper with the scalars of `yaml_reader`: it quotes strings that the reader would take for numbers."""
 
     def __init__(self, stream: io.StringIO) -> None:
         Emitter.__init__(self, stream, width=120, allow_unicode=True)
@@ -29,21 +29,22 @@ class _Dumper(Emitter, Serializer, SafeRepresenter, ScalarResolver):
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    def represent_list(self, data: list[Any]) -> SequenceNode:
-        """Lists of plain values in one line, lists of sections with a dash each."""
-        is_flat = not any(isinstance(item, (list, dict)) for item in data)
-        return self.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=is_flat)
+    def represent_list(self, data: Iterable[Any]) -> SequenceNode:
+        """Represents a list of plain values in one line, and a list of sections with a dash for each."""
+        items = list(data)
+        is_flat = not any(isinstance(item, (list, dict)) for item in items)
+        return self.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=is_flat)
 
 
 _Dumper.add_representer(list, _Dumper.represent_list)
 
 
 RESOLVED = "# The resolved configuration:"
-"""How the config.yaml of a run begins."""
+"""The beginning of a run's config.yaml."""
 
 
 def dump_config(config: Config) -> str:
-    """Writes the resolved configuration: every key that acts, and what else differs from its default.
+    """Writes the resolved configuration: every key that acts, and all others that differ from their defaults.
 
     Returns:
         YAML text; :func:`trainer.config.load_config` reads an equal configuration from it.
@@ -63,13 +64,13 @@ def dump_values(plain: dict[str, Any], comment: str) -> str:
 
 
 def plain_values(config: Config) -> dict[str, Any]:
-    """A configuration as plain values under the names of the file."""
+    """Returns a configuration as plain values under the names that a file uses."""
     plain = _values(config)
     if config.runner_config.global_batch_size is not None:
-        del plain["runner_config"]["gradient_accumulation_steps"]  # that of this job; another one has its own
+        del plain["runner_config"]["gradient_accumulation_steps"]  # another job derives its own number
     if config.classifier is not None:
-        del plain["model"]["model_config"]  # of decoders: all defaults, and none acts
-    elif FAMILIES[config.model.arch.type].has_default_sizes:  # absent, they would have the sizes of the class
+        del plain["model"]["model_config"]  # the defaults of decoders, without effect
+    elif FAMILIES[config.model.arch.type].has_default_sizes:  # absent keys would get the sizes of the class
         settings = plain["model"]["model_config"]
         settings.setdefault("q_lora_rank", None)
         for name in ("n_group", "topk_group", "first_k_dense_replace"):
@@ -78,7 +79,7 @@ def plain_values(config: Config) -> dict[str, Any]:
 
 
 def _values(section: Section) -> dict[str, Any]:
-    """A section as plain values under the names of the file, ``type`` first."""
+    """Returns a section as plain values under the names that a file uses, ``type`` first."""
     plain: dict[str, Any] = {}
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
@@ -102,11 +103,14 @@ def _written(value: Any) -> Any:
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
     """Yields the values of nested tables and lists of tables with their dotted keys, as flags name them."""
     if isinstance(value, dict):
-        items = [(str(name), each) for name, each in value.items()]
-    elif isinstance(value, list) and any(isinstance(each, dict) for each in value):
-        items = [(str(number), each) for number, each in enumerate(value)]
+        items = list(value.items())
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = list(enumerate(value))
     else:
         yield key, value
         return
-    for name, each in items:
-        yield from flatten(each, f"{key}.{name}" if key else name)
+    for name, item in items:
+        path = str(name)
+        if key:
+            path = f"{key}.{name}"
+        yield from flatten(item, path)

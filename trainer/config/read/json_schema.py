@@ -13,26 +13,30 @@ from trainer.config.schema.root import Config
 
 
 def json_schema() -> dict[str, Any]:
-    """Describes every key, also under its other names and in its other places."""
+    """Returns the JSON Schema of a file, with the other names and places of keys.
+
+    Returns:
+        A schema of draft 2020-12, as a dictionary that can be written as JSON.
+    """
     schema = Config.model_json_schema(by_alias=True)
     definitions = schema["$defs"]
-    for kind in _all_sections():
-        if kind is Config:
-            described = schema
+    for section in _all_sections():
+        if section is Config:
+            section_schema = schema
         else:
-            described = definitions[kind.__name__]
-        _allow_empty_sections(kind, described)
-        _add_aliases(kind, described)
-        if kind.type_aliases:
-            names = described["properties"]["type"]
-            if "enum" in names:
-                known = names["enum"]
+            section_schema = definitions[section.__name__]
+        _allow_empty_sections(section, section_schema)
+        _add_aliases(section, section_schema)
+        if section.type_aliases:
+            types = section_schema["properties"]["type"]
+            if "enum" in types:
+                known = types["enum"]
             else:
-                known = [names.pop("const")]
-            names["enum"] = [*known, *kind.type_aliases]
+                known = [types.pop("const")]
+            types["enum"] = [*known, *section.type_aliases]
     _add_places(schema)
-    for described in (schema, *definitions.values()):
-        _drop_discriminators(described)
+    for section_schema in (schema, *definitions.values()):
+        _drop_discriminators(section_schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "run_trainer configuration",
@@ -41,66 +45,63 @@ def json_schema() -> dict[str, Any]:
 
 
 def _all_sections() -> list[type[Section]]:
-    found: list[type[Section]] = [Config]
-    for kind in found:
-        for field in kind.model_fields.values():
-            found += [below for below in shape_of(field).kinds if below not in found]
-    return found
+    sections: list[type[Section]] = [Config]
+    for section in sections:
+        for field in section.model_fields.values():
+            sections += [nested for nested in shape_of(field).kinds if nested not in sections]
+    return sections
 
 
-def _allow_empty_sections(kind: type[Section], described: dict[str, Any]) -> None:
-    """``section:`` with nothing below it is null in YAML, and means the defaults."""
-    for name, field in kind.model_fields.items():
+def _allow_empty_sections(section: type[Section], schema: dict[str, Any]) -> None:
+    """Allows null for sections: in YAML, ``section:`` with nothing below it is null, and means the defaults."""
+    for name, field in section.model_fields.items():
         shape = shape_of(field)
         key = field.alias or name
         if shape.kinds and not shape.nullable:
-            inner = described["properties"][key]
+            inner = schema["properties"][key]
             outer = {word: inner.pop(word) for word in ("description", "default", "title") if word in inner}
-            described["properties"][key] = {"anyOf": [inner, {"type": "null"}], **outer}
+            schema["properties"][key] = {"anyOf": [inner, {"type": "null"}], **outer}
 
 
-def _add_aliases(kind: type[Section], described: dict[str, Any]) -> None:
-    properties = described["properties"]
-    for name, main in yaml_names(kind).items():
+def _add_aliases(section: type[Section], schema: dict[str, Any]) -> None:
+    properties = schema["properties"]
+    for name, main in yaml_names(section).items():
         if name not in properties:
-            properties[name] = _renamed(properties[main], main)
+            properties[name] = _alias_schema(properties[main], main)
 
 
-def _renamed(described: dict[str, Any], main: str) -> dict[str, Any]:
-    """The same rule under another name; without a default, which only the main name has."""
-    copy = {key: value for key, value in deepcopy(described).items() if key != "default"}
-    return {**copy, "description": f"Another name of {main}. {described.get('description', '')}".rstrip()}
+def _alias_schema(schema: dict[str, Any], main: str) -> dict[str, Any]:
+    """Returns the schema of a key for another name of it, without the default: only the main name has one."""
+    copy = {key: value for key, value in deepcopy(schema).items() if key != "default"}
+    return {**copy, "description": f"Another name of {main}. {schema.get('description', '')}".rstrip()}
 
 
 def _add_places(schema: dict[str, Any]) -> None:
-    """The other places of sections: see relocate.py."""
+    """Adds the other places of sections, which `relocate` accepts."""
     definitions = schema["$defs"]
     top = schema["properties"]
     model = definitions[ModelConfig.__name__]["properties"]
     moe = definitions[MoEConfig.__name__]["properties"]
     for key in list(moe):
         if is_flat_moe_key(key):
-            model[key] = _renamed(moe[key], f"moe_config.{key}")
-    top["callback"] = _renamed(top["callbacks"], "callbacks")
-    top["model_config"] = _renamed(definitions["ModelSection"]["properties"]["model_config"], "model.model_config")
-    top["moe_config"] = _renamed(model["moe_config"], "model.model_config.moe_config")
+            model[key] = _alias_schema(moe[key], f"moe_config.{key}")
+    top["callback"] = _alias_schema(top["callbacks"], "callbacks")
+    top["model_config"] = _alias_schema(definitions["ModelSection"]["properties"]["model_config"], "model.model_config")
+    top["moe_config"] = _alias_schema(model["moe_config"], "model.model_config.moe_config")
     name = "parallel_optimizer_threshold"
     threshold = definitions["ParallelOptimizerConfig"]["properties"][name]
-    definitions["ParallelSection"]["properties"][name] = _renamed(threshold, f"parallel_optimizer_config.{name}")
+    definitions["ParallelSection"]["properties"][name] = _alias_schema(threshold, f"parallel_optimizer_config.{name}")
     dataset = {"anyOf": [{"$ref": "#/$defs/DatasetConfig"}, {"type": "null"}], "description": "The data set itself."}
     definitions["DatasetTask"]["properties"]["dataset_config"] = dataset
 
 
-def _drop_discriminators(described: Any) -> None:
-    """A discriminator demands its key, and ours has a default; ``oneOf`` with a constant ``type`` says the same."""
-    if isinstance(described, dict) and "oneOf" in described:
-        described.pop("discriminator", None)
-    if isinstance(described, dict):
-        below = described.values()
-    else:
-        if isinstance(described, list):
-            below = described
-        else:
-            below = ()
-    for value in below:
-        _drop_discriminators(value)
+def _drop_discriminators(schema: Any) -> None:
+    """Removes discriminators: they require the key ``type``, which has a default. ``oneOf`` suffices."""
+    if isinstance(schema, list):
+        for item in schema:
+            _drop_discriminators(item)
+    if isinstance(schema, dict):
+        if "oneOf" in schema:
+            schema.pop("discriminator", None)
+        for item in schema.values():
+            _drop_discriminators(item)

@@ -1,4 +1,4 @@
-"""YAML file and overrides -> Config."""
+"""Loads a configuration from a YAML file and overrides."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A model folder as Hugging Face publishes it (``pretrained_model_dir``): its files say what the YAML leaves out."""
+"""Reads a model folder as Hugging Face publishes it (``pretrained_model_dir``), for keys that the YAML leaves out."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
@@ -33,14 +33,14 @@ _SIZES = (
     *(f"{_EXPERTS}.{name}" for name in "expert_num moe_intermediate_size shared_expert_num first_k_dense_replace"
       " moe_shared_expert_intermediate_size decoder_sparse_step mlp_only_layers".split()),
 )  # fmt: skip
-"""Where the YAML says something else, the weights of the folder do not fit."""
+"""Keys on which the sizes of weights depend: if the YAML contradicts the folder, its weights do not fit."""
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _TOP_K = 50
-"""What transformers takes for a top_k that generation_config.json leaves out."""
+"""The top_k of transformers where generation_config.json leaves it out."""
 _VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn")}
-"""The values of these keys for which there is code."""
+"""The supported values of these keys."""
 _QWENS_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
-"""What transformers takes where use_sliding_window is True."""
+"""The defaults of transformers if use_sliding_window is True."""
 _EVERY_CLASS = frozenset(
     "architectures model_type head_dim rope_scaling rope_parameters quantization_config auto_map".split()
 )
@@ -51,13 +51,14 @@ _HARMLESS = frozenset(
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
     " no_rope_layers no_rope_layer_interval qk_head_dim".split()
 )
-"""Keys that change nothing of what a model computes, or that are judged elsewhere."""
+"""Keys that do not change what a model computes, or that other code checks."""
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
+_Fact = TypeVar("_Fact")
 
 
 def add_model_folder(resolved: Resolved) -> None:
-    """Adds what the folder says to what the YAML and the flags say, which win; checks that the family is known.
+    """Adds the keys of the folder that neither the YAML nor a flag sets; checks that the family is known.
 
     Raises:
         UserError: The folder or its files cannot be read, or the family is not known.
@@ -67,11 +68,11 @@ def add_model_folder(resolved: Resolved) -> None:
     if not isinstance(name, str) or not name or place is None:
         try:
             _family(resolved, resolved, _value(resolved.data, _MODEL) or {})
-        except UserError as error:  # told together with what else is wrong
-            resolved.problems.append(ConfigError(_named_at(resolved), error))
+        except UserError as error:  # reported together with the other problems
+            resolved.problems.append(ConfigError(_family_location(resolved), error))
         return
-    if mistake := path_error(name):
-        resolved.problems.append(problem_at(place, KEY, mistake, _FIX, name))
+    if rule := path_error(name):
+        resolved.problems.append(problem_at(place, KEY, rule, _FIX, name))
         del resolved.data[KEY]
         return
     folder = Path(name).expanduser()
@@ -85,7 +86,7 @@ def add_model_folder(resolved: Resolved) -> None:
     _report_contradictions(resolved, facts)
     if (folder / "generation_config.json").exists():
         _add(facts, _generation(_read_json(folder / "generation_config.json", place, name)))
-    if _value(resolved.data, f"{_EXPERTS}.aux_loss_factor") is not None:  # which says it in its own way
+    if _value(resolved.data, f"{_EXPERTS}.aux_loss_factor") is not None:  # the same setting on another scale
         (_value(facts.data, _EXPERTS) or {}).pop("router_aux_loss_coef", None)
     _add(resolved, facts)
     resolved.problems += facts.problems
@@ -94,28 +95,29 @@ def add_model_folder(resolved: Resolved) -> None:
 
 
 def _value(data: Any, key: str) -> Any:
-    """The value of a dotted key; None where there is none."""
+    """Returns the value of a dotted key; None if there is none."""
     for part in key.split("."):
-        if isinstance(data, dict):
-            data = data.get(part)
-        else:
-            data = None
+        if not isinstance(data, dict):
+            return None
+        data = data.get(part)
     return data
 
 
 def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
-    """A JSON file as a tree with line numbers."""
+    """Reads a JSON file of the folder `name` as a tree with line numbers; `place` is where the folder is named.
+
+    Raises:
+        UserError: The file cannot be read, or is not a JSON object.
+    """
     from trainer.storage.marker import read_saved  # loads numpy: its threads would start before signals are blocked
 
     try:
         text = read_saved(file, MAX_BYTES).decode("utf-8-sig")
         parsed = json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
-        absent = isinstance(error, FileNotFoundError)
-        if absent:
+        rule = f"{file.name} cannot be read ({error})"
+        if isinstance(error, FileNotFoundError):
             rule = f"the folder has no {file.name}"
-        else:
-            rule = f"{file.name} cannot be read ({error})"
         raise UserError(rule, where=place.text, key=KEY, value=name, fix=_FIX) from None
     except ValueError as error:
         line = getattr(error, "lineno", 1)
@@ -125,109 +127,119 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
         rule = "is nested too deep"
         raise UserError(rule, where=f"{file}:1", key=file.name, fix="copy the file again") from None
     if not isinstance(parsed, dict):
-        raise UserError("must hold a JSON object", where=f"{file}:1", key=file.name, fix="copy the file again")
-    # JSON is YAML but for tabs, which stand between values only: in a string they are written as \\t.
+        raise UserError("must be a JSON object", where=f"{file}:1", key=file.name, fix="copy the file again")
+    # JSON is YAML except for tabs, which occur between values only: in a string they are written as \\t.
     if parsed:
         return parse_document(str(file), text.replace("\t", " "))[0]
     return Table()
 
 
 def _family(resolved: Resolved, described: Resolved, settings: Mapping[str, Any]) -> tuple[str, str]:
-    """The class that a model is taken as, and the known class that its `settings` name, if any.
+    """Returns the class as which a model is built, and the known class that its settings name, or "".
 
-    `resolved` is what the YAML says: its ``model.arch.type`` decides. `settings` are those of `described`.
+    Args:
+        resolved: The values of the YAML and the flags; their ``model.arch.type`` wins.
+        described: The values of the file that describes the model, with locations.
+        settings: The keys of that file which name its family.
 
     Raises:
-        UserError: The settings name a class that is not known, and the YAML does not say what to take it as.
+        UserError: The settings name an unknown class, and ``model.arch.type`` is not set.
     """
     classes = settings.get("architectures")
-    kind = settings.get("model_type")
+    model_type = settings.get("model_type")
     written = _value(resolved.data, _ARCH)
-    by_class, by_kind = (named_family({key: settings.get(key)})[0] for key in ("architectures", "model_type"))
+    by_class, by_type = (named_family({key: settings.get(key)})[0] for key in ("architectures", "model_type"))
+    unknown = ""
     if classes and not by_class:
         unknown = "architectures"
-    else:
-        unknown = ""
-        if kind and not by_kind:
-            unknown = "model_type"
-    if unknown:
-        named = ""
-    else:
-        named = by_class or by_kind
-    if written is not None or not (unknown or (by_class and by_kind and by_class != by_kind)):
+    elif model_type and not by_type:
+        unknown = "model_type"
+    named = ""
+    if not unknown:
+        named = by_class or by_type
+    is_ambiguous = by_class and by_type and by_class != by_type
+    if written is not None or (not unknown and not is_ambiguous):
         return known_class(written) or named, named
-    if by_kind:  # another class of a known family
-        where = described.positions[f"{_MODEL}.architectures"].text
+    if by_type:  # another class of a known family
         key = f"{_MODEL}.architectures"
-        rule = f"is not the class that is known of model_type {kind}: {by_kind}"
-        fix = f"write {_ARCH}: {by_kind}{f' or {by_class}' if by_class else ''}, whichever it is"
-        raise UserError(rule, where=where, key=key, value=classes, fix=fix)
-    told = list(differences(settings))
+        rule = f"is not the known class of model_type {model_type}, which is {by_type}"
+        candidates = by_type
+        if by_class:
+            candidates = f"{by_type} or {by_class}"
+        fix = f"write {_ARCH}: {candidates}, whichever it is"
+        raise UserError(rule, where=described.positions[key].text, key=key, value=classes, fix=fix)
+    features = list(differences(settings))
     rule = "this family is not known here"
     fix = (
-        f"use a model of a known family: {known_families()}; where this one computes what a Llama does,"
-        f" {_ARCH}: LlamaForCausalLM takes it as one"
+        f"use a model of a known family: {known_families()}; if this model computes the same as a Llama, write"
+        f" {_ARCH}: LlamaForCausalLM"
     )
-    if told:
-        rule += f": unlike in a Llama, {'; '.join(told)}"
+    if features:
+        rule += f": unlike in a Llama, {'; '.join(features)}"
     else:
         rule += ", and its keys do not say how it differs"
     key = f"{_MODEL}.{unknown}"
     raise UserError(rule, where=described.positions[key].text, key=key, value=settings[unknown], fix=fix)
 
 
-def _named_at(resolved: Resolved) -> SourceLocation:
+def _family_location(resolved: Resolved) -> SourceLocation:
     keys = (f"{_MODEL}.{name}" for name in ("architectures", "model_type"))
     return next(resolved.positions[key] for key in keys if key in resolved.positions)
 
 
-def _resolved(entries: dict[str, Entry]) -> Resolved:
-    """Keys of a config.json under the schema's names and in its sections."""
+def _resolve_json(entries: dict[str, Entry]) -> Resolved:
+    """Resolves keys of a config.json: their values have the schema's names and sections."""
     root = Table({"model_config": Entry(Table(entries))})
     move_to_canonical_sections(root)
     return resolve(root)
 
 
 def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
-    """What config.json says, with the defaults of its class for keys that it leaves out."""
+    """Returns the values of config.json, and its class's defaults for keys that it leaves out.
+
+    Raises:
+        UserError: The family is not named or not known.
+    """
     entries = table.entries()
     values = plain(table)
     by_name = named_family(values)[0]
-    for key, meaning in FAMILIES[by_name].renamed_keys.items() if by_name else ():
-        if key in entries:
-            entries[meaning] = entries.pop(key)
-            values[meaning] = values.pop(key)
-    names = {key: entries[key] for key in ("architectures", "model_type") if key in entries}
-    family, named = _family(resolved, _resolved(names), values)
+    if by_name:
+        for key, meaning in FAMILIES[by_name].renamed_keys.items():
+            if key in entries:
+                entries[meaning] = entries.pop(key)
+                values[meaning] = values.pop(key)
+    names = {str(key): entries[key] for key in ("architectures", "model_type") if key in entries}
+    family, named = _family(resolved, _resolve_json(names), values)
     if not family:
         rule = f"names no family: it has neither architectures nor model_type; known are {known_families()}"
         raise UserError(rule, where=file, key=KEY, fix=f"write {_ARCH} in the YAML")
-    own: dict[str, Entry] = {}
+    used: dict[str, Entry] = {}
     values = {"use_sliding_window": FAMILIES[family].defaults.get("use_sliding_window"), **values}
     unread: list[str] = []
     problems = []
     for key, entry in entries.items():
-        judged = verdict(key, values[key], family, named)
-        if judged == "read":
-            wrong = _unsupported(key, entry)
-        else:
-            wrong = []
-        problems += wrong
-        if judged == "read" and not wrong and not _is_inactive_window(key, values):
-            own[key] = entry
-        elif judged == "unread":
+        action = classify_key(key, values[key], family, named)
+        if action == "read":
+            unsupported = _unsupported(key, entry)
+            problems += unsupported
+            if not unsupported and not _is_inactive_window(key, values):
+                used[key] = entry
+        elif action == "unread":
             unread.append(key)
-        elif judged == "unknown":
-            rule = "nobody can tell what this key changes in a model of another family"
+        elif action == "unknown":
+            rule = "the effect of this key on a model of an unknown family is not known"
             problems.append(problem_at(entry.place, key, rule, "use a model of a known family", values[key]))
-    facts = _resolved(own)
+    facts = _resolve_json(used)
     place = SourceLocation(0, f"{file} (without the key: {family}'s default)")
+    class_defaults = dict(FAMILIES[family].defaults)
+    if values["use_sliding_window"]:
+        class_defaults |= _QWENS_WINDOW
     defaults = {
         key: Entry(tree(value), place)
-        for key, value in (FAMILIES[family].defaults | (_QWENS_WINDOW if values["use_sliding_window"] else {})).items()
-        if key not in ("q_lora_rank", "sliding_window") or key not in entries  # where null is a value of its own
+        for key, value in class_defaults.items()
+        if key not in ("q_lora_rank", "sliding_window") or key not in entries  # null is a value of these two
     }
-    _add(facts, _resolved(defaults))
+    _add(facts, _resolve_json(defaults))
     _derive_heads(facts)
     facts.problems += problems
     if unread:
@@ -236,15 +248,21 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
     return facts
 
 
-def verdict(key: str, value: Any, family: str, named: str) -> str:
-    """What to do with a key of a config.json whose model is taken as `family`; `named` is the class that it names.
+def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read", "harmless", "unread", "unknown"]:
+    """Decides what to do with a key of a config.json.
+
+    Args:
+        key: The key.
+        value: Its value.
+        family: The class as which the model is built.
+        named: The known class that the file names, or "".
 
     Returns:
-        "read"; "harmless": it changes nothing; "unread": the class in transformers does not read it either; "unknown":
-        the class is not known, and nobody can tell what the key changes.
+        "read"; "harmless" if it changes nothing; "unread" if the class in transformers does not read it, either;
+        "unknown" if the class, and so the effect of the key, is not known.
     """
     known = FAMILIES[family]
-    if key == "auto_map" and named:  # the published code of a class that is known
+    if key == "auto_map" and named:  # names the published code of a known class
         return "harmless"
     is_expert_count = key in ("num_local_experts", "num_experts") and known.is_mixture
     if key in _WINDOW_KEYS:
@@ -269,36 +287,41 @@ def verdict(key: str, value: Any, family: str, named: str) -> str:
 
 
 def _is_inactive_window(key: str, values: Mapping[str, Any]) -> bool:
-    """A window that is off, which Qwen's files describe all the same."""
+    """Returns whether a key is about a sliding window that is off; Qwen's files describe it nevertheless."""
     return key in ("sliding_window", "max_window_layers", "layer_types") and values["use_sliding_window"] is False
 
 
 def _unsupported(key: str, entry: Entry) -> list[ConfigError]:
-    """Values of config.json that there is no code for: a fix that names another value would be wrong advice."""
+    """Returns problems for unsupported values of config.json. Their fix is another model, not another value."""
     if key == "hidden_act":
-        checked = [("hidden_act", key, entry)]
-    else:
-        checked = []
+        return _unsupported_value("hidden_act", key, entry)
+    problems: list[ConfigError] = []
     if key in ("rope_scaling", "rope_parameters") and isinstance(entry.node, Table):
-        inside = entry.node.entries()
-        checked = [("rope_type", f"{key}.{name}", inside[name]) for name in ("type", "rope_type") if name in inside]
+        entries = entry.node.entries()
+        for name in ("type", "rope_type"):
+            if name in entries:
+                problems += _unsupported_value("rope_type", f"{key}.{name}", entries[name])
         known = {*yaml_names(RopeScaling), "rope_theta", "partial_rotary_factor"}
-        checked += [("", f"{key}.{name}", one) for name, one in inside.items() if name not in known]
-    found = []
-    for kind, name, one in checked:
-        value = plain(one.node)
-        if kind and value not in (None, *_VALUES[kind]):
-            rule = f"not yet supported, only {one_of(_VALUES[kind])}"
-            found.append(problem_at(one.place, name, rule, NOT_BUILT, value))
-        elif not kind and value is not None:
-            found.append(problem_at(one.place, name, "not yet supported", NOT_BUILT, value))
-    return found
+        for name, nested in entries.items():
+            value = plain(nested.node)
+            if name not in known and value is not None:
+                rule = "not yet supported"
+                problems.append(problem_at(nested.place, f"{key}.{name}", rule, NOT_BUILT, value))
+    return problems
+
+
+def _unsupported_value(kind: str, key: str, entry: Entry) -> list[ConfigError]:
+    value = plain(entry.node)
+    if value in (None, *_VALUES[kind]):
+        return []
+    rule = f"not yet supported, only {one_of(_VALUES[kind])}"
+    return [problem_at(entry.place, key, rule, NOT_BUILT, value)]
 
 
 def _derive_heads(facts: Resolved) -> None:
-    """Key heads and the width of a head where config.json leaves them to transformers, as it derives them."""
+    """Sets the number of key-value heads and the head size as transformers derives them, if config.json lacks them."""
     settings = _value(facts.data, _MODEL)
-    if "kv_lora_rank" in settings:  # multi-head latent attention has widths of its own
+    if "kv_lora_rank" in settings:  # multi-head latent attention has other sizes
         return
     width = settings.get("hidden_size")
     heads = settings.get("num_heads")
@@ -311,66 +334,66 @@ def _derive_heads(facts: Resolved) -> None:
 
 
 def _generation(table: Table) -> Resolved:
-    """How generation_config.json wants tokens drawn."""
+    """Returns the sampling keys of generation_config.json."""
     entries = {key: entry for key, entry in table.entries().items() if key in _GENERATION}
-    # A temperature of 0 stands for do_sample False.
+    # A temperature of 0 means do_sample False.
     entries = {key: entry for key, entry in entries.items() if plain(entry.node) not in (None, 0) or key == "do_sample"}
     if "do_sample" in entries and plain(entries["do_sample"].node) is True and "top_k" not in table.entries():
         entries["top_k"] = Entry(Scalar(_TOP_K), entries["do_sample"].place)
-    return _resolved({key: entry for key, entry in entries.items() if plain(entry.node) is not None})
+    return _resolve_json({key: entry for key, entry in entries.items() if plain(entry.node) is not None})
 
 
 def _add(resolved: Resolved, more: Resolved) -> None:
     """Adds the values of `more` that `resolved` lacks, or has as null, with their locations."""
 
-    def add(own: dict[str, Any], other: dict[str, Any], path: str) -> None:
-        for name, value in other.items():
+    def add(target: dict[str, Any], source: dict[str, Any], path: str) -> None:
+        for name, value in source.items():
             key = f"{path}{name}"
-            if isinstance(value, dict) and isinstance(own.get(name), dict):
-                if not (name == "rope_scaling" and "rope_type" in own[name]):  # another type has other keys
-                    add(own[name], value, f"{key}.")
-            elif own.get(name) is None and value is not None:
-                own[name] = value
-                for table in ("positions", "written"):
-                    ours = getattr(resolved, table)
-                    theirs = getattr(more, table)
-                    ours |= {one: theirs[one] for one in theirs if f"{one}.".startswith(f"{key}.")}
+            if isinstance(value, dict) and isinstance(target.get(name), dict):
+                if name != "rope_scaling" or "rope_type" not in target[name]:  # another type has other keys
+                    add(target[name], value, f"{key}.")
+            elif target.get(name) is None and value is not None:
+                target[name] = value
+                resolved.positions.update(_below(more.positions, key))
+                resolved.written.update(_below(more.written, key))
 
     add(resolved.data, more.data, "")
     resolved.positions |= {key: place for key, place in more.positions.items() if key not in resolved.positions}
 
 
+def _below(table: Mapping[str, _Fact], key: str) -> dict[str, _Fact]:
+    """Returns the items of a dotted key and of the keys below it."""
+    return {name: value for name, value in table.items() if f"{name}.".startswith(f"{key}.")}
+
+
 def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:
-    """Adds a problem for each size that the YAML gives otherwise; a note where the weights are not read."""
-    names = []
+    """Adds a problem for each size that differs in the YAML, or a note if the weights of the folder are not read."""
+    differing = []
     for key in _SIZES:
-        ours = _value(resolved.data, key)
-        theirs = _value(facts.data, key)
-        if ours is None or theirs is None or ours == theirs:
+        value = _value(resolved.data, key)
+        folder_value = _value(facts.data, key)
+        if value is None or folder_value is None or value == folder_value:
             continue
+        name = resolved.written.get(key, key)
         if resolved.data.get("run_mode", "train") == "train" and not resolved.data.get("load_checkpoint"):
-            names.append(f"{resolved.written.get(key, key).rpartition('.')[2]} {ours} instead of {theirs}")
+            differing.append(f"{name.rpartition('.')[2]} {value} instead of {folder_value}")
         else:
-            source = facts.positions[key].text
-            rule = f"{source} says {theirs}: weights of that size do not fit a model of this one"
-            name = key
-            if key in resolved.written:
-                name = resolved.written[key]
+            rule = f"{facts.positions[key].text} has {folder_value}: its weights do not fit this size"
             fix = "leave it out, or name another folder"
-            resolved.problems.append(problem_at(resolved.positions[key], name, rule, fix, ours))
-    if names:
-        text = f"this training starts from new weights, of other sizes than those in {KEY}: {', '.join(names)}"
+            resolved.problems.append(problem_at(resolved.positions[key], name, rule, fix, value))
+    if differing:
+        text = f"this training starts from new weights, of other sizes than those in {KEY}: {', '.join(differing)}"
         resolved.notes.append(Note(text))
 
 
 def _use_folder(resolved: Resolved, name: str) -> None:
-    """The folder as load_checkpoint, but where a run trains from random weights, and as the tokenizer."""
+    """Uses the folder as the tokenizer, and as load_checkpoint unless the run trains from random weights."""
     place = resolved.positions[KEY]
     place = SourceLocation(place.order, f"{place.text} ({KEY})")
     data = resolved.data
     resumes = bool(data.get("resume_training")) and _value(data, f"{_MODEL}.pet_config") is None
     if data.get("run_mode", "train") != "train":
-        if resumes and data.get("load_checkpoint") == name:  # a resolved config.yaml: these were the first weights
+        if resumes and data.get("load_checkpoint") == name:  # a resolved config.yaml names the initial weights
             data["load_checkpoint"] = ""
         elif not resumes and not data.get("load_checkpoint"):
             data["load_checkpoint"] = name
@@ -383,12 +406,14 @@ def _use_folder(resolved: Resolved, name: str) -> None:
 
 
 def model_from_config_json(config_json: Mapping[str, Any]) -> ModelConfig:
-    """Reads the config.json of a known class as that of a model folder is read. Its values are not validated: they are
-    those of a model."""
-    facts = _model(tree(config_json), "config.json", Resolved())
+    """Returns the model that a config.json of a known class describes, without validating its values."""
+    table = tree(config_json)
+    assert isinstance(table, Table), "a config.json is a mapping"
+    facts = _model(table, "config.json", Resolved())
     apply_derived_defaults(facts)
     settings = facts.data["model"]["model_config"]
-    for name, kind in (("moe_config", MoEConfig), ("rope_scaling", RopeScaling)):
-        if name in settings:
-            settings[name] = kind.model_construct(**settings[name])
+    if "moe_config" in settings:
+        settings["moe_config"] = MoEConfig.model_construct(**settings["moe_config"])
+    if "rope_scaling" in settings:
+        settings["rope_scaling"] = RopeScaling.model_construct(**settings["rope_scaling"])
     return ModelConfig.model_construct(**settings)

@@ -1,8 +1,7 @@
-"""A YAML document as a tree that remembers lines and anchors, so that an override of an anchor reaches its aliases.
+"""A YAML document as a tree with lines and anchors, so that an override of an anchor reaches its aliases.
 
-A node stands once for an anchor and all its aliases; an :class:`Entry` is one place where it is used. Changing the node
-where the anchor is defined changes it everywhere; at an alias, the entry gets its own copy first, so that only that
-place changes.
+An anchor and all its aliases are one node; an :class:`Entry` is one place where it is used. A change at the anchor
+changes all aliases. A change at an alias copies the node first, so that only that place changes.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from trainer.config.location import NO_LOCATION, SourceLocation
 
 @dataclass(eq=False)
 class Scalar:
-    """A value without parts: str, int, float, bool or None."""
+    """A plain value: str, int, float, bool or None."""
 
     value: Any
 
 
 @dataclass(eq=False)
 class Entry:
-    """One place of the document that holds a node."""
+    """One place of the document where a node is used."""
 
     node: Node
     place: SourceLocation = NO_LOCATION
@@ -38,18 +37,18 @@ class Items:
 
 @dataclass(eq=False)
 class Table:
-    """A mapping with string keys. ``bases`` are what merge keys (``<<``) refer to; own entries win over them."""
+    """A mapping with string keys. ``bases`` are the mappings of its merge keys (``<<``); explicit entries win."""
 
-    own: dict[str, Entry] = field(default_factory=dict)
+    explicit: dict[str, Entry] = field(default_factory=dict)
     bases: list[Table] = field(default_factory=list)
 
     def entries(self) -> dict[str, Entry]:
-        """All entries; those of the bases count as aliases."""
+        """Returns all entries by key; those of the bases are marked as aliases."""
         merged: dict[str, Entry] = {}
         for base in reversed(self.bases):
             for key, entry in base.entries().items():
                 merged[key] = Entry(entry.node, entry.place, is_alias=True)
-        merged.update(self.own)
+        merged.update(self.explicit)
         return merged
 
 
@@ -57,7 +56,7 @@ Node: TypeAlias = Scalar | Items | Table
 
 
 def children(node: Node) -> list[tuple[str, Entry]]:
-    """What a node holds, with its key or number."""
+    """Returns the entries of a mapping with their keys, or of a list with their numbers as text."""
     if isinstance(node, Table):
         return list(node.entries().items())
     if isinstance(node, Items):
@@ -65,49 +64,41 @@ def children(node: Node) -> list[tuple[str, Entry]]:
     return []
 
 
-def expanded(node: Node, known: dict[int, tuple[int, int]] | None = None) -> tuple[int, int]:
-    """Returns how many values a node has, itself included, and in how many levels, with aliases and bases written out.
+def expanded_size(node: Node, known: dict[int, tuple[int, int]] | None = None) -> tuple[int, int]:
+    """Counts the values of a node, itself included, and its levels, as if aliases and bases were written out.
 
-    Each node is visited once, however often it is used.
+    Each node is visited once; `known` has the results by the ids of nodes.
     """
     if known is None:
         known = {}
     if id(node) not in known:
+        nested: list[Node] = []
         if isinstance(node, Table):
-            entries = node.own.values()
-        else:
-            if isinstance(node, Items):
-                entries = node.entries
-            else:
-                entries = ()
-        if isinstance(node, Table):
-            bases = node.bases
-        else:
-            bases = []
-        below = [expanded(one, known) for one in (*(entry.node for entry in entries), *bases)]
-        known[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
+            nested = [*(entry.node for entry in node.explicit.values()), *node.bases]
+        elif isinstance(node, Items):
+            nested = [entry.node for entry in node.entries]
+        sizes = [expanded_size(child, known) for child in nested]
+        known[id(node)] = 1 + sum(values for values, _ in sizes), 1 + max((levels for _, levels in sizes), default=0)
     return known[id(node)]
 
 
-def own_node(entry: Entry) -> Node:
-    """The entry's node, ready to be changed: a copy when the entry is an alias; what it holds stays shared."""
+def writable_node(entry: Entry) -> Node:
+    """Returns the entry's node for changes: for an alias a copy, whose children are aliases in turn."""
     node = entry.node
     if entry.is_alias:
-        shared = {key: Entry(below.node, below.place, is_alias=True) for key, below in children(node)}
-        if isinstance(node, Items):
-            copy = Items([*shared.values()])
-        else:
-            copy = Table(shared)
+        aliases = {key: Entry(child.node, child.place, is_alias=True) for key, child in children(node)}
         if isinstance(node, Scalar):
             entry.node = Scalar(node.value)
+        elif isinstance(node, Items):
+            entry.node = Items([*aliases.values()])
         else:
-            entry.node = copy
+            entry.node = Table(aliases)
         entry.is_alias = False
     return entry.node
 
 
 def plain(node: Node) -> Any:
-    """The node as Python values."""
+    """Converts a node to Python values: dictionaries, lists and plain values."""
     if isinstance(node, Scalar):
         return node.value
     if isinstance(node, Items):
@@ -125,5 +116,5 @@ def tree(value: Any, place: SourceLocation = NO_LOCATION) -> Node:
 
 
 def is_null(node: Node) -> bool:
-    """True for an empty value or ``null``."""
+    """Returns whether a node is an empty value or ``null``."""
     return isinstance(node, Scalar) and node.value is None

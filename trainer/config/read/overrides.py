@@ -1,4 +1,4 @@
-"""Overrides from the command line: ``--options a.b=c``, named flags and ``--a.b.0.c value``."""
+"""Applies overrides from the command line: ``--options a.b=c``, named flags and ``--a.b.0.c value``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,18 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import ConfigError
 from trainer.config.location import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, children, expanded, is_null, own_node, plain
+from trainer.config.read.nodes import (
+    Entry,
+    Items,
+    Node,
+    Scalar,
+    Table,
+    children,
+    expanded_size,
+    is_null,
+    plain,
+    writable_node,
+)
 from trainer.config.read.relocate import canonical_key, fields_at
 from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value
 from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
@@ -27,9 +38,9 @@ class Override:
     Args:
         key: Dotted key; lists are addressed by index: ``callbacks.0.save_checkpoint_steps``.
         text: The value as typed, parsed as YAML: ``1e-4``, ``True``, ``None``, ``[0.9, 0.95]``.
-        source: How messages call it: ``flag --seed``, ``--options``.
-        only_if_present: Left out when the section that would hold it is absent.
-        texts: Taken as they are instead of parsing ``text``: one is a string, several are a list.
+        source: Its name in messages: ``flag --seed``, ``--options``.
+        only_if_present: Whether it is ignored if the file has no such section.
+        texts: Strings to use instead of parsing ``text``: one is a string, several are a list.
     """
 
     key: str
@@ -43,24 +54,23 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Co
     """Sets every override in the tree, in order, so that the last one wins.
 
     Returns:
-        What is wrong with them (lists without such an index, values where a section is needed), and notes.
+        The errors (a list without such an index, a value instead of a section), and notes.
 
     Raises:
-        TooLarge: The values of all overrides are too many, or those of the tree with them: the list of an override can
-            stand in the place of many aliases.
+        TooLarge: The overrides, or the tree with them, have too many values: a list may replace many aliases.
     """
     problems: list[ConfigError] = []
     notes: list[str] = []
-    most = MAX_VALUES
+    remaining = MAX_VALUES
     for number, override in enumerate(overrides):
         place = SourceLocation(_AFTER_FILE + number, override.source)
         try:
             _check_key(override, place)
-            value = _parsed(override, place, most)
-            most -= expanded(value.node)[0]
+            value = _parse(override, place, remaining)
+            remaining -= expanded_size(value.node)[0]
             notes += _apply(root, override, place, value)
             if not isinstance(value.node, Scalar):
-                check_size(*expanded(root), place)
+                check_size(*expanded_size(root), place)
         except TooLarge:
             raise
         except UserError as error:
@@ -83,64 +93,74 @@ def _apply(root: Table, override: Override, place: SourceLocation, value: Entry)
         entries = root.entries()
         if keys[0] not in entries or is_null(entries[keys[0]].node):
             return []
-    if is_null(value.node) and not override.texts and _removed(root, keys):
+    if is_null(value.node) and not override.texts and _remove(root, keys):
         return []
     entry = Entry(root)
     shape = Shape((Config,), is_list=False, nullable=False)
-    written: list[str] = []
+    path_keys: list[str] = []
     for depth, key in enumerate(keys):
-        node = own_node(entry)
+        node = writable_node(entry)
         path = ".".join(keys[:depth])
         if is_null(node):
-            node = entry.node = Items() if shape.is_list else Table()
+            if shape.is_list:
+                node = Items()
+            else:
+                node = Table()
+            entry.node = node
         if isinstance(node, Items):
-            count = len(node.entries)
-            if not key.isdecimal() or int(key) >= count:
-                if not count:
-                    valid = "the list is empty"
-                else:
-                    if count == 1:
-                        valid = "only index 0"
-                    else:
-                        valid = f"0 to {count - 1}"
-                rule = f"{path} is a list without item {key!r} (valid: {valid})"
-                fix = "give the whole list as [...]"
-                raise UserError(rule, where=place.text, key=override.key, fix=f"use a valid index, or {fix}")
+            if not key.isdecimal() or int(key) >= len(node.entries):
+                rule = f"{path} is a list without item {key!r} (valid: {_valid_indices(len(node.entries))})"
+                fix = "use a valid index, or give the whole list as [...]"
+                raise UserError(rule, where=place.text, key=override.key, fix=fix)
             entry = node.entries[int(key)]
         elif isinstance(node, Table):
             key, entry, shape = _key(node, key, shape.kinds, place)
         else:
             rule = f"is a value ({plain(node)!r}), it has no key {key}"
             raise UserError(rule, where=place.text, key=path, fix=f"set {path} itself")
-        written.append(key)
-    return _set(root, ".".join(written), entry, value)
+        path_keys.append(key)
+    return _set(root, ".".join(path_keys), entry, value)
 
 
-def _removed(root: Table, keys: list[str]) -> bool:
-    """Removes a key of the file, under any of its names, for a null; False where null is a value or no key is there."""
+def _valid_indices(count: int) -> str:
+    if count == 0:
+        return "the list is empty"
+    if count == 1:
+        return "only index 0"
+    return f"0 to {count - 1}"
+
+
+def _remove(root: Table, keys: list[str]) -> bool:
+    """Removes a key of the file, under any of its names, because an override sets it to null.
+
+    Returns:
+        Whether the key was removed: not if null is one of its values, or if the file has no such key.
+    """
     fields = fields_at(".".join(keys))
     if any(shape_of(field).nullable for field in fields):
         return False  # a later message can name the flag
     entry = Entry(root)
     for key in keys[:-1]:
-        below = own_node(entry)
-        if isinstance(below, Table):
-            entries = below.own
+        section = writable_node(entry)
+        if isinstance(section, Table):
+            entries = section.explicit
         else:
-            entries = dict(children(below))
+            entries = dict(children(section))
         if key not in entries:
             return False
         entry = entries[key]
-    table = own_node(entry)
+    table = writable_node(entry)
+    if not isinstance(table, Table):
+        return False
     names = {keys[-1], *(name for field in fields for name in aliases_of(field))}
-    found = [name for name in names if isinstance(table, Table) and name in table.own]
-    for name in found:
-        del table.own[name]
-    return bool(found)
+    present = [name for name in names if name in table.explicit]
+    for name in present:
+        del table.explicit[name]
+    return bool(present)
 
 
-def _parsed(override: Override, place: SourceLocation, most: int) -> Entry:
-    """The value: as YAML, or as the string it is where the key can only hold strings."""
+def _parse(override: Override, place: SourceLocation, most: int) -> Entry:
+    """Parses the value as YAML; for a key that can only be a string, a number stays the text that was typed."""
     if override.texts:
         entries = [Entry(Scalar(text), place) for text in override.texts]
         if len(entries) == 1:
@@ -155,12 +175,12 @@ def _parsed(override: Override, place: SourceLocation, most: int) -> Entry:
 
 
 def is_boolean(key: str) -> bool:
-    """True when a dotted key is True or False, or one of a few words, and nothing else."""
+    """Returns whether a dotted key can only be True or False, or one of a few words."""
     return {kind for field in fields_at(key) for kind in scalar_kinds(field, listed=False)} == {bool}
 
 
 def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceLocation) -> tuple[str, Entry, Shape]:
-    """The name that the file uses for a key, and its entry, made when absent."""
+    """Returns the name that the file uses for a key, its entry (created if absent) and its shape."""
     names = [key]
     shape = Shape((), is_list=False, nullable=True)
     absent = Scalar(None)
@@ -172,34 +192,33 @@ def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceL
     entries = node.entries()
     present = [name for name in dict.fromkeys(names) if name in entries]
     for name in present[1:]:
-        node.own.pop(name, None)
+        node.explicit.pop(name, None)
     name = key
     if present:
         name = present[0]
-    if name not in node.own:
+    if name not in node.explicit:
         if present:
-            node.own[name] = entries[name]
+            node.explicit[name] = entries[name]
         else:
-            node.own[name] = Entry(absent, place)
-    return name, node.own[name], shape
+            node.explicit[name] = Entry(absent, place)
+    return name, node.explicit[name], shape
 
 
 def _default_list(field: FieldInfo) -> Items | Scalar:
-    """What an index counts in where the file has no such list: the default, for example of ``optimizer.betas``."""
+    """Returns a key's default list as a node, for an index into it, such as ``optimizer.betas.0``; else a null."""
     if field.is_required():
-        default = None
-    else:
-        default = field.get_default(call_default_factory=True)
+        return Scalar(None)
+    default = field.get_default(call_default_factory=True)
     if isinstance(default, list) and default:
         return Items([Entry(Scalar(value)) for value in default])
     return Scalar(None)
 
 
 def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
-    """Replaces an entry's value; where the entry is the anchor, its aliases follow.
+    """Replaces an entry's value, and that of its aliases if it is an anchor.
 
     Returns:
-        Notes about aliases that followed.
+        Notes about aliases that were replaced, too.
     """
     old = entry.node
     if entry.is_alias:
@@ -219,7 +238,7 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
 
 
 def _uses(node: Node, path: str) -> Iterator[tuple[str, Entry]]:
-    """Every entry below a node with its dotted path; a node that is used twice is visited twice."""
+    """Yields every entry below a node with its dotted path; a node that is used twice is visited twice."""
     for name, entry in children(node):
         yield f"{path}{name}", entry
         yield from _uses(entry.node, f"{path}{name}.")

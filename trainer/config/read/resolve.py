@@ -1,4 +1,4 @@
-"""Walks a tree along the schema: main names for aliases, a section for each ``type``, unknown keys are problems."""
+"""Walks a tree along the schema: aliases get main names, ``type`` selects a section, unknown keys are problems."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from trainer.config.schema.root import Config
 from trainer.errors import UserError
 
 _SUGGESTED = 3
-"""At most so many sections are named for a key that stands in the wrong place."""
+"""The largest number of sections that a message names for a key in the wrong section."""
 _LISTED = 15
-"""A section with at most so many keys has them listed when an unknown one resembles none."""
+"""The largest number of keys of a section that a message about an unknown key lists."""
 _GUESSED = 100
-"""For so many unknown keys of a file the nearest name is sought, which takes milliseconds each."""
+"""The number of unknown keys for which the nearest name is searched, which takes milliseconds each."""
 _ELSEWHERE = {
     "tensor_parallel": "model_parallel", "tensor_model_parallel_size": "model_parallel",
     "pipeline_parallel": "pipeline_stage", "pipeline_model_parallel_size": "pipeline_stage",
     "context_parallel_size": "context_parallel", "expert_model_parallel_size": "expert_parallel",
     "sequence_parallel": "use_seq_parallel",
 }  # fmt: skip
-"""What the newer schema, Megatron-LM and others call a key."""
+"""Names of keys in the newer schema, Megatron-LM and others -> their names here."""
 
 
 _ABSENT = object()
@@ -49,40 +49,40 @@ _ABSENT = object()
 
 @dataclass
 class Resolved:
-    """Plain values under their main names, and what was met on the way."""
+    """Plain values under their main names, with their locations, problems and notes."""
 
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, SourceLocation] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
-    """Dotted keys as they were written, for those that were not under their main name."""
+    """Dotted keys -> the names that the file uses, if they are not the main names."""
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
 def resolve(root: Table) -> Resolved:
-    """Turns a tree into the values that the schema is then validated with."""
+    """Converts a tree into plain values, which are validated against the schema later."""
     resolved = Resolved()
     resolved.data = _section(root, Config, "", resolved)
     return resolved
 
 
-def _section(table: Table, kind: type[Section], path: str, resolved: Resolved) -> dict[str, Any]:
-    names = yaml_names(kind)
+def _section(table: Table, section: type[Section], path: str, resolved: Resolved) -> dict[str, Any]:
+    names = yaml_names(section)
     chosen: dict[str, Entry] = {}
     for name, entry in table.entries().items():
         if name not in names and path == "model.model_config." and is_known_effect(name):
-            if what := effect_of(name, plain(table)):
-                rule = f"not yet supported: {what}"
+            if effect := effect_of(name, plain(table)):
+                rule = f"not yet supported: {effect}"
                 resolved.problems.append(problem_at(entry.place, f"{path}{name}", rule, NOT_BUILT, plain(entry.node)))
         elif name not in names:
-            resolved.problems.append(_unknown(name, kind, path, entry.place, resolved))
+            resolved.problems.append(_unknown(name, section, path, entry.place, resolved))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
             if name != names[name]:
                 resolved.written[f"{path}{names[name]}"] = f"{path}{name}"
         else:
-            chosen[names[name]] = _same(f"{path}{names[name]}", chosen[names[name]], entry, resolved)
-    fields = fields_by_yaml_name(kind)
+            chosen[names[name]] = _merged(f"{path}{names[name]}", chosen[names[name]], entry, resolved)
+    fields = fields_by_yaml_name(section)
     data = {}
     for name, entry in chosen.items():
         resolved.positions[f"{path}{name}"] = entry.place
@@ -92,8 +92,8 @@ def _section(table: Table, kind: type[Section], path: str, resolved: Resolved) -
     return data
 
 
-def _same(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
-    """One entry for two names of one key; a problem when they differ."""
+def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
+    """Returns one entry for two names of a key, and adds a problem if they differ."""
     try:
         return Entry(merge(first, second, key), first.place)
     except UserError:
@@ -101,81 +101,89 @@ def _same(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
         return first
 
 
-def _unknown(name: str, kind: type[Section], path: str, place: SourceLocation, resolved: Resolved) -> ConfigError:
+def _unknown(name: str, section: type[Section], path: str, place: SourceLocation, resolved: Resolved) -> ConfigError:
+    """Returns the problem of an unknown key, with the key that was probably meant or the sections that have it."""
     is_one_of_many = len(resolved.problems) > _GUESSED
-    if is_one_of_many:
-        guess = ""
-    else:
-        guess = nearest(name, list(yaml_names(kind)))
-    if (same := _ELSEWHERE.get(name)) in yaml_names(kind):
-        guess = same
-    homes = [home for home in sections_with(name) if f"{home}." != re.sub(r"\.\d+\.", ".N.", path)]
-    if homes and guess.lower() != name.lower():
-        fix = f"write it in its section: {in_sections(name, homes)}"
+    names = yaml_names(section)
+    guess = ""
+    if name in _ELSEWHERE and _ELSEWHERE[name] in names:
+        guess = _ELSEWHERE[name]
+    elif not is_one_of_many:
+        guess = nearest(name, list(names))
+    elsewhere = [other for other in sections_with(name) if f"{other}." != re.sub(r"\.\d+\.", ".N.", path)]
+    if elsewhere and guess.lower() != name.lower():
+        fix = f"write it in its section: {in_sections(name, elsewhere)}"
     elif path and name in yaml_names(Config):
         fix = f"write {name} at the top level"
     elif guess:
         fix = f"you probably mean {path}{guess}"
     else:
-        known = [key for key, info in fields_by_yaml_name(kind).items() if support_of(info)[0] == "supported"]
-        listed = f"the keys here are {', '.join(known)}"
-        fix = f"remove it; {listed if len(known) <= _LISTED else '`run_trainer.py schema` lists all'}"
+        acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]
+        fix = "remove it; `run_trainer.py schema` lists all keys"
+        if len(acting) <= _LISTED:
+            fix = f"remove it; the keys here are {', '.join(acting)}"
     rule = "unknown key at the top level"
     if path:
         rule = f"unknown key in {path.rstrip('.')}"
-    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess or is_one_of_many))
+    is_extra = not elsewhere and not guess and not is_one_of_many
+    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=is_extra)
 
 
 def sections_with(name: str) -> list[str]:
-    """The few sections that have a key of this name: ``runner_config`` for ``epochs``; those where it acts first. An
-    item of a list is ``callbacks.N``."""
-    homes: dict[str, bool] = {}
+    """Returns the sections that have a key of this name, at most three: ``runner_config`` for ``epochs``.
+
+    Only sections where the key acts are returned, if there are any. An item of a list is ``callbacks.N``.
+    """
+    acts: dict[str, bool] = {}
     for path, info, _ in _keys_by_name().get(name, ()):
-        homes[path] = homes.get(path, False) or support_of(info)[0] == "supported"
-    acting = [path for path, acts in homes.items() if acts]
-    # optimizer.learning_rate is only MindSpore Transformers' second place for the schedule's.
+        acts[path] = acts.get(path, False) or support_of(info)[0] == "supported"
+    acting = [path for path, is_supported in acts.items() if is_supported]
+    # In MindSpore Transformers, optimizer.learning_rate is only another place of the schedule's learning rate.
     if "lr_schedule" in acting and "optimizer" in acting:
         acting = ["lr_schedule"]
-    return sorted(acting or homes, key=lambda path: path.count("."))[:_SUGGESTED]
+    return sorted(acting or acts, key=lambda path: path.count("."))[:_SUGGESTED]
 
 
 def key_names() -> list[str]:
-    """Returns every name of a key below the top level that acts."""
+    """Returns the names of all keys below the top level that act."""
     keys = _keys_by_name().items()
     return [name for name, places in keys if any(support_of(info)[0] == "supported" for _, info, _ in places)]
 
 
-def in_sections(name: str, homes: Sequence[str], prefix: str = "") -> str:
-    """A key in each of these sections, in words: ``callbacks.N.keep_best``, and which item of the list N is."""
-    text = one_of([f"{prefix}{home}.{name}" for home in homes])
-    sections = [kind for path, _, kind in _keys_by_name()[name] if path in homes and ".N" in path]
-    kinds = [types_of(kind)[0] for kind in sections if "type" in kind.model_fields and kind.support == "supported"]
-    if kinds:
-        return f"{text}, where N is the place of {one_of(kinds)} in the list, from 0"
+def in_sections(name: str, sections: Sequence[str], prefix: str = "") -> str:
+    """Names a key in each of these sections, for a message: ``callbacks.N.keep_best``, and which item N is."""
+    text = one_of([f"{prefix}{section}.{name}" for section in sections])
+    items = [item for path, _, item in _keys_by_name()[name] if path in sections and ".N" in path]
+    types = [types_of(item)[0] for item in items if "type" in item.model_fields and item.support == "supported"]
+    if types:
+        return f"{text}, where N is the place of {one_of(types)} in the list, from 0"
     return text
 
 
 @cache
 def _keys_by_name() -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
-    """For each name of a key below the top level: where the sections with such a key are, its declaration there, and
-    the section."""
-    found: dict[str, list[tuple[str, FieldInfo, type[Section]]]] = {}
+    """Returns, for each name of a key below the top level, the paths of its sections, its declarations and sections."""
+    keys: dict[str, list[tuple[str, FieldInfo, type[Section]]]] = {}
 
-    def walk(kind: type[Section], path: tuple[str, ...]) -> None:
-        for main, info in fields_by_yaml_name(kind).items():
-            for name in (main, *aliases_of(info)) if path else ():
-                found.setdefault(name, []).append((".".join(path), info, kind))
+    def walk(section: type[Section], path: str) -> None:
+        for main, info in fields_by_yaml_name(section).items():
+            if path:
+                for name in (main, *aliases_of(info)):
+                    keys.setdefault(name, []).append((path, info, section))
             shape = shape_of(info)
-            for each in shape.kinds:
-                walk(each, (*path, main, *(["N"] if shape.is_list else [])))
+            below = f"{path}.{main}".lstrip(".")
+            if shape.is_list:
+                below += ".N"
+            for nested in shape.kinds:
+                walk(nested, below)
 
-    walk(Config, ())
-    found.pop("type", None)
-    return found
+    walk(Config, "")
+    keys.pop("type", None)
+    return keys
 
 
 def _value(entry: Entry, info: FieldInfo, path: str, resolved: Resolved) -> Any:
-    """The value of a key; `_ABSENT` where its section is empty, or wrong, which is a problem then."""
+    """Returns the value of a key; `_ABSENT` for an empty section, or a wrong one, which is a problem then."""
     shape = shape_of(info)
     node = entry.node
     if not shape.kinds:
@@ -189,11 +197,11 @@ def _value(entry: Entry, info: FieldInfo, path: str, resolved: Resolved) -> Any:
     if shape.is_list and isinstance(node, Items):
         return [_item(item, shape.kinds, f"{path}.{number}", resolved) for number, item in enumerate(node.entries)]
     if isinstance(node, Table) and not shape.is_list:
-        return _one(entry, node, shape.kinds, path, resolved)
+        return _typed_section(entry, node, shape.kinds, path, resolved)
     if shape.is_list:
         rule = "must be a list"
         fix = "start each item with '- '"
-    elif any(not issubclass(kind, Section) for kind in scalar_kinds(info)):  # or a plain value, such as scale_sense
+    elif any(not issubclass(kind, Section) for kind in scalar_kinds(info)):  # a plain value is allowed: scale_sense
         return plain(node)
     else:
         rule = "must be a section"
@@ -205,7 +213,7 @@ def _value(entry: Entry, info: FieldInfo, path: str, resolved: Resolved) -> Any:
 def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
     resolved.positions[path] = entry.place
     if isinstance(entry.node, Table):
-        value = _one(entry, entry.node, kinds, path, resolved)
+        value = _typed_section(entry, entry.node, kinds, path, resolved)
         if value is _ABSENT:
             return {}
         return value
@@ -214,8 +222,8 @@ def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, resolved: R
     return {}
 
 
-def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
-    """Resolves a section of one or several kinds; the latter are told apart by ``type``."""
+def _typed_section(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
+    """Resolves a section; if there are several classes for it, its ``type`` selects one."""
     entries = table.entries()
     if "type" in entries:
         place = entries["type"].place
@@ -242,6 +250,6 @@ def _one(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str
         rule = f"unknown type, which must be {one_of(list(by_type))}"
         resolved.problems.append(problem_at(place, f"{path}.type", rule, fix, name))
     else:
-        rule = f"the key type is missing, which must be {one_of(list(by_type))}"
+        rule = f"the key type is missing; it must be {one_of(list(by_type))}"
         resolved.problems.append(problem_at(entry.place, path, rule, fix))
     return _ABSENT

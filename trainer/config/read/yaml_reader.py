@@ -1,7 +1,7 @@
-"""Reads a YAML file into a tree: YAML 1.2 scalars, no duplicate keys, every mistake with its line.
+"""Reads a YAML file into a tree: YAML 1.2 scalars, no duplicate keys, every error with its line.
 
-Differences from plain YAML 1.2, both for people who paste from documentation: a line of only ``...`` is left out (with
-a note, unless it ends the file), and ``None`` is ``null``.
+It differs from plain YAML 1.2 in two points, for text copied from documentation: a line of only ``...`` is left out
+(with a note, unless it ends the file), and ``None`` is ``null``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import Any
 import yaml
 from yaml import events
 from yaml.composer import ComposerError
+from yaml.error import Mark
 from yaml.parser import Parser
 from yaml.reader import Reader, ReaderError
 from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from trainer.config.location import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, expanded, is_null
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, expanded_size, is_null
 from trainer.errors import UserError, shorten_repr, working_directory
 from trainer.input_files import read_bytes
 
@@ -58,17 +59,18 @@ _LONGEST_INTEGER = 100
 
 
 class _OutOfRange(ValueError):
-    """A number that no key can hold; its text is the rule."""
+    """A number that is too large for any key; its text is the rule."""
 
 
 def _integer(text: str) -> int:
     if len(text) < _LONGEST_INTEGER:
-        value = int(text, 0 if text[:2] in ("0o", "0x") else 10)
-    else:
-        value = 1 << 64
-    if not -(1 << 63) <= value < 1 << 63:
-        raise _OutOfRange("must be an integer of at most 64 bits")
-    return value
+        base = 10
+        if text[:2] in ("0o", "0x"):
+            base = 0
+        value = int(text, base)
+        if -(1 << 63) <= value < 1 << 63:
+            return value
+    raise _OutOfRange("must be an integer of at most 64 bits")
 
 
 def _float(text: str) -> float:
@@ -78,7 +80,7 @@ def _float(text: str) -> float:
     return value
 
 
-_SMALLER = "write a number that the key can hold, or quote it if it is a text"
+_SMALLER = "write a smaller number, or quote it if it is a text"
 _SCALARS: dict[str, Callable[[str], Any]] = {
     _TAG + "str": str,
     _TAG + "int": _integer,
@@ -89,28 +91,28 @@ _SCALARS: dict[str, Callable[[str], Any]] = {
 
 
 def checked_text(value: Any, place: SourceLocation) -> Any:
-    """The value; a string must be one that files, paths and terminals can hold.
+    """Returns the value, after checking that a string can be written to files, paths and terminals.
 
     Raises:
-        UserError: It has a zero byte or half a character (a lone surrogate), as quoted escapes can write them.
+        UserError: It has a zero byte or half a character (a lone surrogate); escapes in quotes can write them.
     """
-    wrong = ""
-    if isinstance(value, str):
-        wrong = next((one for one in value if one == "\0" or "\ud800" <= one <= "\udfff"), "")
+    if not isinstance(value, str):
+        return value
+    wrong = next((letter for letter in value if letter == "\0" or "\ud800" <= letter <= "\udfff"), "")
     if wrong:
         raise UserError(f"a text with the character U+{ord(wrong):04X}", where=place.text, fix="remove the character")
     return value
 
 
 class TooLarge(UserError):
-    """More values or levels than a configuration may have."""
+    """A configuration has too many values or levels."""
 
 
 def check_size(values: int, levels: int, place: SourceLocation, most: int = MAX_VALUES) -> None:
-    """Compares what a configuration has with its bounds, `most` values with those of its aliases.
+    """Checks the size of a configuration, in which aliases are counted as if they were written out.
 
     Raises:
-        TooLarge: There are too many values, or they lie too deep.
+        TooLarge: There are more than `most` values, or more than `MAX_LEVELS` levels.
     """
     if levels > MAX_LEVELS:
         rule = f"more than {MAX_LEVELS} levels of lists and sections, counting those of aliases"
@@ -123,9 +125,13 @@ def check_size(values: int, levels: int, place: SourceLocation, most: int = MAX_
 class _Composer(Reader, Scanner, Parser, ScalarResolver):
     """Composes the tree from PyYAML's events; an anchor and its aliases are one node.
 
-    Values and levels are bounded while they are read, as written; `check_size` of `expanded` bounds them with aliases.
+    It limits values and levels as they are written. The caller limits them with aliases written out: `expanded_size`.
 
-    A flag's value has one location for all that it says: ``place``.
+    Args:
+        name: The name of the file in messages.
+        text: The YAML text.
+        place: One location for all values, if the text is the value of a flag.
+        most: The largest number of values.
     """
 
     def __init__(self, name: str, text: str, place: SourceLocation | None = None, most: int = MAX_VALUES) -> None:
@@ -139,12 +145,12 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         self.values = 0
         self.level = 0
         self.keys: list[str] = []
-        """The dotted key of what is read."""
+        """The parts of the dotted key that is being read."""
         self.text_lines: set[int] = set()
-        """Lines (from 0) inside quoted and block scalars: there ``...`` is text."""
+        """Lines (from 0) inside quoted and block scalars, where ``...`` is text."""
 
     def documents(self) -> list[Entry]:
-        """The root of each document."""
+        """Reads all documents and returns their roots."""
         roots = []
         self.get_event()
         while not self.check_event(events.StreamEndEvent):
@@ -155,11 +161,14 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         return roots
 
     def _place_of(self, event: events.Event) -> SourceLocation:
+        if self.place is not None:
+            return self.place
+        assert event.start_mark is not None, "the parser gives every event its position"
         line = event.start_mark.line + 1
-        return self.place or SourceLocation(line, f"{self.file}:{line}")
+        return SourceLocation(line, f"{self.file}:{line}")
 
     def _entry(self, place: SourceLocation | None = None) -> Entry:
-        """What stands next; ``place`` is that of its key."""
+        """Reads the next value; ``place`` is the location of its key."""
         event = self.get_event()
         place = place or self._place_of(event)
         if isinstance(event, events.AliasEvent):
@@ -177,9 +186,10 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             self.anchors[event.anchor] = node
         return Entry(node, place)
 
-    def _node(self, event: events.Event, place: SourceLocation) -> Node:
+    def _node(self, event: events.NodeEvent, place: SourceLocation) -> Node:
         if isinstance(event, events.ScalarEvent):
             return self._scalar(event, place)
+        assert isinstance(event, events.CollectionStartEvent), "other events start no value"
         if event.tag is not None:
             rule = f"the tag {event.tag.replace(_TAG, '!!')} is not supported on a list or mapping"
             raise UserError(rule, where=place.text, fix="remove the tag")
@@ -193,6 +203,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
 
     def _anchored(self, event: events.AliasEvent, place: SourceLocation) -> Node:
         if event.anchor not in self.anchors:
+            assert isinstance(event.start_mark, Mark), "the parser gives every event its position"
             raise ComposerError(None, None, f"found undefined alias {event.anchor!r}", event.start_mark)
         node = self.anchors[event.anchor]
         if node is None:
@@ -202,6 +213,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
 
     def _scalar(self, event: events.ScalarEvent, place: SourceLocation) -> Scalar:
         if event.style:
+            assert event.start_mark is not None and event.end_mark is not None, "the parser gives positions"
             self.text_lines |= set(range(event.start_mark.line + 1, event.end_mark.line + 1))
         tag = event.tag
         if tag in (None, "!"):
@@ -232,23 +244,23 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 key = node.value
             if not isinstance(node, Scalar) or not isinstance(key, str):
                 raise UserError(f"a key must be a name, found {key}", where=place.text, fix="write name: value")
-            if key in table.own:
-                first = table.own[key].place.text
+            if key in table.explicit:
+                first = table.explicit[key].place.text
                 rule = f"the key {key!r} stands here and at {first}; a section may have it once"
                 raise UserError(rule, where=place.text, key=key, fix="remove one of the two")
             self.keys.append(key)
-            table.own[key] = self._entry(place)
+            table.explicit[key] = self._entry(place)
             self.keys.pop()
         self.get_event()
         return table
 
     def _bases(self, place: SourceLocation) -> list[Table]:
         node = self._entry(place).node
+        nodes = [node]
         if isinstance(node, Items):
-            tables = [entry.node for entry in node.entries]
-        else:
-            tables = [node]
-        if not all(isinstance(table, Table) for table in tables):
+            nodes = [entry.node for entry in node.entries]
+        tables = [node for node in nodes if isinstance(node, Table)]
+        if len(tables) < len(nodes):
             fix = "anchor a section: base: &base"
             raise UserError("<< must refer to a mapping", where=place.text, key="<<", fix=fix)
         return tables
@@ -270,17 +282,20 @@ _FIXES = (
 def _syntax_error(name: str, error: yaml.MarkedYAMLError) -> UserError:
     mark = error.problem_mark or error.context_mark
     text = error.problem or error.context or "not valid YAML"
-    begun = error.context_mark
-    if begun is not None and mark is not None and begun.line < mark.line:
-        text += f", in what begins on line {begun.line + 1}"
+    start = error.context_mark
+    if start is not None and mark is not None and start.line < mark.line:
+        text += f", in the part that begins on line {start.line + 1}"
     fix = next((fix for part, fix in _FIXES if part in text or part in (error.context or "")), "correct the YAML there")
-    return UserError(f"not valid YAML: {text}", where=f"{name}:{mark.line + 1}" if mark else name, fix=fix)
+    where = name
+    if mark is not None:
+        where = f"{name}:{mark.line + 1}"
+    return UserError(f"not valid YAML: {text}", where=where, fix=fix)
 
 
 def _compose(
     name: str, text: str, place: SourceLocation | None = None, most: int = MAX_VALUES
 ) -> tuple[list[Entry], set[int]]:
-    """The roots of the documents, and the lines (from 0) that are inside of strings."""
+    """Reads all documents; returns their roots, and the lines (from 0) that are inside strings."""
     composer = None
     try:
         composer = _Composer(name, text, place, most)
@@ -292,7 +307,7 @@ def _compose(
         rule = f"the character U+{error.character:04X} is not text"
         fix = "remove it, or give a YAML text file"
         raise UserError(rule, where=f"{name}:{line}", fix=fix) from None
-    except (ValueError, OverflowError) as error:  # of an escape such as \\UFFFFFFFF, which PyYAML hands to chr
+    except (ValueError, OverflowError) as error:  # PyYAML passes an escape such as \\UFFFFFFFF to chr
         where = name
         if composer is not None:
             where = f"{name}:{composer.line + 1}"
@@ -302,19 +317,19 @@ def _compose(
 def _without_ellipses(name: str, text: str) -> tuple[list[Entry], list[int]]:
     """Composes the text without its lines of only ``...``; returns the roots and the numbers of these lines."""
     lines = text.split("\n")
-    gone = {number for number, line in enumerate(lines) if _ELLIPSIS.match(line)}
+    ellipses = {number for number, line in enumerate(lines) if _ELLIPSIS.match(line)}
     while True:
-        kept = ("" if number in gone else line for number, line in enumerate(lines))
-        roots, in_strings = _compose(name, "\n".join(kept))
-        if not in_strings & gone:
+        remaining = ("" if number in ellipses else line for number, line in enumerate(lines))
+        roots, in_strings = _compose(name, "\n".join(remaining))
+        if not in_strings & ellipses:
             break
-        gone -= in_strings
+        ellipses -= in_strings
     last = max((number for number, line in enumerate(lines) if line.strip()), default=-1)
-    return roots, [number + 1 for number in sorted(gone) if number != last or lines[number][0] in " \t"]
+    return roots, [number + 1 for number in sorted(ellipses) if number != last or lines[number][0] in " \t"]
 
 
 def read_text(path: str) -> str:
-    """Reads a configuration file.
+    """Reads a configuration file; line ends become ``\\n``.
 
     Raises:
         UserError: The file is missing, a directory, unreadable or not text.
@@ -323,16 +338,16 @@ def read_text(path: str) -> str:
     try:
         content = read_bytes(path, MAX_BYTES)
         text = content.decode("utf-8-sig")
+    except FileNotFoundError:
+        fix = "correct the path"
+        if not os.path.isabs(path):
+            fix += f": it is relative to {working_directory()}"
+        raise UserError("the configuration file does not exist", where=path, fix=fix) from None
+    except IsADirectoryError:
+        raise UserError("the configuration file is a directory", where=path, fix=example) from None
     except OSError as error:
-        if os.path.isabs(path):
-            base = ""
-        else:
-            base = f": it is relative to {working_directory()}"
-        missing = ("does not exist", f"correct the path{base}")
-        says = {FileNotFoundError: missing, IsADirectoryError: ("is a directory", example)}
-        unreadable = (f"cannot be read: {error.strerror or error}", "make it readable, or give another file")
-        rule, fix = says.get(type(error), unreadable)
-        raise UserError(f"the configuration file {rule}", where=path, fix=fix) from None
+        rule = f"the configuration file cannot be read: {error.strerror or error}"
+        raise UserError(rule, where=path, fix="make it readable, or give another file") from None
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         byte = content[error.start]
@@ -349,7 +364,7 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     """Parses the text of a configuration file, which messages call ``name``.
 
     Returns:
-        The tree, and the notes about what was left out.
+        The tree, and notes about lines that were left out.
 
     Raises:
         UserError: The text is empty, not YAML, has duplicate keys, or is not one mapping.
@@ -368,16 +383,18 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
             kind = "a list"
         where = roots[0].place.text
         raise UserError(f"the file holds {kind}, not sections", where=where, fix="write section: and key: value")
-    check_size(*expanded(root), roots[0].place)
-    numbers = ", ".join(str(number) for number in left_out)
-    return root, [f"{name}: left out the lines of only '...' ({numbers})"] if left_out else []
+    check_size(*expanded_size(root), roots[0].place)
+    notes = []
+    if left_out:
+        notes = [f"{name}: left out the lines of only '...' ({', '.join(map(str, left_out))})"]
+    return root, notes
 
 
 def parse_value(text: str, place: SourceLocation, key: str, most: int = MAX_VALUES) -> Entry:
-    """Parses the text of a flag: a YAML scalar, ``[a, b]`` or ``{a: b}``; anything else is the text itself.
+    """Parses the value of a flag: a YAML scalar, ``[a, b]`` or ``{a: b}``; any other text is a string.
 
     Raises:
-        UserError: The text starts a list or mapping which is not valid, or has more than `most` values.
+        UserError: The text begins a list or mapping that is not valid, or has more than `most` values.
     """
     if not text.lstrip().startswith(("[", "{", '"', "'")):
         tag = ScalarResolver().resolve(yaml.ScalarNode, text.strip(), (True, False))

@@ -11,25 +11,28 @@ class PetConfig(Section):
     """Low-rank adapters (YAML ``model_config.pet_config``): Hu et al. 2021, y = x W^T + alpha / rank x A^T B^T."""
 
     pet_type: Literal["lora"] = setting("lora", "Kind of adapter.")
-    lora_rank: int = setting(8, "Rows of A and columns of B.", ge=1, le=WIDTH)
+    lora_rank: int = setting(8, "LoRA rank: rows of A and columns of B.", ge=1, le=WIDTH)
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
-    lora_dropout: float = setting(0.0, "Dropout on what enters an adapter.", ge=0, lt=1)
+    lora_dropout: float = setting(0.0, "Dropout on the input of an adapter.", ge=0, lt=1)
     target_modules: str = setting(
-        ".*wq|.*wk|.*wv|.*wo", "Regular expression for the whole name of the matrices to adapt: q_proj, k_proj, v_proj,"
-        " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without what stands before, as"
-        " in model.layers.0.self_attn.q_proj. Latent attention has q_a_proj and q_b_proj, or q_proj without"
-        " q_lora_rank, then kv_a_proj_with_mqa, kv_b_proj, o_proj.", min_length=1)
+        ".*wq|.*wk|.*wv|.*wo", "Regular expression for the full name of the matrices to adapt: q_proj, k_proj, v_proj,"
+        " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without a prefix such as"
+        " model.layers.0.self_attn. Multi-head latent attention has q_a_proj and q_b_proj (q_proj without q_lora_rank),"
+        " kv_a_proj_with_mqa, kv_b_proj and o_proj.", min_length=1)
 
     @property
     def scale(self) -> float:
-        """Factor on an adapter's output."""
+        """Returns the factor on an adapter's output."""
         return self.lora_alpha / self.lora_rank
 
     def targets(self, layer: int, names: Mapping[str, str]) -> tuple[str, ...]:
-        """Those of the matrices `names` of a layer that have an adapter, by their name in the block, in that order."""
+        """Returns the matrices of a layer that have an adapter, by their names in the block.
+
+        `names` are the matrices of the layer: names in the block -> MindSpore Transformers' names.
+        """
         return tuple(name for name in names if self._is_target(layer, name, names[name]))
 
-    def _is_target(self, layer: int, *both: str) -> bool:
-        names = [f"model.layers.{layer}.{one}" for one in both] + [one.split(".")[-1] for one in both]
+    def _is_target(self, layer: int, *names: str) -> bool:
         pattern = read_pattern(self.target_modules)
-        return any(pattern.fullmatch(one) for one in names)
+        candidates = [f"model.layers.{layer}.{name}" for name in names] + [name.split(".")[-1] for name in names]
+        return any(pattern.fullmatch(candidate) for candidate in candidates)

@@ -24,11 +24,11 @@ class CheckpointMonitor(Section):
     save_checkpoint_steps: int = setting(1, "Optimizer steps between checkpoints; 0: only at the end.", ge=0, le=COUNT)
     keep_checkpoint_max: int = setting(5, "Newest complete checkpoints that are kept.", ge=1, le=COUNT)
     async_save: bool = setting(
-        False, "Write checkpoints beside the training, which then waits only until weights and optimizer state are"
-        " copied to host memory, and where an earlier checkpoint is still being written.")
+        False, "Write checkpoints in the background. The training waits only while weights and optimizer state are"
+        " copied to host memory, or if an earlier checkpoint is still being written.")
     keep_best: int = setting(
-        0, "Checkpoints with the lowest eval loss that are kept beside the newest ones; an evaluation that finds one"
-        " saves it, and checkpoints/best points to the best. Needs do_eval.", ge=0, le=COUNT)
+        0, "Number of checkpoints with the lowest eval loss to keep, in addition to the newest ones. An evaluation"
+        " with such a loss saves one; checkpoints/best points to the best. Requires do_eval.", ge=0, le=COUNT)
 
 
 class MoEDropRate(Section):

@@ -20,26 +20,26 @@ class ClassifierConfig(Section):
     initializer_range: float = setting(
         0.01, "Standard deviation of new weights; 0.01 is MindSpore's weight_init \"normal\".", gt=0)
 
-    # What a decoder may have and a classifier never has.
+    # Only a decoder has these.
     experts: ClassVar[None] = None
     moe_layers: ClassVar[tuple[int, ...]] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Width of what enters the first layer, and of what leaves each."""
+        """Returns the input width of the first layer, and the output width of each layer."""
         return (self.pixels, *self.hidden_sizes, self.classes)
 
     @property
     def labels_per_sequence(self) -> int:
-        """Labels of a row: an image has one."""
+        """Returns 1: an image has one label."""
         return 1
 
     @property
     def labels_text(self) -> str:
-        """What has a label, in the plural."""
+        """Returns the name of the items with labels, in the plural."""
         return "images"
 
     @property
     def sequences_text(self) -> str:
-        """Name of the sequences, in the plural."""
+        """Returns the name of the sequences, in the plural."""
         return "images"

@@ -15,10 +15,10 @@ _MEANWHILE = "use TextDataset, JsonlDataset or SyntheticDataset"
 
 
 class _Loader(Section):
-    """What all data loaders share."""
+    """The keys of all data loaders."""
 
     default_type: ClassVar[str] = "TextDataset"
-    reads_text: ClassVar[bool] = True  # otherwise the files hold tokens or images, and there is nothing to tokenize
+    reads_text: ClassVar[bool] = True  # False if the files contain tokens or images, which are not tokenized
 
     dataset_dir: FilePath = setting(
         "", 'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
@@ -42,25 +42,25 @@ def _sources() -> Any:
 
 
 class TextLoader(_Loader):
-    """Plain text: a file is a document."""
+    """Plain text; each file is a document."""
 
     type: Literal["TextDataset"] = setting("TextDataset", "Kind of data.")
     sources: list[SourceItem] = _sources()
     patterns: list[str] = setting(
-        ["*.txt", "*.md", "*.py", "*.txt.gz", "*.md.gz", "*.txt.zst", "*.md.zst"], "Which files of a folder count.",
+        ["*.txt", "*.md", "*.py", "*.txt.gz", "*.md.gz", "*.txt.zst", "*.md.zst"], "Files of a folder to read.",
         min_length=1)
 
 
 class _RecordLoader(_Loader):
-    """What the loaders of records share."""
+    """The keys of loaders that read records."""
 
     patterns: list[str] = setting(
         [f"*{suffix}{compression}" for suffix in (".jsonl", ".json") for compression in ("", ".gz", ".zst")]
-        + ["*.parquet", "*.arrow"], "Which files of a folder count.", min_length=1)
+        + ["*.parquet", "*.arrow"], "Files of a folder to read.", min_length=1)
     columns: dict[_Field, str] = setting(
-        {}, "Names of the files' columns where they have others than ours, as {messages: dialogue}. Default empty.")
+        {}, "Columns of the files with other names than the usual ones, as {messages: dialogue}. Default empty.")
     split: str = setting(
-        "", "Which split of a folder with several is read. Default empty: train, in eval_dataset validation or test.")
+        "", "The split to read if a folder has several. Default empty: train, in eval_dataset validation or test.")
     bad_records: Literal["error", "skip"] = setting(
         "error", "error: the first bad record ends the run; skip: bad records are left out and counted. Default error.")
 
@@ -94,26 +94,26 @@ class MindLoader(_Loader):
     reads_text = False
     type: Literal["MindDataset"] = setting(REQUIRED, "Kind of data.")
     dataset_dir: FilePath = setting(
-        "", "A MindRecord file, which stands for all that were written with it, or a folder, with those below it. "
+        "", "A MindRecord file, together with all files that were written with it, or a folder, with its subfolders. "
         "Default empty: dataset_files.", aliases="dataset_path")
     dataset_files: list[FilePath] | FilePath | None = setting(
-        None, "In place of dataset_dir: one file or folder, or several of which each file counts alone. Default null.")
+        None, "Instead of dataset_dir: one file or folder, or a list; each file of a list is read alone. Default null.")
 
 
 _DataPath: TypeAlias = list[FilePath | int | float] | FilePath | None
 
 
 class MegatronConfig(Section):
-    """What Megatron-LM's GPTDataset is made of (YAML ``data_loader.config``)."""
+    """The configuration of Megatron-LM's GPTDataset (YAML ``data_loader.config``)."""
 
     data_path: _DataPath = setting(
         None, "Files by their common path without .bin and .idx: [path, path] or [weight, path, weight, path]. "
         "Default null: dataset_dir.")
     train_data_path: _DataPath = setting(
-        None, "The same for the training data alone, in place of data_path and split. Default null: data_path.")
+        None, "As data_path, for the training data only; replaces data_path and split. Default null: data_path.")
     valid_data_path: _DataPath = setting(
-        None, "The same for the validation data alone. Default null: data_path.")
-    test_data_path: _DataPath = setting(None, "The same for the test data alone. Default null: data_path.")
+        None, "As data_path, for the validation data only. Default null: data_path.")
+    test_data_path: _DataPath = setting(None, "As data_path, for the test data only. Default null: data_path.")
     split: str | None = setting(
         None, 'Shares of training, validation and test in the documents of data_path: "969, 30, 1". Default null: the '
         "section reads all.")
@@ -141,15 +141,15 @@ class MegatronLoader(_Loader):
     reads_text = False
     type: Literal["BlendedMegatronDatasetDataLoader"] = setting(REQUIRED, "Kind of data.")
     dataset_dir: FilePath = setting(
-        "", "A single path without .bin and .idx, in place of config.data_path. Default empty: config says it.",
+        "", "A single path without .bin and .idx, instead of config.data_path. Default empty: config.data_path.",
         aliases="dataset_path")
     shuffle: bool = setting(False, "Shuffle the samples again each epoch; their order is random without it.")
     sizes: list[Annotated[int, Field(ge=0, le=COUNT)] | None] = setting(
-        [], "Samples of an epoch of training, validation and test: documents repeat where they are fewer. Default "
+        [], "Samples of an epoch of training, validation and test; documents repeat if there are too few. Default "
         "empty, or null for one: as many as the documents fill once.", max_length=3)
     phase: Literal["train", "valid", "test"] | None = setting(
-        None, "Which part of split and sizes is read. Default null: train in train_dataset, else valid.")
-    config: MegatronConfig = section(MegatronConfig, "What the samples are made of.")
+        None, "The part of split and sizes to read. Default null: train in train_dataset, else valid.")
+    config: MegatronConfig = section(MegatronConfig, "Files and settings of the samples.")
 
 
 class HuggingFaceLoader(_RecordLoader):
@@ -181,7 +181,7 @@ DataLoader = Annotated[
 
 
 class TokenizerConfig(Section):
-    """Text to tokens (YAML ``train_dataset.tokenizer``)."""
+    """The tokenizer (YAML ``train_dataset.tokenizer``)."""
 
     type: Literal["bytes", "huggingface"] = setting("bytes", "bytes: one token a byte; huggingface: a tokenizer.json.")
     path: FilePath = setting("", "huggingface: the tokenizer.json or its folder. Default empty.")
@@ -191,33 +191,35 @@ class DatasetConfig(Section):
     """A data set (YAML ``train_dataset``, ``eval_dataset``)."""
 
     data_loader: DataLoader = section(TextLoader, "Where the data comes from.")
-    tokenizer: TokenizerConfig = section(TokenizerConfig, "Text to tokens.")
+    tokenizer: TokenizerConfig = section(TokenizerConfig, "The tokenizer.")
     input_columns: list[str] | None = setting(
         None, "MindDataset: columns with the tokens, and the labels, attention_mask, loss_mask (1 where a token has a "
         "loss) and position_ids if there are any. Default null: input_ids, labels (or target_ids) and attention_mask, "
         "as far as the file has them.")
     construct_args_key: list[str] | None = setting(
-        None, "MindDataset: what each of input_columns is: input_ids, labels, attention_mask, loss_mask, position_ids."
-        " Default null: its name.")
+        None, "MindDataset: the meaning of each of input_columns: input_ids, labels, attention_mask, loss_mask,"
+        " position_ids. Default null: its name.")
     eod_reset: bool = setting(
-        False, "MindDataset: keep apart the documents of a row, with positions of their own. Other data: see packing.")
+        False, "MindDataset: separate the documents of a row; positions start at 0 in each. Other data: see packing.")
     eod_token_id: int | None = setting(
         None, "MindDataset: the token that ends a document, for eod_reset. Default null: model_config.eos_token_id.",
         ge=0, le=TOKEN_ID)
     chat_template: FilePath = setting(
-        "", "How a conversation becomes text: chatml, llama3, qwen3, ... (docs/data.md), a .jinja file, or a folder. "
-        "Default empty: the tokenizer's own; without one ChatML, with a note. In eval_dataset: that of train_dataset.")
+        "", "The chat template: chatml, llama3, qwen3, ... (docs/data.md), a .jinja file, or a folder. Default empty: "
+        "that of the tokenizer; if it has none, ChatML, with a note. In eval_dataset: that of train_dataset.")
     train_on: Literal["assistant", "last", "all"] | None = setting(
-        None, "What of a conversation carries loss: assistant (the assistant's turns and the token that ends each), "
-        "last (only its last turn), all. Default null: assistant; in eval_dataset that of train_dataset.")
+        None, "Tokens of a conversation that contribute to the loss: assistant (the assistant's turns and the token "
+        "that ends each), last (only its last turn), all. Default null: assistant; in eval_dataset that of "
+        "train_dataset.")
     held_out: float = setting(
-        0.0, "Fraction of documents kept out of training, for evaluation when eval_dataset is absent.", ge=0, lt=1)
+        0.0, "Fraction of the documents that is not trained on but evaluated, if there is no eval_dataset.", ge=0, lt=1)
     packing: Literal["whole", "cut", "none"] | None = setting(
-        None, "How documents fill sequences. whole: as many as fit share a sequence, and none is cut; cut: one stream, "
-        "cut every seq_length tokens; none: one each. Default null: whole for conversations, cut for running text.")
+        None, "Packing of documents into sequences. whole: several uncut documents share a sequence; cut: one stream, "
+        "cut every seq_length tokens; none: one document in each sequence. Default null: whole for conversations, cut "
+        "for running text.")
     overlong: Literal["truncate", "drop", "error"] = setting(
-        "truncate", "packing whole and none: what to do with a document longer than a sequence. truncate: keep its "
-        "last seq_length tokens; drop: leave it out; error: end.")
+        "truncate", "packing whole and none: treatment of documents longer than a sequence. truncate: keep the last "
+        "seq_length tokens; drop: leave the document out; error: end the run.")
     drop_remainder: bool = setting(True, "Leave out the last, smaller batch of an epoch.")
     prefetch_size: int = setting(2, "Micro-batches prepared ahead, at least those of a step.", ge=1, le=BATCH)
     batch_size: int | None = setting(
@@ -228,4 +230,4 @@ class DatasetConfig(Section):
 
 
 class DatasetTask(Section):
-    """MindSpore Transformers' wrapping of a data set (YAML ``train_dataset_task``), which ``dataset_config`` is."""
+    """MindSpore Transformers' wrapper of a data set (YAML ``train_dataset_task``) with the key ``dataset_config``."""

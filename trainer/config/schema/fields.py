@@ -1,11 +1,11 @@
-"""How a key of the YAML file is declared: its default, its documentation, its other names and whether we can honour it.
+"""Declares keys of the YAML file: default, documentation, other names and support.
 
-Every section is a frozen pydantic model derived from :class:`Section`; every key that acts is declared by one of
+Every section is a frozen pydantic model derived from :class:`Section`. Every key that acts is declared by
 
-* :func:`setting`: acts as documented;
-* :func:`section`: a nested section that may be left out;
+* :func:`setting`: a value, a list or a union of sections;
+* :func:`section`: a nested section that may be left out.
 
-or, where it changes nothing, in ``unsupported.yaml``.
+Keys without effect are declared in ``unsupported.yaml``.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainer.input_files import path_error
 
 REQUIRED: Any = ...
 
-# Upper bounds of counts, far beyond what anybody trains: what is larger is a slip, refused before it costs memory.
+# Upper bounds of counts, far beyond any training: a larger value is a slip, refused before it costs memory.
 LAYERS = 10_000
-RANKS = 1 << 20  # of heads and experts too
+RANKS = 1 << 20  # also heads and experts
 WIDTH = VOCABULARY = 1 << 24
 LENGTH = 1 << 28  # tokens
 BATCH = 1 << 20
@@ -33,17 +33,17 @@ COUNT = 10**12  # steps, samples
 TOKEN_ID = (1 << 31) - 1
 TokenId: TypeAlias = Annotated[int, Field(ge=-TOKEN_ID, le=TOKEN_ID)]
 Layer: TypeAlias = Annotated[int, Field(ge=-LAYERS, le=LAYERS)]
-"""A layer, or how many more a stage has."""
+"""A layer, or the additional layers of a pipeline stage."""
 
 
-def _is_path(path: str) -> str:
-    if mistake := path_error(path):
-        raise PydanticCustomError("path", mistake)  # type: ignore[arg-type]
+def _validate_path(path: str) -> str:
+    if rule := path_error(path):
+        raise PydanticCustomError("path", "{rule}", {"rule": rule})
     return path
 
 
-FilePath: TypeAlias = Annotated[str, AfterValidator(_is_path)]
-"""A file or a folder, which need not be there; the empty string where a key says so."""
+FilePath: TypeAlias = Annotated[str, AfterValidator(_validate_path)]
+"""A file or a folder that need not exist; keys may allow the empty string."""
 
 _WORDS = {"ignored": "Ignored", "not_yet": "Not yet"}
 
@@ -55,18 +55,18 @@ _BESIDE = "x-beside"
 
 
 class Beside(NamedTuple):
-    """The only value that a key may have beside another one of its section."""
+    """The only value that a key may have while another key of its section is set."""
 
     other: str
-    """The other attribute of the section: it counts where it is true, or a section."""
+    """The other attribute of the section: the rule applies if it is true, or a section."""
     value: Any
     rule: str
-    """Why, as a sentence without its full stop."""
+    """The reason, as a sentence without its full stop."""
     fix: str = "leave it out"
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen; unknown keys and coercions are errors (but an integer for a float is fine)."""
+    """Base of all sections: frozen; unknown keys and coercions are errors, except an integer for a float."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -79,36 +79,34 @@ class Section(BaseModel):
     )
 
     support: ClassVar[Support] = "supported"
-    """Whether a section as a whole acts, is ignored with a note or ends in a "not yet" error."""
+    """Whether the section acts, is ignored with a note, or is a "not yet supported" error."""
     support_reason: ClassVar[str] = ""
     default_type: ClassVar[str] = ""
-    """In a union discriminated by ``type``: the type if the file names none."""
+    """In a union discriminated by ``type``: the default type."""
     type_aliases: ClassVar[dict[str, str]] = {}
-    """Other spellings of ``type`` which mean the same, for example a misspelling once shipped."""
+    """Other values of ``type`` -> the value with the same meaning, for example for a misspelling."""
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        """Adds the keys that change nothing. No validator is built yet, see `defer_build`."""
+        """Adds the keys without effect to the class. No validator is built yet, see `defer_build`."""
         for name, annotation, default, support, reason in unsupported_keys(cls.__name__):
-            if reason:
-                told = f"{_WORDS[support]}: {reason}"
-            else:
-                told = f"{_WORDS[cls.support]}: {cls.support_reason}"
+            extra: dict[str, Any] = {}
             if name in OTHER_NAMES:
-                aliases = [OTHER_NAMES[name]]
+                extra[_ALIASES] = [OTHER_NAMES[name]]
+            if reason:
+                extra |= {_SUPPORT: support, _REASON: reason}
+                description = f"{_WORDS[support]}: {reason}"
             else:
-                aliases = []
-            extra = {_ALIASES: aliases, _SUPPORT: support if reason else "", _REASON: reason}
-            if default is None:
-                shown = "null"
-            else:
-                shown = repr(default)
-            declared = _declare(default, f"{told}. Default {shown}.", extra, {})
+                description = f"{_WORDS[cls.support]}: {cls.support_reason}"
+            default_text = "null"
+            if default is not None:
+                default_text = repr(default)
+            declared = _declare(default, f"{description}. Default {default_text}.", extra, {})
             cls.model_fields[name] = FieldInfo.from_annotated_attribute(annotation, declared)
 
     @classmethod
     def attribute(cls, key: str) -> str:
-        """The attribute of a key of the file."""
+        """Returns the attribute that has a key of the file."""
         return next((name for name, field in cls.model_fields.items() if field.alias == key), key)
 
 
@@ -133,60 +131,64 @@ def setting(
     """Declares a key that acts.
 
     Args:
-        default: Value when the file leaves the key out; ``REQUIRED`` when it may not.
-        description: What it does, with its unit. The default is added, where the description does not explain it.
-        aliases: Other names of the same key, with spaces between; two that disagree are an error.
-        fix: What to do about a value out of bounds, where the description does not say it.
-        beside: Another key that leaves it one value, which is its value then where the file leaves it out.
+        default: Value if the file leaves the key out; ``REQUIRED`` if it must not.
+        description: What the key does, with its unit. The default is added unless the description has it.
+        aliases: Other names of the key, separated by spaces; different values under two names are an error.
+        fix: What to do about a value out of bounds, if the description is no help.
+        beside: Another key that allows only one value of this one; this value is then the default.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
-        shown = default
-        if isinstance(default, float):
-            shown = f"{default:g}".replace("e-0", "e-")
-        description += f" Default {'null' if default is None else shown}."
+        default_text = str(default)
+        if default is None:
+            default_text = "null"
+        elif isinstance(default, float):
+            default_text = f"{default:g}".replace("e-0", "e-")
+        description += f" Default {default_text}."
     extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside}
     return _declare(default, description, extra, constraints)
 
 
 def section(kind: type[Section], description: str, **constraints: Any) -> Any:
-    """Declares a nested section whose keys all have defaults; they are not validated, which would build a validator."""
+    """Declares a nested section whose keys all have defaults. They are not validated: that would build a validator."""
     return Field(default_factory=kind.model_construct, description=description, **constraints)
 
 
 def _extra(field: FieldInfo, key: str, default: Any) -> Any:
-    return (field.json_schema_extra or {}).get(key, default)
+    if isinstance(field.json_schema_extra, dict):
+        return field.json_schema_extra.get(key, default)
+    return default
 
 
 def aliases_of(field: FieldInfo) -> list[str]:
-    """Other names under which a file may write this field."""
+    """Returns the other names of a key."""
     return _extra(field, _ALIASES, [])
 
 
 def fix_of(field: FieldInfo) -> str:
-    """What to do about a value out of bounds; empty where the description says it."""
+    """Returns what to do about a value out of bounds; empty if the description says it."""
     return _extra(field, _FIX, "")
 
 
 def beside_of(field: FieldInfo) -> Beside | None:
-    """Returns which other key leaves it one value."""
+    """Returns the rule about another key that allows only one value of this one, if there is such a rule."""
     return _extra(field, _BESIDE, None)
 
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:
-    """Whether this field acts, and the reason when it does not."""
+    """Returns whether a key acts, and the reason if it does not."""
     return _extra(field, _SUPPORT, "supported"), _extra(field, _REASON, "")
 
 
 class Shape(NamedTuple):
-    """What a field may hold, as far as walking a file needs to know it."""
+    """The sections that a key may have as its value."""
 
     kinds: tuple[type[Section], ...]
-    """Sections it may be; several are told apart by their ``type``."""
+    """The classes of the section; ``type`` selects one of several."""
     is_list: bool
-    """True when it holds a list of them."""
+    """Whether the value is a list of sections."""
     nullable: bool
-    """True when ``null`` is a value of its own rather than an empty section."""
+    """Whether ``null`` is a value and not an empty section."""
 
 
 def _flatten(annotation: Any) -> list[Any]:
@@ -199,14 +201,14 @@ def _flatten(annotation: Any) -> list[Any]:
 
 
 def shape_of(field: FieldInfo) -> Shape:
-    """Finds the sections in a field's annotation."""
+    """Returns the sections in a field's annotation."""
     parts = _flatten(field.annotation)
     items = [item for part in parts if get_origin(part) is list for item in _flatten(get_args(part)[0])]
     return Shape(_sections(items) or _sections(parts), bool(_sections(items)), type(None) in parts)
 
 
 def scalar_kinds(field: FieldInfo, *, listed: bool = True) -> set[type]:
-    """The types of value a field may hold, leaving out ``None``; of ``Literal`` the types of its members, if `listed`.
+    """Returns the types of a field's values without ``None``; `listed` includes those of the members of a ``Literal``.
     """
     parts = _flatten(field.annotation)
     kinds = {get_origin(part) or part for part in parts if get_origin(part) is not Literal}
@@ -221,17 +223,17 @@ def _sections(parts: list[Any]) -> tuple[type[Section], ...]:
 
 @cache
 def fields_by_yaml_name(kind: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a section by the name that counts in the file: pydantic's alias, else the field's own name."""
+    """Returns the fields of a section by their main names in the file: pydantic's alias, or the attribute's name."""
     return {field.alias or name: field for name, field in kind.model_fields.items()}
 
 
 @cache
 def yaml_names(kind: type[Section]) -> dict[str, str]:
-    """Every name a file may use in a section -> the name that counts."""
+    """Returns, for every name that a file may use in a section, the main name."""
     fields = fields_by_yaml_name(kind).items()
     return {name: main for main, field in fields for name in (main, *aliases_of(field))}
 
 
 def types_of(kind: type[Section]) -> tuple[str, ...]:
-    """The values of ``type`` that select this section in its family."""
+    """Returns the values of ``type`` that select this class of section."""
     return get_args(kind.model_fields["type"].annotation)

@@ -1,4 +1,4 @@
-"""Weights that are not trained: YAML ``freeze``."""
+"""Frozen weights: YAML ``freeze``."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -11,11 +11,11 @@ _Patterns: TypeAlias = _Pattern | list[_Pattern | dict[str, Any]] | dict[str, An
 
 
 class FreezeConfig(Section):
-    """Which weights stay as they are (YAML ``freeze``): the chosen ones without those of exclude."""
+    """Frozen weights (YAML ``freeze``): those of include, embeddings and layers, except those of exclude."""
 
     include: _Patterns = setting(
         [], "Weights to freeze: patterns on their names with * and ?, embeddings, and layers: 0-3. Default: none.")
-    exclude: _Patterns = setting([], "Weights to train after all, written like include. Default: none.")
-    embeddings: bool = setting(False, "The same as embeddings in include.")
+    exclude: _Patterns = setting([], "Exceptions, which are trained, written like include. Default: none.")
+    embeddings: bool = setting(False, "Freeze the embeddings: as embeddings in include.")
     layers: int | str | list[int | str] | None = setting(
-        None, "The same as layers: ... in include: a layer, a range such as 0-3, or a list of them.")
+        None, "Layers to freeze, as layers: ... in include: a layer, a range such as 0-3, or a list of them.")

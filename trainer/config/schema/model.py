@@ -44,7 +44,7 @@ class RopeScaling(Section):
     mscale_all_dim: float | None = setting(None, "yarn: denominator of the attention factor.", ge=0)
 
     def mscale_of(self, weight: float) -> float:
-        """Yarn's factor on cosine and sine: 0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 22)."""
+        """Returns yarn's factor on cosine and sine: 0.1 weight ln(factor) + 1 (Peng et al. 2023, equation 22)."""
         if self.factor <= 1:
             return 1.0
         return 0.1 * weight * math.log(self.factor) + 1.0
@@ -54,9 +54,9 @@ class ModelConfig(Section):
     """The decoder (YAML ``model.model_config``, or ``model_config`` at the top level)."""
 
     model_type: str | None = setting(
-        None, "Hugging Face's name of the family: says model.arch.type where that is left out.")
+        None, "Hugging Face's name of the family; sets model.arch.type if that is left out.")
     architectures: list[str] | str | None = setting(
-        None, "Hugging Face's class: says model.arch.type where that is left out.")
+        None, "Hugging Face's class; sets model.arch.type if that is left out.")
     net_name: str | None = setting(
         None, "TelechatForCausalLM: a name that begins with telechat3 makes it a TeleChat3. Default null: a TeleChat2.")
     batch_size: int = setting(1, "predict: prompts generated at once.", ge=1, le=BATCH)
@@ -72,17 +72,17 @@ class ModelConfig(Section):
     head_dim: int | None = setting(
         None, "Width of a head. Default null: hidden_size / num_heads.", ge=1, le=WIDTH, aliases="kv_channels")
     multi_latent_attention: bool = setting(
-        False, "Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are made from one"
-        " vector of kv_lora_rank numbers a token. n_kv_heads and head_dim have no effect then.")
+        False, "Multi-head latent attention (DeepSeek-V2, section 2.1): keys and values of all heads are projected from"
+        " one vector of kv_lora_rank numbers per token. n_kv_heads and head_dim then have no effect.")
     q_lora_rank: int | None = setting(
-        None, "multi_latent_attention: width of the vector that queries are made from. Default null: queries are made"
-        " from the residual stream, by one q_proj.", ge=1, le=WIDTH)
+        None, "multi_latent_attention: width of the latent vector of queries. Default null: queries are projected from"
+        " the residual stream, by q_proj.", ge=1, le=WIDTH)
     kv_lora_rank: int = setting(
-        512, "multi_latent_attention: width of the vector that keys and values are made from, which prediction caches.",
+        512, "multi_latent_attention: width of the latent vector of keys and values, which the KV cache stores.",
         ge=1, le=WIDTH)
     qk_nope_head_dim: int = setting(
-        128, "multi_latent_attention: width of the part of a query or key without positions. Beside it, qk_head_dim may"
-        " be the whole width, as transformers writes it.", ge=1, le=WIDTH, aliases="qk_head_dim")
+        128, "multi_latent_attention: width of the part of a query or key without positions. A file with this key may"
+        " also have transformers' qk_head_dim, the total width.", ge=1, le=WIDTH, aliases="qk_head_dim")
     qk_rope_head_dim: int = setting(
         64, "multi_latent_attention: width of the part with rotary positions, of which all heads share one key.",
         ge=2, le=WIDTH,
@@ -96,26 +96,26 @@ class ModelConfig(Section):
         None, "Width of embedding and head, which two matrices map to hidden_size and back (TeleChat3-1.8B). Default"
         " null, and 1: hidden_size, without such matrices.", ge=1, le=WIDTH)
     layers_group: int = setting(
-        1, "So many layers, one after the other, share the weights of attention (TeleChat3-1.8B).", ge=1, le=LAYERS,
-        beside=Beside("pet_config", 1, "not yet supported beside adapters",
+        1, "Number of consecutive layers that share attention weights (TeleChat3-1.8B).", ge=1, le=LAYERS,
+        beside=Beside("pet_config", 1, "not yet supported with adapters",
                       "write 1, which is a model with more weights"))
-    multiple_of: int = setting(256, "What the default of intermediate_size is rounded up to.", ge=1, le=WIDTH)
+    multiple_of: int = setting(256, "The default of intermediate_size is a multiple of it.", ge=1, le=WIDTH)
     ffn_dim_multiplier: float | None = setting(
         None, "Factor on the default of intermediate_size before rounding. Default null: 1.", gt=0)
     vocab_size: int = setting(32000, "Tokens of the vocabulary.", ge=2, le=VOCABULARY, aliases="padded_vocab_size")
     max_position_embeddings: int | None = setting(
         None, "Longest context in tokens. Default null: seq_length.", ge=1, le=LENGTH, aliases="max_position_embedding")
     sliding_window: int | None = setting(
-        None, "Tokens that attention sees, the token itself included. Default null, and 0: all earlier ones.",
+        None, "Size of the sliding window in tokens, including the current one. Default null, and 0: full attention.",
         ge=0, le=LENGTH)
     use_sliding_window: bool | None = setting(
-        None, "False: no layer has the window. True: those from max_window_layers on have it. Default null: layer_types"
-        " says which, else all have it.")
+        None, "False: no layer has a sliding window. True: layers from max_window_layers on have one. Default null:"
+        " those of layer_types, or all.")
     max_window_layers: int | None = setting(
-        None, "use_sliding_window: layers that see all earlier tokens, from the first. Default null: none.",
+        None, "use_sliding_window: number of leading layers with full attention. Default null: none.",
         ge=0, le=LAYERS)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = setting(
-        None, "Which layers have the window: sliding_attention. Default null: the other keys say it.")
+        None, "Attention of each layer: full_attention or sliding_attention. Default null: the other keys decide.")
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(
@@ -130,7 +130,7 @@ class ModelConfig(Section):
     mlp_has_bias: bool = setting(
         False, "Biases in the feed-forward layer. As add_bias_linear it means every matrix of a layer.",
         aliases="mlp_bias add_bias_linear",
-        beside=Beside("experts", False, "not yet supported beside experts, which have a bias on their output at most",
+        beside=Beside("experts", False, "not yet supported with experts, which have a bias on their output at most",
                       "leave it out, or write mlp_down_has_bias"))
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
@@ -139,11 +139,11 @@ class ModelConfig(Section):
         beside=Beside("multi_latent_attention", True, "multi_latent_attention always has norms on its latent vectors,"
                       " as DeepSeek's models have"))
     post_self_attn_layernorm: bool = setting(
-        False, "RMSNorm on what attention adds to the residual stream (GLM-4).",
+        False, "RMSNorm on the output of attention (GLM-4).",
         beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
     post_mlp_layernorm: bool = setting(
-        False, "RMSNorm on what the feed-forward layer adds to the residual stream (GLM-4).",
-        beside=Beside("experts", False, "not yet supported beside experts"))
+        False, "RMSNorm on the output of the feed-forward layer (GLM-4).",
+        beside=Beside("experts", False, "not yet supported with experts"))
     tie_word_embeddings: bool = setting(False, "One matrix for embedding and head.")
     untie_embeddings_and_output_weights: bool | None = setting(
         None, "The opposite of tie_word_embeddings, Megatron's name. Default null: tie_word_embeddings decides.")
@@ -166,7 +166,7 @@ class ModelConfig(Section):
     rotary_dtype: Dtype | None = setting(
         None, "Dtype of rotary tables and rotation. Default null: amp_level decides; without it float32.")
     param_init_type: Dtype = setting(
-        "float32", "Dtype of the parameters. Default float32, which they are kept in whatever is written.",
+        "float32", "Accepted for compatibility: parameters are always float32.",
         aliases="param_init_dtype params_dtype")
     use_flash_attention: bool | None = setting(
         None, "Fused attention where the device has it. Default null: on an Ascend True, elsewhere False.")
@@ -180,19 +180,20 @@ class ModelConfig(Section):
     mtp_loss_factor: float = setting(
         0.3, "Weight of the mean of their losses.", ge=0, aliases="mtp_loss_scaling_factor")
     offset: Layer | list[Layer] | list[list[Layer]] = setting(
-        0, "Layers that a pipeline stage has beyond an equal share: a number for each stage, with pp_interleave_num a"
-        " list of them for each of its parts.")
-    pp_interleave_num: int = setting(1, "Parts into which the layers of a pipeline stage are divided.", ge=1, le=LAYERS)
+        0, "Additional layers of each pipeline stage, beyond an equal share: a list with a number for each stage; with"
+        " pp_interleave_num a list of such lists, one for each model chunk.")
+    pp_interleave_num: int = setting(
+        1, "Model chunks of each pipeline stage (virtual pipeline stages).", ge=1, le=LAYERS)
     eos_token_id: TokenId | list[TokenId] | None = setting(
         None, "Token that ends a document. Default null: the tokenizer's.")
     bos_token_id: int | None = setting(
         None, "Token that starts a document. Default null: the tokenizer's.", ge=-TOKEN_ID, le=TOKEN_ID)
     eod_reset: bool = setting(
-        False, "MindDataset: attention_mask says for each token where its document begins in the row, instead of 1 and "
-        "0. Other data need no such key.")
+        False, "MindDataset: attention_mask has, for each token, the position where its document begins in the row, "
+        "instead of 1 and 0. Other data do not need it.")
     pad_token_id: int | None = setting(
-        None, "MindDataset: no loss where this token is the input. Other data: padding never has a loss. Default null: "
-        "none.", ge=-TOKEN_ID, le=TOKEN_ID)
+        None, "MindDataset: the padding token; as an input it has no loss. Other data: padding never has a loss. "
+        "Default null: none.", ge=-TOKEN_ID, le=TOKEN_ID)
 
     max_decode_length: int | None = setting(
         None, "predict: tokens of prompt and answer. Default null: seq_length.", ge=1, le=LENGTH)
@@ -204,9 +205,9 @@ class ModelConfig(Section):
     top_p: float = setting(
         1.0, "predict: draw among the likeliest tokens of this total probability. Default 1: all.", gt=0, le=1)
     repetition_penalty: float = setting(
-        1.0, "predict: divides the scores of tokens already there. Default 1: off.", gt=0)
+        1.0, "predict: divides the scores of tokens that the text already has. Default 1: off.", gt=0)
     rotary_pct: float = setting(
-        1.0, "Part of a head that is rotated.", gt=0, le=1, aliases="partial_rotary_factor",
+        1.0, "Fraction of a head with rotary embedding.", gt=0, le=1, aliases="partial_rotary_factor",
         beside=Beside("multi_latent_attention", 1.0, "multi_latent_attention has qk_rope_head_dim for the part of a"
                       " head that is rotated"))
     rope_interleave: bool = setting(
@@ -216,14 +217,14 @@ class ModelConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """Heads of keys and values; with multi_latent_attention each query head has its own."""
+        """Returns the number of key-value heads; with multi_latent_attention there is one for each query head."""
         if self.n_kv_heads is None or self.multi_latent_attention:
             return self.num_heads
         return self.n_kv_heads
 
     @property
     def head_size(self) -> int:
-        """Width of a query or key."""
+        """Returns the width of a query or key of one head."""
         if self.multi_latent_attention:
             return self.qk_nope_head_dim + self.qk_rope_head_dim
         if self.head_dim is None:
@@ -232,30 +233,30 @@ class ModelConfig(Section):
 
     @property
     def rotary_head_size(self) -> int:
-        """Width of what the rotary kernel takes for a head: with multi_latent_attention the part with positions."""
+        """Returns the width of a head as the rotary kernel sees it: the part with positions of latent attention."""
         if self.multi_latent_attention:
             return self.qk_rope_head_dim
         return self.head_size
 
     @property
     def rotary_size(self) -> int:
-        """How many numbers of such a head, from its first, are rotated."""
+        """Returns how many numbers of a head have rotary embedding, from the first."""
         return int(self.rotary_head_size * self.rotary_pct)
 
     @property
     def maps_embedding(self) -> bool:
-        """Whether matrices map the embedding to the residual stream, and that to what the head multiplies."""
+        """Returns whether matrices map the embedding to hidden_size, and hidden_size to the width of the head."""
         return self.embedding_size not in (None, 1)
 
     @property
     def embedding_width(self) -> int:
-        """Columns of the embedding and of the head."""
-        if self.maps_embedding:
+        """Returns the number of columns of the embedding and of the head."""
+        if self.embedding_size is not None and self.maps_embedding:
             return self.embedding_size
         return self.hidden_size
 
     def has_window(self, layer: int) -> bool:
-        """Whether attention of a layer sees sliding_window tokens only; multi-token modules see all."""
+        """Returns whether a layer has a sliding window; MTP modules have none."""
         if not self.sliding_window or self.use_sliding_window is False or layer >= self.num_layers:
             return False
         if self.layer_types is not None:
@@ -264,24 +265,24 @@ class ModelConfig(Section):
 
     @property
     def window_layers(self) -> tuple[int, ...]:
-        """The layers with a sliding window."""
+        """Returns the layers with a sliding window."""
         return tuple(layer for layer in range(self.num_layers) if self.has_window(layer))
 
     @property
     def rope_base(self) -> float:
-        """Base of the rotary frequencies."""
+        """Returns the base of the rotary frequencies."""
         return self.rope_theta * self.rope_ratio
 
     @property
     def down_has_bias(self) -> bool:
-        """Whether the feed-forward layer has a bias on its output."""
+        """Returns whether the feed-forward layer has a bias on its output."""
         if self.mlp_down_has_bias is None:
             return self.mlp_has_bias
         return self.mlp_down_has_bias
 
     @property
     def ffn_size(self) -> int:
-        """Width of the feed-forward layer: Llama's rule when the file gives none."""
+        """Returns the width of the feed-forward layer; Llama's rule gives it if the file does not."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         width = int(2 * (4 * self.hidden_size) / 3)
@@ -291,19 +292,21 @@ class ModelConfig(Section):
 
     @property
     def experts(self) -> MoEConfig | None:
-        """The mixture of experts; None for a dense model."""
+        """Returns the section about experts; None for a dense model."""
         if self.moe_config is not None and self.moe_config.expert_num > 1:
             return self.moe_config
         return None
 
     @property
     def expert_size(self) -> int:
-        """Width of an expert."""
-        return (self.moe_config and self.moe_config.moe_intermediate_size) or self.ffn_size
+        """Returns the width of an expert."""
+        if self.moe_config is None:
+            return self.ffn_size
+        return self.moe_config.moe_intermediate_size or self.ffn_size
 
     @property
     def shared_expert_size(self) -> int:
-        """Width of the shared experts together, which are one wide expert; 0 without."""
+        """Returns the width of all shared experts together, which are computed as one expert; 0 without any."""
         moe = self.experts
         if moe is None:
             return 0
@@ -311,11 +314,11 @@ class ModelConfig(Section):
 
     @property
     def has_shared_gate(self) -> bool:
-        """Whether the output of the shared experts is gated."""
-        return bool(self.shared_expert_size) and self.experts.use_shared_expert_gating
+        """Returns whether the output of the shared experts is gated."""
+        return self.experts is not None and self.experts.use_shared_expert_gating and self.shared_expert_size > 0
 
     def is_moe_layer(self, layer: int) -> bool:
-        """Whether a layer has experts; multi-token modules count on from num_layers."""
+        """Returns whether a layer has experts; the MTP modules are layers from num_layers on."""
         moe = self.experts
         if moe is None or layer < (moe.first_k_dense_replace or 0):
             return False
@@ -327,15 +330,15 @@ class ModelConfig(Section):
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The layers with experts, those of multi-token modules at the end."""
+        """Returns the layers with experts, including MTP modules."""
         return tuple(layer for layer in range(self.num_layers + self.mtp_depth) if self.is_moe_layer(layer))
 
     @property
     def balance_factor(self) -> float:
-        """What the sum of the layers' balance losses is multiplied by.
+        """Returns the weight of the sum of the layers' auxiliary losses.
 
-        transformers' load_balancing_loss_func is one loss of all layers, num_experts_chosen where the load is even;
-        ours is 1 there, in each layer. Modules of multi-token prediction come on top: transformers has none.
+        If the load is even, transformers' load_balancing_loss_func returns num_experts_chosen for all layers together;
+        the loss here is 1 in each layer. MTP modules, which transformers lacks, have additional losses.
         """
         moe = self.experts
         if moe is None:
@@ -349,22 +352,22 @@ class ModelConfig(Section):
 
     @property
     def max_positions(self) -> int:
-        """Longest context in tokens."""
+        """Returns the longest context in tokens."""
         if self.max_position_embeddings is None:
             return self.seq_length
         return self.max_position_embeddings
 
     @property
     def labels_per_sequence(self) -> int:
-        """Labels of a sequence: one for each token."""
+        """Returns the number of labels of a sequence: one for each token."""
         return self.seq_length
 
     @property
     def labels_text(self) -> str:
-        """What has a label, in the plural."""
+        """Returns the name of the items with labels, in the plural."""
         return "tokens"
 
     @property
     def sequences_text(self) -> str:
-        """Name of the sequences, in the plural."""
+        """Returns the name of the sequences, in the plural."""
         return f"sequences of {self.seq_length} tokens"

@@ -13,7 +13,7 @@ Ratio = Annotated[float, Field(ge=0, le=1)]
 class OptimizerConfig(Section):
     """The update rule (YAML ``optimizer``)."""
 
-    # The same rule under the names of its fused and float32-state versions; anything else is another rule.
+    # Names of fused versions, and of versions with float32 state, of the same update rule.
     type_aliases: ClassVar[dict[str, str]] = {
         "FusedAdamW": "AdamW",
         "FP32StateAdamWeightDecay": "AdamW",
@@ -27,7 +27,7 @@ class OptimizerConfig(Section):
     betas: list[Beta] = setting(
         [0.9, 0.999], "AdamW: decay rates of the two moments. Default [0.9, 0.999], of Muon [0.95, 0.95].",
         min_length=2, max_length=2, aliases="adamw_betas")
-    eps: float = setting(1e-8, "AdamW: added to the root of the second moment.", gt=0, aliases="adamw_eps")
+    eps: float = setting(1e-8, "AdamW's epsilon.", gt=0, aliases="adamw_eps")
     weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only. Default 0, of Muon 0.1.", ge=0)
     momentum: float = setting(0.0, "SGD, Muon: momentum. Default 0, of Muon 0.95.", ge=0, lt=1)
     nesterov: bool = setting(False, "SGD, Muon: Nesterov momentum. Default False, of Muon True.")
@@ -41,10 +41,10 @@ class OptimizerConfig(Section):
 
 
 class _Schedule(Section):
-    """What all schedules share."""
+    """The keys of all schedules."""
 
     default_type: ClassVar[str] = "CosineWithWarmUpLR"
-    # The names that MindSpore Transformers registers beside those of its classes.
+    # MindSpore Transformers registers these names in addition to those of its classes.
     type_aliases: ClassVar[dict[str, str]] = {
         "constant_with_warmup": "ConstantWarmUpLR",
         "linear": "LinearWithWarmUpLR",
@@ -137,7 +137,7 @@ class WarmUpStableDecayLR(_WarmUpSchedule):
     lr_end: float = setting(1e-7, "Learning rate at the end.", ge=0)
     decay_start_steps: int | None = setting(
         None, "Optimizer step at which the decay starts; excludes decay_start_ratio.", ge=0, le=COUNT)
-    decay_start_ratio: Ratio | None = setting(None, "The same as a fraction of the total steps.")
+    decay_start_ratio: Ratio | None = setting(None, "The start of the decay as a fraction of the total steps.")
 
 
 class ConstantWithCoolDownLR(_WarmUpSchedule):

@@ -1,7 +1,7 @@
 """The root of the configuration: one attribute for each key at the top of a YAML file."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr
 
@@ -30,25 +30,29 @@ _PROFILE_KEYS = {
 }  # fmt: skip
 """Keys of a ProfileMonitor that have another name at the top level."""
 CLASSIFIER = "MlpClassifier"
-"""The value of ``model.arch.type`` that is no decoder."""
+"""The value of ``model.arch.type`` that selects the classifier of images instead of a decoder."""
+_CLASSES = (*FAMILIES, CLASSIFIER)
+if TYPE_CHECKING:
+    ModelClass: TypeAlias = str
+else:
+    ModelClass = Literal[_CLASSES]
 
 
 class ArchConfig(Section):
-    """Which model (YAML ``model.arch``)."""
+    """The model class (YAML ``model.arch``)."""
 
-    type: Literal[(*FAMILIES, CLASSIFIER)] = setting(
-        "LlamaForCausalLM", "Model class, which implies other keys: docs/models.md lists them. MlpClassifier is no"
-        " decoder: it classifies images."
-        " Default: model_config.architectures, else LlamaForCausalLM.")
+    type: ModelClass = setting(
+        "LlamaForCausalLM", "Model class, which implies other keys: docs/models.md lists them. MlpClassifier classifies"
+        " images; all others are decoders. Default: model_config.architectures, or LlamaForCausalLM.")
 
 
 class ModelSection(Section):
     """The model (YAML ``model``)."""
 
-    arch: ArchConfig = section(ArchConfig, "Which model.")
+    arch: ArchConfig = section(ArchConfig, "The model class.")
     settings: ModelConfig = section(ModelConfig, "Its sizes and options.", alias="model_config")
     classifier: ClassifierConfig | None = setting(
-        None, "Sizes of an MlpClassifier, in place of model_config. Default null: those of its section.")
+        None, "Sizes of an MlpClassifier, instead of model_config. Default null: those of its section.")
 
 
 Tracker: TypeAlias = Literal["wandb", "mlflow", "swanlab"]
@@ -56,30 +60,26 @@ Tracker: TypeAlias = Literal["wandb", "mlflow", "swanlab"]
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """Where each key that was set comes from. Any two are equal: origin is no part of a configuration's value."""
+    """The locations of all keys that were set. Any two are equal: they do not affect a configuration's equality."""
 
     path: str = field(default="", compare=False)
     positions: dict[str, SourceLocation] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
     written: dict[str, str] = field(default_factory=dict, compare=False)
     is_of_run: bool = field(default=False, compare=False)
-    """Whether the file is the config.yaml of a run: then its keys are what that run did."""
+    """Whether the file is the resolved config.yaml of a run."""
 
     def where(self, key: str) -> str:
-        """Says where a dotted key was set: ``configs/a.yaml:12``, ``flag --seed``, or an empty string for a default."""
+        """Returns where a dotted key was set: ``configs/a.yaml:12``, ``flag --seed``, or "" for a default."""
         return self.place(key).text
 
     def name(self, key: str) -> str:
-        """A dotted key as it was written, where that was one of its other names."""
-        if key in self.written:
-            return self.written[key]
-        return key
+        """Returns the name under which a dotted key was written."""
+        return self.written.get(key, key)
 
     def place(self, key: str) -> SourceLocation:
-        """The same with its order in the file."""
-        if key in self.positions:
-            return self.positions[key]
-        return NO_LOCATION
+        """Returns the location of a dotted key, or `NO_LOCATION` for a default."""
+        return self.positions.get(key, NO_LOCATION)
 
 
 class TrainerSection(Section):
@@ -87,32 +87,31 @@ class TrainerSection(Section):
 
 
 class Config(Section):
-    """The whole configuration of a run. Made by :func:`trainer.config.load_config`."""
+    """The configuration of a run, read by :func:`trainer.config.load_config`."""
 
     seed: int = setting(1, "Seed of weights, dropout and the order of data.", ge=0, le=2**63 - 1)
     output_dir: FilePath = setting(
         "./output", "Folder for all files that a run writes; created if missing.", min_length=1)
     run_mode: Literal["train", "finetune", "eval", "predict", "chat"] = setting("train", "What to do.")
     use_parallel: bool | None = setting(
-        None, "Whether parallel_config counts. Default null: True in a job of several ranks, False in a run of one.")
+        None, "Run in parallel and use parallel_config. Default null: True in a job of several ranks, else False.")
     resume_training: bool | FilePath = setting(
-        False, "True: go on from the newest complete checkpoint; or the name of a step folder.")
+        False, "True: continue from the newest complete checkpoint; or the name of a step folder.")
     load_checkpoint: FilePath = setting(
         "", "Weights to start from: a checkpoint folder or a safetensors file. Default empty: new weights.")
     pretrained_model_dir: FilePath | None = setting(
-        None, "A model folder as Hugging Face publishes it. It gives what the YAML leaves out: the model's keys, the"
-        " weights (but in run mode train), the tokenizer and the generation defaults.")
+        None, "A model folder as Hugging Face publishes it, for keys that the YAML leaves out: the model's sizes, the"
+        " weights (except in run_mode train), the tokenizer and the sampling defaults.")
     do_eval: bool = setting(False, "Evaluate while training.")
     eval_step_interval: int = setting(100, "Optimizer steps between evaluations; -1: never by steps.", ge=-1, le=COUNT)
     eval_epoch_interval: int = setting(-1, "Epochs between evaluations; -1: never by epochs.", ge=-1, le=COUNT)
     sample_prompt: str | list[str] | None = setting(
         None, "train, finetune: a prompt, or a few, that the model continues after each evaluation and at the end of"
         " the run, for samples.jsonl; model_config has the sampling keys. Default null: none.")
-    report: bool = setting(True, "Leave report.html and report.png: the curves of the run and what was run.")
+    report: bool = setting(True, "Write report.html and report.png: the curves of the run, its versions and settings.")
     report_interval: float = setting(
-        30.0, "Seconds between two writings of report.html while the run trains, which a browser that shows it reads"
-        " again; 0: only at the end. Default 30.", ge=0,
-        le=COUNT)
+        30.0, "Seconds between updates of report.html during the training; a browser that shows it reloads it. 0: only"
+        " at the end. Default 30.", ge=0, le=COUNT)
     profile: bool = setting(
         False, "Profile the steps from profile_start_step to profile_stop_step: MindSpore's profiler, and on a CPU a"
         " table of the parts of a step.")
@@ -132,10 +131,10 @@ class Config(Section):
     mstx: bool = setting(False, "Ascend: mark steps in the profile (mstx).")
     log_format: Literal["rich", "plain", "mindformers", "mindspore"] = setting(
         "rich", "Progress line, plain lines, MindSpore Transformers' lines, or those of MindSpore's LossMonitor; rich"
-        " prints plain lines if the output is no terminal.")
+        " prints plain lines if the output is not a terminal.")
     worker_log_dir: FilePath | None = setting(
-        None, "Folder where every rank also writes what it prints, as worker_<rank>.log in log_format. Default null:"
-        " none.", min_length=1)
+        None, "Folder for the lines of each rank, as worker_<rank>.log in log_format. Default null: none.",
+        min_length=1)
     ignore_data_skip: bool = setting(False, "Resume with the data from the beginning instead of where the run stopped.")
     amp_level: Literal["O0", "O1", "O2", "O3", "auto"] | None = setting(
         None, "Mixed precision: O0 none, O1 and auto matrix products in half precision, O2 softmax and rotary too, O3"
@@ -150,99 +149,101 @@ class Config(Section):
         " hold messages.")
 
     runner_config: RunnerConfig = section(RunnerConfig, "How many batches of which size.")
-    runner_wrapper: RunnerWrapper = section(RunnerWrapper, "What happens around forward and backward.")
+    runner_wrapper: RunnerWrapper = section(RunnerWrapper, "Loss scale, clipping and checks of gradients.")
     optimizer: OptimizerConfig = section(OptimizerConfig, "The update rule.")
     lr_schedule: LrSchedule = section(CosineWithWarmUpLR, "Learning rate of each step.")
     parallel: ParallelSection = section(ParallelSection, "Parallel mode and its settings.")
     parallel_config: ParallelConfig = section(ParallelConfig, "Degrees of parallelism.")
     context: ContextConfig = section(ContextConfig, "Device and execution mode.")
     recompute_config: RecomputeConfig = section(RecomputeConfig, "Trade time for activation memory.")
-    freeze: FreezeConfig = section(FreezeConfig, "Weights that are not trained.")
+    freeze: FreezeConfig = section(FreezeConfig, "Frozen weights.")
     swap_config: SwapConfig = section(SwapConfig, "Move activations to host memory.")
     model: ModelSection = section(ModelSection, "The model.")
     callbacks: list[Callback] = setting([], "Monitors of the run. Default: none but the progress line.")
     train_dataset: DatasetConfig = section(DatasetConfig, "Data to train on.")
     eval_dataset: DatasetConfig | None = setting(
-        None, "Data to evaluate on. Default null: the documents that train_dataset.held_out keeps back.")
-    train_dataset_task: DatasetTask = section(DatasetTask, "MindSpore Transformers' wrapping of train_dataset.")
-    eval_dataset_task: DatasetTask = section(DatasetTask, "MindSpore Transformers' wrapping of eval_dataset.")
+        None, "Data to evaluate on. Default null: the held-out split of train_dataset.held_out.")
+    train_dataset_task: DatasetTask = section(DatasetTask, "MindSpore Transformers' wrapper of train_dataset.")
+    eval_dataset_task: DatasetTask = section(DatasetTask, "MindSpore Transformers' wrapper of eval_dataset.")
     trainer: TrainerSection = section(TrainerSection, "MindSpore Transformers' trainer class.")
     tensorboard: TensorboardConfig = section(TensorboardConfig, "TensorBoard files.")
     monitor_config: MonitorConfig = section(MonitorConfig, "Training state records.")
     trackers: Tracker | list[Tracker] = setting(
-        [], "Services that get every number of metrics.jsonl while the run goes on: wandb, mlflow, swanlab; their own"
-        " environment variables say where they are. Default: none.")
+        [], "Experiment trackers that receive the numbers of metrics.jsonl during the run: wandb, mlflow, swanlab."
+        " Their environment variables configure them. Default: none.")
 
     use_skip_data_by_global_norm: bool = setting(
-        False, "The same as runner_wrapper.use_skip_data_by_global_norm, where older files write it.")
+        False, "The name of runner_wrapper.use_skip_data_by_global_norm in older files.")
     check_for_nan_in_loss_and_grad: bool = setting(
-        False, "Stop at a loss that is not finite even where loss scaling would skip the step. Default False; without"
-        " loss scaling a run always stops there.")
+        False, "Stop at a loss that is not finite even if a loss scale would skip the step. Default False; without a"
+        " loss scale such a run always stops.")
     adapter_id: FilePath | None = setting(
         None, "Low-rank adapters to start from: a folder with adapter_model.safetensors, as PEFT writes it, or the"
         " checkpoints of a training. Default null: new ones.")
-    recompute: bool = setting(False, "The same as recompute_config.recompute: True, where older files write it.")
+    recompute: bool = setting(False, "The name of recompute_config.recompute: True in older files.")
 
     _source: ConfigSource = PrivateAttr(default_factory=ConfigSource)
 
     @property
     def source(self) -> ConfigSource:
-        """Where each key comes from."""
+        """Returns the locations of the keys that were set."""
         return self._source
 
     @property
     def trains(self) -> bool:
-        """Whether the run mode is one that updates weights."""
+        """Returns whether the run mode updates weights."""
         return self.run_mode in ("train", "finetune")
 
     @property
     def decoder(self) -> ModelConfig:
-        """The decoder's sizes and options."""
+        """Returns the decoder's sizes and options."""
         return self.model.settings
 
     @property
     def has_adapters(self) -> bool:
-        """Whether the decoder has low-rank adapters, which alone are trained."""
+        """Returns whether the decoder has low-rank adapters; only they are then trained."""
         return self.decoder.pet_config is not None
 
     @property
     def classifier(self) -> ClassifierConfig | None:
-        """The classifier's sizes; None for a decoder."""
+        """Returns the classifier's sizes; None for a decoder."""
         if self.model.arch.type != CLASSIFIER:
             return None
         return self.model.classifier or ClassifierConfig()
 
     @property
     def network(self) -> ModelConfig | ClassifierConfig:
-        """The sizes of the model, of whichever kind it is."""
+        """Returns the sizes of the model, a classifier or a decoder."""
         return self.classifier or self.model.settings
 
     @property
     def tracker_names(self) -> list[str]:
-        """Each of `trackers` once."""
-        return list(dict.fromkeys([self.trackers] if isinstance(self.trackers, str) else self.trackers))
+        """Returns `trackers` as a list without repetitions."""
+        if isinstance(self.trackers, str):
+            return [self.trackers]
+        return list(dict.fromkeys(self.trackers))
 
     @property
     def checkpoint_monitor(self) -> CheckpointMonitor:
-        """When checkpoints are saved; where the file has no such callback, only at the end."""
-        found = (entry for entry in self.callbacks if isinstance(entry, CheckpointMonitor))
-        return next(found, CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=0))
+        """Returns the callback that saves checkpoints; by default one that saves only at the end."""
+        monitors = (callback for callback in self.callbacks if isinstance(callback, CheckpointMonitor))
+        return next(monitors, CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=0))
 
     @property
     def profile_monitor(self) -> ProfileMonitor | None:
-        """What is profiled: by the callback, or by the keys at the top."""
-        found = next((entry for entry in self.callbacks if isinstance(entry, ProfileMonitor)), None)
-        if found is not None or not self.profile:
-            return found
+        """Returns the callback that profiles steps, or the same from the top-level keys; None without a profile."""
+        monitor = next((callback for callback in self.callbacks if isinstance(callback, ProfileMonitor)), None)
+        if monitor is not None or not self.profile:
+            return monitor
         keys = _PROFILE_KEYS | {name: name for name in ProfileMonitor.model_fields if name in Config.model_fields}
         return ProfileMonitor(type="ProfileMonitor", **{name: getattr(self, key) for name, key in keys.items()})
 
     @property
     def early_stop(self) -> EarlyStop | None:
-        """The callback that ends a run early."""
-        return next((entry for entry in self.callbacks if isinstance(entry, EarlyStop)), None)
+        """Returns the callback that ends a run early, if there is one."""
+        return next((callback for callback in self.callbacks if isinstance(callback, EarlyStop)), None)
 
     def with_source(self, source: ConfigSource) -> "Config":
-        """Remembers where the keys come from; used by the loader only."""
+        """Sets the locations of the keys and returns this configuration; only the loader calls it."""
         self._source = source
         return self

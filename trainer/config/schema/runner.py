@@ -1,4 +1,4 @@
-"""Sections about the run itself: runner_config, runner_wrapper and what a profile or TensorBoard would need."""
+"""Batches, loss scale and gradients: YAML runner_config and runner_wrapper."""
 
 from typing import Annotated, Literal
 
@@ -15,14 +15,14 @@ class RunnerConfig(Section):
     gradient_accumulation_steps: int = setting(
         1, "Micro-batches whose gradients are summed before one optimizer step.", ge=1, le=BATCH)
     global_batch_size: int | None = setting(
-        None, "Sequences of one optimizer step over all ranks, in place of gradient_accumulation_steps (in a pipeline:"
-        " micro_batch_num), which are then what batch_size and data_parallel leave. Default null: they say it.",
+        None, "Sequences of one optimizer step over all ranks. It determines gradient_accumulation_steps (in a pipeline"
+        " micro_batch_num): global_batch_size / (batch_size x data_parallel). Default null: those keys.",
         ge=1, le=BATCH)
     max_steps: int | None = setting(
-        None, "Optimizer steps of the whole run, in place of epochs: the data are read again until then. Default null:"
-        " epochs says it.", ge=1, le=COUNT)
+        None, "Optimizer steps of the run, instead of epochs: the data are read again as often as needed. Default null:"
+        " epochs.", ge=1, le=COUNT)
     stop_step: int = setting(
-        0, "Ends the run after this optimizer step and changes nothing else, the schedule included. Default 0: off.",
+        0, "Ends the run after this optimizer step, without any other effect, also on the schedule. Default 0: off.",
         ge=0, le=COUNT)
 
 
@@ -30,15 +30,16 @@ class LossScaleSection(Section):
     """A loss scale with its rules (YAML ``runner_wrapper.scale_sense``)."""
 
     type: Literal["DynamicLossScaleUpdateCell", "FixedLossScaleUpdateCell"] = setting(
-        "DynamicLossScaleUpdateCell", "Dynamic: falls on overflow, grows after a quiet window. Fixed: stays.")
+        "DynamicLossScaleUpdateCell", "Dynamic: the scale is divided by scale_factor on overflow, and multiplied by it"
+        " after scale_window good steps. Fixed: the scale never changes.")
     loss_scale_value: float = setting(65536, "First loss scale.", gt=0)
-    scale_factor: int = setting(2, "Dynamic: factor of a change of the scale; 1: the scale stays.", ge=1, le=COUNT)
+    scale_factor: int = setting(2, "Dynamic: factor of a change; 1: the scale never changes.", ge=1, le=COUNT)
     scale_window: int = setting(
         1000, "Dynamic: optimizer steps without overflow before the scale grows.", ge=1, le=COUNT)
 
 
 class RunnerWrapper(Section):
-    """What happens around forward and backward (YAML ``runner_wrapper``)."""
+    """Loss scale, clipping and checks of gradients (YAML ``runner_wrapper``)."""
 
     type: Literal["MFTrainOneStepCell", "MFPipelineWithLossScaleCell"] = setting(
         "MFTrainOneStepCell", "MindSpore Transformers' cell; both mean the same step here.")
@@ -46,14 +47,14 @@ class RunnerWrapper(Section):
     clip_type: Literal["norm", "value"] = setting("norm", "By max_grad_norm, or each element by clip_value.")
     max_grad_norm: float = setting(1.0, "Largest norm after clipping. Default 1.0.", gt=0)
     clip_by_group: bool = setting(
-        False, "Each parameter group of the optimizer by its own norm instead of all by the global one.")
+        False, "Clip each parameter group by its own norm, not all by the total norm.")
     clip_value: float = setting(
         1.0, "clip_type value: largest absolute value of an element after clipping. Default 1.0.", gt=0)
     scale_sense: Annotated[float, Field(gt=0)] | LossScaleSection = setting(
         1.0, "Loss scale: a number, or a section of a dynamic one. Default 1.0: off.")
     accumulate_allreduce_grads_in_fp32: bool = setting(
-        True, "Keep the gradients of matrices in float32; False: in compute_dtype bfloat16 (ranks add up in float32).")
-    local_norm: bool = setting(False, "Norm of each parameter's gradient in metrics.jsonl.")
+        True, "Sum the gradients of matrices in float32; False: in compute_dtype bfloat16 (over ranks in float32).")
+    local_norm: bool = setting(False, "Write the norm of each parameter's gradient to metrics.jsonl.")
     use_skip_data_by_global_norm: bool = setting(
         False, "Skip the update of a step whose gradient norm is above global_norm_spike_threshold.")
     global_norm_spike_threshold: float = setting(

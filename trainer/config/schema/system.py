@@ -15,9 +15,10 @@ class ContextConfig(Section):
     mode: int = setting(
         0, "0: layers on arrays (CPU) or compiled blocks (Ascend); 1: operator by operator, to debug; memory grows on a"
         " CPU.", ge=0, le=1)
-    device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(None, "Device. Default null: the best there is.")
+    device_target: Literal["CPU", "Ascend", "GPU"] | None = setting(
+        None, "Device. Default null: the best that is available.")
     device_fallback: bool = setting(
-        False, "Take the best device there is where device_target is not there, and say so.")
+        False, "Use the best available device, with a note, if device_target is not available.")
     device_id: int = setting(0, "Which device of this machine.", ge=0, le=RANKS)
     max_device_memory: str | None = setting(None, 'Ascend: bound on device memory, as "58GB". Default null: none.')
     mempool_block_size: str | None = setting(
@@ -46,17 +47,17 @@ class ContextConfig(Section):
 
 
 class ParallelOptimizerConfig(Section):
-    """How optimizer state is cut (YAML ``parallel.parallel_optimizer_config``)."""
+    """How optimizer state is sharded (YAML ``parallel.parallel_optimizer_config``)."""
 
     parallel_optimizer_threshold: int = setting(
-        64, "Kilobytes (1024 bytes) of a parameter from which its optimizer state is cut.", ge=0, le=COUNT)
+        64, "Parameters smaller than this many KiB are not sharded.", ge=0, le=COUNT)
     optimizer_weight_shard_size: int = setting(
-        -1, "Semi-automatic mode: ranks that share the state of a weight. Default -1: all that have a copy of it.",
+        -1, "Semi-automatic mode: ranks that shard the state of a weight. Default -1: all that have a copy of it.",
         ge=-1, le=RANKS)
     optimizer_level: Literal["level1", "level2", "level3"] = setting(
-        "level1", "level1 cuts optimizer state, level2 also the summed gradients, level3 also the weights, which are"
-        " gathered for each use. Semi-automatic mode cuts weights from level1 on; with level3 its backward pass gathers"
-        " them again.")
+        "level1", "ZeRO stage: level1 shards optimizer state, level2 also gradients, level3 also weights, which are"
+        " gathered for each use. Semi-automatic mode shards weights from level1 on; with level3 its backward pass"
+        " gathers them again.")
     gradient_accumulation_shard: bool = setting(False, "As optimizer_level level2, its older name.")
 
 
@@ -64,7 +65,7 @@ class PipelineConfig(Section):
     """How the micro-batches of a pipeline follow each other (YAML ``parallel.pipeline_config``)."""
 
     pipeline_interleave: bool = setting(
-        False, "Semi-automatic mode: a stage has pp_interleave_num parts of consecutive layers.")
+        False, "Semi-automatic mode: a stage has pp_interleave_num model chunks.")
     pipeline_scheduler: Literal["1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"] = setting(
         "1f1b", "Semi-automatic mode: MindSpore's order of forward and backward passes.")
 
@@ -76,12 +77,13 @@ class ParallelSection(Section):
         0, "0 or data_parallel; with several ranks 1 is MindSpore's semi-automatic mode (Ascend only), 2 automatic and"
         " 3 hybrid are not yet supported.")
     parallel_fallback: Literal["explicit"] | None = setting(
-        None, "explicit: data parallelism, the trainer's own, in the place of semi-automatic mode. Default null: none.")
-    full_batch: bool = setting(True, "Semi-automatic mode: a rank hands MindSpore the whole batch, or its own part.")
+        None, "explicit: explicit mode instead of semi-automatic mode. Default null: none.")
+    full_batch: bool = setting(
+        True, "Semi-automatic mode: a rank passes MindSpore the global batch; False: only its sequences.")
     enable_parallel_optimizer: bool = setting(
-        False, "The data-parallel ranks share the optimizer state instead of having a copy each; optimizer_level says"
-        " what else.")
-    parallel_optimizer_config: ParallelOptimizerConfig = section(ParallelOptimizerConfig, "How optimizer state is cut.")
+        False, "Shard the optimizer state over the data-parallel ranks (ZeRO); optimizer_level selects the stage.")
+    parallel_optimizer_config: ParallelOptimizerConfig = section(
+        ParallelOptimizerConfig, "How optimizer state is sharded.")
     pipeline_config: PipelineConfig = section(PipelineConfig, "Order of a pipeline's micro-batches.")
     comm_fusion: dict[str, Any] | None = setting(
         None, "Semi-automatic mode: which collectives MindSpore joins, as AutoParallel.comm_fusion takes it:"
@@ -93,20 +95,23 @@ class ParallelConfig(Section):
     """Degrees of parallelism (YAML ``parallel_config``); with use_parallel False they are not used."""
 
     data_parallel: int | None = setting(
-        None, "Copies of the model on different data. Default null: the ranks that the other degrees leave.",
+        None, "Data-parallel degree: replicas of the model. Default null: the ranks divided by the other degrees.",
         ge=1, le=RANKS)
-    model_parallel: int = setting(1, "Devices that share each matrix.", ge=1, le=RANKS)
-    context_parallel: int = setting(1, "Devices that share each sequence's tokens.", ge=1, le=RANKS)
+    model_parallel: int = setting(1, "Tensor-parallel degree: ranks that shard each matrix.", ge=1, le=RANKS)
+    context_parallel: int = setting(
+        1, "Context-parallel degree: ranks that shard the tokens of each sequence.", ge=1, le=RANKS)
     context_parallel_algo: Literal["colossalai_cp", "ulysses_cp", "hybrid_cp"] = setting(
-        "colossalai_cp", "How they compute attention. colossalai_cp: they gather keys and values; ulysses_cp: each some"
-        " of the heads; hybrid_cp: groups of ulysses_degree_in_cp ranks gather, each rank some of the heads.")
+        "colossalai_cp", "Attention with context_parallel. colossalai_cp: the ranks gather keys and values; ulysses_cp:"
+        " each rank computes some of the heads; hybrid_cp: ulysses_degree_in_cp ranks exchange heads, and groups of"
+        " them gather keys and values.")
     ulysses_degree_in_cp: int = setting(
-        1, "Neighbouring ranks of context_parallel that exchange heads with hybrid_cp.", ge=1, le=RANKS)
-    expert_parallel: int = setting(1, "Devices that share the experts.", ge=1, le=RANKS)
-    pipeline_stage: int = setting(1, "Devices that share the layers.", ge=1, le=RANKS)
-    micro_batch_num: int = setting(1, "Micro-batches of a pipeline.", ge=1, le=BATCH)
+        1, "hybrid_cp: neighbouring ranks of context_parallel that exchange heads.", ge=1, le=RANKS)
+    expert_parallel: int = setting(1, "Expert-parallel degree: ranks that shard the experts.", ge=1, le=RANKS)
+    pipeline_stage: int = setting(1, "Number of pipeline stages.", ge=1, le=RANKS)
+    micro_batch_num: int = setting(1, "Micro-batches of a step in a pipeline.", ge=1, le=BATCH)
     use_seq_parallel: bool = setting(
-        False, "The ranks of model_parallel share the tokens of the residual stream and its norms too.")
+        False, "Sequence parallelism: the tensor-parallel ranks also shard the tokens between the matrices (Korthikanti"
+        " et al. 2022).")
     gradient_aggregation_group: int = setting(
         4, "Semi-automatic mode: groups of layers whose gradients MindSpore may sum in one collective.",
         ge=1, le=LAYERS)
@@ -122,16 +127,16 @@ class RecomputeConfig(Section):
         False, "Sublayers of blocks to compute again: a list of attention, mlp and MindSpore Transformers' regular"
         " expressions, or each with its layers; True for mlp.")
     select_recompute_exclude: _Layers | dict[str, _Layers] = setting(
-        False, "Sublayers to keep after all: written like select_recompute; True for both.")
+        False, "Sublayers to except: written like select_recompute; True for both.")
     select_comm_recompute: _Layers | dict[str, _Layers] = setting(
         False, "Semi-automatic mode with use_seq_parallel: layers that gather the tokens before a product again in the"
         " backward pass, written like recompute.")
     mp_comm_recompute: bool = setting(
-        True, "Semi-automatic mode: recomputation repeats the communication of model_parallel too.")
+        True, "Semi-automatic mode: recomputation also repeats the communication of model_parallel.")
     parallel_optimizer_comm_recompute: bool = setting(
         False, "With recomputation: as optimizer_level level3.")
     recompute_slice_activation: bool = setting(
-        False, "Semi-automatic mode: the ranks of model_parallel share what recomputation keeps.")
+        False, "Semi-automatic mode: the ranks of model_parallel shard the tensors that recomputation keeps.")
 
 
 class SwapConfig(Section):
@@ -150,7 +155,7 @@ class TensorboardConfig(Section):
 
 
 Outlet: TypeAlias = Literal["log", "tensorboard"]
-"""Where a record of the training state goes."""
+"""A destination of records of the training state."""
 
 
 class MonitorConfig(Section):
@@ -169,18 +174,21 @@ class MonitorConfig(Section):
     weight_state_format: Outlet | list[Outlet] | None = setting(
         None, "Where the norm of all trained weights goes, which takes time. Default null: nowhere.")
     throughput_baseline: float | None = setting(
-        None, "Samples per second and device: the share of it that a step reaches is recorded. Default null: off.",
-        gt=0)
+        None, "Samples per second and device of a baseline; the throughput is recorded relative to it. Default null:"
+        " off.", gt=0)
     print_struct: bool = setting(False, "Print the names of all trained parameters, and end without a step.")
 
     @property
     def patterns(self) -> list[str]:
-        """`target` as regular expressions; ``*`` is how MindSpore Transformers writes all."""
-        return [".*" if text == "*" else text for text in self.target or ["*"]]
+        """Returns `target` as regular expressions; MindSpore Transformers writes ``*`` for all parameters."""
+        targets = self.target or ["*"]
+        return [".*" if text == "*" else text for text in targets]
 
     def destinations(self, key: str) -> frozenset[str]:
-        """Where the records of a key such as ``local_norm_format`` go."""
-        value = None
-        if self.monitor_on:
-            value = getattr(self, key)
-        return frozenset([value] if isinstance(value, str) else value or ())
+        """Returns the destinations of the records of a key such as ``local_norm_format``."""
+        if not self.monitor_on:
+            return frozenset()
+        value = getattr(self, key)
+        if isinstance(value, str):
+            return frozenset([value])
+        return frozenset(value or ())

@@ -1,8 +1,8 @@
-"""The keys that change nothing: MindSpore Transformers' files have them, and they load.
+"""Keys of MindSpore Transformers' files that load but have no effect.
 
-An **ignored** key gives a note where it differs from its default. One that is **not yet** supported must have its
-default: another value would change the results, and is an error. Both are checked, described in the JSON Schema and
-known to the suggestions for misspelled keys. ``unsupported.yaml`` lists them; `Section` adds them to its classes.
+An **ignored** key gives a note if it differs from its default. A key that is **not yet** supported must have its
+default: another value would change the results, and is an error. Both are validated, described in the JSON Schema and
+suggested for misspelled keys. ``unsupported.yaml`` lists them; `Section` adds them to its classes.
 """
 
 from ast import literal_eval
@@ -51,15 +51,22 @@ _TYPES: dict[str, Any] = {
 
 
 def unsupported_keys(section: str) -> Iterator[tuple[str, Any, Any, Support, str]]:
-    """Name, annotation, default, support and reason of each such key of a section."""
+    """Yields the name, annotation, default, support and reason of each key without effect of a section.
+
+    The keys of a section that is unsupported as a whole have no reason of their own: it is "".
+    """
     for kind, reasons in _table().get(section, {}).items():
-        if kind == "whole":
-            rows = [("supported", "", reasons)]
+        support: Support = "supported"
+        if kind == "ignored":
+            support = "ignored"
+        elif kind == "not_yet":
+            support = "not_yet"
         else:
-            rows = [(kind, *row) for row in reasons.items()]
-        for support, reason, keys in rows:
+            reasons = {"": reasons}
+        for reason, keys in reasons.items():
             for name, declared in keys.items():
-                yield name, *_annotation(declared), support, reason
+                annotation, default = _annotation(declared)
+                yield name, annotation, default, support, reason
 
 
 @cache
@@ -70,15 +77,21 @@ def _table() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _annotation(declared: Any) -> tuple[Any, Any]:
-    """The annotation and the default of ``4``, ``str``, ``int>=1 = 4`` or ``ON | OFF``."""
+    """Returns the annotation and the default of ``4``, ``str``, ``int>=1 = 4`` or ``ON | OFF``."""
     if not isinstance(declared, str):
         return type(declared), declared
-    types, has_default, default = declared.partition(" =")
+    types, has_default, default_text = declared.partition(" =")
     names = types.split(" | ")
-    kinds = [_TYPES[name] for name in names if name in _TYPES]
+    members = [_TYPES[name] for name in names if name in _TYPES]
     words = tuple(name for name in names if name not in _TYPES)
-    annotation = Union[(*([Literal[words]] if words else []), *kinds, *([] if has_default else [None]))]  # noqa: UP007
-    return annotation, _value(default.strip()) if has_default else None
+    if words:
+        members.insert(0, Literal.__getitem__(words))
+    default = None
+    if has_default:
+        default = _value(default_text.strip())
+    else:
+        members.append(None)
+    return Union.__getitem__(tuple(members)), default
 
 
 def _value(text: str) -> Any:
