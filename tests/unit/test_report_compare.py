@@ -155,7 +155,7 @@ def test_no_cell_is_folded_in_a_narrow_terminal(tmp_path, capsys, monkeypatch, w
             assert printed.count(part) >= 1, part
     assert dispatch(["runs", "."]) == 0
     printed = capsys.readouterr().out
-    assert ("left out, the terminal is narrow: began" in printed) == (width in (60, 80))
+    assert ("left out, the terminal is narrow: started" in printed) == (width in (60, 80))
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
@@ -173,7 +173,7 @@ def test_a_word_that_is_wider_than_its_place_stays_whole(tmp_path, capsys, monke
 def test_exact_says_what_differs_first(tmp_path, capsys):
     left, other = write_run(tmp_path / "left"), write_run(tmp_path / "other", changed(3, loss=2.125))
     assert dispatch(["compare", str(left), str(other), "--exact"]) == 1
-    assert "FIRST DIFFERENCE\n  run    against left\n  other  step 3" in capsys.readouterr().out
+    assert "FIRST DIFFERENCE\n  run    compared with left\n  other  step 3" in capsys.readouterr().out
 
 
 def test_the_page_needs_nothing_else_and_shows_names_as_text(tmp_path):
@@ -223,7 +223,7 @@ def test_runs_are_listed_a_line_each_for_a_pipe(tmp_path, capsys):
     (tmp_path / "other" / "checkpoints" / "step-1").mkdir(parents=True)
     assert dispatch(["runs", str(tmp_path)]) == 0
     header, *rows = capsys.readouterr().out.splitlines()
-    assert header.split() == ["run", "state", "step", "loss", "eval", "loss", "began", "folder"]
+    assert header.split() == ["run", "state", "step", "loss", "eval", "loss", "started", "folder"]
     assert len(rows) == 2 and all(row.split()[1] == "unknown" for row in rows)
     assert any(row.endswith("/deep/er/" + "x" * 150) and " 3/3 " in row for row in rows)
     assert dispatch(["runs", str(tmp_path), "--json"]) == 0 and len(json.loads(capsys.readouterr().out)) == 2
@@ -237,7 +237,7 @@ def test_runs_are_listed_a_line_each_for_a_pipe(tmp_path, capsys):
         (["compare", "A"], "name two runs or more"),
         (["compare", "A", "A"], "is named twice"),
         (["compare", "A", "nothing"], "there is no run in this folder"),
-        (["runs", "nothing"], "is no folder"),
+        (["runs", "nothing"], "is not a folder"),
         (["compare", "A", "A", "--loss", "low"], "--loss"),
     ],
 )
@@ -271,7 +271,7 @@ def test_the_answer_is_the_same_where_nobody_reads_the_tables(tmp_path, monkeypa
     ("name", "content", "parts"),
     [
         ("metrics.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n{}\n{"step": 3, "loss": 1e999, "tokens": 1e999}\n',
-         [":2: the line is no record of a step, and 1 more line is not; left out"]),
+         [":2: 2 damaged lines were skipped, this is the first one"]),
         ("config.yaml", "seed: 1\noptimizer: [\n", [":3: not valid YAML", "shown without its settings"]),
         ("config.yaml", "seed: x\n", [":1: seed = 'x': must be an integer; its settings are shown as they are"]),
         ("config.yaml", "seed: x\nepoch: 3\n", [":1: seed = 'x'"]),

@@ -16,7 +16,7 @@ from test_monitors_console import run_info, step_metrics
 from trainer.config import dump_config, load_config
 from trainer.monitors.metrics import Totals
 from trainer.report.monitor import ReportMonitor
-from trainer.report.page import as_json, report_data, report_html
+from trainer.report.page import embeddable_json, report_data, report_html
 from trainer.report.record import read_run
 from trainer.report.starts import StartMonitor
 
@@ -69,7 +69,7 @@ def test_no_text_leaves_its_place(tmp_path: Path) -> None:
     assert "<title>&lt;b&gt;&amp;@script@</title>" in page
     data = data_of(page)
     assert data["title"] == "<b>&@script@" and data["samples"][0][1] == EVIL and data["skipped"] == [[7, EVIL]]
-    assert json.loads(as_json({"a": "<&>"})) == {"a": "<&>"}
+    assert json.loads(embeddable_json({"a": "<&>"})) == {"a": "<&>"}
     page.encode()
 
 

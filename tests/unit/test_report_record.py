@@ -163,7 +163,7 @@ def test_the_state_of_a_run_that_ended(tmp_path: Path, outcome: str, state: str)
     assert (record.state, record.outcome) == (state, outcome)
     (start,) = record.starts
     assert (start.device, start.ranks, start.end_step) == ("CPU", 2, 1)
-    assert start.began <= start.ended and record.began is not None
+    assert start.began <= start.ended and record.start_time is not None
     assert start.versions["mindspore"].startswith("2.") and "core" in start.processor
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run.json"]
 
@@ -214,7 +214,7 @@ def test_a_damaged_run_file_is_as_none(tmp_path: Path, content: str) -> None:
     write_lines(tmp_path / "metrics.jsonl", *steps(1, 2), {"step": 2, "restart": {"number": 1}})
     (tmp_path / "run.json").write_text(content)
     record = read_run(tmp_path)
-    assert (record.state, record.starts, record.resumes, record.began) == ("unknown", (), (2,), None)
+    assert (record.state, record.starts, record.resumes, record.start_time) == ("unknown", (), (2,), None)
     assert (record.step, record.last_step) == (2, 2)
 
 
@@ -222,7 +222,7 @@ def test_a_date_that_is_none(tmp_path: Path) -> None:
     begin(tmp_path)
     text = (tmp_path / "run.json").read_text()
     (tmp_path / "run.json").write_text(text.replace(read_starts(tmp_path)[0][0].began, "yesterday"))
-    assert read_run(tmp_path).began is None
+    assert read_run(tmp_path).start_time is None
 
 
 def test_the_commit_of_a_git_folder(tmp_path: Path) -> None:

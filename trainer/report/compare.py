@@ -1,4 +1,4 @@
-"""Several runs beside each other: what differs in their configurations, figures, and the first step that differs."""
+"""Compares runs: their results, the settings that differ, and the first step whose numbers differ."""
 
 from __future__ import annotations
 
@@ -12,34 +12,40 @@ from typing import Any, NamedTuple
 
 from trainer.errors import UserError
 from trainer.monitors import formatting
-from trainer.monitors.jsonl import read_metrics_records
+from trainer.monitors.jsonl import MetricsRecord, read_metrics_records
 from trainer.report.curves import RATES
 from trainer.report.record import METRICS_FILE, RunData, is_run_folder, read_run
 
-_SAME_IN_EQUAL_RUNS = ("loss", "lr", "global_norm", "tokens", "loss_scale", "overflow", "eval_loss")
-"""Fields of metrics.jsonl that are the same bits in two runs that compute the same; times are not."""
-_OF_THE_RUN = frozenset(("output_dir", "resume_training"))
+_COMPARED_FIELDS = ("loss", "lr", "global_norm", "tokens", "loss_scale", "overflow", "eval_loss")
+"""Fields of metrics.jsonl whose bits are equal in two runs that compute the same. Times are not equal."""
+_RUN_KEYS = frozenset(("output_dir", "resume_training"))
+"""Keys that differ between runs of the same configuration."""
 ABSENT = "-"
 Rows = list[tuple[str, ...]]
 
 
 class FirstDifference(NamedTuple):
-    """The first place where two runs are not the same: a number, or a step that one of them does not have."""
+    """The first difference of two runs: a number, or a step that only one of them has.
+
+    Attributes:
+        field: The field of metrics.jsonl; "step" if a run does not have the step.
+        left, right: The values; None if a run does not have it.
+    """
 
     step: int
-    field: str  # "step" where it is missing
-    left: object  # None where there is none
+    field: str
+    left: object
     right: object
 
     def text(self, left: str, right: str) -> str:
+        """Describes the difference; `left` and `right` are the names of the runs."""
         if self.field == "step":
-            if self.left is not None:
-                has = left
-                lacks = right
-            else:
-                has = right
-                lacks = left
-            return f"{lacks} ends before step {self.step}, which {has} has; the steps before it are the same"
+            shorter = right
+            longer = left
+            if self.left is None:
+                shorter = left
+                longer = right
+            return f"{shorter} ends before step {self.step}, which {longer} has; the steps before it are the same"
         return f"step {self.step}: {self.field} {self.left!r} in {left}, {self.right!r} in {right}"
 
 
@@ -48,9 +54,10 @@ class Comparison:
     """Runs in the order in which they were named.
 
     Attributes:
-        names: One for each, all different.
-        settings: Keys that are not the same in all runs, with the value in each; `ABSENT` where a run lacks it.
-        differences: From the first run to each other one; None where all numbers are the same. Empty if not looked for.
+        names: The names of the runs, all different.
+        settings: The keys that differ, with the value in each run; `ABSENT` if a run does not have the key.
+        differences: The first difference between the first run and each other one, None if all numbers are the same.
+            Empty if `compare` was called without them.
     """
 
     records: list[RunData]
@@ -60,13 +67,13 @@ class Comparison:
 
 
 def compare(folders: Sequence[Path], with_differences: bool = True) -> Comparison:
-    """Reads the runs.
+    """Reads and compares runs.
 
     Args:
-        with_differences: Whether the first difference is looked for, step by step.
+        with_differences: Whether to find the first difference, step by step.
 
     Raises:
-        UserError: A folder holds no run, or is named twice.
+        UserError: A folder has no run, or is named twice.
     """
     places = [folder.resolve() for folder in folders]
     for number, (folder, place) in enumerate(zip(folders, places, strict=True)):
@@ -74,123 +81,142 @@ def compare(folders: Sequence[Path], with_differences: bool = True) -> Compariso
             fix = "name output_dir of a training; run_trainer.py runs lists them"
             raise UserError("there is no run in this folder", where="argument RUN", value=str(folder), fix=fix)
         if place in places[:number]:
-            raise UserError("is named twice", where="argument RUN", value=str(folder), fix="name other runs")
+            raise UserError("is named twice", where="argument RUN", value=str(folder), fix="name each run once")
     records = [read_run(folder) for folder in folders]
-    own = [record.name for record in records]
-    if len(set(own)) == len(own):
-        names = own
-    else:
+    names = [record.name for record in records]
+    if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    settings = list(_settings([record.settings for record in records]))
+    settings = list(_differing_settings([record.settings for record in records]))
+    differences = []
     if with_differences:
-        others = records[1:]
-    else:
-        others = []
-    differences = [first_difference(records[0].folder, record.folder) for record in others]
+        differences = [first_difference(records[0].folder, record.folder) for record in records[1:]]
     return Comparison(records, names, settings, differences)
 
 
-def _settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+def _differing_settings(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
+    """Yields the keys whose values differ, with the value in each run."""
     for key in dict.fromkeys(key for settings in runs for key in settings):
         values = [settings.get(key, ABSENT) for settings in runs]
-        if key not in _OF_THE_RUN and any(value != values[0] for value in values):
+        if key not in _RUN_KEYS and any(value != values[0] for value in values):
             yield key, values
 
 
 def first_difference(left: Path, right: Path) -> FirstDifference | None:
-    """The first number of metrics.jsonl that is not the same in two run folders; None where all are."""
-    pairs = itertools.zip_longest(_numbers(left), _numbers(right))
-    for one, other in pairs:
-        if one is None or other is None:
-            step = (one or other)[0]
-            return FirstDifference(step, "step", *(None if each is None else step for each in (one, other)))
-        if one[0] != other[0]:
-            step = min(one[0], other[0])
-            return FirstDifference(step, "step", *(step if each[0] == step else None for each in (one, other)))
-        for name in _SAME_IN_EQUAL_RUNS:
-            if one[1].get(name) != other[1].get(name):
-                return FirstDifference(one[0], name, one[1].get(name), other[1].get(name))
+    """Returns the first difference of metrics.jsonl in two run folders; None if all numbers are the same."""
+    for left_record, right_record in itertools.zip_longest(_numbers(left), _numbers(right)):
+        left_step = math.inf
+        right_step = math.inf
+        if left_record is not None:
+            left_step = left_record["step"]
+        if right_record is not None:
+            right_step = right_record["step"]
+        if left_step < right_step:
+            return FirstDifference(int(left_step), "step", left_step, None)
+        if right_step < left_step:
+            return FirstDifference(int(right_step), "step", None, right_step)
+        for name in _COMPARED_FIELDS:
+            if left_record.get(name) != right_record.get(name):
+                return FirstDifference(int(left_step), name, left_record.get(name), right_record.get(name))
     return None
 
 
-def _numbers(folder: Path) -> Iterator[tuple[int, dict[str, object]]]:
-    """Step and fields of each step and evaluation, in order."""
+def _numbers(folder: Path) -> Iterator[MetricsRecord]:
+    """Yields the records of all steps and evaluations, in order."""
     path = folder / METRICS_FILE
-    for record in read_metrics_records(path) if path.is_file() else ():
+    if not path.is_file():
+        return
+    for record in read_metrics_records(path):
         if "loss" in record or "eval_loss" in record:
-            yield int(record["step"]), record  # type: ignore[call-overload]
+            yield record
 
 
 def figures_table(comparison: Comparison, loss: float | None = None) -> tuple[tuple[str, ...], Rows]:
-    """The table: a header, and a row for each run.
+    """Returns the table of results: a header, and a row for each run.
 
     Args:
-        loss: Adds the tokens that a run took to this loss, of evaluations where it makes any, else of steps.
+        loss: Adds the number of tokens that each run needed to reach this loss, see `tokens_to_loss`.
     """
-    header = ("run", "state", "step", "loss", "best eval loss", "tokens", "median tokens/s", "peak memory")
+    header = ["run", "state", "step", "loss", "best eval loss", "tokens", "median tokens/s", "peak memory"]
+    if loss is not None:
+        header.append(f"tokens to {loss:g}")
     rows = []
     for name, record in zip(comparison.names, comparison.records, strict=True):
-        found = run_values(record)
-        best, rate, memory = (found[key] for key in ("best_eval_loss", "input_tokens_per_second", "peak_rss_bytes"))
+        values = run_values(record)
         best_text = ABSENT
-        if best is not None:
-            best_text = f"{best:.4f} at step {found['best_eval_step']}"
-        rate_text = ABSENT
-        if rate is not None:
-            rate_text = formatting.count(rate)
+        if values["best_eval_loss"] is not None:
+            best_text = f"{values['best_eval_loss']:.4f} at step {values['best_eval_step']}"
         memory_text = ABSENT
-        if memory is not None:
-            memory_text = formatting.size(memory)
+        if values["peak_rss_bytes"] is not None:
+            memory_text = formatting.size(values["peak_rss_bytes"])
         row = [
-            name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]), best_text,
-            formatting.count(found["tokens"]), rate_text, memory_text,
+            name, record.state, f"{record.step}/{record.last_step}", loss_text(values["loss"]), best_text,
+            formatting.count(values["tokens"]), _count_text(values["input_tokens_per_second"]), memory_text,
         ]  # fmt: skip
         if loss is not None:
-            reached = tokens_to_loss(record, loss)
-            row.append(ABSENT if reached is None else formatting.count(reached))
+            row.append(_count_text(tokens_to_loss(record, loss)))
         rows.append(tuple(row))
-    return (*header, f"tokens to {loss:g}") if loss is not None else header, rows
+    return tuple(header), rows
+
+
+def _count_text(count: float | None) -> str:
+    if count is None:
+        return ABSENT
+    return formatting.count(count)
 
 
 def loss_text(loss: float | None) -> str:
+    """Formats a loss for a table."""
     if loss is None:
         return ABSENT
     return f"{loss:.4f}"
 
 
 def run_values(record: RunData) -> dict[str, Any]:
-    """What tables and programs are told of a run: plain values, by the names that metrics.jsonl has for them; None for
-    what is not known or not finite."""
-    curves = record.metrics.curves
-    best = record.metrics.best
-    if record.metrics.evaluations:
-        evaluated = record.metrics.evaluations[-1].loss
-    else:
-        evaluated = math.nan
+    """Returns the results of a run for tables and programs, by the names of metrics.jsonl.
+
+    A value is None if it is unknown or not finite.
+    """
+    metrics = record.metrics
+    eval_loss = None
+    if metrics.evaluations and math.isfinite(metrics.evaluations[-1].loss):
+        eval_loss = metrics.evaluations[-1].loss
+    best_eval_loss = None
+    best_eval_step = None
+    if metrics.best:
+        best_eval_loss = metrics.best.loss
+        best_eval_step = metrics.best.step
+    tokens = 0
+    if metrics.curves.steps:
+        tokens = metrics.curves.tokens[-1]
+    start_time = None
+    if record.start_time:
+        start_time = record.start_time.isoformat()
     return {
         "state": record.state,
         "outcome": record.outcome,
         "step": record.step,
         "last_step": record.last_step,
-        "loss": record.metrics.last_loss,
-        "eval_loss": evaluated if math.isfinite(evaluated) else None,
-        "best_eval_loss": best.loss if best else None,
-        "best_eval_step": best.step if best else None,
-        "tokens": curves.tokens[-1] if curves.steps else 0,
-        **{name: record.metrics.rate(name) for name in RATES},
+        "loss": metrics.last_loss,
+        "eval_loss": eval_loss,
+        "best_eval_loss": best_eval_loss,
+        "best_eval_step": best_eval_step,
+        "tokens": tokens,
+        **{name: metrics.rate(name) for name in RATES},
         "peak_rss_bytes": record.peak_rss_bytes,
-        "began": record.began.isoformat() if record.began else None,
+        "began": start_time,
         "folder": str(record.folder),
         "notes": list(record.notes),
     }
 
 
 def tokens_to_loss(record: RunData, loss: float) -> int | None:
-    """Tokens with a loss up to the first evaluation of at most this loss, or the first such step of a run without
-    evaluations; None where there is none."""
+    """Returns the number of loss tokens after which a run reached this loss; None if it did not.
+
+    The loss is that of evaluations, and in a run without evaluations that of steps.
+    """
     curves = record.metrics.curves
     if record.metrics.evaluations:
-        reached = next((each.step for each in record.metrics.evaluations if each.loss <= loss), None)
+        reached = next((point.step for point in record.metrics.evaluations if point.loss <= loss), None)
     else:
         points = zip(curves.steps, curves.means("loss"), strict=False)
         reached = next((step for step, mean in points if mean <= loss), None)
@@ -202,35 +228,42 @@ def tokens_to_loss(record: RunData, loss: float) -> int | None:
 
 
 def comparison_tables(comparison: Comparison, loss: float | None = None) -> list[tuple[str, Rows]]:
-    """The whole comparison as titled tables: figures, settings that differ, first steps that differ if known."""
+    """Returns the comparison as titled tables: results, differing settings, and first differences if they are known."""
     header, rows = figures_table(comparison, loss)
-    settings = [(key, *map(str, values)) for key, values in comparison.settings]
-    settings = settings or [("no key differs", *[""] * len(comparison.names))]
+    settings: Rows = [(key, *map(str, values)) for key, values in comparison.settings]
+    if not settings:
+        settings = [("no key differs", *[""] * len(comparison.names))]
     tables: list[tuple[str, Rows]] = [
         ("runs", [header, *rows]),
         ("configuration", [("key", *comparison.names), *settings]),
     ]
     if comparison.differences:
         first, *others = comparison.names
-        same = "all numbers are the same"
-        steps = [(name, same if found is None else found.text(first, name))
-                 for name, found in zip(others, comparison.differences, strict=True)]  # fmt: skip
-        tables.append(("first difference", [("run", f"against {first}"), *steps]))
+        differences: Rows = []
+        for name, difference in zip(others, comparison.differences, strict=True):
+            text = "all numbers are the same"
+            if difference is not None:
+                text = difference.text(first, name)
+            differences.append((name, text))
+        tables.append(("first difference", [("run", f"compared with {first}"), *differences]))
     return tables
 
 
 def comparison_dict(comparison: Comparison, loss: float | None = None) -> dict[str, Any]:
-    """The comparison for programs: numbers as they are, not as the tables round them."""
-    names = comparison.names
-    records = comparison.records
-    runs = [{"run": name, **run_values(record)} for name, record in zip(names, records, strict=True)]
-    if loss is not None:
-        runs = [{**run, "tokens_to_loss": tokens_to_loss(record, loss)}
-                for run, record in zip(runs, records, strict=True)]  # fmt: skip
-    differences = [None if found is None else found._asdict() for found in comparison.differences]
-    return {
-        "runs": runs,
-        "settings": {key: {name: record.settings[key] for name, record in zip(names, records, strict=True)
-                           if key in record.settings} for key, _ in comparison.settings},
-        "first_difference": dict(zip(names[1:], differences, strict=True)),
-    }  # fmt: skip
+    """Returns the comparison for programs, with numbers that are not rounded."""
+    runs = []
+    for name, record in zip(comparison.names, comparison.records, strict=True):
+        run = {"run": name, **run_values(record)}
+        if loss is not None:
+            run["tokens_to_loss"] = tokens_to_loss(record, loss)
+        runs.append(run)
+    settings: dict[str, dict[str, Any]] = {}
+    for key, _ in comparison.settings:
+        pairs = zip(comparison.names, comparison.records, strict=True)
+        settings[key] = {name: record.settings[key] for name, record in pairs if key in record.settings}
+    first_differences: dict[str, dict[str, Any] | None] = {}
+    for name, difference in zip(comparison.names[1:], comparison.differences, strict=True):
+        first_differences[name] = None
+        if difference is not None:
+            first_differences[name] = difference._asdict()
+    return {"runs": runs, "settings": settings, "first_difference": first_differences}

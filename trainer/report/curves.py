@@ -1,8 +1,8 @@
-"""metrics.jsonl as curves: read as it grows, and thinned out so that a long run takes no more memory than a short one,
-but for the two rates of each step, of which the median is told.
+"""Reads metrics.jsonl as curves, also while it grows.
 
-Each point of a curve stands for some consecutive steps, a power of two of them: one while the run is short. Of these
-steps it keeps the mean, the lowest and the highest value, so that no spike is lost.
+Each point of a curve stands for a power of two of consecutive steps: for one step while the run is short. It has their
+mean, minimum and maximum, so that no spike is lost, and a long run takes little memory. Only the two rates of each step
+are all kept, for their median.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from trainer.monitors.jsonl import parse_line
+from trainer.monitors.jsonl import MetricsRecord, parse_line
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, median_rate
 
 LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY)
-"""Fields that are lists with a number for each MoE layer: a curve for each, ``drop_rate.0``, ``drop_rate.1`` ..."""
+"""Fields that are lists with a number per MoE layer. Each layer has a curve: ``drop_rate.0``, ``drop_rate.1`` ..."""
 RATES = ("input_tokens_per_second", "tokens_per_second")
-MAX_POINTS = 1024  # of a curve; a longer one has between half as many and as many
+MAX_POINTS = 1024  # of a curve; when it is exceeded, two points become one
 _NO_CURVE = frozenset(("step", "epoch", "overflow", "save_wait_seconds"))
 _NAN = math.nan
 
@@ -29,8 +29,8 @@ class Series:
     """A field of the steps over the points of a run.
 
     Attributes:
-        means, lows, highs: Of the steps of each point; NaN where none of them has the field, or no finite number in it.
-        counts: How many of them have it.
+        means, lows, highs: Mean, minimum and maximum over the steps of each point; NaN without a finite number.
+        counts: The number of steps of each point with a finite number.
     """
 
     def __init__(self, points: int = 0) -> None:
@@ -38,6 +38,7 @@ class Series:
         self.counts = array("q", [0]) * points
 
     def open_point(self) -> None:
+        """Adds a point without steps."""
         for values in (self.means, self.lows, self.highs):
             values.append(_NAN)
         self.counts.append(0)
@@ -52,33 +53,37 @@ class Series:
         self.lows[-1] = min(self.lows[-1], value)
         self.highs[-1] = max(self.highs[-1], value)
 
-    def halved(self) -> Series:
-        """With each two neighbouring points as one; of an odd number the last stays alone."""
-        found = Series()
-        for at in range(0, len(self.counts), 2):
-            pair = [each for each in (at, at + 1) if each < len(self.counts) and self.counts[each]]
-            count = sum(self.counts[each] for each in pair)
-            found.counts.append(count)
-            found.means.append(sum(self.means[each] * (self.counts[each] / count) for each in pair) if pair else _NAN)
-            found.lows.append(min((self.lows[each] for each in pair), default=_NAN))
-            found.highs.append(max((self.highs[each] for each in pair), default=_NAN))
-        return found
+    def halve(self) -> Series:
+        """Returns the series with every two neighbouring points as one; an odd last point stays."""
+        series = Series()
+        for first in range(0, len(self.counts), 2):
+            points = [point for point in range(first, min(first + 2, len(self.counts))) if self.counts[point]]
+            count = sum(self.counts[point] for point in points)
+            mean = _NAN
+            if points:
+                mean = sum(self.means[point] * (self.counts[point] / count) for point in points)
+            series.counts.append(count)
+            series.means.append(mean)
+            series.lows.append(min((self.lows[point] for point in points), default=_NAN))
+            series.highs.append(max((self.highs[point] for point in points), default=_NAN))
+        return series
 
     @property
     def has_values(self) -> bool:
+        """Returns whether any step has a finite number."""
         return any(self.counts)
 
 
 @dataclass
 class Curves:
-    """The steps of a run, thinned out.
+    """The curves of a run's steps.
 
     Attributes:
         steps: The last step of each point.
-        tokens: Valid tokens from the first step of the file to that step.
-        seconds: Wall-clock seconds of the steps up to it, without evaluations and checkpoints.
-        fields: The numbers of each step by their names in metrics.jsonl.
-        stride: Steps of a point; the last one may have fewer.
+        tokens: The loss tokens from the first step of the file to that step.
+        seconds: The wall-clock seconds of the steps up to that step, without evaluations and checkpoints.
+        fields: The numbers of the steps by their names in metrics.jsonl.
+        stride: The number of steps of a point; the last point may have fewer.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -89,21 +94,21 @@ class Curves:
     _in_last: int = 0
 
     def has_values(self, name: str) -> bool:
-        """Whether a field has any number."""
+        """Returns whether a field has any number."""
         return name in self.fields and self.fields[name].has_values
 
     def means(self, name: str) -> Sequence[float]:
-        """The curve of a field; empty where no step has it."""
+        """Returns the curve of a field; empty if no step has it."""
         if name in self.fields:
             return self.fields[name].means
         return ()
 
-    def add(self, record: dict[str, object]) -> None:
-        """Adds a step: its line of metrics.jsonl."""
+    def add(self, record: MetricsRecord) -> None:
+        """Adds a step by its line of metrics.jsonl."""
         if not self.steps or self._in_last == self.stride:
             self._open_point()
         self._in_last += 1
-        self.steps[-1] = int(record["step"])  # type: ignore[arg-type]
+        self.steps[-1] = int(record["step"])
         self.tokens[-1] += int(_number(record.get("tokens"), 0))
         self.seconds[-1] += _number(record.get("step_seconds"), 0.0)
         for name, value in _numbers(record):
@@ -112,36 +117,41 @@ class Curves:
             if not math.isnan(value):
                 self.fields[name].add(value)
 
-    def halved(self) -> Curves:
-        """With each two neighbouring points as one."""
+    def halve(self) -> Curves:
+        """Returns the curves with every two neighbouring points as one."""
         last = len(self.steps) - 1
-        kept = [min(at + 1, last) for at in range(0, last + 1, 2)]
+        ends = [min(point + 1, last) for point in range(0, last + 1, 2)]
         return Curves(
-            [self.steps[at] for at in kept],
-            [self.tokens[at] for at in kept],
-            [self.seconds[at] for at in kept],
-            {name: series.halved() for name, series in self.fields.items()},
+            [self.steps[point] for point in ends],
+            [self.tokens[point] for point in ends],
+            [self.seconds[point] for point in ends],
+            {name: series.halve() for name, series in self.fields.items()},
             2 * self.stride,
         )
 
     def _open_point(self) -> None:
         if len(self.steps) == MAX_POINTS:
-            less = self.halved()
-            self.steps = less.steps
-            self.tokens = less.tokens
-            self.seconds = less.seconds
-            self.fields = less.fields
-            self.stride = less.stride
+            half = self.halve()
+            self.steps = half.steps
+            self.tokens = half.tokens
+            self.seconds = half.seconds
+            self.fields = half.fields
+            self.stride = half.stride
         self._in_last = 0
+        tokens = 0
+        seconds = 0.0
+        if self.steps:
+            tokens = self.tokens[-1]
+            seconds = self.seconds[-1]
         self.steps.append(0)
-        self.tokens.append(self.tokens[-1] if self.tokens else 0)
-        self.seconds.append(self.seconds[-1] if self.seconds else 0.0)
+        self.tokens.append(tokens)
+        self.seconds.append(seconds)
         for series in self.fields.values():
             series.open_point()
 
 
-def _numbers(record: dict[str, object]) -> Iterator[tuple[str, float]]:
-    """The fields of a step that make a curve; NaN for null, which a number that is not finite is written as."""
+def _numbers(record: MetricsRecord) -> Iterator[tuple[str, float]]:
+    """Yields the fields of a step that have a curve; NaN for null, which stands for a number that is not finite."""
     for name, value in record.items():
         if name in LAYER_FIELDS and isinstance(value, list):
             yield from ((f"{name}.{layer}", _number(number, _NAN)) for layer, number in enumerate(value))
@@ -149,36 +159,39 @@ def _numbers(record: dict[str, object]) -> Iterator[tuple[str, float]]:
             yield name, _number(value, _NAN)
 
 
-def _number(value: object, otherwise: float) -> float:
+def _number(value: object, default: float) -> float:
+    """Returns a finite number as it is, and the default for anything else."""
+    if not isinstance(value, (int, float)):
+        return default
     try:
-        number = otherwise
-        if isinstance(value, (int, float)):
-            number = float(value)
+        number = float(value)
     except OverflowError:  # an integer of hundreds of digits
-        return otherwise
+        return default
     if math.isfinite(number):
         return number
-    return otherwise
+    return default
 
 
-class Evaluation(NamedTuple):
+class EvalPoint(NamedTuple):
+    """An evaluation."""
+
     step: int
-    loss: float  # nats a token; NaN where it was not finite
+    loss: float  # nats per loss token; NaN if it was not finite
     seconds: float
     accuracy: float | None  # of a classifier
 
 
 class Skipped(NamedTuple):
-    """A step that updated nothing."""
+    """A step that changed no weight."""
 
     step: int
     reason: str
 
 
 class Pause(NamedTuple):
-    """Time that the training waited between two steps."""
+    """A pause of the training between two steps."""
 
-    step: int  # the one before it
+    step: int  # the step before it
     kind: str  # "evaluation", "sampling" or "checkpoint"
     seconds: float
 
@@ -188,19 +201,19 @@ class Metrics:
     """The content of metrics.jsonl.
 
     Attributes:
-        damaged: Numbers of the lines that are no records; they are left out.
-        first_step: The first one in the file; None without any.
-        last_loss: Of the last step whose loss is finite; None without any.
+        damaged: The numbers of damaged lines, which are skipped.
+        first_step: The first step in the file; None without a step.
+        last_loss: The loss of the last step whose loss is finite; None without one.
         rates: The `RATES` of each step that has them.
-        data_wait_seconds: Of all steps; part of their time.
-        restarts: The records of a job that has started again: `number`, `most`, `reason`, `ranks`, with their `step`.
+        data_wait_seconds: The wait for data in all steps; it is a part of their time.
+        restarts: The restarts of the job: `number`, `most`, `reason`, `ranks` and `step`.
     """
 
     curves: Curves = field(default_factory=Curves)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    evaluations: list[EvalPoint] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     pauses: list[Pause] = field(default_factory=list)
-    restarts: list[dict[str, object]] = field(default_factory=list)
+    restarts: list[dict[str, Any]] = field(default_factory=list)
     damaged: list[int] = field(default_factory=list)
     first_step: int | None = None
     last_loss: float | None = None
@@ -208,45 +221,43 @@ class Metrics:
     rates: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in RATES})
 
     def rate(self, name: str) -> float | None:
-        """One of the `RATES` for the whole file, as the last lines of a run tell it; None where no step has it."""
+        """Returns the median of one of the `RATES`, as in the summary of a run; None if no step has it."""
         return median_rate(self.rates[name])
 
     @property
     def last_step(self) -> int:
-        """0 before the first step."""
+        """Returns the newest step; 0 before the first step."""
         if self.curves.steps:
             return self.curves.steps[-1]
         return 0
 
     @property
-    def best(self) -> Evaluation | None:
-        """The evaluation with the lowest loss, of equal ones the first."""
-        finite = [each for each in self.evaluations if math.isfinite(each.loss)]
-        return min(finite, key=lambda each: each.loss, default=None)
+    def best(self) -> EvalPoint | None:
+        """Returns the first evaluation with the lowest loss; None without a finite loss."""
+        finite = [evaluation for evaluation in self.evaluations if math.isfinite(evaluation.loss)]
+        return min(finite, key=lambda evaluation: evaluation.loss, default=None)
 
-    def add(self, record: dict[str, object]) -> None:
+    def add(self, record: MetricsRecord) -> None:
         """Adds a line of the file."""
-        step = int(record["step"])  # type: ignore[arg-type]
+        step = int(record["step"])
         if "eval_loss" in record:
             loss = _number(record["eval_loss"], _NAN)
             seconds = _number(record.get("eval_seconds"), 0.0)
-            accuracy = record.get("eval_accuracy")
-            if accuracy is None:
-                right = None
-            else:
-                right = _number(accuracy, _NAN)
-            self.evaluations.append(Evaluation(step, loss, seconds, right))
+            accuracy = None
+            if record.get("eval_accuracy") is not None:
+                accuracy = _number(record["eval_accuracy"], _NAN)
+            self.evaluations.append(EvalPoint(step, loss, seconds, accuracy))
             self.pauses.append(Pause(step, "evaluation", seconds))
         elif "loss" in record:
             self._add_step(step, record)
         elif "sample_seconds" in record:
             self.pauses.append(Pause(step, "sampling", _number(record["sample_seconds"], 0.0)))
         elif isinstance(record.get("restart"), dict):
-            self.restarts.append({**record["restart"], "step": step})  # type: ignore[dict-item]
-        elif "save_wait_seconds" in record:  # of the last checkpoint, which no step comes after
+            self.restarts.append({**record["restart"], "step": step})
+        elif "save_wait_seconds" in record:  # no step follows the last checkpoint, to report it
             self.pauses.append(Pause(step, "checkpoint", _number(record["save_wait_seconds"], 0.0)))
 
-    def _add_step(self, step: int, record: dict[str, object]) -> None:
+    def _add_step(self, step: int, record: MetricsRecord) -> None:
         if self.first_step is None:
             self.first_step = step
         self.curves.add(record)
@@ -264,7 +275,7 @@ class Metrics:
 
 
 class MetricsReader:
-    """Follows a metrics file: each `read` adds the lines that were written since the last one."""
+    """Reads a metrics file while it grows: each `read` adds the lines that were written since the last one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -274,17 +285,17 @@ class MetricsReader:
         self._read_lines = 0
 
     def read(self) -> Metrics:
-        """What the file holds now; nothing where there is none. An incomplete last line is left for the next time.
+        """Returns the content of the file now; no content if it is missing. An incomplete last line is read next time.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         try:
             status = self.path.stat()
         except FileNotFoundError:
             self._begin(0)
             return self.metrics
-        if status.st_ino != self._inode or status.st_size < self._read_bytes:  # another file, or one that was cut
+        if status.st_ino != self._inode or status.st_size < self._read_bytes:  # the file was replaced or cut
             self._begin(status.st_ino)
         with self.path.open("rb") as file:
             file.seek(self._read_bytes)
@@ -308,5 +319,5 @@ class MetricsReader:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The content of a metrics file; empty where there is none. Raises OSError where it cannot be read."""
+    """Returns the content of a metrics file; empty if it is missing. Raises OSError if it cannot be read."""
     return MetricsReader(path).read()

@@ -1,4 +1,4 @@
-"""Writes the reports of a run: report.html every now and then while it trains, and with report.png at its end."""
+"""Writes report.html at intervals while a run trains, and report.html and report.png at its end."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ PICTURE = "report.png"
 
 
 class ReportMonitor(Monitor):
-    """Reads the files that other monitors write, so it must be told of events after them.
+    """Writes the reports. It reads the files of other monitors, so it must be closed after them.
 
-    A thread writes report.html while the run trains: a step costs nothing but its share of the processor. A failure
-    becomes a note, because the training itself has succeeded.
+    A thread writes report.html while the run trains, so that no step waits for it. A failure becomes a note, because
+    the training itself has succeeded.
 
     Args:
-        interval: Seconds between two writings; 0: only at the end.
+        interval: Seconds between two reports of a running training; 0: it is written only at the end.
     """
 
     def __init__(self, folder: Path, note: Callable[[str], None], interval: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class ReportMonitor(Monitor):
 
     def on_start(self, info: RunInfo) -> None:
         if self._interval > 0:
-            self._thread = threading.Thread(target=self._write_now_and_then, name="report", daemon=True)
+            self._thread = threading.Thread(target=self._write_at_intervals, name="report", daemon=True)
             self._thread.start()
 
     def close(self, summary: RunSummary | None) -> None:
@@ -46,18 +46,18 @@ class ReportMonitor(Monitor):
         self._attempt(HTML, self._write_html)
         self._attempt(PICTURE, lambda: draw_report(self._reader.read(), self._folder / PICTURE))
 
-    def _write_now_and_then(self) -> None:
+    def _write_at_intervals(self) -> None:
         while not self._ended.wait(self._interval):
             try:
                 self._write_html()
-            except Exception:  # the same is told when the run ends and it is written again
+            except Exception:  # the last report, at the end of the run, notes such an error
                 continue
 
     def _attempt(self, name: str, write: Callable[[], object]) -> None:
         try:
             write()
-        except Exception as error:  # no error of a drawing library may fail a finished run
-            self._note(f"report {self._folder / name} was not written: {type(error).__name__}: {error}")
+        except Exception as error:  # a finished run must not fail by an error of a drawing library
+            self._note(f"{self._folder / name} was not written: {type(error).__name__}: {error}")
 
     def _write_html(self) -> None:
         data = report_data(self._reader.read(), self._interval)

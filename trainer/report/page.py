@@ -1,7 +1,7 @@
-"""report.html: one file without any other, whose script draws the data of a run that stands in it as JSON.
+"""Writes report.html: one self-contained file, whose script draws the data of a run from JSON in the page.
 
-Names and texts of a run are data: they never become markup or script, and the page's policy lets no other script run
-and nothing be loaded from a network.
+Names and texts of a run are data and never become markup or script. The page's security policy forbids other scripts
+and everything from a network.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 
 from trainer import __version__
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
-from trainer.report.curves import Curves
+from trainer.report.curves import Curves, Pause
 from trainer.report.record import RunData, clip_norm
 from trainer.report.samples import read_report_samples
 
 _PAGE = Path(__file__).parent / "page"
-MOST_POINTS = 512  # of a curve with extremes; one of a short run, which has none, may have twice as many
-_MOST_CELLS = 12_000  # of a heat map
-_MOST_EVALUATIONS = 400
-_MOST_PAUSES = 300
-_MOST_SKIPPED = 200
-_MOST_CHECKPOINTS = 40
-_MOST_CHARTS = 14
-_MOST_TEXT = 4000  # characters of a sample or of a setting
+MAX_POINTS = 512  # of a curve with extremes; a curve of a short run has none, and at most twice as many points
+_MAX_CELLS = 12_000  # of a heat map
+_MAX_EVALUATIONS = 400
+_MAX_PAUSES = 300
+_MAX_SKIPPED = 200
+_MAX_CHECKPOINTS = 40
+_MAX_CHARTS = 14
+_MAX_CHARACTERS = 4000  # characters of a sample or of a setting
 _FIRST_CHARTS = ("lr", "global_norm", "input_tokens_per_second", "peak_rss_bytes")
 _NO_CHART = frozenset(
     ("loss", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds", "loss_scale")
@@ -43,18 +43,24 @@ _HEAT_MAPS = {DROP_RATE: "drop rate of each layer", LOAD_IMBALANCE: "load of the
 
 
 def report_html(data: dict[str, Any]) -> str:
-    """The page of a run, for what `report_data` gives."""
-    reloads = data["state"] == "running" and data["interval"] > 0
-    return assemble(data["title"], data, "report.js", max(data["interval"], 2) if reloads else None)
-
-
-def assemble(title: str, data: dict[str, Any], script_name: str, reload_seconds: float | None = None) -> str:
-    """Returns a page that holds everything it needs.
+    """Returns the page of a run.
 
     Args:
-        data: Given to the script as JSON, in the element with the id ``data``.
-        script_name: A file of the folder ``page``; with the charts it is the page's only script.
-        reload_seconds: After so many the browser reads the file again.
+        data: The result of `report_data`.
+    """
+    reload_seconds = None
+    if data["state"] == "running" and data["interval"] > 0:
+        reload_seconds = max(data["interval"], 2)
+    return assemble_page(data["title"], data, "report.js", reload_seconds)
+
+
+def assemble_page(title: str, data: dict[str, Any], script_name: str, reload_seconds: float | None = None) -> str:
+    """Returns a self-contained page.
+
+    Args:
+        data: The script reads it as JSON from the element with the id ``data``.
+        script_name: A file of the folder ``page``. The page's only scripts are this one, charts.js and uPlot.
+        reload_seconds: The browser loads the file again after this time; None: never.
     """
     script = "".join(map(_asset, ("uplot/uPlot.iife.min.js", "charts.js", script_name)))
     style = _asset("uplot/uPlot.min.css") + _asset("style.css")
@@ -67,18 +73,18 @@ def assemble(title: str, data: dict[str, Any], script_name: str, reload_seconds:
         refresh = f'<meta http-equiv="refresh" content="{reload_seconds:g}">\n'
     parts = {
         "refresh": refresh,
-        "title": html.escape(valid(title)),
+        "title": html.escape(replace_surrogates(title)),
         "policy": policy,
         "style": style,
         "script": script,
-        "data": as_json(data),
+        "data": embeddable_json(data),
     }
     # In one pass: a text of the run that looks like a placeholder stays as it is.
-    return re.sub(r"@(\w+)@", lambda found: parts[found[1]], _asset("frame.html"))
+    return re.sub(r"@(\w+)@", lambda match: parts[match[1]], _asset("frame.html"))
 
 
-def as_json(data: Any) -> str:
-    """JSON that may stand in an element of a page: no character of it can end the element or begin another one."""
+def embeddable_json(data: Any) -> str:
+    """Returns JSON for an element of a page: it has no character that could end the element or begin another one."""
     text = json.dumps(data, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -89,58 +95,73 @@ def _asset(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """As a page's policy names the scripts that may run."""
+    """Returns the digest by which a page's security policy allows a script."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def valid(text: str) -> str:
-    """Without halves of characters, which the name of a folder may have."""
+def replace_surrogates(text: str) -> str:
+    """Replaces lone surrogates, which the name of a folder may have."""
     return text.encode("utf-8", "replace").decode()
 
 
 def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
-    """What the page of a run shows, as plain values; `interval` is the number of seconds after which it is written
-    again."""
+    """Returns what the page of a run shows, as plain values.
+
+    Args:
+        interval: The page of a running training is written again after this number of seconds; 0: only at its end.
+    """
     metrics = record.metrics
     curves = metrics.curves
-    if curves.stride > 1 and len(curves.steps) > MOST_POINTS:
-        curves = curves.halved()
+    if curves.stride > 1 and len(curves.steps) > MAX_POINTS:
+        curves = curves.halve()
     config = record.config
-    pauses = _fewer(metrics.pauses, _MOST_PAUSES, lambda pause: pause.seconds)
+    pauses = _longest(metrics.pauses, _MAX_PAUSES)
     best = metrics.best
-    evaluations = _spread(metrics.evaluations, _MOST_EVALUATIONS, keep=best)
-    by_kind = {kind: sum(one.seconds for one in metrics.pauses if one.kind == kind) for kind in
-               ("evaluation", "sampling", "checkpoint")}  # fmt: skip
+    evaluations = _thin(metrics.evaluations, _MAX_EVALUATIONS, keep=best)
+    best_index = None
+    if best is not None:
+        best_index = evaluations.index(best)
+    by_kind = dict.fromkeys(("evaluation", "sampling", "checkpoint"), 0.0)
+    for pause in metrics.pauses:
+        by_kind[pause.kind] += pause.seconds
     training = 0.0
     if curves.seconds:
         training = curves.seconds[-1]
     waited = min(metrics.data_wait_seconds, training)
-    samples_title, samples = read_report_samples(record.folder, _MOST_TEXT)
+    samples_title, samples = read_report_samples(record.folder, _MAX_CHARACTERS)
     now = datetime.now().astimezone()
+    labels = "tokens"
+    settings_title = "settings"
+    if config is not None:
+        labels = config.network.labels_text
+        settings_title = "settings that are not the defaults"
+    tokens = 0
+    if curves.tokens:
+        tokens = curves.tokens[-1]
     return {
         "title": record.name,
         "state": record.state,
         "outcome": record.outcome,
         "step": record.step,
         "last_step": record.last_step,
-        "left_seconds": _left_seconds(record, by_kind),
-        "labels": config.network.labels_text if config is not None else "tokens",
+        "left_seconds": _remaining_seconds(record, by_kind),
+        "labels": labels,
         "model": _model_text(record),
-        "tokens": curves.tokens[-1] if curves.tokens else 0,
-        "seconds": rounded(training + sum(by_kind.values())),
+        "tokens": tokens,
+        "seconds": round_digits(training + sum(by_kind.values())),
         "starts": len(record.starts),
-        "input_tokens_per_second": rounded(metrics.rate("input_tokens_per_second")),
+        "input_tokens_per_second": round_digits(metrics.rate("input_tokens_per_second")),
         "peak_bytes": record.peak_rss_bytes,
         "curves": _curve_data(curves),
         "charts": _charts(curves),
-        "evaluations": [[one.step, rounded(one.loss, 6), rounded(one.seconds, 3), rounded(one.accuracy)]
+        "evaluations": [[one.step, round_digits(one.loss, 6), round_digits(one.seconds, 3), round_digits(one.accuracy)]
                         for one in evaluations],
-        "best": evaluations.index(best) if best is not None else None,
+        "best": best_index,
         "clip": clip_norm(record),
-        "skipped": [[one.step, one.reason[:200]] for one in _spread(metrics.skipped, _MOST_SKIPPED)],
+        "skipped": [[one.step, one.reason[:200]] for one in _thin(metrics.skipped, _MAX_SKIPPED)],
         "skipped_count": len(metrics.skipped),
-        "pauses": [[one.step, one.kind, rounded(one.seconds, 3)] for one in pauses],
-        "time": [rounded(part) for part in (training - waited, waited, *by_kind.values())],
+        "pauses": [[one.step, one.kind, round_digits(one.seconds, 3)] for one in pauses],
+        "time": [round_digits(part) for part in (training - waited, waited, *by_kind.values())],
         "resumes": list(record.resumes),
         "heat": [_heat_map(curves, name, record.moe_layers) for name in _HEAT_MAPS if f"{name}.0" in curves.fields],
         "checkpoints": _checkpoints(record),
@@ -148,8 +169,8 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
         "samples": samples,
         "facts": _facts(record),
         "settings": [[key, _setting_text(value)] for key, value in record.changed().items() if key != "output_dir"],
-        "settings_title": "settings that are not the defaults" if config is not None else "settings",
-        "notes": [valid(note) for note in record.notes],
+        "settings_title": settings_title,
+        "notes": [replace_surrogates(note) for note in record.notes],
         "version": __version__,
         "written": now.strftime("%Y-%m-%d %H:%M:%S %z"),
         "written_at": now.timestamp(),
@@ -158,68 +179,73 @@ def report_data(record: RunData, interval: float = 0.0) -> dict[str, Any]:
 
 
 def _curve_data(curves: Curves) -> dict[str, Any]:
-    """The curves that are drawn; extremes only where a point stands for several steps and the chart shows them."""
+    """Returns the curves of the charts, some with minima and maxima if a point stands for several steps."""
     fields: dict[str, dict[str, list[float | None]]] = {}
     for name in ("loss", *_charts(curves)):
         if not curves.has_values(name):
             continue
         series = curves.fields[name]
-        # Of a process the highest memory so far never falls, and a mean over steps would be below it.
-        if name == "peak_rss_bytes":
+        values = series.means
+        if name == "peak_rss_bytes":  # a highest value so far, which a mean would lower
             values = series.highs
-        else:
-            values = series.means
-        fields[name] = {"mean": [rounded(value) for value in values]}
+        fields[name] = {"mean": [round_digits(value) for value in values]}
         if curves.stride > 1 and name in ("loss", "global_norm", "input_tokens_per_second"):
-            fields[name]["low"] = [rounded(value, 4) for value in series.lows]
-            fields[name]["high"] = [rounded(value, 4) for value in series.highs]
+            fields[name]["low"] = [round_digits(value, 4) for value in series.lows]
+            fields[name]["high"] = [round_digits(value, 4) for value in series.highs]
     return {"steps": curves.steps, "stride": curves.stride, "fields": fields}
 
 
 def _charts(curves: Curves) -> list[str]:
-    """The fields that have a chart of their own beside the loss."""
+    """Returns the fields, apart from the loss, that have a chart."""
     usual = [name for name in _FIRST_CHARTS if curves.has_values(name)]
     others = [name for name in curves.fields if name not in _FIRST_CHARTS and name not in _NO_CHART
               and "." not in name and curves.has_values(name)]  # fmt: skip
     scale = curves.fields.get("loss_scale")
     if scale is not None and scale.has_values and min(_finite(scale.lows)) != max(_finite(scale.highs)):
         others.append("loss_scale")
-    return [*usual, *others][:_MOST_CHARTS]
+    return [*usual, *others][:_MAX_CHARTS]
 
 
 def _heat_map(curves: Curves, name: str, layers: Sequence[int]) -> dict[str, Any]:
-    """A row for each layer with experts; columns are thinned so that the map is no larger than a curve or two."""
+    """Returns a map with a row per MoE layer. Columns are thinned, so that it is not larger than a curve or two."""
     rows = sum(1 for field in curves.fields if field.startswith(f"{name}."))
-    while len(curves.steps) * rows > _MOST_CELLS and len(curves.steps) > 1:
-        curves = curves.halved()
-    values = [[rounded(value, 3) for value in curves.means(f"{name}.{row}")] for row in range(rows)]
+    while len(curves.steps) * rows > _MAX_CELLS and len(curves.steps) > 1:
+        curves = curves.halve()
+    values = [[round_digits(value, 3) for value in curves.means(f"{name}.{row}")] for row in range(rows)]
     shown = [value for row in values for value in row if value is not None]
     low = 1.0
     if name == DROP_RATE:
         low = 0.0
+    high = max(shown, default=low)
+    if high <= low:
+        high = low + 0.01
+    layer_numbers = list(range(rows))
+    if len(layers) == rows:
+        layer_numbers = list(layers)
     return {
         "title": _HEAT_MAPS[name],
         "percent": name == DROP_RATE,
-        "layers": list(layers) if len(layers) == rows else list(range(rows)),
+        "layers": layer_numbers,
         "x": curves.steps,
         "rows": values,
         "low": low,
-        "high": max(shown, default=low) if max(shown, default=low) > low else low + 0.01,
+        "high": high,
     }
 
 
 def _checkpoints(record: RunData) -> list[list[Any]]:
-    found = record.checkpoints[-_MOST_CHECKPOINTS:]
-    found = tuple(one for one in record.checkpoints if one.is_best and one not in found) + found
+    """Returns the newest checkpoints, the newest first, and the best one last if it is older."""
+    newest = record.checkpoints[-_MAX_CHECKPOINTS:]
+    older_best = tuple(each for each in record.checkpoints if each.is_best and each not in newest)
     return [
-        [one.step, datetime.fromtimestamp(one.saved).astimezone().strftime("%Y-%m-%d %H:%M:%S"), one.size_bytes,
-         rounded(one.eval_loss, 6), one.is_best]
-        for one in reversed(found)
+        [each.step, datetime.fromtimestamp(each.saved).astimezone().strftime("%Y-%m-%d %H:%M:%S"), each.size_bytes,
+         round_digits(each.eval_loss, 6), each.is_best]
+        for each in reversed(older_best + newest)
     ]  # fmt: skip
 
 
 def _model_text(record: RunData) -> str:
-    """Class and size of the model; the number of weights is in the plan."""
+    """Returns the class of the model and its number of weights, which plan.txt has."""
     if record.config is None:
         return ""
     text = record.config.model.arch.type
@@ -234,35 +260,38 @@ def _model_text(record: RunData) -> str:
 
 
 def _facts(record: RunData) -> list[list[Any]]:
-    """What was run, where and by what: name, value, and whether it is code."""
-    found: list[list[Any]] = [["folder", str(record.folder.resolve()), True]]
+    """Returns rows about the starts of the run and the machine: name, value, and whether the value is code."""
+    facts: list[list[Any]] = [["folder", str(record.folder.resolve()), True]]
     for number, start in enumerate(record.starts, start=1):
+        name = f"start {number}"
         if len(record.starts) == 1:
             name = "started"
-        else:
-            name = f"start {number}"
         parts = [_date(start.began)]
-        parts += [f"from {Path(start.resumed_from).name}"] if start.resumed_from else []
+        if start.resumed_from:
+            parts.append(f"from {Path(start.resumed_from).name}")
         if start.ended:
             parts += [f"{start.outcome or 'no end was written'} at step {start.end_step}", _date(start.ended)]
         elif record.state != "running" or number < len(record.starts):
             parts.append("no end was written")
-        found.append([name, ", ".join(parts), False])
+        facts.append([name, ", ".join(parts), False])
     if not record.starts:
-        return found
+        return facts
     last = record.starts[-1]
-    found += [
+    device = last.device
+    if last.processor:
+        device = f"{last.device} ({last.processor})"
+    facts += [
         ["command", shlex.join(last.command), True],
-        ["device", f"{last.device} ({last.processor})" if last.processor else last.device, False],
+        ["device", device, False],
         ["ranks", str(last.ranks), False],
         ["host", last.host, False],
         ["versions", ", ".join(f"{name} {version}" for name, version in last.versions.items()), False],
     ]
     if last.commit:
-        found.append(["commit", last.commit, True])
+        facts.append(["commit", last.commit, True])
     for restart in record.metrics.restarts:
-        found.append(["restart", f"after step {restart['step']}: {restart.get('reason', '')}"[:300], False])
-    return [[name, valid(value), is_code] for name, value, is_code in found]
+        facts.append(["restart", f"after step {restart['step']}: {restart.get('reason', '')}"[:300], False])
+    return [[name, replace_surrogates(value), is_code] for name, value, is_code in facts]
 
 
 def _date(text: str) -> str:
@@ -272,50 +301,52 @@ def _date(text: str) -> str:
 def _setting_text(value: Any) -> str:
     if isinstance(value, str):
         text = value
+    elif isinstance(value, float):
+        text = f"{value:g}"
     else:
-        if isinstance(value, float):
-            text = f"{value:g}"
-        else:
-            text = json.dumps(value)
-    return valid(text if len(text) <= 300 else text[:300] + " ...")
+        text = json.dumps(value)
+    if len(text) > 300:
+        text = text[:300] + " ..."
+    return replace_surrogates(text)
 
 
-def _left_seconds(record: RunData, pauses: dict[str, float]) -> float | None:
-    """Seconds until the last step, pauses included, from the latest steps."""
+def _remaining_seconds(record: RunData, pauses: dict[str, float]) -> float | None:
+    """Returns the estimated seconds until the last step, with pauses; None unless the run is running."""
     recent = _finite(record.metrics.curves.means("step_seconds")[-20:])
     if record.state != "running" or not recent or record.last_step <= record.step:
         return None
     done = record.step - (record.metrics.first_step or 1) + 1
     step_seconds = statistics.median(recent) + sum(pauses.values()) / max(done, 1)
-    return rounded((record.last_step - record.step) * step_seconds)
+    return round_digits((record.last_step - record.step) * step_seconds)
 
 
 def _finite(values: Iterable[float]) -> list[float]:
     return [value for value in values if math.isfinite(value)]
 
 
-def rounded(value: float | None, digits: int = 5) -> float | int | None:
-    """With so many digits; None for a number that is not finite, which JSON lacks."""
+def round_digits(value: float | None, digits: int = 5) -> float | int | None:
+    """Rounds to this number of significant digits; returns None for a number that is not finite, which JSON lacks."""
     if value is None or not math.isfinite(value):
         return None
-    found = float(f"{value:.{digits}g}")
-    if found.is_integer() and abs(found) < 1e15:
-        return int(found)
-    return found
+    number = float(f"{value:.{digits}g}")
+    if number.is_integer() and abs(number) < 1e15:
+        return int(number)
+    return number
 
 
-def _spread(values: Sequence[Any], most: int, keep: Any = None) -> list[Any]:
-    """At most so many, evenly spread, with the first, the last, and `keep`."""
-    if len(values) <= most:
+def _thin(values: Sequence[Any], limit: int, keep: Any = None) -> list[Any]:
+    """Returns at most `limit` values, evenly spread, with the first and the last, and in addition `keep`."""
+    if len(values) <= limit:
         return list(values)
-    kept = {round(number * (len(values) - 1) / (most - 1)) for number in range(most)}
-    kept |= set() if keep is None else {values.index(keep)}
-    return [values[at] for at in sorted(kept)]
+    places = {round(number * (len(values) - 1) / (limit - 1)) for number in range(limit)}
+    if keep is not None:
+        places.add(values.index(keep))
+    return [values[place] for place in sorted(places)]
 
 
-def _fewer(values: Sequence[Any], most: int, size: Any) -> list[Any]:
-    """The largest ones, in order."""
-    if len(values) <= most:
-        return list(values)
-    kept = sorted(range(len(values)), key=lambda at: size(values[at]))[-most:]
-    return [values[at] for at in sorted(kept)]
+def _longest(pauses: Sequence[Pause], limit: int) -> list[Pause]:
+    """Returns the longest pauses, in order."""
+    if len(pauses) <= limit:
+        return list(pauses)
+    places = sorted(range(len(pauses)), key=lambda place: pauses[place].seconds)[-limit:]
+    return [pauses[place] for place in sorted(places)]

@@ -1,4 +1,4 @@
-"""report.png: the curves of a training, drawn from metrics.jsonl, so that they include earlier runs."""
+"""Draws report.png: the curves of a training from metrics.jsonl, with those of earlier starts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE
 from trainer.report.curves import Curves
@@ -22,14 +22,14 @@ _NOT_DRAWN = frozenset(
     "step epoch loss loss_scale overflow tokens tokens_per_second mfu step_seconds data_wait_seconds "
     "peak_rss_bytes router_entropy".split()
 )
-# Lists with a number for each MoE layer, a panel each.
+# Lists with a number per MoE layer, each with a panel.
 _LAYER_PANELS = {DROP_RATE: "drop rate", LOAD_IMBALANCE: "busiest expert / mean"}
 _MAX_LEGEND_ENTRIES = 4
-# inches: 1600 x 900 pixels; letters of 9 points can still be read in 600 x 400
+# Inches: 1600 x 900 pixels, in which letters of 9 points can be read even at 600 x 400.
 _WIDTH = 9.6
 _HEIGHT = 5.4
 _DPI = 1600 / _WIDTH
-_MOST_BESIDE = 3  # panels right of the loss; with more it takes a corner of a grid
+_MAX_PANELS_BESIDE = 3  # right of the loss; with more panels the loss takes a corner of a grid
 _TRAIN = "#1f77b4"
 _EVAL = "#ff7f0e"
 _RESUMED = "#7f56d9"
@@ -37,25 +37,26 @@ _SKIPPED = "#d62728"
 
 
 class Panel(NamedTuple):
+    """A panel of the picture, with the fields of a step that it shows."""
+
     title: str
-    fields: list[str]  # of a step
+    fields: list[str]
 
 
 def choose_panels(curves: Curves) -> list[Panel]:
-    """The panels below the loss: the usual ones that have numbers, then one for each group of extra fields."""
+    """Returns the panels apart from the loss: the usual ones that have numbers, then one per group of extra fields."""
     usual = [Panel(title, [name]) for name, title in _USUAL_PANELS.items() if curves.has_values(name)]
     groups: dict[str, list[str]] = defaultdict(list)
     for name in curves.fields:
         if name not in _USUAL_PANELS and name.partition(".")[0] not in _NOT_DRAWN and curves.has_values(name):
             groups[name.partition(".")[0]].append(name)
-    titles = {name: _LAYER_PANELS[name] if name in _LAYER_PANELS else name for name in groups}
-    return usual + [Panel(titles[name], names) for name, names in groups.items()]
+    return usual + [Panel(_LAYER_PANELS.get(name, name), names) for name, names in groups.items()]
 
 
 def draw_report(record: RunData, path: Path) -> bool:
-    """Draws ``path`` and replaces it atomically; False where there is nothing to draw.
+    """Draws the curves into ``path``, which it replaces atomically; returns False if there is nothing to draw.
 
-    Raises OSError where the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     figure = draw_figure(record)
     if figure is None:
@@ -67,7 +68,7 @@ def draw_report(record: RunData, path: Path) -> bool:
 
 
 def draw_figure(record: RunData) -> Figure | None:
-    """The curves of a run, for a file or a notebook; None where there is nothing to draw."""
+    """Returns the curves of a run as a figure, for a file or a notebook; None if there is nothing to draw."""
     curves = record.metrics.curves
     if not curves.steps and not record.metrics.evaluations:
         return None
@@ -92,9 +93,11 @@ def draw_figure(record: RunData) -> Figure | None:
 
 
 def panel_grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes]]:
-    """A landscape page with a large panel for the loss, and `count` small ones: beside it, or in a grid whose corner it
-    takes. The last one fills its row."""
-    if count <= _MOST_BESIDE:
+    """Returns a landscape figure and its panels: a large one for the loss, then `count` small ones.
+
+    The small panels are beside the large one, or in a grid of which it takes a corner. The last one fills its row.
+    """
+    if count <= _MAX_PANELS_BESIDE:
         rows = max(count, 1)
         columns = 1 + bool(count)
         large = (max(count, 1), 1)
@@ -107,50 +110,51 @@ def panel_grid(figure_type: type[Figure], count: int) -> tuple[Figure, list[Axes
         large = (2, 2)
         ratios = [1.0] * columns
     free = [(row, column) for row in range(rows) for column in range(columns) if row >= large[0] or column >= large[1]]
-    scale = max(columns / 3, 1)  # a wide grid is a larger picture, so that its panels stay as large
-    if rows <= 3:
-        height = _HEIGHT
-    else:
+    scale = max(columns / 3, 1)  # a wide grid makes a larger picture, so that its panels keep their size
+    height = _HEIGHT
+    if rows > 3:
         height = _WIDTH / 1.5
     figure = figure_type(figsize=(_WIDTH * scale, height * scale), layout="constrained", dpi=_DPI)
     cells = figure.add_gridspec(rows, columns, width_ratios=ratios)
     axes = [figure.add_subplot(cells[: large[0], : large[1]])]
-    for row, column in free[:count]:
-        is_last = len(axes) == count
-        axes.append(figure.add_subplot(cells[row, column : columns if is_last else column + 1]))
-    spans = [axis.get_subplotspec() for axis in axes]
-    tops = {(span.rowspan.start, span.colspan) for span in spans}
-    for axis, span in zip(axes, spans, strict=True):
-        if (span.rowspan.stop, span.colspan) in tops:  # the panel below has the same steps in the same places
+    spans = [(large[0], range(large[1]))]  # of each panel: the row below it, and its columns
+    for number, (row, column) in enumerate(free[:count], start=1):
+        end = column + 1
+        if number == count:
+            end = columns
+        axes.append(figure.add_subplot(cells[row, column:end]))
+        spans.append((row + 1, range(column, end)))
+    tops = {(0, spans[0][1])} | {(row_below - 1, span_columns) for row_below, span_columns in spans[1:]}
+    for axis, (row_below, span_columns) in zip(axes, spans, strict=True):
+        if (row_below, span_columns) in tops:  # the panel below has the same steps in the same places
             axis.tick_params(labelbottom=False)
-        if span.rowspan.stop == rows:
+        if row_below == rows:
             axis.set_xlabel("optimizer step", fontsize=9)
     return figure, axes
 
 
 def style_panels(axes: Sequence[Axes]) -> None:
-    """The same steps on all of them, and numbers that are short; called when they are drawn."""
+    """Gives all panels the same range of steps and short numbers; called when the curves are drawn."""
     from matplotlib.ticker import FuncFormatter
 
     limits = [min(axis.get_xlim()[0] for axis in axes), max(axis.get_xlim()[1] for axis in axes)]
     for axis in axes:
-        axis.set_xlim(*limits)  # each with ticks of its own, which depend on its width
+        axis.set_xlim(*limits)  # the ticks depend on the width of each panel
         axis.grid(alpha=0.3)
         axis.tick_params(labelsize=9)
-        for scale in (axis.xaxis, axis.yaxis):  # no common factor in a corner of the panel, where its title is
-            scale.set_major_formatter(FuncFormatter(lambda value, at: _tick_text(value)))
+        for scale in (axis.xaxis, axis.yaxis):  # matplotlib would put a common factor where the title is
+            scale.set_major_formatter(FuncFormatter(lambda value, position: _tick_text(value)))
 
 
 def _title(record: RunData) -> str:
-    if record.state == "unknown":
-        state = ""
-    else:
+    state = ""
+    if record.state != "unknown":
         state = f", {record.state}"
     return picture_text(f"{record.name}{state} at step {record.step:,}")
 
 
 def picture_text(text: str) -> str:
-    """For a picture: a dollar would begin a formula, and the name of a folder may have halves of characters."""
+    """Escapes text for a picture: a dollar would begin a formula, and a folder's name may have lone surrogates."""
     return text.replace("$", r"\$").encode("utf-8", "replace").decode()
 
 
@@ -168,10 +172,12 @@ def _draw_loss(axis: Axes, record: RunData) -> None:
         line = smooth(series.means, len(steps) / 70)
         axis.plot(steps, line, linewidth=1.6, color=_TRAIN, label="train, smoothed", marker=_marker(steps))
     if evaluations:
-        steps = [each.step for each in evaluations]
-        losses = [each.loss for each in evaluations]
-        few = len(steps) <= 60
-        axis.plot(steps, losses, linewidth=1.5, color=_EVAL, marker="o" if few else "", markersize=4, label="eval")
+        steps = [evaluation.step for evaluation in evaluations]
+        losses = [evaluation.loss for evaluation in evaluations]
+        marker = ""
+        if len(steps) <= 60:
+            marker = "o"
+        axis.plot(steps, losses, linewidth=1.5, color=_EVAL, marker=marker, markersize=4, label="eval")
     if best is not None:
         axis.plot([best.step], [best.loss], linestyle="", marker="o", markersize=10, markerfacecolor="none",
                   markeredgecolor=_EVAL, label=f"best eval {best.loss:.4f} at step {best.step:,}")  # fmt: skip
@@ -182,31 +188,32 @@ def _draw_loss(axis: Axes, record: RunData) -> None:
 
 
 def _draw_clip(axis: Axes, record: RunData) -> None:
-    """The norm beyond which a gradient is clipped, where that is near the curve, and the steps that were skipped."""
+    """Draws the largest gradient norm after clipping, if that is near the curve, and the skipped steps."""
     limit = clip_norm(record)
     norms = record.metrics.curves.fields["global_norm"]
     if limit is not None and limit <= 3 * max(value for value in norms.highs if not math.isnan(value)):
         axis.axhline(limit, color=_EVAL, linestyle="--", linewidth=1, label=f"clipped at {limit:g}")
-    for number, one in enumerate(record.metrics.skipped[:200]):
-        axis.axvline(one.step, color=_SKIPPED, linewidth=0.8, label="skipped" if number == 0 else None)
+    label: str | None = "skipped"
+    for skipped in record.metrics.skipped[:200]:
+        axis.axvline(skipped.step, color=_SKIPPED, linewidth=0.8, label=label)
+        label = None
     if axis.get_legend_handles_labels()[1]:
         axis.legend(fontsize=8)
 
 
 def smooth(values: Sequence[float], width: float) -> list[float]:
-    """Mean over neighbours with the weights of a bell curve, whose standard deviation is `width` points; NaN is left
-    out, and stays."""
+    """Smooths a curve with Gaussian weights, whose standard deviation is `width` points; ignores and keeps NaN."""
     import numpy as np
 
-    found = np.asarray(values, float)
+    curve = np.asarray(values, float)
     if width < 0.5:
-        return found.tolist()
-    reach = min(math.ceil(3 * width), len(found) - 1)
+        return curve.tolist()
+    reach = min(math.ceil(3 * width), len(curve) - 1)
     weights = np.exp(-0.5 * (np.arange(-reach, reach + 1) / width) ** 2)
-    known = ~np.isnan(found)
-    # `full`, cut to the middle: `same` has the length of the longer argument.
-    middle = slice(reach, reach + len(found))
-    sums = np.convolve(np.where(known, found, 0.0), weights, "full")[middle]
+    known = ~np.isnan(curve)
+    # Not mode "same", whose result has the length of the longer argument.
+    middle = slice(reach, reach + len(curve))
+    sums = np.convolve(np.where(known, curve, 0.0), weights, "full")[middle]
     counts = np.convolve(known.astype(float), weights, "full")[middle]
     return np.where(known, sums / np.maximum(counts, 1e-300), np.nan).tolist()
 
@@ -215,17 +222,15 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] 
     from matplotlib import colormaps
 
     count = len(panel.fields)
-    named = _named(len(panel.fields))
+    labelled = _labelled_curves(count)
     for number, name in enumerate(panel.fields):
-        # Neighbours look alike, so that the order can be seen.
-        if count <= _MAX_LEGEND_ENTRIES:
-            style = {}
-        else:
-            style = {"color": colormaps["viridis"](number / (count - 1))}
-        if number in named and count > 1:
+        style: dict[str, Any] = {}
+        if count > _MAX_LEGEND_ENTRIES:  # neighbours have similar colours, which show the order
+            style["color"] = colormaps["viridis"](number / (count - 1))
+        if number in labelled and count > 1:
             suffix = name.partition(".")[2] or name
             if suffix.isdecimal():
-                style["label"] = f"layer {_layer(int(suffix), layers)}"
+                style["label"] = f"layer {_layer_number(int(suffix), layers)}"
             else:
                 style["label"] = suffix
         axis.plot(curves.steps, curves.means(name), linewidth=1, marker=_marker(curves.steps), **style)
@@ -237,28 +242,28 @@ def _draw_panel(axis: Axes, curves: Curves, panel: Panel, layers: Sequence[int] 
 
 
 def _tick_text(value: float) -> str:
-    """Short, for numbers of any size: 0.004, 2e-05, 12.5k."""
+    """Formats a number of any size in few characters: 0.004, 2e-05, 12.5k."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.4g}{unit}"
     return f"{value:.4g}"
 
 
-def _layer(index: int, layers: Sequence[int]) -> int:
-    """The number of a layer with experts, which metrics.jsonl counts from 0."""
+def _layer_number(index: int, layers: Sequence[int]) -> int:
+    """Returns the number of the MoE layer with this index in the lists of metrics.jsonl."""
     if index < len(layers):
         return layers[index]
     return index
 
 
-def _named(count: int) -> set[int]:
-    """The curves that a legend names: all of a few, else evenly spread ones with the first and the last."""
+def _labelled_curves(count: int) -> set[int]:
+    """Returns the curves that a legend names: all of a few, else evenly spread ones with the first and the last."""
     entries = min(count, _MAX_LEGEND_ENTRIES)
     return {round(entry * (count - 1) / max(entries - 1, 1)) for entry in range(entries)}
 
 
 def _marker(steps: Sequence[int]) -> str:
-    """Points where there are too few for a line."""
+    """Returns the marker of points that are too few for a line; empty for more points."""
     if len(steps) < 3:
         return "."
     return ""

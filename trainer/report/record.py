@@ -1,4 +1,4 @@
-"""A run folder as one value: the configuration, the curves, and what else its files tell."""
+"""Reads a run folder as one value: its configuration, curves, starts and checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 State = Literal["running", "finished", "stopped", "failed", "unknown"]
 _SILENT_SECONDS = 600.0
-"""A run on another machine that has written nothing for so long is taken to be gone."""
+"""A run on another machine counts as failed after this time without a new line in metrics.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class SavedCheckpoint:
     """A complete checkpoint of a run.
 
     Attributes:
-        saved: When, as a Unix time in seconds.
-        eval_loss: Of the evaluation after the same step; None without one.
+        saved: The time of the save, as a Unix time in seconds.
+        eval_loss: The loss of the evaluation after the same step; None without one.
         is_best: Whether ``checkpoints/best`` points to it.
     """
 
@@ -50,18 +50,18 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class RunData:
-    """What the files of a run folder tell.
+    """The content of a run folder.
 
     Attributes:
-        config: The resolved configuration; None where config.yaml is missing or this version does not read it.
-        settings: The same as it is written, by dotted keys: ``{"optimizer.eps": 1e-08, "callbacks.0.type": ...}``.
-        starts: Of the training, in order; empty where an earlier version wrote the folder.
+        config: The resolved configuration; None if config.yaml is missing or this version cannot read it.
+        settings: The values of config.yaml by dotted keys: ``{"optimizer.eps": 1e-08, "callbacks.0.type": ...}``.
+        starts: The starts of the training, in order; empty if an earlier version wrote the folder.
         metrics: The content of metrics.jsonl.
-        resumes: The steps after which the training went on in another process, ascending.
-        checkpoints: The complete ones that are still there, by step.
+        resumes: The steps after which another process continued the training, ascending.
+        checkpoints: The complete checkpoints that still exist, by step.
         outcome: How the last start ended, in words; empty while it runs.
-        updated: When metrics.jsonl last grew, as a Unix time in seconds; 0 without one.
-        notes: What is damaged in the files, with file and line, and is left out therefore.
+        updated: When metrics.jsonl last grew, as a Unix time in seconds; 0 if it is missing.
+        notes: Damaged parts of the files that were skipped, with file and line.
     """
 
     folder: Path
@@ -78,56 +78,54 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Name of the folder."""
+        """Returns the name of the folder."""
         return self.folder.resolve().name
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Returns the number of optimizer steps."""
         return self.metrics.last_step
 
     @property
     def last_step(self) -> int:
-        """The step after which the run ends, as its last start knew it; the last one done where that is unknown."""
+        """Returns the step after which the run ends, by its last start; without a start the newest step."""
         if self.starts:
             return self.starts[-1].last_step
         return self.step
 
     @property
-    def began(self) -> datetime | None:
-        """When the first start was."""
-        with contextlib.suppress(ValueError):
-            if self.starts:
+    def start_time(self) -> datetime | None:
+        """Returns the time of the first start; None if it is unknown."""
+        if self.starts:
+            with contextlib.suppress(ValueError):
                 return datetime.fromisoformat(self.starts[0].began)
-            return None
         return None
 
     @property
     def peak_rss_bytes(self) -> int | None:
-        """Highest resident memory of rank 0, what came after the last step included; None where it is not known."""
+        """Returns the highest resident memory of rank 0 in bytes, also after the last step; None if it is unknown."""
+        peaks = [start.peak_rss_bytes for start in self.starts if start.peak_rss_bytes]
         steps = self.metrics.curves.fields.get("peak_rss_bytes")
-        ends = [start.peak_rss_bytes for start in self.starts if start.peak_rss_bytes]
-        known = ends
         if steps is not None:
-            known = [*ends, *(int(high) for high in steps.highs if not math.isnan(high))]
-        return max(known, default=None)
+            peaks += [int(high) for high in steps.highs if not math.isnan(high)]
+        return max(peaks, default=None)
 
     @property
     def moe_layers(self) -> list[int]:
-        """Numbers of the layers with experts, which ``drop_rate.0`` and the others count from 0."""
+        """Returns the numbers of the MoE layers; ``drop_rate.0`` is the drop rate of the first of them."""
         if self.config is not None:
             return list(self.config.decoder.moe_layers)
         return []
 
     def changed(self) -> dict[str, Any]:
-        """The settings that are not the defaults, by dotted key."""
+        """Returns the settings that differ from the defaults, by dotted key; all settings if they are unknown."""
         if self.config is not None:
             return dict(_changed(self.config))
         return dict(self.settings)
 
 
 class RunReader:
-    """Reads a run folder, again and again while the run goes on: of metrics.jsonl only what is new."""
+    """Reads a run folder repeatedly while the run goes on; reads each line of metrics.jsonl once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -136,10 +134,10 @@ class RunReader:
         self._config: tuple[Config | None, dict[str, Any], str] = (None, {}, "")
 
     def read(self) -> RunData:
-        """What the folder tells now. `metrics` is the same object every time.
+        """Returns the content of the folder now. `metrics` is the same object every time.
 
         Raises:
-            OSError: metrics.jsonl is there and cannot be read.
+            OSError: metrics.jsonl exists and cannot be read.
         """
         starts, starts_note = read_starts(self.folder)
         metrics = self._metrics.read()
@@ -174,73 +172,80 @@ class RunReader:
 
 
 def read_run(folder: Path) -> RunData:
-    """What a run folder tells. Raises OSError where metrics.jsonl is there and cannot be read."""
+    """Returns the content of a run folder. Raises OSError if metrics.jsonl exists and cannot be read."""
     return RunReader(folder).read()
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a training has begun there."""
+    """Returns whether a folder is the output folder of a training that has started."""
     return (folder / METRICS_FILE).is_file() or (folder / RUN_FILE).is_file()
 
 
 def _read_config(path: Path) -> tuple[Config | None, dict[str, Any], str]:
-    """The configuration, the same as it is written, and what is wrong with it."""
+    """Returns the configuration, its values as written, and a note if the file cannot be read."""
     settings: dict[str, Any] = {}
     try:
         settings = dict(flatten(plain(parse_document(str(path), read_text(str(path)))[0])))
         return load_config(str(path)), settings, ""
-    except UserError as error:  # damaged, of another version, or for a model folder that is gone
-        told = next((line for line in str(error).splitlines() if str(path) in line), f"{path}: {error.rule}")
-        without = "the run is shown without its settings"
+    except UserError as error:  # damaged, of another version, or for a model folder that is missing
+        reason = next((line for line in str(error).splitlines() if str(path) in line), f"{path}: {error.rule}")
+        consequence = "the run is shown without its settings"
         if settings:
-            without = "its settings are shown as they are written"
-        return None, settings, f"{told.strip().rstrip('.')}; {without}"
+            consequence = "its settings are shown as they are written"
+        return None, settings, f"{reason.strip().rstrip('.')}; {consequence}"
 
 
 def _metrics_note(path: Path, metrics: Metrics) -> str:
     if not metrics.damaged:
         return ""
-    more = len(metrics.damaged) - 1
-    others = ""
-    if more:
-        others = f", and {more} more {'lines are' if more > 1 else 'line is'} not"
-    return f"{path}:{metrics.damaged[0]}: the line is no record of a step{others}; left out"
+    count = len(metrics.damaged)
+    if count == 1:
+        return f"{path}:{metrics.damaged[0]}: the line is damaged and was skipped"
+    return f"{path}:{metrics.damaged[0]}: {count} damaged lines were skipped, this is the first one"
 
 
 def _changed(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys whose values are not those that the schema declares as defaults."""
+    """Yields the keys whose values differ from the defaults of the schema, with their values."""
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
         key = prefix + (field.alias or name)
         if isinstance(value, Section):
             yield from _changed(value, f"{key}.")
-        elif isinstance(value, list) and any(isinstance(each, Section) for each in value):
-            for number, each in enumerate(value):
-                yield from _changed(each, f"{key}.{number}.")
+        elif isinstance(value, list) and any(isinstance(item, Section) for item in value):
+            for number, item in enumerate(value):
+                yield from _changed(item, f"{key}.{number}.")
         elif value != field.get_default(call_default_factory=True):
             yield key, value
 
 
 def clip_norm(record: RunData) -> float | None:
-    """The largest norm of a gradient after clipping; None where another rule clips, or none."""
+    """Returns the largest gradient norm after clipping; None unless the global norm is clipped."""
     if record.config is None:
         return None
     wrapper = record.config.runner_wrapper
-    clips = wrapper.use_clip_grad and wrapper.clip_type == "norm" and not wrapper.clip_by_group
-    if clips:
+    if wrapper.use_clip_grad and wrapper.clip_type == "norm" and not wrapper.clip_by_group:
         return wrapper.max_grad_norm
     return None
 
 
 def _resumes(starts: tuple[RunStart, ...], metrics: Metrics) -> tuple[int, ...]:
-    """A start from an earlier step has cut off what came after it, the marks of resuming there included."""
-    steps: list[int] = []
-    for step in [start.step for start in starts] or [int(restart["step"]) for restart in metrics.restarts]:
-        steps = [each for each in steps if each < step] + [step] * (step > 0)
-    return tuple(steps)
+    """Returns the steps after which the training was resumed.
+
+    A start from an earlier step has removed all later steps, and the resumes between them.
+    """
+    start_steps = [start.step for start in starts]
+    if not starts:
+        start_steps = [int(restart["step"]) for restart in metrics.restarts]
+    resumes: list[int] = []
+    for step in start_steps:
+        resumes = [earlier for earlier in resumes if earlier < step]
+        if step > 0:
+            resumes.append(step)
+    return tuple(resumes)
 
 
 def _state(starts: tuple[RunStart, ...], updated: float) -> tuple[State, str]:
+    """Returns the state of a run and the outcome of its last start."""
     if not starts:
         return "unknown", ""
     last = starts[-1]
@@ -248,27 +253,29 @@ def _state(starts: tuple[RunStart, ...], updated: float) -> tuple[State, str]:
         kind = last.outcome.partition(" ")[0].rstrip(":")
         if last.outcome == "stopped early" or kind == "finished":
             return "finished", last.outcome
-        return ("stopped" if kind == "stopped" else "failed"), last.outcome
+        if kind == "stopped":
+            return "stopped", last.outcome
+        return "failed", last.outcome
     is_alive = last.is_alive
     if is_alive is None:
         is_alive = time.time() - updated < _SILENT_SECONDS
     if is_alive:
-        return ("running", "")
-    return ("failed", "failed: the process ended without a word")
+        return "running", ""
+    return "failed", "failed: the process ended without a word"
 
 
 def _checkpoints(folder: Path, metrics: Metrics) -> tuple[SavedCheckpoint, ...]:
-    losses = {each.step: each.loss for each in metrics.evaluations}
+    losses = {evaluation.step: evaluation.loss for evaluation in metrics.evaluations}
     best = resolve_best_link(folder / BEST)
-    found = []
+    checkpoints = []
     for path in complete_checkpoints(folder):
         marker = read_marker(path)
-        if marker is not None:  # it was not removed in between
+        if marker is not None:  # None if the checkpoint was removed in between
             size = sum(marker.file_bytes.values())
             loss = losses.get(marker.step)
             saved = _modified(path / MARKER)
-            found.append(SavedCheckpoint(path, marker.step, saved, size, loss, path.name == best.name))
-    return tuple(sorted(found, key=lambda each: each.step))
+            checkpoints.append(SavedCheckpoint(path, marker.step, saved, size, loss, path.name == best.name))
+    return tuple(sorted(checkpoints, key=lambda checkpoint: checkpoint.step))
 
 
 def _modified(path: Path) -> float:

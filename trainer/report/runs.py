@@ -1,4 +1,4 @@
-"""The runs below a folder: what each is doing, how far it is, and where it is."""
+"""Finds the runs below a folder, and describes each in a row: its state, step and losses."""
 
 from __future__ import annotations
 
@@ -12,50 +12,58 @@ from trainer.errors import UserError
 from trainer.report.compare import ABSENT, loss_text, run_values
 from trainer.report.record import RunData, is_run_folder, read_run
 
-_LEVELS = 4  # of folders in folders that are looked at
-HEADER = ("run", "state", "step", "loss", "eval loss", "began", "folder")
-LEFT_OUT_FIRST = ("began", "folder", "eval loss")
-"""What a narrow terminal can do without, in this order."""
+_MAX_DEPTH = 4  # levels of folders that are searched
+HEADER = ("run", "state", "step", "loss", "eval loss", "started", "folder")
+LEFT_OUT_FIRST = ("started", "folder", "eval loss")
+"""The columns that a narrow terminal leaves out, in this order."""
 
 
 def find_runs(folder: Path) -> list[RunData]:
-    """The runs in a folder and below it, the newest last.
+    """Returns the runs in a folder and below it, the newest last.
 
     Raises:
-        UserError: There is no such folder.
+        UserError: The path is not a folder.
     """
     if not folder.is_dir():
-        rule = "is no folder"
+        rule = "is not a folder"
         fix = "train first, or name the folder that holds the output folders of runs"
         raise UserError(rule, where="argument DIR", value=str(folder), fix=fix)
-    found = [read_run(place) for place in _folders(folder, _LEVELS)]
-    return sorted(found, key=lambda record: (record.began.timestamp() if record.began else record.updated, record.name))
+    runs = [read_run(run_folder) for run_folder in _run_folders(folder, _MAX_DEPTH)]
+    return sorted(runs, key=lambda record: (_start_timestamp(record), record.name))
 
 
-def _folders(folder: Path, levels: int) -> Iterator[Path]:
+def _run_folders(folder: Path, depth: int) -> Iterator[Path]:
     if is_run_folder(folder):
         yield folder
+    if depth == 0:
+        return
     with os.scandir(folder) as entries:
-        below = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-    for name in below if levels else ():
+        names = sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+    for name in names:
         if name != "checkpoints" and os.access(folder / name, os.R_OK | os.X_OK):
-            yield from _folders(folder / name, levels - 1)
+            yield from _run_folders(folder / name, depth - 1)
+
+
+def _start_timestamp(record: RunData) -> float:
+    """Returns the Unix time of a run's first start; of an older run folder the time of its last step."""
+    if record.start_time:
+        return record.start_time.timestamp()
+    return record.updated
 
 
 def table_row(record: RunData) -> tuple[str, ...]:
-    """The cells of a run, as `HEADER` names them."""
-    found = run_values(record)
-    if record.began:
-        began = record.began.timestamp()
-    else:
-        began = record.updated
+    """Returns the cells of a run in the order of `HEADER`."""
+    values = run_values(record)
+    timestamp = _start_timestamp(record)
+    start_text = ABSENT
+    if timestamp:
+        start_text = time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
     return (
-        record.name, record.state, f"{record.step}/{record.last_step}", loss_text(found["loss"]),
-        loss_text(found["eval_loss"]), time.strftime("%Y-%m-%d %H:%M", time.localtime(began)) if began else ABSENT,
-        str(record.folder),
+        record.name, record.state, f"{record.step}/{record.last_step}", loss_text(values["loss"]),
+        loss_text(values["eval_loss"]), start_text, str(record.folder),
     )  # fmt: skip
 
 
 def run_dict(record: RunData) -> dict[str, Any]:
-    """A run for programs."""
+    """Returns the values of a run for `runs --json`."""
     return {"run": record.name, **run_values(record)}

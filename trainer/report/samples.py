@@ -1,4 +1,4 @@
-"""Texts of a run's model, for its report: what it generated while it trained, else what it predicted."""
+"""Reads texts of a run's model for its report: samples of the training, or predictions."""
 
 from __future__ import annotations
 
@@ -11,22 +11,27 @@ SAMPLES_FILE = "samples.jsonl"
 PREDICTIONS_FILE = "predictions.jsonl"
 
 
-def read_report_samples(folder: Path, most_characters: int) -> tuple[str, list[list[str]]]:
-    """A title, and for each sample a heading, the prompt and its continuation: the first and the last of the training,
-    else the first two predictions. Empty where there is neither."""
-    found = list(_records(folder / SAMPLES_FILE))
-    if found:
-        if len(found) < 2:
-            ends = found
-        else:
-            ends = [found[0], found[-1]]
-        return "text of the model", [
-            [f"after step {one.get('step', 0)}", *_texts(one, most_characters)] for one in ends
-        ]
-    predicted = list(_records(folder / PREDICTIONS_FILE))[:2]
-    return "predictions", [
-        [f"prediction {number}", *_texts(one, most_characters)] for number, one in enumerate(predicted, start=1)
+def read_report_samples(folder: Path, max_characters: int) -> tuple[str, list[list[str]]]:
+    """Returns a title, and for each sample a heading, the prompt and the continuation.
+
+    The samples are the first and the last of the training; without any the first two predictions. The list is empty
+    if the run has neither.
+
+    Args:
+        max_characters: Longer prompts and continuations are cut.
+    """
+    records = list(_records(folder / SAMPLES_FILE))
+    if records:
+        shown = [records[0], records[-1]]
+        if len(records) == 1:
+            shown = records
+        samples = [[f"after step {record.get('step', 0)}", *_texts(record, max_characters)] for record in shown]
+        return "text of the model", samples
+    predictions = list(_records(folder / PREDICTIONS_FILE))[:2]
+    samples = [
+        [f"prediction {number}", *_texts(record, max_characters)] for number, record in enumerate(predictions, start=1)
     ]
+    return "predictions", samples
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
@@ -43,16 +48,18 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def _texts(record: dict[str, Any], most: int) -> list[str]:
+def _texts(record: dict[str, Any], max_characters: int) -> list[str]:
     prompt = record.get("prompt")
     messages = record.get("messages")
     if prompt is None and isinstance(messages, list) and messages and isinstance(messages[-1], dict):
         prompt = messages[-1].get("content")
-    return [_short(prompt if isinstance(prompt, str) else "", most), _short(record["text"], most)]
+    if not isinstance(prompt, str):
+        prompt = ""
+    return [_shorten(prompt, max_characters), _shorten(record["text"], max_characters)]
 
 
-def _short(text: str, most: int) -> str:
-    text = text.encode("utf-8", "replace").decode()  # halves of characters, which JSON may hold
-    if len(text) <= most:
+def _shorten(text: str, max_characters: int) -> str:
+    text = text.encode("utf-8", "replace").decode()  # JSON may have lone surrogates
+    if len(text) <= max_characters:
         return text
-    return text[:most] + " ..."
+    return text[:max_characters] + " ..."

@@ -1,7 +1,6 @@
-"""run.json in the output folder: every start of a training, what ran it, and how it ended.
+"""Writes and reads run.json in the output folder: every start of a training, its process, and how it ended.
 
-metrics.jsonl says what the steps did; this file says who did them, and whether anybody still does. It is written when
-a run starts and when it ends, so a run that was killed has a start without an end.
+It is written when a run starts and when it ends, so that a killed run has a start without an end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from trainer import __version__
 from trainer.errors import RunError, TrainerError
 from trainer.input_files import read_bytes
 from trainer.monitors.files import write_text
-from trainer.monitors.metrics import Monitor, RunInfo, RunSummary
+from trainer.monitors.metrics import Monitor, RunInfo, RunSummary, StepMetrics
 from trainer.storage.json_files import Count, JsonError, LenientModel, parse_json
 
 RUN_FILE = "run.json"
@@ -34,16 +33,16 @@ class RunStart(LenientModel):
     """One start of a training, new or resumed.
 
     Attributes:
-        began, ended: ISO 8601 with the offset from UTC; `ended` is empty while it runs, and where it was killed.
-        step: Optimizer steps that were done before it.
+        began, ended: ISO 8601 with the offset from UTC; `ended` is empty while it runs, and if it was killed.
+        step: The number of optimizer steps before it.
         last_step: The step after which it ends.
-        resumed_from: The checkpoint; empty for a new run.
-        processor: Of rank 0.
+        resumed_from: The checkpoint that it continues; empty for a new run.
+        processor: The processor of rank 0.
         host, pid, process_start: The process of rank 0; `process_start` in clock ticks since the machine booted.
-        commit: Of the git folder that holds the trainer, with ``-dirty`` where files were changed; empty without one.
+        commit: The git commit of the trainer, with ``-dirty`` if files were changed; empty without a git folder.
         outcome: ``finished``, ``stopped early``, ``stopped by SIGTERM``, ``failed: ...``; empty while it runs.
-        end_step: The last step it did.
-        peak_rss_bytes: Highest resident memory of rank 0, with its last evaluation and checkpoint; 0 where it failed.
+        end_step: The last step that it did.
+        peak_rss_bytes: Highest resident memory of rank 0, with its last evaluation and checkpoint; 0 if it failed.
     """
 
     began: str
@@ -67,19 +66,23 @@ class RunStart(LenientModel):
 
     @property
     def is_alive(self) -> bool | None:
-        """Whether its process is there; None where another machine ran it."""
+        """Returns whether its process exists; None if another machine runs it."""
         if self.host != socket.gethostname():
             return None
         return process_start(self.pid) == self.process_start != 0
 
 
 class RunFile(LenientModel):
+    """The content of run.json."""
+
     starts: list[RunStart]
 
 
 def read_starts(folder: Path) -> tuple[tuple[RunStart, ...], str]:
-    """The starts of the training in an output folder, in order, and what is wrong with the file. There are none where
-    an earlier version wrote the folder, or the file is damaged: a report does without it."""
+    """Returns the starts of the training in an output folder, in order, and a note about a damaged file.
+
+    There are no starts if the file is missing, because an earlier version wrote the folder, or damaged.
+    """
     path = folder / RUN_FILE
     try:
         return tuple(parse_json(read_bytes(path), RunFile, str(path)).starts), ""
@@ -100,27 +103,25 @@ class StartMonitor(Monitor):
         self._step = 0
 
     def on_start(self, info: RunInfo) -> None:
+        earlier: tuple[RunStart, ...] = ()
         if info.start_step > 0:
             earlier = read_starts(self._folder)[0]
-        else:
-            earlier = ()
         self._step = info.start_step
         self._starts = [*earlier, _new_start(info, self._device, self._ranks)]
         self._write()
 
-    def on_step(self, metrics: object) -> None:
+    def on_step(self, metrics: StepMetrics) -> None:
         self._step += 1
 
     def close(self, summary: RunSummary | None) -> None:
-        if not self._starts:  # it ended before the first step
+        if not self._starts:  # the run ended before the first step
             return
         if summary is not None:
             outcome = summary.outcome
-        else:
-            outcome = _failure(sys.exc_info()[1])
-        peak = 0
-        if summary is not None:
             peak = summary.peak_rss_bytes
+        else:
+            outcome = _describe_failure(sys.exc_info()[1])
+            peak = 0
         changes = {"ended": _now(), "outcome": outcome, "end_step": self._step, "peak_rss_bytes": peak}
         self._starts[-1] = self._starts[-1].model_copy(update=changes)
         with contextlib.suppress(RunError):  # a full disk must not hide how the run ended
@@ -138,25 +139,24 @@ def _new_start(info: RunInfo, device: str, ranks: int) -> RunStart:
         total_steps=info.total_steps,
         resumed_from=str(info.resumed_from or ""),
         device=device,
-        processor=processor(),
+        processor=_describe_processor(),
         ranks=ranks,
         host=socket.gethostname(),
         pid=os.getpid(),
         process_start=process_start(os.getpid()),
         commit=git_commit(Path(__file__).resolve().parent),
-        versions=versions(),
-        command=_as_text(sys.argv),
+        versions=_package_versions(),
+        command=_valid_words(sys.argv),
     )
 
 
-def _failure(error: BaseException | None) -> str:
-    """How a run that failed ended, in a line."""
+def _describe_failure(error: BaseException | None) -> str:
+    """Returns in one line how a failed run ended."""
     if error is None or isinstance(error, KeyboardInterrupt):
         return "stopped by SIGINT"
+    text = f"{type(error).__name__}: {error}"
     if isinstance(error, TrainerError):
         text = str(error)
-    else:
-        text = f"{type(error).__name__}: {error}"
     return f"failed: {' '.join(text.split())[:300]}"
 
 
@@ -164,14 +164,16 @@ def _now() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def _as_text(words: Sequence[str]) -> list[str]:
-    """Without what is not UTF-8, which JSON cannot hold."""
+def _valid_words(words: Sequence[str]) -> list[str]:
+    """Replaces bytes that are not UTF-8, which JSON cannot store."""
     return [os.fsencode(word).decode(errors="replace") for word in words]
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since the machine booted; 0 where there is none. Together with its number
-    that says which process it is: numbers are given again."""
+    """Returns when a process started, in clock ticks since the machine booted; 0 if it does not exist.
+
+    It identifies a process together with its pid, because the system uses pids again.
+    """
     try:
         status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         return int(status.rpartition(")")[2].split()[19])  # field 22; the second one, a name, may have spaces
@@ -179,38 +181,38 @@ def process_start(pid: int) -> int:
         return 0
 
 
-def processor() -> str:
-    """Name of the processor and the number of cores that this process may use."""
+def _describe_processor() -> str:
+    """Returns the name of the processor and the number of cores that this process may use."""
     name = platform.machine()
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-        if found:
-            name = found[1].strip()
+        match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+        if match:
+            name = match[1].strip()
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    else:
-        cores = os.cpu_count() or 1
-    return f"{name}, {cores} {'core' if cores == 1 else 'cores'}"
+    if cores == 1:
+        return f"{name}, 1 core"
+    return f"{name}, {cores} cores"
 
 
-def versions() -> dict[str, str]:
-    """Of this program and of what computes."""
-    found = {"run_trainer": __version__, "python": platform.python_version()}
+def _package_versions() -> dict[str, str]:
+    """Returns the versions of this program, Python, MindSpore and NumPy."""
+    versions = {"run_trainer": __version__, "python": platform.python_version()}
     for package in ("mindspore", "numpy"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def git_commit(folder: Path) -> str:
-    """The commit of the git folder that `folder` is in; empty where there is none, or no git."""
+    """Returns the commit of the git folder that has `folder`; empty without a git folder, or without git."""
     if shutil.which("git") is None:
         return ""
     command = ["git", "--no-optional-locks", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=12",
                "--exclude=*"]  # fmt: skip
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        found = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
-        if found.returncode == 0:
-            return found.stdout.strip()
-        return ""
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+        if result.returncode == 0:
+            return result.stdout.strip()
     return ""
