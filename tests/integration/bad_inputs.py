@@ -161,10 +161,10 @@ ADAPTERS = (
     line("misspelt", "seq_length: 16", _PET + "{lora_ranks: 4}", "pet_config.lora_ranks: unknown key", "lora_rank"),
     flag("without a section", "--adapter_id {home}/good", "flag --adapter_id", "pet_config, which is absent"),
     flag("not there", f"{_WITH} --adapter_id {{home}}/nowhere", "flag --adapter_id", "does not exist"),
-    flag("a whole model", f"{_WITH} --adapter_id {{home}}/good", "flag --adapter_id", "a whole model, not adapters"),
+    flag("a whole model", f"{_WITH} --adapter_id {{home}}/good", "flag --adapter_id", "a full model, not adapters"),
     flag("an empty folder", f"{_WITH} --adapter_id {{home}}/bare", "flag --adapter_id", "no complete checkpoint"),
     flag("evaluation without them", f"{_WITH} --run_mode eval --load_checkpoint {{home}}/good", "needs adapters"),
-    flag("resume a whole model", f"{_WITH} --resume_training --output_dir {{home}}/good", "holds a whole model"),
+    flag("resume a whole model", f"{_WITH} --resume_training --output_dir {{home}}/good", "contains a full model"),
 )
 _MOE = "seq_length: 16\n    moe_config: {expert_num: 4, num_experts_chosen: 2, "
 _EXPERTS = "--moe_config.expert_num 4 --moe_config.num_experts_chosen"

@@ -272,13 +272,13 @@ def test_whole_models_and_adapters_are_not_taken_for_each_other(
 ) -> None:
     output, plain = home / "confused", dense(path, home / "plain")
     message = refusal(path, output, run_mode="eval", adapter_id=base)
-    assert "flag --adapter_id" in message and "holds a whole model, not adapters" in message
+    assert "flag --adapter_id" in message and "contains a full model, not adapters" in message
     message = refusal(path, output, run_mode="eval", adapter_id=whole, load_checkpoint=whole)
-    assert "flag --load_checkpoint" in message and "holds adapters, not the weights of a model" in message
+    assert "flag --load_checkpoint" in message and "contains adapters, not the weights of a model" in message
     message = refusal(path, base.parent, resume_training=True)
-    assert "the checkpoint holds a whole model, and this run trains adapters" in message
+    assert "the checkpoint contains a full model, and this run trains adapters" in message
     message = refusal(plain, whole, resume_training=True, load_checkpoint="''")
-    assert "the checkpoint holds adapters, and this run trains a whole model" in message
+    assert "the checkpoint contains adapters, and this run trains a full model" in message
 
 
 def test_other_targets_are_refused(home: Path, path: Path, whole: Path) -> None:

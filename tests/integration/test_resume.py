@@ -143,7 +143,7 @@ def test_nothing_is_left_to_do(path: Path, whole: Path, capsys: pytest.CaptureFi
     shutil.rmtree(renamed)
     shown = capsys.readouterr().out
     assert f"nothing to do: the checkpoint is at step {2 * HALF}" in shown
-    assert f"{renamed} was saved after step-{2 * HALF:08d} and is passed over" in shown
+    assert f"{renamed} was saved after step-{2 * HALF:08d} and is ignored" in shown
     for name, content in before.items():
         if name not in ("config.yaml", "plan.txt"):  # these say what was asked for last
             assert (whole / name).read_bytes() == content, name

@@ -374,7 +374,7 @@ def test_two_sets_of_files_with_one_part_are_damage(tmp_path: Path) -> None:
     for key in ("file_bytes", "checksums"):
         marker[key][name] = marker[key]["optimizer.safetensors"]
     (path / "COMPLETE").write_bytes(marker_content(marker))
-    with pytest.raises(UserError, match=f"{name} and optimizer.safetensors both hold 'optimizer'"):
+    with pytest.raises(UserError, match=f"{name} and optimizer.safetensors both contain 'optimizer'"):
         store.read_checkpoint(path)
 
 

@@ -282,7 +282,7 @@ def test_a_folder_whose_files_contradict_or_hang_is_refused(tmp_path: Path) -> N
     write_weights(tmp_path / "model-1.safetensors", {"a": ones, "b": ones}, "float32")
     write_weights(tmp_path / "model-2.safetensors", {"c": ones, "b": ones}, "float32")
     message = failure(lambda: read_weights(tmp_path))
-    assert "model-1.safetensors and model-2.safetensors both hold b" in message and "Fix: " in message
+    assert "model-1.safetensors and model-2.safetensors both contain b" in message and "Fix: " in message
     (tmp_path / "model-2.safetensors").unlink()
     assert read_weights(tmp_path).keys() == {"a", "b"}
     os.mkfifo(tmp_path / "model-2.safetensors")  # opening it would wait for ever

@@ -67,16 +67,16 @@ def load_initial_weights(
     parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
 ) -> Weights | None:
-    """The initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
-
-    All parameters by name, initialised from `seed` where no file names them; None where no file names any.
+    """Loads the initial weights of a run: `load_checkpoint`, and with `pet_config` also the adapters of `adapter_id`.
 
     Args:
-        note: Called with a sentence about weights that are left out, and about missing ones that start from the seed.
-        new_modules: Multi-token prediction modules that the file lacks are initialised from the seed, as a model has
-            them even where only training reads them; otherwise they are missing here too.
-        parts: What is read: the parts of parameters that a rank has; None: all of all.
-        world: The ranks that all read it, see `read_checkpoint`.
+        note: Called with a sentence about tensors that are not loaded, and about missing ones that start from the seed.
+        new_modules: Initialise MTP modules that the file lacks from the seed; False: they are missing in the result.
+        parts: Shards of the parameters to read; None: read all parameters unsharded.
+        world: The ranks that all read the files, see `read_checkpoint`.
+
+    Returns:
+        All parameters by name, initialised from `seed` where no file has them; None without a file.
 
     Raises:
         UserError: The files cannot be read, or belong to another model or base model.
@@ -87,12 +87,15 @@ def load_initial_weights(
             return None
         return stored.read(parts)
     base = open_base_weights(config, note, new_modules=new_modules, world=world)
-    found = base.read(parts)
+    weights = base.read(parts)
     if config.adapter_id:
-        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), found if parts is None else base.arrays)
+        compared: Mapping[str, ArrayOrLazyArray] = base.arrays
+        if parts is None:
+            compared = weights
+        adapters = read_adapters(config, Path(config.adapter_id).expanduser(), compared)
     else:
         adapters = _from_seed(config, adapters=True)
-    return found | adapters.read(parts)
+    return weights | adapters.read(parts)
 
 
 def check_starting_files(config: Config) -> None:
@@ -109,49 +112,51 @@ def open_base_weights(
     new_modules: bool = True,
     world: World = SINGLE_PROCESS,
 ) -> CheckedWeights:
-    """The weights of the base model: those of `load_checkpoint`, else initialised from `seed`."""
-    found = open_initial_weights(config, note, new_modules=new_modules, world=world)
-    if found is None:
+    """Opens the weights of the base model: those of `load_checkpoint`, else initial values from `seed`."""
+    stored = open_initial_weights(config, note, new_modules=new_modules, world=world)
+    if stored is None:
         return _from_seed(config, adapters=False)
-    return found
+    return stored
 
 
 def _from_seed(config: Config, adapters: bool) -> CheckedWeights:
     """Returns the initial values of the adapters, or of the model without them."""
     specs = parameter_specs(config.decoder).values()
     parameters = [each for each in specs if (each.role == "adapter") == adapters]
-    return CheckedWeights(from_seed(parameters, config.decoder, config.seed), {}, Path(), "", "")
+    arrays: dict[str, ArrayOrLazyArray] = {**from_seed(parameters, config.decoder, config.seed)}
+    return CheckedWeights(arrays, {}, Path(), "", "")
 
 
 def base_record(config: Config, weights: Mapping[str, np.ndarray], parts: ShardSpecs | None = None) -> dict[str, Any]:
-    """What a checkpoint of adapters stores about its base model: the origin of its weights, and their digest.
+    """Returns a checkpoint's record of the adapters' base model: the origin of its weights, and their digest.
 
     Args:
-        weights: Those of the run; where it has `parts` of them, the base model is read again for the digest.
+        weights: The weights of the run.
+        parts: The shards that `weights` has; the base model is then read again for the digest. None: all weights.
     """
     record = {"load_checkpoint": config.load_checkpoint, "seed": config.seed}
-    if parts is None:
-        base = weights
-    else:
+    base: Mapping[str, ArrayOrLazyArray] = weights
+    if parts is not None:
         base = open_base_weights(config).arrays
     return record | {"digest": base_model_digest(base, config.decoder)}
 
 
 def base_model_digest(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> str:
-    """SHA-256 over names, shapes and float32 values of the decoder's parameters, without adapters."""
-    found = hashlib.sha256()
+    """Computes the SHA-256 of names, shapes and float32 values of the decoder's parameters, without adapters."""
+    digest = hashlib.sha256()
     for name, shape in sorted(parameter_shapes(settings).items()):
         if name in weights:  # a multi-token prediction module may be missing
-            found.update(f"{name} {list(shape)}\n".encode())
+            digest.update(f"{name} {list(shape)}\n".encode())
             for block in row_blocks(weights[name]):
-                found.update(np.ascontiguousarray(block, np.float32).data)
-    return found.hexdigest()
+                digest.update(np.ascontiguousarray(block, np.float32).data)
+    return digest.hexdigest()
 
 
 def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArray] | None) -> CheckedWeights:
-    """Adapters by parameter name, trained on the base model `base`; without it their numbers are not read.
+    """Opens adapters, which must have been trained on the base model `base`; None: their numbers are not read.
 
-    `path` is a folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
+    Args:
+        path: A folder as PEFT writes it, a checkpoint of a run with `pet_config`, or a folder of such checkpoints.
 
     Raises:
         UserError: There are no adapters, or they do not fit `pet_config` or `base`.
@@ -163,16 +168,16 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArra
         tensors = read_safetensors(file, where, "adapter_id", numbers=numbers)
     else:
         try:
-            found = read_checkpoint(find_checkpoint(path, key="adapter_id"), parts=())
-            path = found.path
+            checkpoint = read_checkpoint(find_checkpoint(path, key="adapter_id"), parts=())
+            path = checkpoint.path
             if not (path / file.name).exists():
-                rule = "the checkpoint holds a whole model, not adapters"
+                rule = "the checkpoint contains a full model, not adapters"
                 fix = "give it as --load_checkpoint"
                 raise UserError(rule, value=str(path), fix=fix)
             tensors = read_checkpoint_weights(path, PART, numbers)
         except UserError as error:
             raise as_weights_error(error, where, "adapter_id") from error
-        record = read_base(found)
+        record = read_base(checkpoint)
         if base is not None:
             check_base(record, config, base)
     return fitting_adapters(tensors, config, path, where)
@@ -181,7 +186,7 @@ def read_adapters(config: Config, path: Path, base: Mapping[str, ArrayOrLazyArra
 def fitting_adapters(
     tensors: Mapping[str, ArrayOrLazyArray], config: Config, path: Path, where: str, key: str = "adapter_id"
 ) -> CheckedWeights:
-    """Adapters of a folder by parameter name; raises a UserError where they do not fit `pet_config`."""
+    """Checks the adapters of a folder; raises a UserError if they do not fit `pet_config`."""
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
     shapes = adapter_shapes(config.decoder)
@@ -191,7 +196,7 @@ def fitting_adapters(
 
 
 def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLazyArray]) -> None:
-    """Raises a UserError unless the adapters of a checkpoint with this record were trained on `base`."""
+    """Raises a UserError unless the adapters of a checkpoint with the record `before` were trained on `base`."""
     now = base_model_digest(base, config.decoder)
     if before.digest == now:
         return
@@ -215,12 +220,12 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
         return UserError(rule, where=where, key=key, value=str(folder), fix=fix)
 
     try:
-        found = parse_json(read_saved(path), AdapterDescription, CONFIG_FILE)
+        description: AdapterDescription = parse_json(read_saved(path), AdapterDescription, CONFIG_FILE)
     except (OSError, JsonError) as error:
         fix = "name a folder with adapter_model.safetensors and its adapter_config.json"
         raise problem(f"the folder of the adapters has no readable {CONFIG_FILE} ({error})", fix) from error
-    others = found.model_extra
-    theirs = {"lora_rank": found.r, "lora_alpha": found.lora_alpha}
+    others = description.model_extra or {}
+    theirs = {"lora_rank": description.r, "lora_alpha": description.lora_alpha}
     for name, value in _OURS.items():
         if name in others and others[name] != value and (others[name] or value):
             rule = f"{CONFIG_FILE} says {name} {reprlib.repr(others[name])}: such adapters are not supported"
@@ -233,12 +238,13 @@ def _check_description(folder: Path, config: Config, where: str, key: str) -> No
 
 
 def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
-    """The content of PEFT's adapter_config.json; `base` is `load_checkpoint`, empty for none."""
+    """Returns the content of PEFT's adapter_config.json; `base` is `load_checkpoint`, which may be empty."""
     adapters = settings.pet_config
+    assert adapters is not None
     targets = [tuple(layer_targets(settings, layer)) for layer in range(settings.num_layers)]
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # layers differ: full names
-        names = [f"model.layers.{layer}.{name}" for layer, found in enumerate(targets) for name in found]
+        names = [f"model.layers.{layer}.{name}" for layer, of_layer in enumerate(targets) for name in of_layer]
     return {
         **{name: _OURS[name] for name in _WRITTEN},
         "peft_type": adapters.pet_type.upper(),
@@ -254,12 +260,14 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
 
 
 def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> Weights:
-    """The decoder's parameters with the adapters merged in: W + alpha / rank * B A, summed in float64."""
-    found = {name: weights[name] for name in parameter_shapes(settings) if name in weights}
+    """Returns the decoder's parameters with the adapters merged in: W + alpha / rank * B A, summed in float64."""
+    adapters = adapter_spec(settings)
+    assert adapters is not None
+    merged = {name: weights[name] for name in parameter_shapes(settings) if name in weights}
     for layer in range(settings.num_layers):
         for projection in layer_targets(settings, layer):
             name = f"model.layers.{layer}.{projection}"
             a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
-            total = merged_matrix(found[f"{name}.weight"], a, b, adapter_spec(settings).scale)
-            found[f"{name}.weight"] = total.astype(np.float32)
-    return found
+            total = merged_matrix(merged[f"{name}.weight"], a, b, adapters.scale)
+            merged[f"{name}.weight"] = total.astype(np.float32)
+    return merged

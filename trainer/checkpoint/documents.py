@@ -24,11 +24,15 @@ class PositionState(StrictModel):
 
 
 class OptimizerRecord(StrictModel):
+    """The optimizer's type and its number of updates."""
+
     type: str
     updates: Count
 
 
 class LossScaleState(StrictModel):
+    """See `trainer.step.loss_scale.LossScale`."""
+
     dynamic: bool
     value: float = Field(gt=0)
     quiet_steps: Count
@@ -55,13 +59,14 @@ class DataLayout(LenientModel):
 
     @model_validator(mode="after")
     def is_consistent(self) -> DataLayout:
+        """Checks that the fields about the end of an epoch are both there or both missing."""
         if (self.rows is None) != (self.drop_remainder is None):
             raise ValueError("rows and drop_remainder stand together")
         return self
 
     @property
     def batches(self) -> int | None:
-        """Micro-batches of an epoch, as `trainer.data.batches.loader` counts them; None where it is not known."""
+        """Returns the micro-batches of an epoch, as `trainer.data.batches.loader` counts them; None if unknown."""
         if self.rows is None:
             return None
         batches, left = divmod(self.rows, self.batch_size * self.ranks)
@@ -69,6 +74,8 @@ class DataLayout(LenientModel):
 
 
 class EvaluatedState(StrictModel):
+    """See `trainer.checkpoint.evaluations.Evaluated`."""
+
     step: Count
     loss: float
 
@@ -103,6 +110,7 @@ class RunState(LenientModel):
 
     @model_validator(mode="after")
     def is_consistent(self) -> RunState:
+        """Checks that steps, updates, tokens and position do not contradict each other."""
         step = self.position.step
         batches = self.data.batches
         if self.optimizer.updates > step:
@@ -120,31 +128,31 @@ class RunState(LenientModel):
         return self
 
     def _check_steps(self) -> None:
-        """Epoch and batch say how many steps were done since the data began."""
+        """Checks the step against epoch and batch, which determine the steps since the data began."""
         position = self.position
         batches = self.data.batches
-        window = self.data.gradient_accumulation_steps
+        accumulation = self.data.gradient_accumulation_steps
         if batches is None:
             return
-        done = position.epoch * -(-batches // window) + -(-position.batch // window)
+        done = position.epoch * -(-batches // accumulation) + -(-position.batch // accumulation)
         began = position.data_from_step
         # Checkpoints of earlier versions do not say where the data began: --ignore_data_skip begins them anew.
         if position.step < done or (began is not None and position.step != began + done):
-            found = f"position.epoch {position.epoch} and position.batch {position.batch} mean {done} steps"
+            meaning = f"position.epoch {position.epoch} and position.batch {position.batch} mean {done} steps"
             since = ""
             if began:
                 since = f" after step {began}"
-            raise ValueError(f"{found}{since}, and position.step is {position.step}")
+            raise ValueError(f"{meaning}{since}, and position.step is {position.step}")
 
 
 def read_run_state(found: Checkpoint) -> RunState:
-    """The state of a checkpoint of a training run.
+    """Reads the state of a checkpoint of a training run.
 
     Raises:
         UserError: It has other fields or values, or contradicts itself or the marker.
     """
     try:
-        state = check_json(found.state, RunState, STATE)
+        state: RunState = check_json(found.state, RunState, STATE)
     except JsonError as error:
         raise damaged_checkpoint(found.path, str(error)) from error
     if state.position.step != found.step:
@@ -154,7 +162,7 @@ def read_run_state(found: Checkpoint) -> RunState:
 
 
 def read_base(found: Checkpoint) -> BaseRecord:
-    """The base model of a checkpoint of adapters; raises a UserError as `read_run_state` does."""
+    """Reads the record of the base model from a checkpoint of adapters; raises a UserError if it is damaged."""
     base = read_run_state(found).base
     if base is None:
         raise damaged_checkpoint(found.path, f"{STATE}: base: the record of the adapters' base model is missing")
@@ -162,7 +170,7 @@ def read_base(found: Checkpoint) -> BaseRecord:
 
 
 class AdapterDescription(LenientModel):
-    """PEFT's `adapter_config.json`: what is read of it; its other keys are compared with what is supported."""
+    """The keys of PEFT's `adapter_config.json` that are read; other keys are compared with the supported values."""
 
     r: int = Field(ge=1, le=2**31)
     lora_alpha: float = Field(gt=0)

@@ -1,4 +1,4 @@
-"""What the evaluations of a run have shown: its best losses, and for how long the loss has not fallen.
+"""The history of a run's evaluations: its best losses, and for how long the loss has not improved.
 
 It is part of a checkpoint's state, so that a resumed run keeps the same checkpoints and ends at the same step as one
 that never stopped.
@@ -38,22 +38,24 @@ class EvalHistory:
     reference: Evaluated | None = None
     without_improvement: int = 0
 
-    def with_evaluation(self, found: Evaluated, keep_best: int) -> EvalHistory:
-        """With one more evaluation. A loss that is not finite is never among the best; of two equal ones the earlier is
-        better."""
-        finite = [each for each in (*self.best, found) if math.isfinite(each.loss)]
-        best = sorted(finite, key=lambda each: each.loss)[:keep_best]
-        return replace(self, step=found.step, best=tuple(best))
+    def with_evaluation(self, evaluated: Evaluated, keep_best: int) -> EvalHistory:
+        """Returns the history with one more evaluation.
 
-    def with_early_stop(self, found: Evaluated, min_delta: float) -> EvalHistory:
-        """The same, with the evaluation counted for EarlyStop."""
-        improved = self.reference is None or found.loss < self.reference.loss - min_delta
-        if improved and math.isfinite(found.loss):
-            return replace(self, reference=found, without_improvement=0)
+        A loss that is not finite is never among the best; of two equal losses the earlier one is better.
+        """
+        finite = [each for each in (*self.best, evaluated) if math.isfinite(each.loss)]
+        best = sorted(finite, key=lambda each: each.loss)[:keep_best]
+        return replace(self, step=evaluated.step, best=tuple(best))
+
+    def with_early_stop(self, evaluated: Evaluated, min_delta: float) -> EvalHistory:
+        """Returns the history with an evaluation counted for EarlyStop."""
+        improved = self.reference is None or evaluated.loss < self.reference.loss - min_delta
+        if improved and math.isfinite(evaluated.loss):
+            return replace(self, reference=evaluated, without_improvement=0)
         return replace(self, without_improvement=self.without_improvement + 1)
 
     def stop_reason(self, early_stop: EarlyStop | None) -> str:
-        """Why the run ends here, in a sentence; empty where it goes on."""
+        """Returns why EarlyStop ends the run, as a sentence; empty if it continues."""
         if early_stop is None or self.without_improvement < early_stop.patience:
             return ""
         count = self.without_improvement
@@ -71,7 +73,7 @@ class EvalHistory:
 
 
 def to_state(history: EvalHistory) -> dict[str, Any]:
-    """As JSON, for a checkpoint's state."""
+    """Returns the history as JSON values, for a checkpoint's state."""
     return asdict(history) | {
         "best": [each._asdict() for each in history.best],
         "reference": history.reference and history.reference._asdict(),
@@ -79,7 +81,7 @@ def to_state(history: EvalHistory) -> dict[str, Any]:
 
 
 def from_state(state: Mapping[str, Any] | None, step: int) -> EvalHistory:
-    """The history in the state of a checkpoint of `step`; an empty one for a checkpoint from before there was one."""
+    """Reads the history from the state of a checkpoint of `step`; empty for older checkpoints, which have none."""
     if state is None:
         return EvalHistory(step=step)
     reference = None

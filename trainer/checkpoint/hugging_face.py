@@ -1,4 +1,4 @@
-"""What makes a folder of weights one that transformers loads: config.json, generation_config.json, tokenizer, shards.
+"""The files that make a folder of weights loadable by transformers: config.json, generation_config.json, tokenizer.
 
     model.safetensors, or model-00001-of-00003.safetensors ... and model.safetensors.index.json
     config.json, generation_config.json
@@ -46,10 +46,12 @@ Files = dict[str, bytes]
 
 
 def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig | None = None) -> Files:
-    """The files beside the weights by name; none for a classifier, which transformers does not have.
+    """Returns the files beside the weights by name; none for a classifier, which transformers does not have.
 
-    config.json is left out where no class computes what the model does: it would describe another model. `settings` are
-    those of the weights that are saved, `config.decoder` by default.
+    config.json is left out if no class of transformers computes this model: it would describe another model.
+
+    Args:
+        settings: The configuration of the saved weights; `config.decoder` by default.
 
     Raises:
         UserError: The tokenizer cannot be read.
@@ -58,37 +60,36 @@ def folder_files(config: Config, dtype: str = "float32", settings: ModelConfig |
         return {}
     settings = settings or config.decoder
     tokenizer = _tokenizer_of(config)
-    if tokenizer is None:
-        template = None
-    else:
-        template = _template_of(config, tokenizer)
     ids = _special_ids(config, tokenizer)
     kind = saved_class(settings, config.model.arch.type)
+    files: Files = {}
     if kind:
-        described = {CONFIG: _json(config_json(settings, kind, dtype) | ids)}
-    else:
-        described = {}
+        files[CONFIG] = _json(config_json(settings, kind, dtype) | ids)
     # transformers warns of sampling keys beside do_sample False.
     if settings.do_sample:
         names = _SAMPLING
     else:
         names = ("do_sample", "repetition_penalty")
     generation = {name: getattr(settings, name) for name in names} | ids
+    if tokenizer is None:
+        return files | {GENERATION: _json(generation)}
+    template = _template_of(config, tokenizer)
     if template is not None and template.turn_end_id is not None:
         generation["eos_token_id"] = _one_or_list([*tokenizer.eos_ids, template.turn_end_id], settings)
-    found = {**described, GENERATION: _json(generation)}
-    if tokenizer is None:
-        return found
-    found |= _byte_tokenizer(settings) if isinstance(tokenizer, ByteTokenizer) else _copied(config, tokenizer)
+    files[GENERATION] = _json(generation)
+    if isinstance(tokenizer, ByteTokenizer):
+        files |= _byte_tokenizer(settings)
+    else:
+        files |= _tokenizer_files(config, tokenizer)
     if template is not None and (config.train_dataset.chat_template or not template.is_given):
-        found["chat_template.jinja"] = template.as_file.encode()
-        # Where versions of transformers before 4.43 look for it.
-        found["tokenizer_config.json"] = _with(found["tokenizer_config.json"], "chat_template", template.as_file)
-    return found
+        files["chat_template.jinja"] = template.as_file.encode()
+        # Versions of transformers before 4.43 look for it in tokenizer_config.json.
+        files["tokenizer_config.json"] = _with_key(files["tokenizer_config.json"], "chat_template", template.as_file)
+    return files
 
 
 def class_on_disk(config: Config) -> str:
-    """The class in whose names the weights are saved."""
+    """Returns the class whose tensor names the saved weights have."""
     kind = config.model.arch.type
     if config.classifier is not None:
         return kind
@@ -99,8 +100,8 @@ def _json(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _with(content: bytes, key: str, value: str) -> bytes:
-    """A JSON file with another key; as it is where it holds no object."""
+def _with_key(content: bytes, key: str, value: str) -> bytes:
+    """Adds a key to a JSON file; returns the file unchanged if it contains no object."""
     try:
         described = json.loads(content)
     except ValueError:
@@ -111,7 +112,7 @@ def _with(content: bytes, key: str, value: str) -> bytes:
 
 
 def _tokenizer_of(config: Config) -> Tokenizer | None:
-    """The tokenizer of the training data; None where they are tokens already and no tokenizer is named."""
+    """Loads the tokenizer of the training data; None if the data are tokens and no tokenizer is named."""
     train = config.train_dataset
     unknown = not train.data_loader.reads_text and train.tokenizer.type == "bytes"
     too_small = train.tokenizer.type == "bytes" and config.decoder.vocab_size < ByteTokenizer.vocab_size
@@ -121,37 +122,39 @@ def _tokenizer_of(config: Config) -> Tokenizer | None:
 
 
 def _special_ids(config: Config, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The ids of the tokens that begin and end a text, without those beyond the vocabulary."""
+    """Returns the ids of the tokens that begin and end a text; ids beyond the vocabulary are left out."""
     if tokenizer is None:
         return {"bos_token_id": None, "eos_token_id": None}
     return {"bos_token_id": tokenizer.bos_id, "eos_token_id": _one_or_list(tokenizer.eos_ids, config.decoder)}
 
 
 def _one_or_list(tokens: Iterable[int], settings: ModelConfig) -> int | list[int] | None:
-    found = [token for token in dict.fromkeys(tokens) if token < settings.vocab_size]
-    if len(found) > 1:
-        return found
-    if found:
-        return found[0]
+    ids = [token for token in dict.fromkeys(tokens) if token < settings.vocab_size]
+    if len(ids) > 1:
+        return ids
+    if ids:
+        return ids[0]
     return None
 
 
 def _template_of(config: Config, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of the training data; None for one that is not valid, beside data that need none."""
+    """Loads the chat template of the training data; None if it is invalid, which only data without chats allow."""
     try:
         return load_chat_template(config, "train_dataset", tokenizer)
     except UserError:
         return None
 
 
-def _copied(config: Config, tokenizer: Tokenizer) -> Files:
-    """The files of a tokenizer of Hugging Face, with a tokenizer_config.json where it has none."""
+def _tokenizer_files(config: Config, tokenizer: Tokenizer) -> Files:
+    """Reads the files of a Hugging Face tokenizer; adds a tokenizer_config.json if it has none."""
     folder = tokenizer.folder
+    assert folder is not None
     path = Path(config.train_dataset.tokenizer.path).expanduser()
     sources = {name: folder / name for name in TOKENIZER_FILES if (folder / name).is_file()}
-    sources |= {"tokenizer.json": path} if path.is_file() else {}
+    if path.is_file():
+        sources["tokenizer.json"] = path
     try:
-        found = {name: read_saved(source) for name, source in sources.items()}
+        files = {name: read_saved(source) for name, source in sources.items()}
     except OSError as error:
         where = config.source.where("train_dataset.tokenizer.path")
         key = "train_dataset.tokenizer.path"
@@ -159,16 +162,16 @@ def _copied(config: Config, tokenizer: Tokenizer) -> Files:
         fix = "make it readable, or copy the tokenizer again"
         raise UserError(rule, where=where, key=key, value=str(folder), fix=fix) from None
     described = {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special_tokens}
-    found.setdefault("tokenizer_config.json", _json(described | {"clean_up_tokenization_spaces": False}))
-    return found
+    files.setdefault("tokenizer_config.json", _json(described | {"clean_up_tokenization_spaces": False}))
+    return files
 
 
 def _byte_tokenizer(settings: ModelConfig) -> Files:
-    """The byte tokenizer as a tokenizer.json: an alphabet of 256 bytes that nothing merges, and the end token."""
+    """Returns the byte tokenizer as a tokenizer.json: an alphabet of 256 bytes without merges, and the end token."""
     eos = {"content": BYTES_EOS, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
            "special": True}  # fmt: skip
     bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    model = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
              "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
              "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())}, "merges": []}  # fmt: skip
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
@@ -187,7 +190,7 @@ def _byte_tokenizer(settings: ModelConfig) -> Files:
 
 
 def _byte_letters() -> Iterator[str]:
-    """The letter that stands for each byte in a byte-level tokenizer, as GPT-2's: printable ones for themselves."""
+    """Yields the letter of each byte in a byte-level tokenizer (GPT-2's): printable bytes stand for themselves."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = 0
     for byte in range(256):
@@ -202,26 +205,26 @@ def _byte_letters() -> Iterator[str]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB, 500MB or 2GiB.
+    """Returns the bytes of a size such as 5GB, 500MB or 2GiB.
 
     Raises:
-        UserError: It is none.
+        UserError: The text is not a size.
     """
-    found = _SHARD_SIZE.fullmatch(text.strip())
-    if found is not None:
-        number, unit, binary = found.groups()
-    else:
-        number = "0"
-        unit = ""
-        binary = ""
-    size = float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " ")
+    size = 0.0
+    match = _SHARD_SIZE.fullmatch(text.strip())
+    if match is not None:
+        number, unit, binary = match.groups()
+        base = 1000
+        if binary:
+            base = 1024
+        size = float(number) * base ** " KMGT".index(unit.upper() or " ")
     if size < 1:
         raise UserError("is not a size", key="--shard_size", value=text, fix="write 5GB, 500MB or 2GiB")
     return int(size)
 
 
 def split_into_files(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype: str) -> dict[str, list[str]]:
-    """Names of the tensors of each file, in order; a tensor that is larger than the limit has a file of its own."""
+    """Returns the names of the tensors of each file, in order; a tensor above the limit has a separate file."""
     groups: list[list[str]] = [[]]
     filled = 0
     for name, array in weights.items():
@@ -237,7 +240,7 @@ def split_into_files(weights: Mapping[str, np.ndarray], limit_bytes: int, dtype:
 
 
 def index_json(files: Mapping[str, list[str]], weights: Mapping[str, np.ndarray], dtype: str) -> bytes:
-    """The content of model.safetensors.index.json: which file has which tensor."""
+    """Returns the content of model.safetensors.index.json: which file has which tensor."""
     total = sum(array.size for array in weights.values())
     where = {name: file for file, names in files.items() for name in names}
     metadata = {"total_parameters": total, "total_size": total * _item_bytes(dtype)}

@@ -1,8 +1,8 @@
-"""Saves the checkpoints of a run, one at a time: at once, or beside the training (`async_save`).
+"""Saves the checkpoints of a run, one at a time: while the training waits, or in the background (`async_save`).
 
-Each stage of a save is the work of a thread, beside the training or while the training waits for it. Only the main
-thread communicates: the ranks tell each other in every step whether their work is done, and when all are, exchange what
-it has given and begin the next stage. A save of one process needs no gather_results, so its thread does all stages.
+A thread does the work of each stage of a save. Only the main thread communicates: in every step the ranks exchange
+whether their work is done; when all are done, they gather its results and start the next stage. A save of one process
+needs no exchange, so its thread does all stages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.parallel.communicator import Communicator
 
 _LOOK_SECONDS = 1.0
 _FLUSH_SECONDS = 3600.0
-"""How long a disk may take to flush or remove a file: from then on a save that writes nothing hangs."""
+"""How long a disk may take to flush or remove a file: a save that writes nothing for longer counts as hanging."""
 
 
 class Saver:
@@ -35,7 +35,7 @@ class Saver:
         on_wait: Called every second while the training waits for a thread that writes.
 
     Attributes:
-        waited_seconds: For how long the training has waited since this was last set to 0.
+        waited_seconds: How long the training has waited for saves since this was last set to 0.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Saver:
         self._thread: _Thread | None = None
 
     def save(self, make_stages: Callable[[], Stages], step: int) -> None:
-        """Saves, after an earlier save is complete; all ranks must call it.
+        """Starts a save once an earlier save is complete; all ranks must call this.
 
         Args:
-            make_stages: Gives the stages of the save; what they write must not change while the training goes on.
+            make_stages: Makes the stages of the save. The arrays that they write must not change during training.
 
         Raises:
             RunError: This save or the one before cannot be written.
@@ -75,8 +75,9 @@ class Saver:
         else:
             work = next(self._stages)
             while not work.takes_long:
-                done = self._start(work).result(self.on_wait)  # removing files may take long, too
-                work = self._stages.send(gather_results(done, self.communicator))
+                result = self._start(work).result(self.on_wait)  # removing files may take long, too
+                assert isinstance(result, StageResult)
+                work = self._stages.send(gather_results(result, self.communicator))
             self._thread = self._start(work)
         self.waited_seconds += time.perf_counter() - began
         if not self.in_background:
@@ -84,44 +85,49 @@ class Saver:
 
     @property
     def is_ready(self) -> bool:
-        """Whether this rank's work is done, so that it would not wait in `advance`; True without a save."""
+        """Returns whether this rank's work is done, so that `advance` would not wait; True without a save."""
         return self._thread is None or not self._thread.is_alive()
 
     def advance(self) -> None:
-        """Goes on with a save when the work of all ranks is done; all ranks must call it.
+        """Starts the next stage of a save when the work of all ranks is done; all ranks must call this.
 
         Raises:
             RunError: The checkpoint cannot be written.
         """
         if self._thread is not None:
             began = time.perf_counter()
-            self._go_on()
+            self._next_stage(self._thread)
             if self.communicator.size > 1:  # a single process has exchanged nothing
                 self.waited_seconds += time.perf_counter() - began
 
     def finish(self) -> None:
-        """Waits until a save that is being written is complete; all ranks must call it. Raises as `advance` does."""
+        """Waits until a save in progress is complete; all ranks must call this.
+
+        Raises:
+            RunError: The checkpoint cannot be written.
+        """
         if self._thread is None:
             return
         began = time.perf_counter()
         while self._thread is not None:
-            self._go_on()
+            self._next_stage(self._thread)
         self.waited_seconds += time.perf_counter() - began
 
-    def _go_on(self) -> None:
-        thread = self._thread
+    def _next_stage(self, thread: _Thread) -> None:
+        """Waits for the thread of a stage; starts the next stage, or after the last one calls `on_saved`."""
         self._thread = None
-        path = self._next(thread.result(self.on_wait))
+        path = self._continue(thread.result(self.on_wait))
         if path is not None:
             self._stages = None
             self.on_saved(path, self._step)
 
-    def _next(self, found: Path | StageResult) -> Path | None:
-        """Begins the next stage; returns the folder after the last one."""
-        if isinstance(found, Path):
-            return found
+    def _continue(self, result: Path | StageResult) -> Path | None:
+        """Starts the next stage; returns the folder after the last one."""
+        if isinstance(result, Path):
+            return result
+        assert self._stages is not None
         try:
-            self._thread = self._start(self._stages.send(gather_results(found, self.communicator)))
+            self._thread = self._start(self._stages.send(gather_results(result, self.communicator)))
         except StopIteration as end:
             return end.value
         return None
@@ -131,22 +137,22 @@ class Saver:
 
 
 class _Thread:
-    """StageWork in a thread, which a process that is told to end at once does not wait for."""
+    """A thread that does some work; a process that is stopped at once does not wait for it."""
 
     def __init__(self, work: Callable[[], Path | StageResult]) -> None:
-        self._found: Path | StageResult | None = None
+        self._result: Path | StageResult | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[], Path | StageResult]) -> None:
         try:
-            self._found = work()
+            self._result = work()
         except BaseException as error:
             self._error = error
 
     def _written_bytes(self) -> float:
-        """What the thread has written so far; where the system does not tell, another number at each call."""
+        """Returns the bytes that the thread has written so far; if unknown, another number at each call."""
         try:
             counters = Path(f"/proc/self/task/{self._thread.native_id}/io").read_text(encoding="ascii")
             return int(next(line for line in counters.splitlines() if line.startswith("wchar:")).split()[1])
@@ -154,11 +160,15 @@ class _Thread:
             return time.monotonic()
 
     def is_alive(self) -> bool:
+        """Returns whether the work goes on."""
         return self._thread.is_alive()
 
     def result(self, on_wait: Callable[[], None]) -> Path | StageResult:
-        """Waits for it, and calls `on_wait` every second unless it has written nothing for very long; raises what it
-        raised. Nothing shows how far a flush is."""
+        """Waits for the work and returns its result, or raises its error.
+
+        Calls `on_wait` every second, until the thread has written nothing for `_FLUSH_SECONDS`: a flush shows no
+        progress.
+        """
         written = self._written_bytes()
         wrote_at = time.monotonic()
         while self.is_alive():
@@ -171,4 +181,5 @@ class _Thread:
                 on_wait()
         if self._error is not None:
             raise self._error
-        return self._found
+        assert self._result is not None
+        return self._result

@@ -1,7 +1,7 @@
 """Saves and resumes a run bit for bit: weights, optimizer state, and the position in the data.
 
 Random numbers need no state: the order of the data is a function of (seed, epoch), a dropout mask of (seed, rank,
-update, micro-batch, site), so the seed and these counters are enough.
+update, micro-batch, site), so the seed and these counters suffice.
 
 Finding, reading and checking a checkpoint needs no MindSpore, so a bad checkpoint is reported before MindSpore loads.
 """
@@ -113,39 +113,39 @@ def save_stages(
     ranks: int = 1,
     beside_training: bool = False,
 ) -> Stages:
-    """The stages of saving a checkpoint of the run. All ranks do them; each writes what it has.
+    """Returns the stages of saving a checkpoint of the run. All ranks do them; each writes its shards.
 
-    Nothing is written before the first stage is asked for.
+    Nothing is written before the first stage starts.
 
     Args:
-        folder: Holds the run's checkpoints, of which `keep_max` and the best of `evaluations` are kept.
+        folder: The folder of the run's checkpoints, of which `keep_max` and the best of `evaluations` are kept.
         step_state: State of the training step, see `TrainStep.state`.
         layout: See `data_layout`.
-        base: For adapters, which are saved without the base model: its record, see `base_record`.
-        files: What other programs need beside the weights of a whole model, see `folder_files`.
-        beside_training: The training goes on before the last stage is done: what is written of memory that it changes
-            is copied now. Without it nothing may change until then.
+        base: The record of the base model of adapters, which are saved without it; see `base_record`.
+        files: Files for other programs beside the weights of a full model, see `folder_files`.
+        beside_training: The training continues before the last stage is done: arrays that it changes are copied now.
+            False: nothing may change until then.
 
     Raises:
         RunError: The disk is full or cannot be written, on any rank; earlier checkpoints are unchanged.
     """
-    weights, state_parts = ({name: as_sharded_array(array) for name, array in arrays.items()}
-                            for arrays in (saved.weights, saved.optimizer))  # fmt: skip
+    weights = {name: as_sharded_array(array) for name, array in saved.weights.items()}
+    optimizer_state = {name: as_sharded_array(array) for name, array in saved.optimizer.items()}
     documents: dict[str, Any] = {}
     if base is None:
         part = "model"
         shapes = all_shapes(config.network)
         kind = class_on_disk(config)
-        found = _file_parts(weights, shapes, lambda parts: disk_slices(parts, kind))
+        shards = _file_shards(weights, shapes, lambda specs: disk_slices(specs, kind))
         documents |= files or {}
     else:
         part = adapters.PART
         shapes = adapter_shapes(config.decoder)
-        found = _file_parts(weights, shapes, lambda parts: _under_names(parts, adapters.PREFIX))
+        shards = _file_shards(weights, shapes, lambda specs: _prefixed(specs, adapters.PREFIX))
         documents[adapters.CONFIG_FILE] = adapters.adapter_config(config.decoder, base["load_checkpoint"])
-    tensors = {part: found, OPTIMIZER: _file_parts(state_parts, optimizer_shapes(config), _under_names)}
+    tensors = {part: shards, OPTIMIZER: _file_shards(optimizer_state, optimizer_shapes(config), _prefixed)}
     if beside_training and saved.shares_memory:
-        tensors = {part: _copied(parts) for part, parts in tensors.items()}
+        tensors = {name: _copy_arrays(one) for name, one in tensors.items()}
     state = {
         "position": asdict(position),
         "optimizer": {"type": config.optimizer.type, "updates": saved.updates},
@@ -154,7 +154,8 @@ def save_stages(
         "data": dict(layout),
         "evaluations": to_state(evaluations),
     }
-    state |= {"base": dict(base)} if base is not None else {}
+    if base is not None:
+        state["base"] = dict(base)
     best_steps = [each.step for each in evaluations.best]
     return checkpoint_stages(
         folder, position.step, tensors, state, keep_max,
@@ -162,38 +163,38 @@ def save_stages(
     )  # fmt: skip
 
 
-def _copied(parts: FileShards) -> FileShards:
-    copies = {name: [ShardedArray(part, np.array(array)) for part, array in pieces]
-              for name, pieces in parts.pieces.items()}  # fmt: skip
-    return parts._replace(pieces=copies)
+def _copy_arrays(shards: FileShards) -> FileShards:
+    copies = {name: [ShardedArray(spec, np.array(array)) for spec, array in pieces]
+              for name, pieces in shards.pieces.items()}  # fmt: skip
+    return shards._replace(pieces=copies)
 
 
-def _under_names(parts: Mapping[str, ShardSpec], prefix: str = "") -> dict[str, list[DiskSlice]]:
-    """Tensors on disk that are arrays in memory, with longer names."""
-    return {prefix + name: [DiskSlice(name, slice(0, part.size), part)] for name, part in parts.items()}
+def _prefixed(specs: Mapping[str, ShardSpec], prefix: str = "") -> dict[str, list[DiskSlice]]:
+    """Returns the slices of tensors on disk that have the arrays' names with a prefix."""
+    return {prefix + name: [DiskSlice(name, slice(0, spec.size), spec)] for name, spec in specs.items()}
 
 
-def _file_parts(
-    own: Mapping[str, ShardedArray],
+def _file_shards(
+    local: Mapping[str, ShardedArray],
     shapes: Mapping[str, tuple[int, ...]],
-    on_disk: Callable[[Mapping[str, ShardSpec]], Mapping[str, Sequence[DiskSlice]]],
+    to_slices: Callable[[Mapping[str, ShardSpec]], Mapping[str, Sequence[DiskSlice]]],
 ) -> FileShards:
-    """What this rank has of the tensors of a file.
+    """Returns this rank's shards of the tensors of a file.
 
     Args:
-        own: What it has of the arrays that the file is made of.
-        shapes: Of all of these arrays.
-        on_disk: ShardSpecs of arrays -> parts of the tensors that are made of them.
+        local: This rank's shards of the arrays in memory.
+        shapes: Global shapes of all of these arrays.
+        to_slices: Specs of arrays in memory -> slices of the tensors on disk.
     """
-    found = on_disk({name: own[name].spec for name in shapes if name in own})
-    pieces = {name: [ShardedArray(part, own[one].array.reshape(-1)[flat]) for one, flat, part in parts]
-              for name, parts in found.items()}  # fmt: skip
-    wholes = on_disk({name: full_shard_spec(shape) for name, shape in shapes.items()})
-    return FileShards(float32_infos({name: parts[0].spec.global_shape for name, parts in wholes.items()}), pieces)
+    slices = to_slices({name: local[name].spec for name in shapes if name in local})
+    pieces = {name: [ShardedArray(spec, local[one].array.reshape(-1)[flat]) for one, flat, spec in of_tensor]
+              for name, of_tensor in slices.items()}  # fmt: skip
+    unsharded = to_slices({name: full_shard_spec(shape) for name, shape in shapes.items()})
+    return FileShards(float32_infos({name: each[0].spec.global_shape for name, each in unsharded.items()}), pieces)
 
 
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Shapes of the optimizer's arrays by `kind.parameter`."""
+    """Returns the shapes of the optimizer's arrays by `kind.parameter`."""
     shapes = trained_shapes(config)
     optimizer = config.optimizer
     groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
@@ -207,8 +208,7 @@ def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
-    """Sets every parameter of the model to its array of `weights`, which have been checked: what this rank has of it.
-    """
+    """Sets every parameter of the model to its array of `weights`, this rank's shards, which have been checked."""
     from mindspore import Tensor
 
     for name, parameter in model.parameters_by_name.items():
@@ -217,7 +217,7 @@ def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:
 
 
 def checkpoint_to_resume(config: Config) -> Path:
-    """The checkpoint that `resume_training` selects: the newest complete one, or the named one.
+    """Finds the checkpoint that `resume_training` selects: the newest complete one, or the named one.
 
     Raises:
         UserError: There is none.
@@ -243,11 +243,10 @@ def checkpoint_to_resume(config: Config) -> Path:
 
 def _resume_folder(config: Config) -> Path:
     # With adapters load_checkpoint names the base model, which a checkpoint of adapters does not contain.
+    path = config.load_checkpoint
     if config.has_adapters:
-        given = config.adapter_id
-    else:
-        given = config.load_checkpoint
-    return Path(given or Path(config.output_dir) / "checkpoints").expanduser()
+        path = config.adapter_id
+    return Path(path or Path(config.output_dir) / "checkpoints").expanduser()
 
 
 def read_resumed_checkpoint(
@@ -257,8 +256,12 @@ def read_resumed_checkpoint(
     parts: ShardSpecs | None = None,
     world: World = SINGLE_PROCESS,
 ) -> ResumedCheckpoint:
-    """Reads the checkpoint in `path` for a run of this configuration and `data_layout`: the parts of the weights that
-    this rank has, or all of them. `world` as in `read_checkpoint`.
+    """Reads the checkpoint in `path` for a run of this configuration.
+
+    Args:
+        layout: See `data_layout`.
+        parts: Shards of the weights to read; None: read them unsharded.
+        world: See `read_checkpoint`.
 
     Raises:
         UserError: It is incomplete or damaged, or does not fit the model, the optimizer or the data.
@@ -294,22 +297,28 @@ def _resumed(
     changes = ""
     if state.settings is not None:
         changes = changed_settings(state.settings, settings_record(config))
+    notes: tuple[str, ...] = ()
     if changes:
         notes = (f"differs from the run that made {path.name}: {changes}",)
-    else:
-        notes = ()
     if not found.has_checksums:
         notes += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
     if config.resume_training is True and resolve_best_link(_resume_folder(config)) != path:
         notes += tuple(renamed_checkpoint_notes(path))
-    evaluations = from_state(state.evaluations and state.evaluations.model_dump(), position.step)
-    step = state.step and state.step.model_dump()
+    history = None
+    if state.evaluations is not None:
+        history = state.evaluations.model_dump()
+    evaluations = from_state(history, position.step)
+    step = None
+    if state.step is not None:
+        step = state.step.model_dump()
     return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
 
 
 def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]:
-    """The optimizer's state in a checkpoint: names, shapes and dtypes are checked now, and each part for NaN and
-    infinity when it is read. Raises a UserError."""
+    """Opens the optimizer's state in a checkpoint; raises a UserError if names, shapes or dtypes are wrong.
+
+    Numbers are checked for NaN and infinity when they are read.
+    """
     stored = found.tensors[OPTIMIZER]
     for name, expected in optimizer_shapes(config).items():
         if name not in stored:
@@ -317,7 +326,7 @@ def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]
         dtype, shape = stored.about(name)
         if dtype != "F32":
             raise damaged_checkpoint(found.path, f"the optimizer's state has {name} in {dtype}, not F32")
-        # What ranks have shared is flat in checkpoints of earlier versions.
+        # Sharded arrays are flat in checkpoints of earlier versions.
         if shape not in (expected, (math.prod(expected),)):
             rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
             raise damaged_checkpoint(found.path, rule)
@@ -332,7 +341,7 @@ def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]
 
 
 def plan_resumed(plan: Plan, resumed: ResumedCheckpoint) -> Plan:
-    """The plan of a resumed run: the position from which it continues, and the settings that differ."""
+    """Returns the plan of a resumed run, with the position from which it continues and the settings that differ."""
     position = resumed.position
     resumes = Resumption(str(resumed.path), position.step, position.epoch, position.batch)
     return replace(plan, resumes=resumes, notes=(*plan.notes, *resumed.notes))
@@ -346,17 +355,17 @@ def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) ->
         return
     frozen = sorted(before - now)
     trained = sorted(now - before)
+    changes = []
     if frozen:
-        changes = [f"{first_of(frozen)} was trained and is frozen now"]
-    else:
-        changes = []
-    changes += [f"{first_of(trained)} was frozen and is trained now"] if trained else []
+        changes.append(f"{first_of(frozen)} was trained and is frozen now")
+    if trained:
+        changes.append(f"{first_of(trained)} was frozen and is trained now")
     rule = f"the checkpoint was made with another freeze setting: {'; '.join(changes)}"
     raise mismatch(rule, f"use the freeze section of the checkpoint's run, or {_NEW_RUN}")
 
 
 def _part(config: Config) -> str:
-    """The part of a checkpoint that has the run's weights."""
+    """Returns the part of a checkpoint that has the run's weights."""
     if config.has_adapters:
         return adapters.PART
     return "model"
@@ -366,18 +375,16 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
     part = _part(config)
     if part not in found.tensors:
         if part == adapters.PART:
-            others = ("a whole model", "adapters")
+            rule = "the checkpoint contains a full model, and this run trains adapters"
+            change = "remove"
         else:
-            others = ("adapters", "a whole model")
-        change = "remove"
-        if part == "model":
+            rule = "the checkpoint contains adapters, and this run trains a full model"
             change = "write"
-        rule = f"the checkpoint holds {others[0]}, and this run trains {others[1]}"
         raise mismatch(rule, f"{change} {SECTION}, or name another checkpoint")
 
 
 def _weights_of(found: Checkpoint, config: Config, parts: ShardSpecs | None, world: World) -> dict[str, np.ndarray]:
-    """All parameters of the run: those of the checkpoint, or its adapters and the base model."""
+    """Reads all parameters of the run: the checkpoint's, or its adapters and the base model's."""
     tensors = found.tensors[_part(config)].arrays()
     where = config.source.where(_KEY)
     if not config.has_adapters:
@@ -389,7 +396,7 @@ def _weights_of(found: Checkpoint, config: Config, parts: ShardSpecs | None, wor
 
 
 def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:
-    """The position from which the run continues, with other ranks or batches too.
+    """Returns the position from which the run continues, possibly with other numbers of ranks or batches.
 
     Each epoch has its own order of sequences, the same for any number of ranks, and a step takes the next `batch_size`
     x `gradient_accumulation_steps` x ranks of them. As long as that product stays the same, a step means the same
@@ -399,7 +406,7 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismat
     if config.ignore_data_skip:
         return Position(step=position.step, tokens=position.tokens, data_from_step=position.step)
     before = _ONE_RANK | state.data.model_dump(exclude_unset=True)
-    now = _ONE_RANK | layout
+    now = _ONE_RANK | dict(layout)
     same = [key for key in before if key in now and key not in _BATCH_KEYS]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
     if changed:
@@ -413,7 +420,7 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismat
 
 
 def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any]) -> int:
-    """The micro-batch of the epoch to continue with, after `batch` of them in the data layout `before`.
+    """Returns the micro-batch of the epoch to continue with, after `batch` of them in the data layout `before`.
 
     Raises:
         UserError: A step would take another number of sequences, an epoch would have another number of steps, or the
@@ -452,23 +459,22 @@ def _steps_of_epoch(layout: Mapping[str, Any]) -> int:
 
 
 def settings_record(config: Config) -> dict[str, Any]:
-    """The values that change what a step computes, by dotted key, where they differ from the defaults.
+    """Returns the values that change what a step computes, by dotted key, where they differ from the defaults.
 
     All of them may change in a resumed run (to lower the learning rate is a good reason to resume), but a value that
     was changed by mistake must not go unnoticed. Defaults are left out, so that a key that a later version adds is not
     a change.
     """
+    record: dict[str, Any] = {}
     if config.amp_level is not None:
-        found = {"amp_level": config.amp_level}
-    else:
-        found = {}
+        record["amp_level"] = config.amp_level
     runner = config.runner_config
     for name in _KEYS:
         if getattr(runner, name) != type(runner).model_fields[name].default:
-            found[f"runner_config.{name}"] = getattr(runner, name)
+            record[f"runner_config.{name}"] = getattr(runner, name)
     for name in _SECTIONS:
-        found |= dict(_differing(getattr(config, name), name))
-    return found
+        record |= dict(_differing(getattr(config, name), name))
+    return record
 
 
 def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
@@ -484,7 +490,10 @@ def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """How two records differ: ``lr_schedule.learning_rate 0.001 -> 0.002, amp_level O2 -> not set``; empty if equal."""
+    """Describes how two records differ; empty if they are equal.
+
+    Example: ``lr_schedule.learning_rate 0.001 -> 0.002, amp_level O2 -> not set``.
+    """
     keys = list(dict.fromkeys((*before, *now)))
     pairs = {key: tuple(_shown(each[key]) if key in each else "not set" for each in (before, now)) for key in keys}
     # Another type has other keys: the change of the type says enough.

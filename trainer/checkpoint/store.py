@@ -34,7 +34,7 @@ from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, Marker, matches_checksum
-from trainer.storage.tensor_file import LazyArray, TensorFile, concatenate_arrays
+from trainer.storage.tensor_file import LazyArray, TensorFile, concatenate_arrays, read_shard
 
 STATE = "state.json"
 REPLACED = ".replaced"
@@ -55,8 +55,8 @@ class Checkpoint:
 
     Attributes:
         step: Optimizer steps done when it was saved.
-        tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. Shards are
-            concatenated to a flat array. They are read when they are accessed.
+        tensors: The arrays by part and name: ``{"model": {...}, "optimizer": {...}}``. They are read when they are
+            accessed; shards are concatenated to a flat array.
         state: The rest of the run's state.
         has_checksums: Whether its marker has checksums, which were compared.
     """
@@ -69,27 +69,27 @@ class Checkpoint:
 
 
 def step_folder_name(step: int) -> str:
-    """Name of the folder of a step: ``step-00000100``."""
+    """Returns the name of the folder of a step: ``step-00000100``."""
     return f"step-{step:08d}"
 
 
 def shard_name(part: str, rank: int, ranks: int) -> str:
-    """Name of a rank's shard of a part, which is a file of its own: ``optimizer-00003-of-00008`` for rank 2."""
+    """Returns the name of the file with a rank's shard of a part: ``optimizer-00003-of-00008`` for rank 2."""
     return f"{part}-{rank + 1:05d}-of-{ranks:05d}"
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """The complete checkpoints of ``folder``, the one saved last at the end. None where the folder is missing."""
-    found = []
+    """Returns the complete checkpoints of ``folder``, the one saved last at the end; empty if it is missing."""
+    checkpoints = []
     for path in step_folders(folder):
         marker = read_marker(path)
         if marker is not None:
-            found.append((marker.save_number, path))
-    return [path for _, path in sorted(found)]
+            checkpoints.append((marker.save_number, path))
+    return [path for _, path in sorted(checkpoints)]
 
 
 def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
-    """The complete checkpoint of ``folder`` that was saved last, or None."""
+    """Returns the complete checkpoint of ``folder`` that was saved last, or None."""
     checkpoints = [path for path in complete_checkpoints(folder) if path not in without]
     if checkpoints:
         return checkpoints[-1]
@@ -97,7 +97,7 @@ def newest_complete(folder: Path, without: Container[Path] = ()) -> Path | None:
 
 
 def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
-    """The checkpoint that ``path`` names.
+    """Finds the checkpoint that ``path`` names.
 
     Args:
         path: A checkpoint, ``checkpoints/best``, a folder of checkpoints, or the output folder that has them in
@@ -113,7 +113,7 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
             raise UserError("there is no such checkpoint", key=key, value=str(path), fix="check the path")
         if _STEP_FOLDER.fullmatch(path.name) or (path / STATE).exists():
             return path
-        newest = _newest_whole(path) or _newest_whole(path / "checkpoints")
+        newest = _newest_readable(path) or _newest_readable(path / "checkpoints")
     except OSError as error:
         raise UserError(f"checkpoints cannot be read there: {error.strerror}", key=key, value=str(path),
                         fix="make the folder readable") from error
@@ -133,33 +133,32 @@ def find_checkpoint(path: Path, *, key: str = "load_checkpoint") -> Path:
     raise UserError(rule, key=key, value=str(path), fix=fix)
 
 
-def _newest_whole(folder: Path) -> Path | None:
-    """The newest complete checkpoint; a UserError where one has a marker that is damaged, or of another step.
+def _newest_readable(folder: Path) -> Path | None:
+    """Returns the newest complete checkpoint; raises a UserError if a marker is damaged or of another step.
 
-    The marker alone says when a checkpoint was saved, so that one may be the newest: to pass over it silently could
-    continue a run that was abandoned.
+    Only the marker tells when a checkpoint was saved, so that this one may be the newest: to ignore it silently could
+    continue an abandoned run.
     """
     for path in sorted(step_folders(folder), reverse=True):
         if (path / MARKER).exists():
-            _whole_marker(path)
+            _complete_marker(path)
     return newest_complete(folder)
 
 
 def renamed_checkpoint_notes(checkpoint: Path) -> list[str]:
-    """A note for each complete checkpoint beside this one that was saved later, but has no name of a step."""
+    """Returns a note for each complete checkpoint beside this one that was saved later, but was renamed."""
     chosen = read_marker(checkpoint)
-    # fmt: skip
     if chosen is None:
         return []
     return [
-        f"{path} was saved after {checkpoint.name} and is passed over, as a run's checkpoint has another name: "
+        f"{path} was saved after {checkpoint.name} and is ignored, because it was renamed: "
         f"rename it to {step_folder_name(marker.step)}, or name it: --resume_training {path.name}"
         for path, marker in _renamed(checkpoint.parent) if marker.save_number > chosen.save_number
     ]
 
 
 def _renamed(folder: Path) -> list[tuple[Path, Marker]]:
-    """The complete checkpoints in a folder that have no name of a step, with their markers."""
+    """Returns the complete checkpoints in a folder that have other names than a step's, with their markers."""
     try:
         paths = sorted(path for path in folder.iterdir() if not is_step_folder(path) and not path.is_symlink())
     except (FileNotFoundError, NotADirectoryError):
@@ -168,7 +167,7 @@ def _renamed(folder: Path) -> list[tuple[Path, Marker]]:
 
 
 def resolve_best_link(path: Path) -> Path:
-    """The checkpoint that `path` points to where it is a ``checkpoints/best``, else `path` itself.
+    """Returns the checkpoint that a ``checkpoints/best`` points to; any other path as it is.
 
     Raises:
         OSError: It cannot be read.
@@ -224,22 +223,18 @@ def read_checkpoint(
     Args:
         parts: Which parts to read, for example ``("model",)``; all when None.
         checksums: Whether to check them, for which the files are read.
-        world: The ranks that all read it: those of a host divide the checks, see `matches_checksum`.
+        world: The ranks that all read it: the ranks of a host share the checks, see `matches_checksum`.
 
     Raises:
         UserError: It is missing, incomplete, damaged, unreadable, or lacks a part.
     """
     if not path.is_dir():
         raise UserError("there is no such checkpoint", key="checkpoint", value=str(path), fix="check the path")
-    marker = _whole_marker(path)
+    marker = _complete_marker(path)
     state = _read_state(path, marker)
     files = _files_of_parts(path, marker)
-    if parts is None:
-        wanted = list(files)
-    else:
-        wanted = list(parts)
     tensors = {}
-    for part in wanted:
+    for part in files if parts is None else parts:
         if part not in files:
             raise UserError(f"the checkpoint has no part '{part}', only {', '.join(files)}", key="checkpoint",
                             value=str(path), fix="use a checkpoint of a training run")
@@ -252,25 +247,25 @@ def read_checkpoint(
 
 
 def check_checkpoint(path: Path) -> Checkpoint:
-    """Checks every file of a checkpoint, those of other programs too; its arrays are read when they are accessed.
+    """Checks every file of a checkpoint, including files for other programs; arrays are read when accessed.
 
     Raises:
         UserError: It is incomplete or damaged.
     """
-    marker = _whole_marker(path)
+    marker = _complete_marker(path)
     parts = _files_of_parts(path, marker)
-    found = read_checkpoint(path, parts)
+    checkpoint = read_checkpoint(path, parts)
     read = {STATE, *(name for names in parts.values() for name in names)}
     for name in marker.file_bytes:
         if name not in read:
             _check_file(path, name, marker)
-    return found
+    return checkpoint
 
 
-def _whole_marker(path: Path) -> Marker:
-    """The marker of a checkpoint that is complete; raises a UserError."""
+def _complete_marker(path: Path) -> Marker:
+    """Reads the marker of a checkpoint; raises a UserError if the checkpoint is incomplete."""
     try:
-        marker = parse_json(read_bytes(path / MARKER), Marker, MARKER)
+        marker: Marker = parse_json(read_bytes(path / MARKER), Marker, MARKER)
     except JsonError as error:
         raise damaged_checkpoint(path, str(error)) from error
     except OSError as error:
@@ -289,8 +284,8 @@ def _whole_marker(path: Path) -> Marker:
 
 
 def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
-    """Names of the files of each part, in the order of ranks, including missing ones."""
-    found: dict[str, list[str]] = {}
+    """Returns the names of the files of each part, in the order of ranks, including missing ones."""
+    files: dict[str, list[str]] = {}
     for name in marker.file_bytes:
         if not name.endswith(ENDING):
             continue
@@ -306,15 +301,15 @@ def _files_of_parts(path: Path, marker: Marker) -> dict[str, list[str]]:
             names = [shard_name(part, rank, ranks) + ENDING for rank in range(ranks)]
         if name not in names:
             raise damaged_checkpoint(path, f"{MARKER} names {name}: there is no such shard")
-        if found.setdefault(part, names) != names:
-            raise damaged_checkpoint(path, f"{name} and {found[part][0]} both hold '{part}'")
-    return found
+        if files.setdefault(part, names) != names:
+            raise damaged_checkpoint(path, f"{name} and {files[part][0]} both contain '{part}'")
+    return files
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
     """The arrays of a part, read from its files when they are accessed.
 
-    An array in all files is sharded into consecutive ranges; an array in the first file alone is whole.
+    An array in all files is sharded into consecutive ranges; an array only in the first file is not sharded.
     """
 
     def __init__(self, path: Path, names: list[str], marker: Marker, world: World = SINGLE_PROCESS) -> None:
@@ -339,7 +334,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         return self.array(name).read()
 
     def array(self, name: str) -> LazyArray:
-        """An array, of which parts can be read; reading raises a UserError where the file is damaged."""
+        """Returns an array whose shards can be read; reading raises a UserError if the file is damaged."""
         parts, (_, shape) = [file.tensor(name) for file in self._files_with(name)], self.about(name)
 
         def read(part: ShardSpec) -> np.ndarray:
@@ -353,10 +348,11 @@ class StoredArrays(Mapping[str, np.ndarray]):
         return LazyArray(shape, read)
 
     def arrays(self) -> dict[str, LazyArray]:
+        """Returns all arrays by name."""
         return {name: self.array(name) for name in self}
 
     def about(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """Dtype (in safetensors' words) and shape of an array, without reading it."""
+        """Returns dtype (as safetensors names it) and shape of an array, without reading it."""
         entries = [file.entries[name] for file in self._files_with(name)]
         (dtype, *others) = sorted({each.code for each in entries})
         if others:
@@ -380,13 +376,14 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
 
 def _read_flat(ranges: list[LazyArray], part: ShardSpec) -> np.ndarray:
-    """A part of an array that is stored as consecutive ranges of any shape."""
+    """Reads a shard of an array that is stored as consecutive ranges of any shape."""
     flat = concatenate_arrays([LazyArray((math.prod(each.shape),), each.read) for each in ranges])
     runs = (ShardSpec(flat.shape, Shard((at,), (count,))) for at, _, count in part.runs())
-    return np.concatenate([flat.read(run) for run in runs]).reshape(part.shape)
+    return np.concatenate([read_shard(flat, run) for run in runs]).reshape(part.shape)
 
 
 def step_folders(folder: Path) -> list[Path]:
+    """Returns the folders with the names of checkpoints, in any order; empty if ``folder`` is missing."""
     try:
         return [path for path in folder.iterdir() if is_step_folder(path) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
@@ -394,12 +391,12 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether it has the name of a checkpoint."""
+    """Returns whether a folder has the name of a checkpoint."""
     return _STEP_FOLDER.fullmatch(path.name) is not None
 
 
 def read_marker(path: Path) -> Marker | None:
-    """The marker; None where there is none, or a damaged one."""
+    """Reads the marker; None if it is missing or damaged."""
     try:
         return parse_json(read_bytes(path / MARKER), Marker, MARKER)
     except (OSError, JsonError):
@@ -442,13 +439,15 @@ def _incomplete(path: Path, why: str) -> UserError:
 
 
 def damaged_checkpoint(path: Path, what: str) -> UserError:
-    """The error for a checkpoint whose files are not as they were saved; its fix names another one."""
+    """Makes the error for a checkpoint whose files are not as they were saved; its fix names another checkpoint."""
     return UserError(f"the checkpoint is damaged: {what}", key="checkpoint", value=str(path), fix=fallback_fix(path))
 
 
 def fallback_fix(path: Path) -> str:
-    """Offers the complete checkpoint that was saved before this one; else the one saved last. Of a run that
-    loads weights alone `as_weights_error` changes the flag that is named."""
+    """Returns a fix that names the complete checkpoint saved before this one, or else the one saved last.
+
+    For a run that only loads weights, `as_weights_error` changes the flag in it.
+    """
     marker = read_marker(path)
     others = [(read_marker(other), other) for other in complete_checkpoints(path.parent) if other != path]
     older = [other for its, other in others if its and marker and its.save_number < marker.save_number]
@@ -463,6 +462,6 @@ def fallback_fix(path: Path) -> str:
 
 
 def as_weights_error(error: UserError, where: str, key: str) -> UserError:
-    """An error about a checkpoint for a run that loads its weights with the setting `key`: the fix names that flag."""
+    """Rewrites an error about a checkpoint for a run that loads its weights by `key`: the fix names that flag."""
     fix = _OFFERED.sub(rf"use --{key} \1, \2", error.fix)
     return UserError(error.rule, where=where, key=key, value=error.value, fix=fix)

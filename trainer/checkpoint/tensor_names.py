@@ -182,8 +182,8 @@ class DiskSlice(NamedTuple):
 
     Attributes:
         name: Of the parameter.
-        own: The range of the flattened array in memory.
-        part: The same numbers in the tensor.
+        local_range: The range of the flattened array in memory.
+        spec: The same numbers in the tensor.
     """
 
     name: str

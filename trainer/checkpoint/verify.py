@@ -1,7 +1,7 @@
-"""Checks checkpoints and token files on disk, without MindSpore.
+"""Checks checkpoints and token caches on disk, without MindSpore.
 
-Everything that needs no configuration is checked: checksums, JSON, names, dtypes and shapes among each other, and every
-number. Whether a checkpoint fits a model and its data only a run with their configuration can say.
+Everything is checked for which no configuration is needed: checksums, JSON, the consistency of names, dtypes and
+shapes, and every number. Only a run can check whether a checkpoint fits a model and its data.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from trainer.storage.marker import MARKER
 
 
 class VerifyResult(NamedTuple):
-    """What was found in one folder."""
+    """The result of checking one folder."""
 
     path: Path
-    problem: str = ""  # what is wrong; empty where it is whole
-    note: str = ""  # what it is
+    problem: str = ""  # what is wrong; empty if the folder is intact
+    note: str = ""  # what it contains
     has_checksums: bool = True
     is_checkpoint: bool = True
     is_interrupted: bool = False  # by a kill or a failure: runs ignore it
 
 
 def verify(path: Path) -> list[VerifyResult]:
-    """Checks what `path` is, or holds: a checkpoint, a token file, or a folder of them, two levels deep.
+    """Checks a checkpoint, a token cache, or a folder of them, two levels deep.
 
     Raises:
         UserError: There is neither, or it cannot be read.
@@ -56,56 +56,57 @@ def verify(path: Path) -> list[VerifyResult]:
             if not path.exists():
                 rule = "there is no such folder"
             raise UserError(rule, key="verify", value=str(path), fix="name a checkpoint, a folder of them or a cache")
-        found = [_check(each) for each in _folders(path)]
+        results = [_check(each) for each in _folders(path)]
     except OSError as error:
         fix = "make it readable"
         raise UserError(f"cannot be read: {error.strerror}", key="verify", value=str(path), fix=fix) from None
-    if not found:
+    if not results:
         fix = "name a checkpoint, a folder of checkpoints, an output folder or a token cache"
         raise UserError("contains no checkpoint or token cache", key="verify", value=str(path), fix=fix)
-    if len(found) == 1 and found[0].is_interrupted and found[0].path == path:
-        return [found[0]._replace(problem=found[0].note, is_interrupted=False)]
-    return found
+    if len(results) == 1 and results[0].is_interrupted and results[0].path == path:
+        return [results[0]._replace(problem=results[0].note, is_interrupted=False)]
+    return results
 
 
-def result_lines(found: list[VerifyResult]) -> Iterator[str]:
-    """A line for each folder, and one for all."""
-    for one in found:
+def result_lines(results: list[VerifyResult]) -> Iterator[str]:
+    """Yields a line for each folder, and a summary line."""
+    for one in results:
+        status = "ok"
         if one.is_interrupted:
-            word = "interrupted"
-        else:
-            word = "ok"
-            if one.problem:
-                word = "damaged"
-        unsure = "; saved without checksums: only lengths were checked"
-        if one.has_checksums:
-            unsure = ""
-        yield f"{word:<12}{one.path}: {one.problem or one.note}{unsure}"
-    damaged = sum(bool(one.problem) for one in found)
-    text = f"{sum(not one.is_interrupted for one in found)} checked, {damaged or 'none'} damaged"
+            status = "interrupted"
+        elif one.problem:
+            status = "damaged"
+        remark = ""
+        if not one.has_checksums:
+            remark = "; saved without checksums: only lengths were checked"
+        yield f"{status:<12}{one.path}: {one.problem or one.note}{remark}"
+    damaged = sum(bool(one.problem) for one in results)
+    text = f"{sum(not one.is_interrupted for one in results)} checked, {damaged or 'none'} damaged"
     if damaged:
-        whole = {one.path for one in found if one.is_checkpoint and not one.problem and not one.is_interrupted}
-        newest = _newest(whole)
-        text += f"; the newest intact checkpoint is {newest}" if newest else ""
+        intact = {one.path for one in results if one.is_checkpoint and not one.problem and not one.is_interrupted}
+        newest = _newest(intact)
+        if newest:
+            text += f"; the newest intact checkpoint is {newest}"
     yield text
 
 
 def result_dict(one: VerifyResult) -> dict[str, Any]:
+    """Returns a result as JSON values."""
     return one._asdict() | {"path": str(one.path)}
 
 
-def _newest(whole: set[Path]) -> Path | None:
-    """The one of them that was saved last; of several folders of checkpoints that of the first."""
-    for folder in sorted({path.parent for path in whole}):
-        others = {path for path in step_folders(folder) if path not in whole}
-        found = newest_complete(folder, without=others)
-        if found is not None:
-            return found
+def _newest(intact: set[Path]) -> Path | None:
+    """Returns the checkpoint that was saved last, in the first folder of checkpoints that has an intact one."""
+    for folder in sorted({path.parent for path in intact}):
+        others = {path for path in step_folders(folder) if path not in intact}
+        newest = newest_complete(folder, without=others)
+        if newest is not None:
+            return newest
     return None
 
 
 def _folders(path: Path) -> Iterator[Path]:
-    """The folders to check, `path` itself or below it."""
+    """Yields the folders to check: `path` itself, or folders below it."""
     if _is_checked(path):
         yield path
         return
@@ -157,7 +158,7 @@ def _check(path: Path) -> VerifyResult:
 
 
 def _check_complete(path: Path) -> VerifyResult:
-    """Raises a UserError where it is damaged, and an OSError where it is removed meanwhile."""
+    """Checks a complete checkpoint; raises a UserError if it is damaged, an OSError if it is removed meanwhile."""
     checkpoint = check_checkpoint(path)
     step = read_run_state(checkpoint).position.step
     if problem := _description_problem(path) or _optimizer_problem(checkpoint):
@@ -170,7 +171,7 @@ def _check_complete(path: Path) -> VerifyResult:
 
 
 def _description_problem(path: Path) -> str:
-    """What is wrong with the description of adapters; empty where it is right, or there are none."""
+    """Returns what is wrong with adapter_config.json; empty if it is right, or there are no adapters."""
     try:
         parse_json(read_bytes(path / CONFIG_FILE), AdapterDescription, CONFIG_FILE)
     except FileNotFoundError:
@@ -183,13 +184,15 @@ def _description_problem(path: Path) -> str:
 
 
 def _optimizer_problem(found: Checkpoint) -> str:
-    """The first array of the optimizer that does not fit the weight of its name; empty where all fit.
+    """Returns the problem of the first array of the optimizer that does not fit its weight; empty if all fit.
 
     Weights that have another name on disk than in the optimizer's state, such as experts, are not compared.
     """
     weights = {name.removeprefix(PREFIX): arrays.about(name)[1]
                for part, arrays in found.tensors.items() if part != OPTIMIZER for name in arrays}  # fmt: skip
-    arrays = found.tensors.get(OPTIMIZER, {})
+    arrays = found.tensors.get(OPTIMIZER)
+    if arrays is None:
+        return ""
     for name in arrays:
         dtype, shape = arrays.about(name)
         expected = weights.get(name.partition(".")[2], shape)

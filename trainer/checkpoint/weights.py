@@ -14,6 +14,7 @@ import safetensors
 from trainer.checkpoint.store import as_weights_error, fallback_fix, find_checkpoint, read_checkpoint, resolve_best_link
 from trainer.checkpoint.tensor_names import disk_shapes, find_expert_names, from_disk, split_fused_tensors
 from trainer.config.layer_ranges import layer_text
+from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.model import ParameterSpec
@@ -26,11 +27,11 @@ from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, LazyArray, T
 
 if TYPE_CHECKING:
     from trainer.config import Config
-    from trainer.config.schema.model import ModelConfig
+    from trainer.config.schema.classifier import ClassifierConfig
 
 _FLOATS = ("F64", "F32", "F16", BFLOAT16)
 ShardSpecs: TypeAlias = Mapping[str, ShardSpec]
-"""The part of each parameter that a rank has; of others it has nothing."""
+"""The shard of each parameter that a rank has; other parameters are left out."""
 # A folder with one of them is a checkpoint of this trainer, complete or not.
 _OUR_FILES = (MARKER, "state.json", "optimizer.safetensors")
 _LAYERS = "model.layers."
@@ -47,8 +48,9 @@ def open_initial_weights(
     new_modules: bool = True,
     world: World = SINGLE_PROCESS,
 ) -> CheckedWeights | None:
-    """The weights of `load_checkpoint`, checked against the model, before their numbers are read; None when the key is
-    not set. The arguments are those of `trainer.checkpoint.adapters.load_initial_weights`.
+    """Opens the weights of `load_checkpoint` and checks them against the model, before their numbers are read.
+
+    The arguments are those of `trainer.checkpoint.adapters.load_initial_weights`. Returns None if the key is not set.
 
     Raises:
         UserError: The file cannot be read, or belongs to another model.
@@ -60,7 +62,7 @@ def open_initial_weights(
     if new_modules:
         names = absent
     new = [parameter for name, parameter in parameter_specs(config.network).items() if name in names]
-    return found._replace(arrays=found.arrays | from_seed(new, config.decoder, config.seed))
+    return found._replace(arrays={**found.arrays, **from_seed(new, config.decoder, config.seed)})
 
 
 def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, LazyArray]:
@@ -78,9 +80,9 @@ class CheckedWeights(NamedTuple):
     """Weights that fit a model and whose numbers have not been read.
 
     Attributes:
-        arrays: By the names of the parameters.
-        tensors: What they are made of, by names on disk.
-        path, where, key: For messages.
+        arrays: The parameters by name.
+        tensors: The tensors of the file by name.
+        path, where, key: Used in messages.
     """
 
     arrays: dict[str, ArrayOrLazyArray]
@@ -90,7 +92,7 @@ class CheckedWeights(NamedTuple):
     key: str
 
     def read(self, parts: ShardSpecs | None = None) -> dict[str, np.ndarray]:
-        """The float32 numbers of these parts, or of all parameters.
+        """Reads the float32 numbers of these shards, or of all parameters.
 
         Raises:
             UserError: They are not finite, or cannot be read.
@@ -105,7 +107,7 @@ class CheckedWeights(NamedTuple):
         return found
 
     def _not_finite(self) -> UserError:
-        """Names the first of the tensors, whichever parts are read."""
+        """Makes the error, which names the first bad tensor of the file, whichever shards are read."""
         bad = [name for name, array in self.tensors.items() if not all(map(is_finite, row_blocks(array)))]
         rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
         fix = "use another checkpoint"
@@ -122,8 +124,14 @@ def _fitting_model(
     numbers: bool = True,
     world: World = SINGLE_PROCESS,
 ) -> tuple[CheckedWeights, set[str], set[str]]:
-    """The weights of `load_checkpoint`, which fit the model; the parameters that they lack, and the expert biases among
-    those. `numbers` as in `read_weights`."""
+    """Opens the weights of `load_checkpoint` and checks them against the model.
+
+    Args:
+        numbers: See `read_weights`.
+
+    Returns:
+        The weights, the names of the parameters that the file lacks, and the expert biases among these.
+    """
     path = Path(config.load_checkpoint).expanduser()
     where = config.source.where("load_checkpoint")
     weights = read_weights(path, where, numbers=numbers, world=world)
@@ -149,7 +157,7 @@ def _fitting_model(
 
 def fitting_weights(
     weights: Mapping[str, ArrayOrLazyArray],
-    settings: ModelConfig,
+    settings: ModelConfig | ClassifierConfig,
     path: Path,
     where: str = "",
     key: str = "load_checkpoint",
@@ -163,40 +171,46 @@ def fitting_weights(
         UserError: They belong to another model.
     """
     shapes = parameter_shapes(settings)
-    return _fitting(split_fused_tensors(weights, settings), shapes, settings, path, where, key).read(parts)
+    if isinstance(settings, ModelConfig):
+        weights = split_fused_tensors(weights, settings)
+    return _fitting(weights, shapes, settings, path, where, key).read(parts)
 
 
 def _fitting(
     weights: Mapping[str, ArrayOrLazyArray],
     shapes: Mapping[str, tuple[int, ...]],
-    settings: ModelConfig,
+    settings: ModelConfig | ClassifierConfig,
     path: Path,
     where: str,
     key: str = "load_checkpoint",
     *,
     compare: bool = True,
 ) -> CheckedWeights:
-    """The weights of a file, whose tensors have these shapes in memory; raises a UserError unless they are there.
+    """Checks that a file has the parameters with these shapes in memory; raises a UserError otherwise.
 
-    `compare` False: what has the name and the shape of a copy is one, whatever its numbers.
+    Args:
+        compare: Compare the numbers of copies of shared weights; False: names and shapes suffice.
     """
-    own = {name: array for name, array in weights.items() if not _is_copy(name, weights, settings, compare)}
-    on_disk = disk_shapes(shapes, find_expert_names(own))
-    check_weights(own, on_disk, path, where, key, settings)
-    return CheckedWeights(from_disk(own, shapes), {name: own[name] for name in on_disk}, path, where, key)
+    decoder = None
+    tensors = weights
+    if isinstance(settings, ModelConfig):
+        decoder = settings
+        tensors = {name: array for name, array in weights.items() if not _is_copy(name, weights, decoder, compare)}
+    on_disk = disk_shapes(shapes, find_expert_names(tensors))
+    check_weights(tensors, on_disk, path, where, key, decoder)
+    used = {name: tensors[name] for name in on_disk}
+    return CheckedWeights(from_disk(tensors, shapes), used, path, where, key)
 
 
 def _is_copy(name: str, weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig, compare: bool) -> bool:
-    """Whether it is a copy of a weight that layers share, or of embedding or head in a published multi-token
-    prediction module."""
+    """Returns whether a tensor copies a weight shared by layers, or embedding or head in a published MTP module."""
     if (shared := _owner(name, settings)) != name and shared in weights:
         return _is_equal(weights[name], weights[shared], compare)
     for ending, main in ((".embed_tokens.weight", EMBEDDING), (".shared_head.head.weight", HEAD)):
         if name.endswith(ending) and name != main and settings.mtp_depth:
-            whole = main
             if settings.tie_word_embeddings:
-                whole = EMBEDDING
-            return whole in weights and _is_equal(weights[name], weights[whole], compare)
+                main = EMBEDDING
+            return main in weights and _is_equal(weights[name], weights[main], compare)
     return False
 
 
@@ -205,7 +219,7 @@ def _is_equal(one: ArrayOrLazyArray, other: ArrayOrLazyArray, compare: bool) -> 
 
 
 def _owner(name: str, settings: ModelConfig) -> str:
-    """The name under which the model has a parameter that layers of a group share (layers_group)."""
+    """Returns the name under which the model has a parameter that layers of a group share (layers_group)."""
     layer = _layer(name)
     of_layer = name.removeprefix(layer_prefix(layer))
     if not (0 <= layer < settings.num_layers and of_layer.startswith("self_attn.")):
@@ -216,13 +230,13 @@ def _owner(name: str, settings: ModelConfig) -> str:
 def read_weights(
     path: Path, where: str = "", *, numbers: bool = True, world: World = SINGLE_PROCESS
 ) -> dict[str, LazyArray]:
-    """Weights by Hugging Face name, read part by part when they are used.
+    """Opens weights by Hugging Face name; shards of them are read when they are used.
 
     Args:
         path: A `.safetensors` file, a folder of them as Hugging Face publishes it, a checkpoint folder of this trainer,
             or a folder of checkpoints (the newest complete one).
         where: Location of the setting, for messages.
-        numbers: False: they are not going to be read, so no checksum is compared.
+        numbers: False: the numbers will not be read, so no checksum is compared.
         world: The ranks that all read them, see `read_checkpoint`.
 
     Raises:
@@ -239,7 +253,7 @@ def read_weights(
         for file in files:
             found = read_safetensors(file, where, numbers=numbers, world=world)
             if twice := sorted(found.keys() & weights.keys()):
-                rule = f"{file_of[twice[0]].name} and {file.name} both hold {first_of(twice)}"
+                rule = f"{file_of[twice[0]].name} and {file.name} both contain {first_of(twice)}"
                 fix = "remove the file that does not belong there, or name one file"
                 raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix)
             weights |= found
@@ -248,7 +262,7 @@ def read_weights(
     try:
         found = find_checkpoint(path)
         if (found / "adapter_model.safetensors").exists():
-            rule = "the checkpoint holds adapters, not the weights of a model"
+            rule = "the checkpoint contains adapters, not the weights of a model"
             raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
         return read_checkpoint_weights(found, "model", numbers, world)
     except UserError as error:
@@ -258,7 +272,7 @@ def read_weights(
 def read_checkpoint_weights(
     path: Path, part: str, numbers: bool, world: World = SINGLE_PROCESS
 ) -> dict[str, LazyArray]:
-    """The weights of a complete checkpoint of this trainer; `numbers` and `world` as in `read_weights`."""
+    """Opens the weights of a complete checkpoint of this trainer; for `numbers` and `world` see `read_weights`."""
     return read_checkpoint(path, (part,), checksums=numbers, world=world).tensors[part].arrays()
 
 
@@ -280,10 +294,9 @@ def check_weights(
     missing = [name for name in shapes if name not in weights]
     unknown = [name for name in weights if name not in shapes and name != HEAD and not name.endswith(_BUFFERS)]
     other = [name for name in shapes if name in weights and weights[name].shape != tuple(shapes[name])]
+    problems = []
     if missing:
-        problems = [f"lacks {first_of(missing)}"]
-    else:
-        problems = []
+        problems.append(f"lacks {first_of(missing)}")
     if unknown:
         problems.append(f"holds {first_of(unknown)}, which this model does not have")
     if other:
@@ -291,9 +304,8 @@ def check_weights(
         ours = tuple(shapes[other[0]])
         problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if problems:
-        if settings is None or other:
-            fix = ""
-        else:
+        fix = ""
+        if settings is not None and not other:
             fix = fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"
         rule = f"the checkpoint does not fit model.model_config: it {'; it '.join(problems)}"
@@ -301,20 +313,22 @@ def check_weights(
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether no number is NaN or infinite; makes no array of its size."""
+    """Returns whether all numbers are finite, without a temporary array of this size."""
     with np.errstate(invalid="ignore"):
         return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
 
 
 def first_of(names: list[str]) -> str:
-    """The first name, and how many more there are."""
-    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+    """Returns the first name, and how many more there are."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} (and {len(names) - 1} more)"
 
 
 def read_safetensors(
     file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True, world: World = SINGLE_PROCESS
 ) -> dict[str, LazyArray]:
-    """The arrays of a file by name; `numbers` and `world` as in `read_weights`.
+    """Opens the arrays of a file by name; for `numbers` and `world` see `read_weights`.
 
     Raises:
         UserError: The file cannot be read, or has tensors that are not floating-point.
@@ -350,7 +364,7 @@ def read_safetensors(
 
 
 def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """Tensors of MTP modules that the model does not have, and a note about them; `names` are those of the file."""
+    """Returns the tensors of MTP modules in the file that the model does not have, and a note about them."""
     beyond = [name for name in names if _layer(name) >= settings.num_layers]
     layers = {_layer(name) for name in beyond}
     modules = _modules(beyond)
@@ -370,15 +384,15 @@ def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str
 
 
 def module_layers(names: Iterable[str], settings: ModelConfig) -> set[int]:
-    """The layers of multi-token prediction modules among names of tensors."""
+    """Returns the layers of MTP modules among names of tensors."""
     return {_layer(name) for name in names if _layer(name) >= settings.num_layers}
 
 
 def missing_modules(names: Iterable[str], settings: ModelConfig, trains: bool) -> tuple[set[str], str]:
-    """Parameters of MTP modules that the file lacks completely, and a note about them."""
-    there = {_layer(name) for name in names}
+    """Returns the parameters of MTP modules that the file lacks completely, and a note about them."""
+    present = {_layer(name) for name in names}
     depth = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
-    missing = [layer for layer in depth if layer not in there]
+    missing = [layer for layer in depth if layer not in present]
     prefixes = tuple(layer_prefix(layer) for layer in missing)
     text = f"the checkpoint has no multi-token prediction module: {layer_text(missing)}"
     starts = f"(mtp_depth {settings.mtp_depth}) {'starts' if len(missing) == 1 else 'start'} from the seed"
@@ -388,16 +402,16 @@ def missing_modules(names: Iterable[str], settings: ModelConfig, trains: bool) -
 
 
 def missing_biases(names: Iterable[str], settings: ModelConfig) -> tuple[set[str], str]:
-    """The expert biases of balance_via_topk_bias, where the file has none at all, and a note about them."""
+    """Returns the expert biases of balance_via_topk_bias if the file has none at all, and a note about them."""
     moe = settings.experts
     if moe is None or not moe.balance_via_topk_bias or any(name.endswith(EXPERT_BIAS) for name in names):
         return set(), ""
-    found = {name for name in parameter_shapes(settings) if name.endswith(EXPERT_BIAS)}
-    return found, "balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"
+    biases = {name for name in parameter_shapes(settings) if name.endswith(EXPERT_BIAS)}
+    return biases, "balance_via_topk_bias: the checkpoint has no expert bias, which starts at 0"
 
 
 def fix_for(missing: Collection[str], unknown: Collection[str], settings: ModelConfig) -> str:
-    """The fix, where the file differs in MTP modules alone; else empty."""
+    """Returns the fix if the file differs only in MTP modules; else empty."""
     beyond = [name for name in (*missing, *unknown) if _layer(name) >= settings.num_layers]
     if len(beyond) < len(missing) + len(unknown) or not beyond or _modules(beyond) != set(map(_layer, beyond)):
         return ""
@@ -412,7 +426,7 @@ def _modules(names: Iterable[str]) -> set[int]:
 
 
 def _layer(name: str) -> int:
-    """The layer of a tensor; -1 for a tensor outside the layers."""
+    """Returns the layer of a tensor; -1 for a tensor outside the layers."""
     number = name.removeprefix(_LAYERS).partition(".")[0]
     if name.startswith(_LAYERS) and number.isdecimal():
         return int(number)

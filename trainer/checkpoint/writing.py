@@ -4,12 +4,13 @@ A save writes a temporary folder, flushes it to disk, renames it and then adds t
 moment, the previous checkpoint is still the newest complete one. A removal deletes the marker first. Every save begins
 by removing what an interrupted save has left.
 
-Ranks save together: rank 0 makes the folder, every rank writes what it has, rank 0 completes the folder. After each
+Ranks save together: rank 0 makes the folder, every rank writes its shards, rank 0 completes the folder. After each
 stage the ranks exchange whether it succeeded, so that a disk that fails on one rank ends the save on all ranks with the
 same error, and no rank waits forever.
 
-The files are those that a single rank writes. One that a rank has all of is written in order, with its checksum on the
-way. Of any other each rank writes its numbers to their places; then one rank reads the file for the checksum.
+The files are those that a single rank would write. A file that one rank has completely is written in order, and its
+checksum is computed on the way. Into any other file each rank writes its numbers at their places; then one rank reads
+the file for the checksum.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class StageWork(NamedTuple):
 
 
 class StageFailure(NamedTuple):
-    """Why a rank's work has failed, the fix, and where the disk is full how many bytes it has left."""
+    """Why a rank's work failed, the fix, and for a full disk its free bytes."""
 
     reason: str
     fix: str
@@ -73,23 +74,26 @@ class StageResult(NamedTuple):
 
 
 Stages: TypeAlias = Generator[StageWork, list[StageResult], Path]
-"""The stages of a save: yields work, is sent what it has given on every rank, and returns the folder.
+"""The stages of a save: yields work, is sent its results on all ranks, and returns the folder.
 
-Nothing else communicates, so the work may be done in a thread while the ranks train.
+The work does not communicate, so a thread may do it while the ranks train.
 """
 
 
 def write_checkpoint(
     folder: Path, *arguments: Any, communicator: Communicator | None = None, **options: Any
 ) -> Path:
-    """Does the stages of `checkpoint_stages`, whose other arguments these are, one after the other. All ranks must call
-    it; errors are the same."""
+    """Does the stages of `checkpoint_stages` one after the other; see there for arguments and errors.
+
+    All ranks must call this.
+    """
     communicator = communicator or Communicator()
-    stages = checkpoint_stages(folder, *arguments, rank=communicator.rank, ranks=communicator.size, **options)
-    return do_stages(stages, folder, communicator)
+    options |= {"rank": communicator.rank, "ranks": communicator.size}
+    return do_stages(checkpoint_stages(folder, *arguments, **options), folder, communicator)
 
 
 def do_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
+    """Does all stages of a save and returns the checkpoint's folder; all ranks must call this."""
     try:
         work = next(stages)
         while True:
@@ -99,7 +103,7 @@ def do_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
 
 
 def run_catching_disk_errors(work: StageWork, folder: Path) -> StageResult:
-    """Does the work; a disk that fails is part of the result."""
+    """Does the work of a stage; the result contains the failure if the disk fails."""
     try:
         return StageResult(work.do())
     except OSError as error:
@@ -107,17 +111,17 @@ def run_catching_disk_errors(work: StageWork, folder: Path) -> StageResult:
 
 
 def gather_results(done: StageResult, communicator: Communicator) -> list[StageResult]:
-    """What the work has given on every rank."""
-    every = (json.loads(data) for data in communicator.gather_bytes(json.dumps(done).encode()))
-    return [StageResult(result, failure and StageFailure(*failure)) for result, failure in every]
+    """Gathers the results of a stage from all ranks."""
+    results = (json.loads(data) for data in communicator.gather_bytes(json.dumps(done).encode()))
+    return [StageResult(result, failure and StageFailure(*failure)) for result, failure in results]
 
 
 class FileShards(NamedTuple):
-    """What a rank has of the tensors of a file.
+    """A rank's shards of the tensors of a file.
 
     Attributes:
         entries: All tensors of the file, the same on all ranks.
-        pieces: Those that the rank writes, by name. Each number of a tensor is in one piece of one rank.
+        pieces: The shards that the rank writes, by the tensors' names. Each number is in one piece of one rank.
     """
 
     entries: TensorInfos
@@ -125,7 +129,7 @@ class FileShards(NamedTuple):
 
 
 def unsharded_file(arrays: Mapping[str, np.ndarray]) -> FileShards:
-    """A file that one rank has.
+    """Returns the content of a file that one rank has completely.
 
     Raises:
         TypeError: safetensors does not support an array's dtype.
