@@ -115,7 +115,7 @@ def attend(world: CpuGroup, case: Case, size: int, ulysses: int) -> list[np.ndar
         dropout=RATE if case.dropout else 0.0,
     )  # fmt: skip
     sublayer = CpuAttention(spec, Scratch(), context=ContextParallel(part, groups.ring, groups.ulysses))
-    *queries_keys_values, dout_NV = (part.of(each).reshape(-1, each.shape[2]) for each in inputs())
+    *queries_keys_values, dout_NV = (part.select_tokens(each).reshape(-1, each.shape[2]) for each in inputs())
     sublayer.projections = given = Given(queries_keys_values)
     segments = segments_of(case)
     blocks = query_blocks(segments, shard=part.ring)

@@ -83,7 +83,7 @@ def errors(found: list[dict], name: str, size: int, ulysses: int) -> list[float]
     worst = []
     for rank, of_rank in enumerate(found):
         part = ContextShard(rank % size, size, ulysses)
-        wanted = [part.of(each) for each in right(name)]
+        wanted = [part.select_tokens(each) for each in right(name)]
         pairs = zip(of_rank[name, size, ulysses], wanted, _LIMITS, strict=True)
         worst.append([np.abs(ours.reshape(whole.shape) - whole).max() / np.abs(whole).max() / limit for
                       ours, whole, limit in pairs])  # fmt: skip

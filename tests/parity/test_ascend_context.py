@@ -70,14 +70,14 @@ def test_a_rank_computes_its_tokens(
     draw = np.random.default_rng(2)
     qkv = [draw.normal(size=(ROWS, TOKENS, heads * SIZE)).astype(np.float32) for heads in (HEADS, KV_HEADS, KV_HEADS)]
     parts = [ContextShard(each, RANKS) for each in range(RANKS)]
-    own = [[Tensor(part.of(x).reshape(-1, x.shape[2])) for x in qkv] for part in parts]
+    own = [[Tensor(part.select_tokens(x).reshape(-1, x.shape[2])) for x in qkv] for part in parts]
     every = ops.concat([ops.concat((k, v), -1) for _, k, v in own]).astype(mindspore.bfloat16)
     masks = AttentionMasks(SETTINGS, parts[rank])(segments, window)
     ours = kernel(parts[rank], lambda: lambda x: every)(*own[rank], *masks, None).asnumpy()
     plain = plain_kernels.Attention(HEADS, KV_HEADS, SIZE)
     flat = [Tensor(x.reshape(-1, x.shape[2])) for x in qkv]
     right = plain(*flat, *plain_kernels.AttentionMasks(SETTINGS)(segments, window), None).asnumpy()
-    right = parts[rank].of(right.reshape(ROWS, TOKENS, -1)).reshape(ours.shape)
+    right = parts[rank].select_tokens(right.reshape(ROWS, TOKENS, -1)).reshape(ours.shape)
     assert distance(ours, right) < 1e-2  # bfloat16 keeps 8 bits
 
 

@@ -28,7 +28,7 @@ def test_ranks_share_the_tokens_of_every_sequence(ranks: int, ulysses: int) -> N
     places = np.concatenate([part.positions(length) for part in parts])
     assert sorted(places) == list(range(length))
     for array in whole:
-        cut = [part.of(array) for part in parts]
+        cut = [part.select_tokens(array) for part in parts]
         np.testing.assert_array_equal(np.concatenate(cut, 1), array[:, places])
         assert all(each.flags.c_contiguous and each.dtype == np.int32 for each in cut)
 
@@ -128,11 +128,11 @@ def test_what_ranks_exchange(ranks: int, ulysses: int, kv_heads: int) -> None:
         context = ContextParallel(part, ring, sharing)
         local_kv = max(1, kv_heads // ulysses)
         assert context.local_heads(4, kv_heads) == (4 // ulysses, local_kv)
-        own_NC = part.of(whole_BTC).reshape(-1, kv_heads * size)
+        own_NC = part.select_tokens(whole_BTC).reshape(-1, kv_heads * size)
         first = place * kv_heads // ulysses * size
         heads_BTc = whole_BTC[..., first : first + local_kv * size]
         heads = context.to_heads(own_NC, kv_heads, sequences)
-        np.testing.assert_array_equal(heads, part.ring.of(heads_BTc).reshape(heads.shape))
+        np.testing.assert_array_equal(heads, part.ring.select_tokens(heads_BTc).reshape(heads.shape))
         np.testing.assert_array_equal(context.to_tokens(heads, kv_heads, sequences), copies * own_NC)
         keys = np.empty((sequences * length, local_kv * size), np.float32)
         context.gather_keys(heads, keys, sequences)

@@ -179,12 +179,12 @@ class InputBuilder:
 
     def __call__(self, batch: Batch) -> ModelInputs:
         tables, mask, window_mask, positions = self._positions(batch)
-        labels = self.part.of(batch.labels).reshape(-1)
+        labels = self.part.select_tokens(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
         counts_N1 = valid.astype(np.float32)[:, None]
         valid_N1 = Tensor(counts_N1)
         return ModelInputs(
-            Tensor(self.part.of(batch.input_ids).reshape(-1)),
+            Tensor(self.part.select_tokens(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
             valid_N1,
             tables,
@@ -227,7 +227,7 @@ class InputBuilder:
         single = not batch.segment_ids.any() and bool((batch.positions == np.arange(length)).all())
         if single and self._cached_positions is not None and self._cached_positions[0] == batch.input_ids.shape:
             return self._cached_positions[1]
-        positions_N = self.part.of(batch.positions).reshape(-1)
+        positions_N = self.part.select_tokens(batch.positions).reshape(-1)
         window = self.settings.sliding_window
         if self.on_arrays:
             make = partial(query_blocks, shard=self.part.ring)
@@ -251,8 +251,8 @@ def _mtp_inputs(batch: Batch, offset: int, part: ContextShard) -> MtpInputs:
     ids_BT = np.zeros_like(batch.input_ids)
     labels_BT = _mtp_labels(batch, offset)
     ids_BT[:, : max(0, ids_BT.shape[1] - offset)] = batch.input_ids[:, offset:]
-    ids_BT = part.of(ids_BT)
-    labels_BT = part.of(labels_BT)
+    ids_BT = part.select_tokens(ids_BT)
+    labels_BT = part.select_tokens(labels_BT)
     valid_BT = labels_BT != IGNORE_INDEX
     return MtpInputs(
         Tensor(ids_BT.reshape(-1)),

@@ -121,12 +121,14 @@ class Optimizer(ABC):
         return {key: np.array(array) for key, array in self.state_views().items()}
 
     def state_views(self) -> dict[str, np.ndarray]:
-        """`state_arrays`, on a CPU in the memory that updates change."""
-        return {
-            f"{kind}.{name}": array if isinstance(array, np.ndarray) else array.asnumpy()
-            for kind, by_name in self.state.items()
-            for name, array in by_name.items()
-        }
+        """Returns the state like `state_arrays`, but without a copy on a CPU: updates change the arrays."""
+        views = {}
+        for kind, by_name in self.state.items():
+            for name, array in by_name.items():
+                if not isinstance(array, np.ndarray):
+                    array = array.asnumpy()
+                views[f"{kind}.{name}"] = array
+        return views
 
     def load_state(
         self, arrays: Mapping[str, ArrayOrLazyArray], updates: int, part_of: Callable[[str], ShardSpec] | None = None

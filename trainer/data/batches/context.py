@@ -61,7 +61,7 @@ class ContextShard(NamedTuple):
         """Returns the indices of the rank's tokens among the B * T tokens of a micro-batch: int64 [B * n]."""
         return np.add.outer(np.arange(sequences) * length, self.positions(length)).reshape(-1)
 
-    def of(self, array_BT: np.ndarray) -> np.ndarray:
+    def select_tokens(self, array_BT: np.ndarray) -> np.ndarray:
         """Selects the columns of the rank's tokens: [B, n]."""
         if self.ranks == 1:
             return array_BT

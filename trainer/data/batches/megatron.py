@@ -22,12 +22,17 @@ import numpy as np
 
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
 from trainer.data.batches.blend import SourceShare
-from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices, index_within_groups
+from trainer.data.batches.packing import (
+    DocumentCounts,
+    PackingReport,
+    checked_indices,
+    count_loss_tokens,
+    index_within_groups,
+)
 from trainer.data.source.indexed import IndexedTokens
 from trainer.errors import RunError
 
 _SEPARATE_BELOW = 0.80
-_COUNTED_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
@@ -225,11 +230,7 @@ class MegatronDataset:
         lengths = np.concatenate([part.lengths for part in self._parts]).astype(np.int64)
         if not self._masking.no_loss_after_eod and self._masking.pad < 0:
             return DocumentCounts(lengths, self.num_tokens)
-        loss_tokens = 0
-        for first in range(0, self.num_sequences, _COUNTED_SEQUENCES):
-            labels = self.batch(range(first, min(first + _COUNTED_SEQUENCES, self.num_sequences))).labels
-            loss_tokens += int((labels != IGNORE_INDEX).sum())
-        return DocumentCounts(lengths, loss_tokens)
+        return DocumentCounts(lengths, count_loss_tokens(self))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, self.num_sequences)

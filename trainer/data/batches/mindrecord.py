@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.config.checks.problem import data_error, nearest
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
-from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices
+from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices, count_loss_tokens
 from trainer.data.batches.split import DocumentSpans, hold_out
 from trainer.data.source.indexed import Location
 from trainer.data.source.mindrecord import MindRecordFile, list_files, open_mindrecord
@@ -32,7 +32,6 @@ _LOSS_MASK = "loss_mask"
 _POSITIONS = "position_ids"
 _ROLES = (_TOKENS, _LABELS, _MASK, _LOSS_MASK, _POSITIONS)
 _OTHER_NAMES = {"target_ids": _LABELS}
-_COUNTED_SEQUENCES = 256
 _CHECKED_ROWS = 16
 
 
@@ -80,11 +79,7 @@ class MindRecordDataset:
         return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
-        loss_tokens = 0
-        for first in range(0, self.num_sequences, _COUNTED_SEQUENCES):
-            labels = self.batch(range(first, min(first + _COUNTED_SEQUENCES, self.num_sequences))).labels
-            loss_tokens += int((labels != IGNORE_INDEX).sum())
-        return DocumentCounts(np.full(self.num_sequences, self.seq_length), loss_tokens)
+        return DocumentCounts(np.full(self.num_sequences, self.seq_length), count_loss_tokens(self))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Reads the sequences with these numbers, in this order.

@@ -21,6 +21,8 @@ from trainer.data.batches.best_fit import best_fit, pack_one_each
 from trainer.data.batches.split import DocumentSpans
 from trainer.data.tokens.token_file import TokenFile
 
+_COUNTED_SEQUENCES = 256
+
 
 @dataclass(frozen=True)
 class PackingReport:
@@ -54,6 +56,15 @@ class SequenceDataset(Protocol):
 
     def count_documents(self) -> DocumentCounts:
         """Counts the tokens of all documents, which takes time; the command `data` shows them."""
+
+
+def count_loss_tokens(dataset: SequenceDataset) -> int:
+    """Counts the labels with loss in all sequences, by reading them."""
+    count = 0
+    for first in range(0, dataset.num_sequences, _COUNTED_SEQUENCES):
+        labels = dataset.batch(range(first, min(first + _COUNTED_SEQUENCES, dataset.num_sequences))).labels
+        count += int((labels != IGNORE_INDEX).sum())
+    return count
 
 
 class DocumentCounts(NamedTuple):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer.config.schema.data import MegatronConfig, MegatronLoader
 
 _PHASES = ("train", "valid", "test")
+_PHASE_OF = {"train_dataset": "train", "eval_dataset": "valid"}
 _PHASE_KEYS = ("train_data_path", "valid_data_path", "test_data_path")
 _SURPLUS = 0.005
 """The fraction of samples that each file of a blend makes beyond its weight, as in Megatron-LM."""
@@ -41,7 +42,7 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
     """
     loader: MegatronLoader = getattr(config, section).data_loader
     settings = loader.config
-    phase = loader.phase or ("train" if section == "train_dataset" else "valid")
+    phase = loader.phase or _PHASE_OF[section]
     blend = _blend(config, section, phase)
     _check(config, section)
     share = (0.0, 1.0)

@@ -36,6 +36,7 @@ PATH_VARIABLE = "DATA_PATH"
 """The environment variable that names the folder if the YAML does not, as in MindSpore's tutorials."""
 
 _PARTS = {"train": ("train",), "test": ("t10k",), "all": ("train", "t10k")}
+_USAGE_OF = {"train_dataset": "train", "eval_dataset": "test"}
 _FOLDERS = {"train": "train", "t10k": "test"}  # subfolders in some copies
 _DRAW = "python scripts/make_digits.py data/digits draws a data set in the same format"
 
@@ -120,7 +121,7 @@ def build_images(config: Config, section: str) -> ImageDataset:
 def _find_files(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
     """Yields the files of images and labels of each part that the section reads."""
     loader = getattr(config, section).data_loader
-    usage = loader.usage or ("test" if section == "eval_dataset" else "train")
+    usage = loader.usage or _USAGE_OF[section]
     name = loader.dataset_dir or os.environ.get(PATH_VARIABLE, "")
     if not name:
         rule = f"{loader.type} needs the folder with its files"

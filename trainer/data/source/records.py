@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
 
 def raise_error(error: UserError) -> None:
-    """A `Report` that ends the reading at the first bad record."""
+    """Raises the error of a bad record, which ends the reading: the default `Report`."""
     raise error
 
 

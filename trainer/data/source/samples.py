@@ -234,7 +234,9 @@ def _completion(fields: _Fields) -> Sample:
     completion = fields.get("completion")
     if isinstance(prompt, list) and isinstance(completion, list):
         earlier = _messages(fields, "prompt")
-        earlier = [{**turn, "weight": 0} if turn["role"] == "assistant" else turn for turn in earlier]
+        for turn in earlier:
+            if turn["role"] == "assistant":
+                turn["weight"] = 0
         return _conversation(fields, earlier + _messages(fields, "completion"))
     if isinstance(prompt, list) or isinstance(completion, list):
         rule = f"{fields.key('prompt')} and {fields.key('completion')} must be two strings or two lists of messages"

@@ -187,6 +187,8 @@ def _characters_of_bytes(text: bytes) -> np.ndarray:
 
 
 class _ByteStream:
+    """Decodes bytes of UTF-8."""
+
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
