@@ -29,7 +29,7 @@ def overlapped(run: CaseRun) -> dict[str, Any]:
         dtypes: Of the gradients that the update gets.
     """
     events: list[list[Any]] = []
-    backward, last, update = TrainStep.backward, GradientReducer.add_last, Optimizer.scaled
+    backward, last, update = TrainStep.backward, GradientReducer.add_last, Optimizer.scaled_gradients
 
     def one_backward(step: TrainStep, *arguments: Any) -> Any:
         result = backward(step, *arguments)
@@ -67,7 +67,7 @@ def overlapped(run: CaseRun) -> dict[str, Any]:
         mock.patch.object(collectives, "BUCKET_BYTES", run.options["bucket_bytes"]),
         mock.patch.object(TrainStep, "backward", one_backward),
         mock.patch.object(GradientReducer, "add_last", last_backward),
-        mock.patch.object(Optimizer, "scaled", updated),
+        mock.patch.object(Optimizer, "scaled_gradients", updated),
         noted(STARTS[0]), noted(STARTS[1]), noted(STARTS[2]),
     ):  # fmt: skip
         found |= train(run)
