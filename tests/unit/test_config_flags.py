@@ -189,7 +189,7 @@ def test_negative_numbers_are_values(run):
 
 
 def test_what_belongs_to_the_caller_stays_in_order():
-    arguments = split_arguments(["plan", "--config", "a.yaml", "--json", "--seed", "3"], own_flags={"--json"})
+    arguments = split_arguments(["plan", "--config", "a.yaml", "--json", "--seed", "3"], command_flags={"--json"})
     assert arguments.rest == ["plan", "--json"]
     assert arguments.config == "a.yaml"
     assert split_arguments(["--help"]).rest == ["--help"]

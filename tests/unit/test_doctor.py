@@ -65,7 +65,8 @@ def test_device(tmp_path: Path) -> None:
     assert_verdict(doctor.check_device(tmp_path, nothing), "ok", "CPU")
 
     executable(tmp_path / "gpu" / "nvidia-smi", "echo Some GPU")
-    assert_verdict(doctor.check_device(tmp_path, {"PATH": str(tmp_path / "gpu")}), "warn", "CPU", "Some GPU stays idle")
+    environment = {"PATH": str(tmp_path / "gpu")}
+    assert_verdict(doctor.check_device(tmp_path, environment), "warn", "CPU", "Some GPU is not used")
     executable(tmp_path / "broken" / "nvidia-smi", "echo no driver >&2; exit 9")
     assert_verdict(doctor.check_device(tmp_path, {"PATH": str(tmp_path / "broken")}), "ok", "CPU")
 
@@ -183,7 +184,7 @@ def test_exit_code_and_json() -> None:
 
 def test_the_table_shows_everything_as_it_is() -> None:
     console = Console(file=io.StringIO(), width=60)
-    doctor.render([Check("disk", "fail", "[red]0 GiB[/red]", "free some")], console)
+    doctor.print_checks([Check("disk", "fail", "[red]0 GiB[/red]", "free some")], console)
     shown = console.file.getvalue()
     assert "fail  disk  [red]0 GiB[/red]" in shown and "-> free some" in shown
 

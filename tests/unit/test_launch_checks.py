@@ -181,7 +181,7 @@ def test_sharing_the_optimizer_state_lets_more_workers_in(options: LaunchOptions
           "--parallel_config.context_parallel_algo", "hybrid_cp", "--parallel_config.ulysses_degree_in_cp", "3"),
          ["ulysses_degree_in_cp", "must divide context_parallel 2"]),
         (("--config", QUICKSTART, "--parallel_config.data_parallel", "3"), ["needs 3 ranks, but the job has 4"]),
-        (("--config", QUICKSTART, "--device_target", "Ascend"), ["cannot run on an Ascend", "no CANN libraries"]),
+        (("--config", QUICKSTART, "--device_target", "Ascend"), ["no usable Ascend", "no CANN libraries"]),
         (("plan", "--config", QUICKSTART), ["launch: plan: only trainings", "plan --ranks 8"]),
         (("export", "--config", QUICKSTART), ["launch: export: only trainings", "leave `launch` out"]),
     ],

@@ -274,7 +274,7 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
 
 
 def test_flags_of_a_command_may_have_values() -> None:
-    own = {"own_flags": ("--merge",), "own_values": ("--output",)}
+    own = {"command_flags": ("--merge",), "command_options": ("--output",)}
     found = split_arguments(["--config", "a", "--output=x", "--merge", "--seed", "3", "--output", "y"], **own)
     assert found.rest == ["--output", "x", "--merge", "--output", "y"] and found.config == "a"
     assert [override.key for override in found.overrides] == ["seed"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.errors import UserError
-from trainer.sweep.grid import folder_name, points
+from trainer.sweep.grid import point_folder_name, points
 from trainer.sweep.run import jobs_for
 
 
@@ -34,10 +34,10 @@ def test_values_are_those_of_yaml(listed, texts):
 
 
 def test_names_are_folders_without_quotes_and_stay_different():
-    assert folder_name("lr=1e-4,seed=2") == "lr=1e-4,seed=2"
+    assert point_folder_name("lr=1e-4,seed=2") == "lr=1e-4,seed=2"
     hostile = ["a=/etc", "a=..", "a=../..", "a='", "a=\n", "a=x y", "a=x\ty", "a=$(ls)"]
     hostile += ["a=" + "x" * 300, "a=" + "x" * 301]
-    names = [folder_name(name) for name in hostile]
+    names = [point_folder_name(name) for name in hostile]
     assert len(set(names)) == len(names) and all(len(name) <= 110 for name in names)
     assert not any(set(name) & set("/'\" \n\t$()\\*?") for name in names)
     keys = points(["optimizer.eps=1e-8", "runner_config.epochs=1", "train_dataset.seed=1", "seed=2"])
@@ -52,11 +52,11 @@ def test_names_are_folders_without_quotes_and_stay_different():
         (["seed"], [], "is not key=value,value"),
         (["=1"], [], "is not key=value,value"),
         (["seed="], [], "has no value"),
-        (["seed=1,,2"], [], "no list"),
-        (["seed=1,"], [], "no list"),
-        (["seed=1],[2"], [], "no list"),
-        (["seed=[1"], [], "no list"),
-        (["seed=" + "[" * 5000], [], "no list"),
+        (["seed=1,,2"], [], "cannot be parsed as a list"),
+        (["seed=1,"], [], "cannot be parsed as a list"),
+        (["seed=1],[2"], [], "cannot be parsed as a list"),
+        (["seed=[1"], [], "cannot be parsed as a list"),
+        (["seed=" + "[" * 5000], [], "cannot be parsed as a list"),
         (["seed=1,1"], [], "is listed twice"),
         (["seed=1", "seed=2"], [], "is given twice"),
         (["learning_rate=1", "lr_schedule.learning_rate=2"], [], "is given twice"),
@@ -65,7 +65,7 @@ def test_names_are_folders_without_quotes_and_stay_different():
         (["output_dir=a,b"], [], "cannot be different"),
         (["config=a,b"], [], "cannot be different"),
         (["output-dir=a"], [], "cannot be different"),
-        (["seed=" + ",".join(map(str, range(40))), "batch_size=" + ",".join(map(str, range(40)))], [], "1600 runs"),
+        ([f"{key}={','.join(map(str, range(40)))}" for key in ("seed", "batch_size")], [], "1,600 combinations"),
     ],
 )
 def test_mistakes_are_found(grids, given, part):

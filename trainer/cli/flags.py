@@ -38,7 +38,7 @@ _DATA = "train_dataset.data_loader"
 _MODEL = "model.model_config"
 _MOE = "model.model_config.moe_config"
 
-NO_EFFECT = "Ignored, or not yet there"
+NO_EFFECT = "Accepted for compatibility, without effect"
 # By panel of the help.
 PANELS: dict[str, tuple[Flag, ...]] = {
     "Training": (
@@ -91,8 +91,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     ),
     "Output": (
         Flag("profile", "profile", "bool", "Profile steps 1 to 10, or --profile_start_step to --profile_stop_step."),
-        Flag("output_dir", "output_dir", "value", "Folder for everything a run leaves.", "DIR"),
-        Flag("trackers", "trackers", "list", "Services that get the numbers: wandb, mlflow, swanlab.", "NAME..."),
+        Flag("output_dir", "output_dir", "value", "Output directory of the run.", "DIR"),
+        Flag("trackers", "trackers", "list", "Experiment trackers: wandb, mlflow, swanlab.", "NAME..."),
         Flag("log_format", "log_format", "value",
              "Lines of progress: rich, plain, mindformers or mindspore.", "FORMAT"),
     ),
@@ -138,32 +138,33 @@ class _Reader:
     rest: list[str] = field(default_factory=list)
 
     def next_is_value(self) -> bool:
+        """Returns whether the next argument is a value, not a flag."""
         return bool(self.tokens) and not _is_flag(self.tokens[0])
 
-    def value(self, flag: str, given: str | None, example: str) -> str:
-        """The value of a flag: after ``=``, or the next argument."""
-        if given is not None:
-            return given
+    def value(self, flag: str, inline: str | None, example: str) -> str:
+        """Returns the value of a flag: the text after ``=``, or the next argument."""
+        if inline is not None:
+            return inline
         if self.next_is_value():
             return self.tokens.pop(0)
         raise UserError("needs a value", where=f"flag {flag}", fix=f"write {flag} {example}")
 
-    def values(self, flag: str, given: str | None, example: str) -> list[str]:
-        """All values up to the next flag."""
-        found = [self.value(flag, given, example)]
+    def values(self, flag: str, inline: str | None, example: str) -> list[str]:
+        """Returns all values up to the next flag."""
+        texts = [self.value(flag, inline, example)]
         while self.next_is_value():
-            found.append(self.tokens.pop(0))
-        return found
+            texts.append(self.tokens.pop(0))
+        return texts
 
 
 def split_arguments(
-    argv: Sequence[str], own_flags: Collection[str] = ("--help",), own_values: Collection[str] = ()
+    argv: Sequence[str], command_flags: Collection[str] = ("--help",), command_options: Collection[str] = ()
 ) -> Arguments:
     """Takes a command line apart.
 
     Args:
-        own_flags: Switches of the command itself: they stay in ``rest``.
-        own_values: Its options with a value, which stay there too.
+        command_flags: Switches of the command itself: they stay in ``rest``.
+        command_options: Options of the command with a value: they stay there, too.
 
     Raises:
         UserError: An unknown flag (with the nearest one), or a missing value.
@@ -171,15 +172,18 @@ def split_arguments(
     reader = _Reader(list(argv))
     while reader.tokens:
         token = reader.tokens.pop(0)
-        if not token.startswith("--") or token in own_flags:
+        if not token.startswith("--") or token in command_flags:
             reader.rest.append(token)
             continue
-        name, _, given = token[2:].partition("=")
-        if f"--{name}" in own_values:
-            value = reader.value(f"--{name}", given if "=" in token else None, _SHAPES.get(name, "PATH"))
+        name, equals, inline = token[2:].partition("=")
+        text = None
+        if equals:
+            text = inline
+        if f"--{name}" in command_options:
+            value = reader.value(f"--{name}", text, _SHAPES.get(name, "PATH"))
             reader.rest += [f"--{name}", value]
             continue
-        _read_flag(reader, name, given if "=" in token else None)
+        _read_flag(reader, name, text)
     return Arguments(reader.config, reader.options + reader.named + reader.dotted, reader.rest)
 
 
@@ -196,16 +200,16 @@ def _is_flag(token: str) -> bool:
     return token.startswith("--") and token != "--"
 
 
-def _read_flag(reader: _Reader, name: str, given: str | None) -> None:
+def _read_flag(reader: _Reader, name: str, inline: str | None) -> None:
     from trainer.config import Override
 
     if name == "config":
         if reader.config is not None:
             raise UserError("is given twice", where="flag --config", fix="give one configuration file")
-        reader.config = reader.value("--config", given, "configs/quickstart.yaml")
+        reader.config = reader.value("--config", inline, "configs/quickstart.yaml")
         return
     if name == "options":
-        for pair in reader.values("--options", given, "runner_config.epochs=3"):
+        for pair in reader.values("--options", inline, "runner_config.epochs=3"):
             key, equals, text = pair.partition("=")
             if not equals or not key:
                 fix = "write --options runner_config.epochs=3"
@@ -215,25 +219,25 @@ def _read_flag(reader: _Reader, name: str, given: str | None) -> None:
     plain = name.replace("-", "_")
     by_name = {flag.name: flag for flag in FLAGS}
     if plain in by_name:
-        reader.named += _named(reader, by_name[plain], given)
+        reader.named += _read_named(reader, by_name[plain], inline)
     elif name.startswith("no-") and plain[3:] in by_name:
-        reader.named += _negated(by_name[plain[3:]], given)
+        reader.named += _negated(by_name[plain[3:]], inline)
     else:
-        reader.dotted.append(_dotted(reader, name, given))
+        reader.dotted.append(_dotted(reader, name, inline))
 
 
-def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
+def _read_named(reader: _Reader, flag: Flag, inline: str | None) -> list[Override]:
     from trainer.config import Override
 
     shown = f"--{flag.name}"
     example = flag.metavar.split("|")[0].strip("[].")
     texts: tuple[str, ...] = ()
-    if flag.name == "model" and (given or (reader.tokens or [""])[0]).lstrip().startswith("{"):
-        return [Override("model", reader.value(shown, given, example), f"flag {shown}")]  # the section of this name
+    if flag.name == "model" and (inline or (reader.tokens or [""])[0]).lstrip().startswith("{"):
+        return [Override("model", reader.value(shown, inline, example), f"flag {shown}")]  # the section of this name
     if flag.kind == "list":
-        texts = tuple(reader.values(shown, given, "TEXT"))
-    elif flag.kind == "value" or given is not None or reader.next_is_value():
-        texts = (reader.value(shown, given, example),)
+        texts = tuple(reader.values(shown, inline, "TEXT"))
+    elif flag.kind == "value" or inline is not None or reader.next_is_value():
+        texts = (reader.value(shown, inline, example),)
     text = "True"
     if texts:
         text = texts[0]
@@ -242,26 +246,28 @@ def _named(reader: _Reader, flag: Flag, given: str | None) -> list[Override]:
         raise UserError("must be True or False", where=f"flag {shown}", key=flag.name, value=text, fix=fix)
     if flag.metavar == "NAME..." and len(texts) == 1 and text.lstrip().startswith("["):
         texts = ()  # the list as a file has it
-    overrides = [Override(flag.key, text, f"flag {shown}", texts=texts if flag.kind == "list" else ())]
+    if flag.kind != "list":
+        texts = ()
+    overrides = [Override(flag.key, text, f"flag {shown}", texts=texts)]
     if flag.also:
         overrides.append(Override(flag.also, text, f"flag {shown}", only_if_present=True))
     return overrides
 
 
-def _negated(flag: Flag, given: str | None) -> list[Override]:
+def _negated(flag: Flag, inline: str | None) -> list[Override]:
     from trainer.config import Override
 
     shown = f"--no-{flag.name}"
     if flag.kind not in ("bool", "optional"):
         fix = f"write --{flag.name} VALUE"
         raise UserError("only a True/False flag can be negated", where=f"flag {shown}", fix=fix)
-    if given is not None:
-        raise UserError("takes no value", where=f"flag {shown}", fix=f"write --{flag.name} {given} or {shown}")
+    if inline is not None:
+        raise UserError("takes no value", where=f"flag {shown}", fix=f"write --{flag.name} {inline} or {shown}")
     return [Override(flag.key, "False", f"flag {shown}")]
 
 
-def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
-    """A key of the configuration as a flag; reading the file reports unknown keys that have a dot."""
+def _dotted(reader: _Reader, name: str, inline: str | None) -> Override:
+    """Returns the override of a flag that is a key; reading the file reports unknown keys that have a dot."""
     from trainer.config import Override, in_sections, is_boolean, is_top_level, key_names, sections_with
     from trainer.config.checks.problem import nearest
 
@@ -269,14 +275,14 @@ def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
     key = name
     if name.startswith("no-"):
         key = name[3:]
-    removes = given in _NULLS or (given is None and reader.tokens[:1] and reader.tokens[0] in _NULLS)
+    removes = inline in _NULLS or (inline is None and reader.tokens[:1] and reader.tokens[0] in _NULLS)
     if "." not in key and not is_top_level(key) and not removes:
         flags = [flag.name for flag in FLAGS] + ["config", "options"]
         guess = nearest(name.replace("-", "_"), [*flags, *key_names()])
         fix = "run_trainer.py --help lists the flags"
-        homes = sections_with(key)
-        if homes and not (guess in flags and guess.lower() == name.lower()):
-            fix = f"name its section: {in_sections(key, homes, prefix='--')}"
+        sections = sections_with(key)
+        if sections and not (guess in flags and guess.lower() == name.lower()):
+            fix = f"name its section: {in_sections(key, sections, prefix='--')}"
         elif guess in flags:
             fix = f"you probably mean --{guess}"
         elif guess:
@@ -286,6 +292,6 @@ def _dotted(reader: _Reader, name: str, given: str | None) -> Override:
         if not is_boolean(key):
             raise UserError("only a True/False key can be negated", where=f"flag {shown}", fix=f"write --{key} VALUE")
         return Override(key, "False", f"flag {shown}")
-    if given is None and not reader.next_is_value() and is_boolean(key):
+    if inline is None and not reader.next_is_value() and is_boolean(key):
         return Override(key, "True", f"flag {shown}")
-    return Override(key, reader.value(shown, given, "VALUE"), f"flag {shown}")
+    return Override(key, reader.value(shown, inline, "VALUE"), f"flag {shown}")

@@ -1,4 +1,4 @@
-"""Loading modules and building the schema, without looking for garbage among what stays."""
+"""Loads modules and builds the schema without garbage collections."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Python's cyclic collector is off: it would go through many thousands of new objects, of which none is garbage."""
+    """Disables Python's cyclic collector, which would inspect many thousands of new objects that are not garbage."""
     was_on = gc.isenabled()
     gc.disable()
     try:

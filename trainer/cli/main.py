@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, split_arguments
+from trainer.cli.flags import NO_EFFECT, PANELS, Arguments, Flag, split_arguments
 from trainer.cli.loading import gc_disabled
 from trainer.cli.reports import reports
 from trainer.cli.signals import end_at_next_signal, handle_signals, is_ending
@@ -54,21 +54,25 @@ app = typer.Typer(help=f"{_HELP}\n\nFlags without a command train.", **_STYLE)
 
 
 def program() -> None:
-    """`main` of a process that ends with it: all handlers of its exit run, and then it ends at once.
+    """Runs `main` and ends the process at once after its exit handlers.
 
-    To take apart MindSpore's modules and free what it compiled costs half a second or more, for memory that the system
-    takes back anyway.
+    Unloading MindSpore's modules and freeing what it compiled would take half a second or more, for memory that the
+    system takes back anyway.
     """
     code: int | str | None = EXIT_RUN_FAILED  # of an exception that Python shows
 
-    def end() -> None:
+    def exit_at_once() -> None:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else EXIT_OK if code is None else EXIT_RUN_FAILED)
+        if code is None:
+            os._exit(EXIT_OK)
+        if isinstance(code, int):
+            os._exit(code)
+        os._exit(EXIT_RUN_FAILED)
 
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")  # it would look for some in every installed package
-    atexit.register(end)  # the first that is registered runs last
+    atexit.register(exit_at_once)  # the first that is registered runs last
     try:
         main()
     except SystemExit as ending:
@@ -79,8 +83,10 @@ def program() -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a command and exits with its code. An error is one message on standard error, no traceback."""
     handle_signals()
+    if argv is None:
+        argv = sys.argv[1:]
     try:
-        code = dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = dispatch(list(argv))
     except TrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         code = error.exit_code
@@ -91,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: no message
         code = EXIT_RUN_FAILED
     except OSError as error:
-        print(f"error: the system refused to read or write: {error}.", file=sys.stderr)
+        print(f"error: a file could not be read or written: {error}.", file=sys.stderr)
         code = EXIT_RUN_FAILED
     except Exception:
         if is_ending():  # MindSpore makes an exception of its own of a signal's
@@ -104,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.stdout.flush()
     except BrokenPipeError:  # whoever read our output went away, as in `| head`: Python shall not try again at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    end_at_next_signal(code if isinstance(code, int) else EXIT_RUN_FAILED)
+    end_at_next_signal(code)
     sys.exit(code)
 
 
@@ -125,27 +131,25 @@ def dispatch(argv: list[str]) -> int:
     except OSError as error:
         if error.errno not in _OF_PATHS:
             raise
-        rule = f"the system does not let us read or write it: {error.strerror}"
+        fix = "make it readable and writable, or name another path"
+        place = ""
         if error.filename is not None:
-            path = {"value": error.filename}
-        else:
-            path = {}
-        raise UserError(rule, key="path", fix="make it readable and writable, or name another path", **path) from None
+            place = f" {error.filename}"
+        raise UserError(f"cannot access the path{place}: {error.strerror}", fix=fix) from None
 
 
 def _dispatch(argv: list[str]) -> int:
-    group = typer.main.get_command(app)
+    group: Any = typer.main.get_command(app)  # Click's group, which may be Typer's own copy of it
     if argv[:1] == ["--help"]:
         _add_flags(group, group.commands["train"], left_out=NO_EFFECT)
         code = _run(group, ["--help"], None)
         _print_panel(NO_EFFECT)  # Typer would put it before the commands
         return code
+    name = "train"
+    rest = argv
     if argv and not argv[0].startswith("-"):
         name = argv[0]
         rest = argv[1:]
-    else:
-        name = "train"
-        rest = argv
     command = group.commands.get(name)
     if command is None:
         raise _no_such_command(name, [other for other, known in group.commands.items() if not known.hidden])
@@ -154,9 +158,9 @@ def _dispatch(argv: list[str]) -> int:
     if not any(option.name == "config" for option in command.params):
         return _run(command, rest, None)
     options = (option for option in command.params if option.param_type_name == "option")
-    own = {switch: option for option in options for switch in option.opts if switch not in _OF_A_RUN}
-    switches = ["--help", *(switch for switch, option in own.items() if option.is_flag)]
-    values = [switch for switch, option in own.items() if not option.is_flag]
+    by_name = {name: option for option in options for name in option.opts if name not in _OF_A_RUN}
+    switches = ["--help", *(name for name, option in by_name.items() if option.is_flag)]
+    values = [name for name, option in by_name.items() if not option.is_flag]
     with gc_disabled():
         arguments = split_arguments(rest, switches, values)
     if "--help" in arguments.rest:
@@ -170,10 +174,9 @@ def _no_such_command(name: str, commands: list[str]) -> UserError:
     if name.endswith((".yaml", ".yml")):
         return UserError("the YAML file comes after --config", key=name, fix=f"write --config {name}")
     near = difflib.get_close_matches(name, commands, 1)
+    fix = f"use one of {', '.join(commands)}, or flags only to train"
     if near:
         fix = f"use {near[0]}"
-    else:
-        fix = f"use one of {', '.join(commands)}, or flags only to train"
     return UserError("no such command", key=name, fix=fix)
 
 
@@ -190,10 +193,9 @@ def _dispatch_launch(command: Any, rest: list[str]) -> int:
 
 
 def _run(command: Any, args: list[str], arguments: Arguments | LaunchOptions | None) -> int:
-    usage_error = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
-    if hasattr(command, "commands"):
-        name = "run_trainer.py"
-    else:
+    usage_error: Any = typer.BadParameter.__base__  # of the Click that this Typer uses, which may be a copy of its own
+    name = "run_trainer.py"
+    if not hasattr(command, "commands"):
         name = f"run_trainer.py {command.name}"
     try:
         # Calling the command would turn Ctrl-C into an exit code without a message.
@@ -220,12 +222,16 @@ def _add_flags(command: Any, template_of: Any, left_out: str = "") -> None:
     if command is not template_of:
         command.params += [template, options]
     for panel, flags in PANELS.items():
-        for flag in flags if panel != left_out else ():
-            if flag.kind == "bool":
-                metavar = "BOOL"
-            else:
-                metavar = flag.metavar
-            command.params.append(_option(template, flag.name, flag.help, metavar, panel))
+        if panel == left_out:
+            continue
+        for flag in flags:
+            command.params.append(_option(template, flag.name, flag.help, _metavar(flag), panel))
+
+
+def _metavar(flag: Flag) -> str:
+    if flag.kind == "bool":
+        return "BOOL"
+    return flag.metavar
 
 
 def _print_panel(title: str) -> None:
@@ -236,16 +242,12 @@ def _print_panel(title: str) -> None:
 
     table = Table.grid(padding=(0, 2))
     for flag in PANELS[title]:
-        if flag.kind == "bool":
-            metavar = "BOOL"
-        else:
-            metavar = flag.metavar
-        table.add_row(f"[bold cyan]--{flag.name}[/]", f"[bold yellow]{metavar}[/]", flag.help)
+        table.add_row(f"[bold cyan]--{flag.name}[/]", f"[bold yellow]{_metavar(flag)}[/]", flag.help)
     Console().print(Panel(table, title=title, title_align="left", border_style="dim"))
 
 
 def _option(template: Any, name: str, text: str, metavar: str, panel: str | None = None) -> Any:
-    """A changed copy of one of Typer's options: it makes them of a function's signature alone."""
+    """Returns a changed copy of one of Typer's options, which Typer makes only from a function's signature."""
     option = copy.copy(template)
     option.name = name
     option.opts = [f"--{name}"]
@@ -265,7 +267,7 @@ _Name = Annotated[
     str | None, typer.Option(help="ascend: look for fused operators in the graph.", metavar="NAME", show_default=False)
 ]
 _Checkpoint = Annotated[str, typer.Argument(metavar="CHECKPOINT", help="The folder.", show_default=False)]
-_Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("train", help=_HELP)
@@ -314,7 +316,7 @@ def _plan(
         typer.Option(help="Draw the pipeline's schedule: as text, and as a PNG file.", metavar="FILE"),
     ] = None,
 ) -> int:
-    """Says what a run would do, and ends. Never loads MindSpore, but for --audit and --dryrun.
+    """Shows what a run would do. Does not load MindSpore, except for --audit and --dryrun.
 
     The audit builds the graph of a training step for Ascend, without one, and looks for its fused operators. The dry
     run runs steps on MindSpore's Ascend backend, without one and as any rank of the job, and measures device memory,
@@ -332,12 +334,14 @@ def _plan(
         from trainer.plan.render import plan_dict, plan_sections, print_sections
         from trainer.run.plan_file import plan_file, world_from_degrees
 
-        told: list[ConfigError] = []
-        loaded = _load(context.obj, told)
+        problems: list[ConfigError] = []
+        loaded = _load(context.obj, problems)
         try:
-            plan = plan_file(loaded, world_from_degrees(loaded, world), told)
-        except ConfigErrors as problems:
-            raise (problems.full if verbose else problems.short) from None
+            plan = plan_file(loaded, world_from_degrees(loaded, world), problems)
+        except ConfigErrors as errors:
+            if verbose:
+                raise errors.full from None
+            raise errors.short from None
     if schedule is not None:
         from trainer.plan.pipeline import draw_schedule
 
@@ -399,7 +403,7 @@ def _smoke(
 
 @app.command("smoke-worker", hidden=True)
 def _smoke_worker(folder: Path, steps: int) -> int:
-    """What each process of `smoke --ranks` runs."""
+    """Runs one process of `smoke --ranks`."""
     receive_signals_in_a_thread()
     from trainer.smoke.execute import train_and_resume
 
@@ -421,7 +425,7 @@ def _data(
 
 
 def _audit(config: Config, device: str, json_: bool, world: World, rank: int) -> int:
-    """Exit code 1 where a fused operator that the configuration asks for is missing."""
+    """Audits the graph; returns exit code 1 if a fused operator that the configuration requests is missing."""
     if device.lower() != "ascend":
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
@@ -431,47 +435,47 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
 
     world = select_rank(world_from_degrees(config, world), rank)
     # An image classifier has nothing to audit, which the audit itself says.
-    found = ""
+    audit: Any = ""
     if config.classifier is None:
-        found = audit_on_backend(config, world)
-    if isinstance(found, str):  # in this process, whose front end compiles for a CPU: bad input is reported there
+        audit = audit_on_backend(config, world)
+    if isinstance(audit, str):  # in this process, whose front end compiles for a CPU: bad input is reported there
         from trainer.audit.report import audit_ascend, audit_dict, audit_sections
 
         here = audit_ascend(config, world=world)
-        print(f"note: these graphs were not compiled for an Ascend: {found.splitlines()[0]}", file=sys.stderr)
-        found = {"values": audit_dict(here), "sections": audit_sections(here), "missing": here.missing}
+        print(f"note: these graphs were not compiled for an Ascend: {audit.splitlines()[0]}", file=sys.stderr)
+        audit = {"values": audit_dict(here), "sections": audit_sections(here), "missing": here.missing}
     if json_:
-        print(json.dumps(found["values"], indent=1))
+        print(json.dumps(audit["values"], indent=1))
     else:
-        print_sections(found["sections"])
-    if found["missing"]:
+        print_sections(audit["sections"])
+    if audit["missing"]:
         return EXIT_RUN_FAILED
     return EXIT_OK
 
 
 def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank: int) -> int:
-    """Exit code 1 where a step fails, or takes more memory than the device has."""
+    """Does a dry run; returns exit code 1 if a step fails or takes more memory than the device has."""
     from trainer.config import Override
     from trainer.dryrun.report import check_name, dry_run, dry_run_dict, dry_run_sections, select_rank
     from trainer.plan.render import print_sections
     from trainer.run.plan_file import world_from_degrees
 
     check_name(device)
-    told: list[ConfigError] = []
+    problems: list[ConfigError] = []
     arguments.overrides.append(Override("context.device_target", "Ascend", "flag --dryrun"))
-    config = _load(arguments, told)
+    config = _load(arguments, problems)
     world = select_rank(world_from_degrees(config, world), rank)
-    found = dry_run(config, world, told, functools.partial(print, file=sys.stderr, flush=True))
+    result = dry_run(config, world, problems, functools.partial(print, file=sys.stderr, flush=True))
     if json_:
-        print(json.dumps(dry_run_dict(found), indent=1))
+        print(json.dumps(dry_run_dict(result), indent=1))
     else:
-        print_sections(dry_run_sections(found))
-    failure = found.measurement.failure
+        print_sections(dry_run_sections(result))
+    failure = result.measurement.failure
     if failure is not None:
         if failure.is_user_error:
             return EXIT_BAD_INPUT
         return EXIT_RUN_FAILED
-    found.check()
+    result.check()
     return EXIT_OK
 
 
@@ -479,7 +483,8 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
 def _sweep(
     context: typer.Context,
     grid: Annotated[
-        list[str] | None, typer.Option("--grid", help="Values of a key, a run for each.", metavar="KEY=V,V")
+        list[str] | None,
+        typer.Option("--grid", help="A key and values; every combination is one run.", metavar="KEY=V,V"),
     ] = None,
     config: _ConfigFile = None,
     options: _Options = None,
@@ -498,8 +503,12 @@ def _sweep(
 @app.command("launch")
 def _launch(
     context: typer.Context,
-    force: Annotated[bool, typer.Option("--force", help="Start even where memory seems too small.")] = False,
-    elastic: Annotated[bool, typer.Option("--elastic", help="--max_restarts: without a rank that is lost.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start even if the memory estimate exceeds what is available.")
+    ] = False,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="With --max_restarts: continue on fewer ranks if one fails permanently.")
+    ] = False,
 ) -> int:
     """Runs the trainer on several devices, through MindSpore's msrun, and supervises it.
 
@@ -557,7 +566,7 @@ app.registered_commands += [*reports.registered_commands, *tools.registered_comm
 
 
 def _load(arguments: Arguments, problems: list[ConfigError] | None = None) -> Config:
-    """Reads the configuration; `problems` takes its mistakes, which are raised without it."""
+    """Reads the configuration; its errors are appended to `problems`, or raised without that list."""
     from trainer.config import load_config
 
     if arguments.config is None:

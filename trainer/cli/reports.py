@@ -1,4 +1,4 @@
-"""The commands that look at finished and unfinished runs: compare, runs."""
+"""The commands that inspect finished and unfinished runs: compare, runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 reports = typer.Typer()
 
-_Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @reports.command("compare")
@@ -40,11 +40,11 @@ def _compare(
     if len(folders) < 2:
         raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
     comparison = compare([user_path(folder, "argument RUN") for folder in folders])
-    for folder, record in zip(folders, comparison.records, strict=True) if exact else ():
-        if not record.step and not record.metrics.evaluations:
+    for folder, record in zip(folders, comparison.records, strict=True):
+        if exact and not record.step and not record.metrics.evaluations:
             fix = "name runs that have done a step"
             raise UserError("metrics.jsonl has no step", where="argument RUN", value=str(folder), fix=fix)
-    _tell_notes(comparison.records)
+    _print_notes(comparison.records)
     with contextlib.suppress(BrokenPipeError):  # whoever reads may go away: the exit code is the answer
         if json_:
             print(json.dumps(comparison_dict(comparison, loss), indent=1))
@@ -74,12 +74,12 @@ def _runs(
     from trainer.plan.render import print_fitting, sections_text
     from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, run_dict, table_row
 
-    found = find_runs(user_path(folder, "argument DIR"))
-    _tell_notes(found)
+    runs = find_runs(user_path(folder, "argument DIR"))
+    _print_notes(runs)
     if json_:
-        print(json.dumps([run_dict(record) for record in found], indent=1))
-    elif found:
-        table = ("runs", [HEADER, *map(table_row, found)])
+        print(json.dumps([run_dict(run) for run in runs], indent=1))
+    elif runs:
+        table = ("runs", [HEADER, *map(table_row, runs)])
         if sys.stdout.isatty():
             print_fitting([table], LEFT_OUT_FIRST)
         else:
@@ -89,7 +89,7 @@ def _runs(
     return EXIT_OK
 
 
-def _tell_notes(records: Sequence[RunData]) -> None:
-    """What is damaged in the files of the runs; beside the tables, which programs may read."""
+def _print_notes(records: Sequence[RunData]) -> None:
+    """Prints what is damaged in the files of the runs, on stderr: programs may read the tables."""
     for note in (note for record in records for note in record.notes):
         print(f"note: {note}", file=sys.stderr)

@@ -11,7 +11,6 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import NamedTuple
 
 from trainer.errors import EXIT_SIGINT, EXIT_SIGTERM
 from trainer.launch import heartbeat
@@ -19,10 +18,11 @@ from trainer.launch import heartbeat
 _BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
-class _EndAtOnce(NamedTuple):
-    """A handler that cleans nothing up: an exception while another one is handled would show tracebacks."""
+class _EndAtOnce:
+    """Ends the process without a clean-up: an exception while another one is handled would show tracebacks."""
 
-    code: int
+    def __init__(self, code: int) -> None:
+        self.code = code
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         os._exit(self.code)
@@ -36,13 +36,13 @@ def handle_signals() -> None:
 
 
 def end_at_next_signal(code: int) -> None:
-    """From now on, while the process ends with this exit code, a signal ends it without a clean-up."""
+    """Lets the next signal end the process at once with this exit code: it is ending anyway."""
     for number in _BOTH:
         signal.signal(number, _EndAtOnce(code))
 
 
 def is_ending() -> bool:
-    """Whether a signal has come already."""
+    """Returns whether a signal has already arrived."""
     return isinstance(signal.getsignal(signal.SIGTERM), _EndAtOnce)
 
 
@@ -64,7 +64,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _is_in_mindspore(frame: FrameType | None) -> bool:
-    """Whether a function of MindSpore runs, or it is being imported."""
+    """Returns whether MindSpore runs a function or is being imported."""
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == "mindspore":
             return True

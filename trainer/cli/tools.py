@@ -1,4 +1,4 @@
-"""The commands that take no configuration and its flags: they look at a job, at files or at this machine."""
+"""The commands that take no configuration: they inspect a job, files or this machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _NO_FOLDING = 10_000  # columns of a table that no terminal shows
 tools = typer.Typer()
 
 _Folder = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of the run, or of its logs.")]
-_Json = Annotated[bool, typer.Option("--json", help="For machines.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @tools.command("status")
 def _status(folder: _Folder, json_: _Json = False) -> int:
-    """Says what a job of launch does, or how it ended."""
+    """Shows the status of a job that was started with launch."""
     from trainer.launch.command import status
 
     return status(user_path(folder, "argument DIR"), json_)
@@ -30,7 +30,7 @@ def _status(folder: _Folder, json_: _Json = False) -> int:
 
 @tools.command("stop")
 def _stop(folder: _Folder) -> int:
-    """Lets a job of launch save and end."""
+    """Stops a job that was started with launch; it saves a checkpoint first."""
     from trainer.launch.command import stop
 
     return stop(user_path(folder, "argument DIR"))
@@ -41,19 +41,18 @@ def _verify(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, a folder of them, or a token cache.")],
     json_: _Json = False,
 ) -> int:
-    """Checks that checkpoints and token files are what was written: checksums, and that everything makes sense.
+    """Checks checkpoints and token caches: sizes, checksums and contents.
 
-    Exit code 0: all are whole; 1: one is damaged; 2: there is nothing to check.
+    Exit code 0: all are intact; 1: one is damaged; 2: there is nothing to check.
     """
     from trainer.checkpoint.verify import result_dict, result_lines, verify
 
-    found = verify(user_path(folder, "DIR"))
+    results = verify(user_path(folder, "DIR"))
     if json_:
-        lines = [json.dumps([result_dict(one) for one in found], indent=1)]
+        print(json.dumps([result_dict(result) for result in results], indent=1))
     else:
-        lines = result_lines(found)
-    print(*lines, sep="\n")
-    if any(one.problem for one in found):
+        print("\n".join(result_lines(results)))
+    if any(result.problem for result in results):
         return EXIT_RUN_FAILED
     return EXIT_OK
 
@@ -98,14 +97,16 @@ def _doctor(
     """Checks whether this machine can train, and says how to fix what is missing."""
     from rich.console import Console
 
-    from trainer.device.doctor import checks, exit_code, render, to_json
+    from trainer.device.doctor import checks, exit_code, print_checks, to_json
 
-    found = checks(user_path(output_dir, "flag --output_dir"), deep)
+    results = checks(user_path(output_dir, "flag --output_dir"), deep)
     if json_:
-        print(to_json(found))
+        print(to_json(results))
+    elif sys.stdout.isatty():
+        print_checks(results, Console())
     else:
-        render(found, Console(width=None if sys.stdout.isatty() else _NO_FOLDING))
-    return exit_code(found)
+        print_checks(results, Console(width=_NO_FOLDING))
+    return exit_code(results)
 
 
 @tools.command("schema")

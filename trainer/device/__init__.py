@@ -1,1 +1,1 @@
-"""Which device a run uses, what it needs, and how its threads are set."""
+"""The device of a run: which one is used, what it needs, and how its threads are set."""

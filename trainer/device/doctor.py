@@ -1,6 +1,6 @@
-"""Whether this machine can run the trainer: a verdict for each thing it needs, and what to do about it.
+"""Checks whether this machine can run the trainer: a verdict for each requirement, and a fix.
 
-Answers without importing MindSpore. The deep check starts it in a process of its own and computes something.
+It does not import MindSpore. The deep check starts MindSpore in a process of its own and computes something.
 """
 
 from __future__ import annotations
@@ -48,47 +48,52 @@ class Check:
 
     name: str
     verdict: Verdict  # warn: runs, with a limit worth knowing; fail: does not run
-    found: str
+    found: str  # what the machine has
     fix: str = ""  # empty when it is ok
 
 
 def checks(output_dir: Path = Path("output"), deep: bool = False) -> list[Check]:
-    """Checks everything.
+    """Runs all checks.
 
     Args:
         output_dir: Where a run would write; it need not exist.
         deep: Whether to start MindSpore in a process of its own as well, which takes some seconds.
     """
     cores = os.cpu_count() or 1
-    found = [
+    usable = cores
+    if hasattr(os, "sched_getaffinity"):
+        usable = len(os.sched_getaffinity(0))
+    results = [
         check_python(sys.version_info[:3]),
         check_mindspore(_installed_version("mindspore")),
         check_numpy(_installed_version("numpy")),
         check_device(Path("/"), os.environ),
-        check_cores(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores, cores),
+        check_cores(usable, cores),
         check_memory(_available_memory_bytes(), cgroup_memory_left_bytes(Path("/"))),
         check_disk(output_dir),
         check_msrun(Path(sys.executable).parent, os.environ.get("PATH", "")),
     ]
     if deep:
-        return found + [check_deep()]
-    return found
+        results.append(check_deep())
+    return results
 
 
-def exit_code(found: Sequence[Check]) -> int:
-    if any(check.verdict == "fail" for check in found):
+def exit_code(results: Sequence[Check]) -> int:
+    """Returns the exit code of `doctor`: 1 if any check failed."""
+    if any(check.verdict == "fail" for check in results):
         return EXIT_RUN_FAILED
     return EXIT_OK
 
 
-def to_json(found: Sequence[Check]) -> str:
-    """For machines: ``{"ok": true, "checks": [{"name": ..., "verdict": ..., "found": ..., "fix": ...}]}``."""
-    ok = exit_code(found) == EXIT_OK
-    return json.dumps({"ok": ok, "checks": [asdict(check) for check in found]}, indent=2, ensure_ascii=False)
+def to_json(results: Sequence[Check]) -> str:
+    """Returns the results as JSON: ``{"ok": true, "checks": [{"name": ..., "verdict": ..., "found": ..., "fix":
+    ...}]}``."""
+    ok = exit_code(results) == EXIT_OK
+    return json.dumps({"ok": ok, "checks": [asdict(check) for check in results]}, indent=2, ensure_ascii=False)
 
 
-def render(found: Sequence[Check], console: Console) -> None:
-    """For people: a table, a line a check, with the fix below what needs one."""
+def print_checks(results: Sequence[Check], console: Console) -> None:
+    """Prints the results as a table with a line for each check, and the fix below it if there is one."""
     from rich.table import Table
     from rich.text import Text
 
@@ -97,7 +102,7 @@ def render(found: Sequence[Check], console: Console) -> None:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, style="bold")
     table.add_column(overflow="fold")
-    for check in found:
+    for check in results:
         text = Text(check.found)
         if check.fix:
             text.append(f"\n-> {check.fix}", style=styles[check.verdict])
@@ -106,24 +111,28 @@ def render(found: Sequence[Check], console: Console) -> None:
 
 
 def check_python(version: tuple[int, int, int]) -> Check:
-    found = f"{'.'.join(map(str, version))} at {sys.executable}"
+    """Checks that this Python's version is supported."""
+    text = f"{'.'.join(map(str, version))} at {sys.executable}"
     if version[:2] in SUPPORTED_PYTHONS:
-        return Check("Python", "ok", found)
-    return Check("Python", "fail", found, "use Python 3.10, 3.11 or 3.12: bash scripts/quickstart.sh finds one")
+        return Check("Python", "ok", text)
+    return Check("Python", "fail", text, "use Python 3.10, 3.11 or 3.12: bash scripts/quickstart.sh finds one")
 
 
 def check_mindspore(version: str | None) -> Check:
+    """Checks that the tested version of MindSpore is installed; another one of its series gives a warning."""
     if version is None:
         return Check("MindSpore", "fail", "not installed", "pip install -c constraints.txt mindspore")
     if version == TESTED_MINDSPORE:
         return Check("MindSpore", "ok", version)
     fix = f"pip install mindspore=={TESTED_MINDSPORE}"
-    same_series = version.split(".")[:2] == TESTED_MINDSPORE.split(".")[:2]
-    return Check("MindSpore", "warn" if same_series else "fail", f"{version}; tested with {TESTED_MINDSPORE}", fix)
+    verdict: Verdict = "fail"
+    if version.split(".")[:2] == TESTED_MINDSPORE.split(".")[:2]:
+        verdict = "warn"
+    return Check("MindSpore", verdict, f"{version}; tested with {TESTED_MINDSPORE}", fix)
 
 
 def check_numpy(version: str | None) -> Check:
-    """MindSpore 2.10 installs with numpy 2 but its data sets then fail."""
+    """Checks for numpy 1: MindSpore 2.10 installs with numpy 2, but its data sets then fail."""
     if version is None:
         return Check("numpy", "fail", "not installed", "pip install -c constraints.txt numpy")
     if int(version.split(".")[0]) >= 2:
@@ -140,7 +149,7 @@ class AscendParts(NamedTuple):
 
 
 def find_ascend(root: Path, environment: Mapping[str, str]) -> AscendParts:
-    """Looks for an Ascend; arguments as of `check_device`."""
+    """Returns the parts of an Ascend that this machine has; the arguments are those of `check_device`."""
     cards = sum(1 for _ in (root / "dev").glob("davinci[0-9]*"))
     driver = shutil.which("npu-smi", path=environment.get("PATH", "")) is not None
     toolkit = (root / "usr/local/Ascend").is_dir() or "ASCEND_HOME_PATH" in environment
@@ -148,20 +157,22 @@ def find_ascend(root: Path, environment: Mapping[str, str]) -> AscendParts:
 
 
 def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path | None = None) -> list[str]:
-    """Why a run cannot use an Ascend; empty when it can. `package`: MindSpore's folder; None: look."""
-    found = find_ascend(root, environment)
-    if found.cards:
-        missing = []
-    else:
-        missing = ["no card (/dev/davinci0)"]
+    """Returns what a run on an Ascend would need and this machine does not have.
+
+    Args:
+        package: MindSpore's folder; None finds it.
+    """
+    parts = find_ascend(root, environment)
+    missing = []
+    if not parts.cards:
+        missing.append("no card (/dev/davinci0)")
     # A container may have the cards and the driver's libraries without its tool.
-    if not (found.driver or (root / "usr/local/Ascend/driver").is_dir()):
+    if not parts.driver and not (root / "usr/local/Ascend/driver").is_dir():
         missing.append("no driver (npu-smi, /usr/local/Ascend/driver)")
-    if not found.toolkit:
+    if not parts.toolkit:
         missing.append("no CANN libraries (/usr/local/Ascend, ASCEND_HOME_PATH)")
     if package is None:
         spec = importlib.util.find_spec("mindspore")
-        package = None
         if spec and spec.origin:
             package = Path(spec.origin).parent
     if package is None or not any((package / "lib/plugin").glob("libmindspore_ascend.so*")):
@@ -170,17 +181,19 @@ def missing_for_ascend(root: Path, environment: Mapping[str, str], package: Path
 
 
 def check_device(root: Path, environment: Mapping[str, str]) -> Check:
-    """The best device there is: Ascend with its toolkit, else the CPU.
+    """Checks which device is the best one: an Ascend with its toolkit, else the CPU.
 
     Args:
-        root: Of the file system, for tests.
-        environment: Its PATH leads to npu-smi.
+        root: Root of the file system, for tests.
+        environment: Environment variables, whose PATH leads to npu-smi.
     """
     cards, smi, toolkit = find_ascend(root, environment)
     if cards or smi:
         cards_text = "npu-smi"
-        if cards:
-            cards_text = f"{cards} Ascend card{'s' if cards != 1 else ''}"
+        if cards == 1:
+            cards_text = "1 Ascend card"
+        elif cards:
+            cards_text = f"{cards} Ascend cards"
         if not toolkit:
             fix = "install CANN, then source its set_env.sh; until then use --device_target CPU"
             return Check("device", "warn", f"{cards_text}, but no CANN toolkit in /usr/local/Ascend", fix)
@@ -192,34 +205,38 @@ def check_device(root: Path, environment: Mapping[str, str]) -> Check:
                      "pass the cards to the container, or use --device_target CPU")
     gpu = _gpu_name(environment)
     if gpu:
-        return Check("device", "warn", f"CPU ({processor_name()}); {gpu} stays idle",
+        return Check("device", "warn", f"CPU ({processor_name()}); {gpu} is not used",
                      f"nothing to do: MindSpore {TESTED_MINDSPORE} has no GPU wheel, training uses the CPU")
     return Check("device", "ok", f"CPU ({processor_name()})")
 
 
 def check_cores(usable: int, present: int) -> Check:
-    found = f"{usable} usable" + (f" of {present}" if usable != present else "")
+    """Checks that the process may use two cores or more."""
+    text = f"{usable} usable"
+    if usable != present:
+        text += f" of {present}"
     if usable >= 2:
-        return Check("cores", "ok", found)
-    return Check("cores", "warn", found, "give the process two cores or more: data and model share a single one")
+        return Check("cores", "ok", text)
+    return Check("cores", "warn", text, "use at least two cores: data loading and training share one now")
 
 
 def check_memory(available_bytes: int, cgroup_left_bytes: int | None) -> Check:
-    """Memory that is left, on the machine or within the container's limit, whichever is less."""
-    limited = cgroup_left_bytes is not None and cgroup_left_bytes < available_bytes
+    """Checks the available memory: that of the machine, or within the container's limit if that is less."""
     left_bytes = available_bytes
-    if limited:
+    limit = ""
+    if cgroup_left_bytes is not None and cgroup_left_bytes < available_bytes:
         left_bytes = cgroup_left_bytes
-    found = f"{left_bytes / _GIB:.1f} GiB available{' within the limit of the container' if limited else ''}"
+        limit = " within the limit of the container"
+    text = f"{left_bytes / _GIB:.1f} GiB available{limit}"
     if left_bytes < 1 * _GIB:  # importing MindSpore takes 0.4 GiB, a small model as much again
-        return Check("memory", "fail", found, "free 1 GiB at least: MindSpore alone takes almost half of it")
+        return Check("memory", "fail", text, "free at least 1 GiB: MindSpore alone takes almost half of it")
     if left_bytes < 4 * _GIB:
-        return Check("memory", "warn", found, "enough for configs/quickstart.yaml; larger models want 4 GiB and more")
-    return Check("memory", "ok", found)
+        return Check("memory", "warn", text, "enough for configs/quickstart.yaml; larger models need 4 GiB or more")
+    return Check("memory", "ok", text)
 
 
 def check_disk(output_dir: Path) -> Check:
-    """Free space where the run will write, and whether it may write there."""
+    """Checks the free space where the run will write, and the permission to write there."""
     existing = output_dir.absolute()
     while not os.path.exists(existing):  # unlike Path.exists, no error where a parent may not be read
         existing = existing.parent
@@ -228,34 +245,37 @@ def check_disk(output_dir: Path) -> Check:
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         return Check("disk", "fail", f"{existing} is not writable", "choose another output_dir")
     free_bytes = shutil.disk_usage(existing).free
-    found = f"{free_bytes / _GIB:.1f} GiB free for {output_dir}"
+    text = f"{free_bytes / _GIB:.1f} GiB free for {output_dir}"
     if free_bytes < _GIB // 4:
-        return Check("disk", "fail", found, "free 0.25 GiB at least, or choose another output_dir")
+        return Check("disk", "fail", text, "free at least 0.25 GiB, or choose another output_dir")
     if free_bytes < 2 * _GIB:
-        return Check("disk", "warn", found, "enough for small models: a checkpoint takes 12 bytes a parameter")
-    return Check("disk", "ok", found)
+        fix = "enough for small models only: a checkpoint needs 12 bytes per parameter"
+        return Check("disk", "warn", text, fix)
+    return Check("disk", "ok", text)
 
 
 def check_msrun(executable_folder: Path, search_path: str) -> Check:
-    """msrun itself starts workers with the first python on PATH; `launch` always uses the Python that runs it."""
-    own = executable_folder / "msrun"
-    if not own.exists():
+    """Checks that msrun uses this Python: called without `launch`, it starts workers with the first python on PATH."""
+    msrun = executable_folder / "msrun"
+    if not msrun.exists():
         return Check("msrun", "warn", f"not beside {executable_folder}/python; only parallel runs need it",
                      "pip install -c constraints.txt mindspore, with this Python")
     python = shutil.which("python", path=search_path)
     if python is None or Path(python).parent.absolute() != executable_folder.absolute():
-        found = f"{own}; called without `launch`, it uses the first python on PATH, {python or 'and there is none'}"
-        return Check("msrun", "warn", found, f"source {executable_folder}/activate before calling msrun itself")
-    return Check("msrun", "ok", str(own))
+        first = python or "and there is none"
+        text = f"{msrun}; called without `launch`, it uses the first python on PATH, {first}"
+        return Check("msrun", "warn", text, f"source {executable_folder}/activate before calling msrun itself")
+    return Check("msrun", "ok", str(msrun))
 
 
 def check_deep() -> Check:
+    """Checks that MindSpore computes a matrix product in a process of its own."""
     command = [sys.executable, "-c", _DEEP_PROGRAM]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=_DEEP_TIMEOUT_SECONDS)
     except subprocess.TimeoutExpired:
-        found = f"no answer within {_DEEP_TIMEOUT_SECONDS} s"
-        return Check("MindSpore runs", "fail", found, "see whether the machine is busy")
+        text = f"no answer within {_DEEP_TIMEOUT_SECONDS} s"
+        return Check("MindSpore runs", "fail", text, "see whether the machine is busy")
     if result.returncode == 0:
         return Check("MindSpore runs", "ok", result.stdout.strip().splitlines()[-1])
     lines = result.stderr.strip().splitlines() or [f"exit code {result.returncode}"]
@@ -264,7 +284,7 @@ def check_deep() -> Check:
 
 
 def memory_left_bytes(root: Path = Path("/")) -> int:
-    """Memory that is left, on the machine or within the container's limit, whichever is less."""
+    """Returns the available memory: that of the machine, or within the container's limit if that is less."""
     limited = cgroup_memory_left_bytes(root)
     available = _available_memory_bytes()
     if limited is None:
@@ -273,7 +293,7 @@ def memory_left_bytes(root: Path = Path("/")) -> int:
 
 
 def most_memory_bytes(root: Path = Path("/")) -> int:
-    """What a process here can have at most: the memory of the machine, or the container's limit, and the swap space."""
+    """Returns the most memory of a process here: that of the machine or the container's limit, and the swap space."""
     import psutil
 
     limits = [group.limit_bytes for group in _limited_groups(root)]
@@ -281,13 +301,15 @@ def most_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def cgroup_memory_left_bytes(root: Path) -> int | None:
-    """Memory left within the tightest limit on this process's control groups (version 1 or 2), or None without a limit.
+    """Returns the memory left within the tightest limit of this process's control groups, or None without a limit.
+
+    It reads versions 1 and 2 of control groups.
     """
     return min((group.left_bytes for group in _limited_groups(root)), default=None)
 
 
 class _Group(NamedTuple):
-    """A control group with a limit on its memory."""
+    """A control group with a memory limit."""
 
     limit_bytes: int
     left_bytes: int
@@ -299,7 +321,7 @@ def _limited_groups(root: Path) -> Iterator[_Group]:
     except OSError:
         return
     for membership in memberships:
-        _, controllers, own = membership.split(":", 2)
+        _, controllers, path = membership.split(":", 2)
         if controllers == "":
             mount = root / "sys/fs/cgroup"
             limit = "memory.max"
@@ -313,10 +335,12 @@ def _limited_groups(root: Path) -> Iterator[_Group]:
         else:
             continue
         # Within a container the path is the host's and may not exist here; then the mount itself is the container's.
-        groups = [mount / own.lstrip("/"), *(mount / own.lstrip("/")).parents]
-        groups = [group for group in groups if group == mount or mount in group.parents]
-        found = (_limited_group(group, limit, used, cached) for group in groups)
-        yield from (group for group in found if group is not None)
+        folder = mount / path.lstrip("/")
+        for ancestor in (folder, *folder.parents):
+            if ancestor == mount or mount in ancestor.parents:
+                group = _limited_group(ancestor, limit, used, cached)
+                if group is not None:
+                    yield group
 
 
 def _limited_group(group: Path, limit_file: str, used_file: str, cached_field: str) -> _Group | None:
@@ -328,8 +352,10 @@ def _limited_group(group: Path, limit_file: str, used_file: str, cached_field: s
         return None
     if not limit.isdigit() or int(limit) >= _NO_LIMIT_BYTES:
         return None
-    # The kernel gives back what it only caches of files before it calls a limit reached.
-    return _Group(int(limit), max(0, int(limit) - used + (int(cached[1]) if cached else 0)))
+    # Before the kernel enforces a limit, it frees what it only caches of files.
+    if cached:
+        used -= int(cached[1])
+    return _Group(int(limit), max(0, int(limit) - used))
 
 
 def _installed_version(package: str) -> str | None:
@@ -346,8 +372,10 @@ def _available_memory_bytes() -> int:
 
 
 def processor_name() -> str:
+    """Returns the processor's model name, or else its architecture."""
     with contextlib.suppress(OSError):
-        if model := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+        model = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        if model:
             return model[1]
     return platform.machine()
 
@@ -360,5 +388,4 @@ def _gpu_name(environment: Mapping[str, str]) -> str:
             result = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_SECONDS)
             if result.returncode == 0:
                 return result.stdout.strip().partition("\n")[0]
-            return ""
     return ""

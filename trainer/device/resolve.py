@@ -22,36 +22,31 @@ _NO_GPU = "MindSpore 2.10 from the package index has no GPU kernels"
 
 
 def resolve_device(config: Config) -> str:
-    """The device of `context.device_target`; the best one there is when that is null, or with `device_fallback`.
+    """Returns the device of `context.device_target`, or the best available one if that is null or with
+    `device_fallback`.
 
     Raises:
-        UserError: The device that was asked for is not there, or a setting of an Ascend's is none.
+        UserError: The requested device is not available, or a setting for an Ascend is not valid.
     """
-    wanted = config.context.device_target
-    lacks = _lacks(config)
-    if lacks and wanted is not None and not config.context.device_fallback:
-        raise UserError(
-            lacks,
-            where=config.source.where(_KEY),
-            key=_KEY,
-            value=wanted,
-            fix="use --device_target CPU, remove the key to take the best device there is, or add --device_fallback;"
-            " `run_trainer.py doctor` looks at this machine",
-        )
-    if lacks:
-        device = "CPU"
-    else:
-        device = wanted or "Ascend"
+    target = config.context.device_target
+    obstacle = _obstacle(config)
+    if obstacle and target is not None and not config.context.device_fallback:
+        fix = "use --device_target CPU, or add --device_fallback to use the best available device"
+        details = "`run_trainer.py doctor` shows details"
+        raise UserError(obstacle, where=config.source.where(_KEY), key=_KEY, value=target, fix=f"{fix}; {details}")
+    device = "CPU"
+    if not obstacle:
+        device = target or "Ascend"
     device_calls(config, device)
     jit_options(config, device)
     return device
 
 
 def planned_device(config: Config) -> str:
-    """The device that a plan is for: a file for Ascend can be planned on any machine.
+    """Returns the device for which a plan is made: a file for Ascend can be planned on any machine.
 
     Raises:
-        UserError: As of `resolve_device`, but for an Ascend that is not there.
+        UserError: The requested device is not available, unless it is an Ascend, or one of its settings is not valid.
     """
     if not plans_elsewhere(config):
         return resolve_device(config)
@@ -61,28 +56,29 @@ def planned_device(config: Config) -> str:
 
 
 def plans_elsewhere(config: Config) -> bool:
-    """Whether the file is for an Ascend and this machine has none."""
+    """Returns whether the file is for an Ascend and this machine has none."""
     context = config.context
-    return context.device_target == "Ascend" and not context.device_fallback and bool(_lacks(config))
+    return context.device_target == "Ascend" and not context.device_fallback and bool(_obstacle(config))
 
 
 def device_notes(config: Config, device: str) -> Iterator[str]:
-    """What of the section `context` is different, or unused, on the device of this run."""
-    wanted = config.context.device_target
-    lacks = _lacks(config)
+    """Yields notes on keys of the section `context` that are unused, or have another effect, on the device of this run.
+    """
+    target = config.context.device_target
+    obstacle = _obstacle(config)
     defaults = device_default_note(config, device)
     if defaults:
         yield defaults
     if device == "Ascend" and SPEED_UP_KEY in (config.context.ascend_config or {}) and not is_semi_auto(config):
         text = f"context.ascend_config.{SPEED_UP_KEY}: not read, only semi-automatic mode has it"
         yield Note(text, "ignored")
-    if lacks and device == wanted:
-        yield Note(f"{_KEY} {wanted}: planned for another machine; {lacks}", "parallel")
-    elif lacks and wanted is not None:
-        yield f"{_KEY} {wanted}: {lacks}; the run uses the {device} (device_fallback)"
-    elif lacks and find_ascend(Path("/"), os.environ).cards:
-        yield f"{lacks}: the run uses the {device}"
-    elif wanted is None and config.context.device_fallback:
+    if obstacle and device == target:
+        yield Note(f"{_KEY} {target}: planned for another machine; {obstacle}", "parallel")
+    elif obstacle and target is not None:
+        yield f"{_KEY} {target}: {obstacle}; the run uses the {device} (device_fallback)"
+    elif obstacle and find_ascend(Path("/"), os.environ).cards:
+        yield f"{obstacle}: the run uses the {device}"
+    elif target is None and config.context.device_fallback:
         text = f"context.device_fallback: not used, without {_KEY} a run takes the best device there is"
         yield Note(text, "ignored")
     unused = unused_keys(config, device)
@@ -94,14 +90,14 @@ def device_notes(config: Config, device: str) -> Iterator[str]:
         yield Note(f"context: set with {', '.join(settings)}", "ignored")
 
 
-def _lacks(config: Config) -> str:
-    """Why the requested device (by default an Ascend) cannot be used; empty when it can."""
-    wanted = config.context.device_target
-    if wanted == "CPU":
+def _obstacle(config: Config) -> str:
+    """Returns why the requested device, by default an Ascend, cannot be used; empty if it can."""
+    target = config.context.device_target
+    if target == "CPU":
         return ""
-    if wanted == "GPU":
+    if target == "GPU":
         return _NO_GPU
     missing = missing_for_ascend(Path("/"), os.environ)
     if missing:
-        return f"this machine cannot run on an Ascend: {', '.join(missing)}"
+        return f"this machine has no usable Ascend: {', '.join(missing)}"
     return ""

@@ -1,7 +1,7 @@
-"""What the section `context` sets on an Ascend, and by which call of MindSpore 2.10. Pure Python: `plan` says it.
+"""The calls of MindSpore 2.10 that the section `context` makes on an Ascend. Pure Python, so that `plan` shows them.
 
-`mindspore.set_context` takes the same keys and warns of each that it will be removed; the calls here are those that it
-names instead.
+`mindspore.set_context` takes the same keys and warns for each that it will be removed; the calls here are those that it
+recommends instead.
 """
 
 from __future__ import annotations
@@ -49,11 +49,13 @@ class Call:
         return hash(str(self))
 
     def __str__(self) -> str:
-        strings = (f"{name}={value!r}" if name else repr(value) for name, value in self.arguments)
-        return f"{self.name}({', '.join(strings)})"
+        positional = [repr(value) for name, value in self.arguments if not name]
+        named = [f"{name}={value!r}" for name, value in self.arguments if name]
+        return f"{self.name}({', '.join([*positional, *named])})"
 
     def make(self, mindspore: ModuleType) -> None:
-        function = functools.reduce(getattr, self.name.split("."), mindspore)
+        """Calls the function of MindSpore."""
+        function: Any = functools.reduce(getattr, self.name.split("."), mindspore)
         function(
             *(value for name, value in self.arguments if not name),
             **{name: value for name, value in self.arguments if name},
@@ -61,7 +63,7 @@ class Call:
 
 
 def device_calls(config: Config, device: str) -> tuple[Call, ...]:
-    """The calls to make before anything runs on the device, in order; none but on an Ascend.
+    """Returns the calls to make before anything runs on the device, in order; empty for all devices but an Ascend.
 
     Raises:
         UserError: A value that MindSpore would refuse.
@@ -69,15 +71,18 @@ def device_calls(config: Config, device: str) -> tuple[Call, ...]:
     if device != "Ascend":
         return ()
     context = config.context
+    deterministic = None
+    if context.deterministic is not None:
+        deterministic = context.deterministic == "ON"
     single = {  # calls with one value
-        "set_deterministic": None if context.deterministic is None else context.deterministic == "ON",
+        "set_deterministic": deterministic,
         "set_recursion_limit": context.max_call_depth,
         "runtime.dispatch_threads_num": context.inter_op_parallel_num or None,
         "device_context.cpu.op_tuning.threads_num": context.runtime_num_threads or None,
     }
-    found = [*_memory(config), *(Call(name, (("", value),)) for name, value in single.items() if value is not None)]
+    calls = [*_memory(config), *(Call(name, (("", value),)) for name, value in single.items() if value is not None)]
     if context.pynative_synchronize:
-        found.append(Call("runtime.launch_blocking"))
+        calls.append(Call("runtime.launch_blocking"))
     cores = context.affinity_cpu_list
     if cores is not None and cores != "":
         key = "affinity_cpu_list"
@@ -86,54 +91,60 @@ def device_calls(config: Config, device: str) -> tuple[Call, ...]:
         listed = cores
         if isinstance(cores, str):
             listed = [cores]
+        arguments: tuple[tuple[str, Any], ...] = (("", True), (key, listed))
         if isinstance(cores, bool):
             arguments = (("", cores),)
-        else:
-            arguments = (("", True), (key, listed))
-        found.append(Call("runtime.set_cpu_affinity", arguments))
-    return (*found, *_ascend(config))
+        calls.append(Call("runtime.set_cpu_affinity", arguments))
+    return (*calls, *_ascend(config))
 
 
 def jit_options(config: Config, device: str) -> dict[str, str]:
-    """Options of `mindspore.jit` for each compiled block; none but on an Ascend.
+    """Returns the options of `mindspore.jit` for each compiled block; empty for all devices but an Ascend.
 
     Raises:
-        UserError: `jit_config` has an option that MindSpore no longer has, or says otherwise than another key.
+        UserError: `jit_config` has an option that MindSpore does not support, or conflicts with another key.
     """
     if device != "Ascend":
         return {}
     context = config.context
-    found = {}
+    options = {}
     for name, value in (context.jit_config or {}).items():
         if name not in _JIT:
-            raise _error(config, "jit_config", context.jit_config, f"{name} is none of {', '.join(_JIT)}", "remove it")
-        found[name] = value
-    for name, own in (("jit_level", context.jit_level), ("exec_order", context.exec_order)):
-        if own is not None and found.setdefault(name, own) != own:
-            raise _error(config, name, own, f"jit_config says {found[name]}", "remove one of the two")
-    for name, value in found.items():
+            raise _error(config, "jit_config", context.jit_config, f"{name} is not {' or '.join(_JIT)}", "remove it")
+        options[name] = value
+    for name, value in (("jit_level", context.jit_level), ("exec_order", context.exec_order)):
+        if value is not None and options.setdefault(name, value) != value:
+            rule = f"conflicts with {name} {options[name]} in jit_config"
+            raise _error(config, name, value, rule, "remove one of the two")
+    for name, value in options.items():
         if value not in _JIT[name]:
             key = "jit_config"
             if getattr(context, name) is not None:
                 key = name
             rule = f"{name} of mindspore.jit is one of {', '.join(_JIT[name])}"
             raise _error(config, key, getattr(context, key), rule, f"write {_JIT[name][-1]}")
-    return found
+    return options
 
 
 def unused_keys(config: Config, device: str) -> list[str]:
-    """The keys that are set and do nothing on this device, with their locations."""
+    """Returns the keys that are set and have no effect on this device, with their locations."""
     if device == "Ascend":
         return []
     context = config.context
     fields = type(config.context).model_fields
     names = [name for name in _KEYS if getattr(context, name) != fields[name].default]
-    locations = ((f"context.{name}", config.source.where(f"context.{name}")) for name in names)
-    return [f"{key} ({location})" if location else key for key, location in locations]
+    unused = []
+    for name in names:
+        key = f"context.{name}"
+        location = config.source.where(key)
+        if location:
+            key += f" ({location})"
+        unused.append(key)
+    return unused
 
 
 def _memory(config: Config) -> list[Call]:
-    """One call for all keys: MindSpore refuses a second one."""
+    """Returns one call for all keys of memory: MindSpore refuses a second one."""
     arguments = []
     for key, name in _MEMORY.items():
         size = getattr(config.context, key)
@@ -150,22 +161,23 @@ def _memory(config: Config) -> list[Call]:
 
 
 def _ascend(config: Config) -> list[Call]:
-    found = []
+    calls = []
     for name, value in (config.context.ascend_config or {}).items():
         key = f"ascend_config.{name}"
         if name == SPEED_UP_KEY:
             continue
         if name not in _ASCEND_CONFIG:
             known = ", ".join(_ASCEND_CONFIG)
-            raise _error(config, key, value, f"MindSpore 2.10 has no call for it; there are {known}", "remove it")
+            rule = f"MindSpore 2.10 does not support it; supported keys are {known}"
+            raise _error(config, key, value, rule, "remove it")
         call, kind = _ASCEND_CONFIG[name]
         if kind is bool and value in (0, 1, "0", "1"):
             value = value in (1, "1")
         if not isinstance(value, kind):
             words = {bool: "True or False", str: "a string"}[kind]
             raise _error(config, key, value, f"must be {words}", "correct the value")
-        found.append(Call(call, (("", value),)))
-    return found
+        calls.append(Call(call, (("", value),)))
+    return calls
 
 
 def _error(config: Config, name: str, value: object, rule: str, fix: str) -> UserError:

@@ -21,10 +21,11 @@ _FOREVER = 1e7  # seconds
 
 
 class StopSignals:
-    """Remembers SIGINT and SIGTERM instead of ending the process; a second one of the same kind acts at once.
+    """Records SIGINT and SIGTERM instead of ending the process; a second signal of the same kind acts at once.
 
     A second one within _ECHO_SECONDS counts as the first: batch systems signal every process of a job, and a launcher
-    then forwards the signal as well. Python handles signals in the main thread alone: elsewhere this remembers nothing.
+    then forwards the signal as well. Python handles signals only in the main thread: in other threads this records
+    nothing.
     """
 
     def __init__(self) -> None:
@@ -33,8 +34,9 @@ class StopSignals:
         self._remembered_at: dict[int, float] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in EXIT_CODES if threading.current_thread() is threading.main_thread() else ():
-            self._before[number] = signal.signal(number, self._remember)
+        if threading.current_thread() is threading.main_thread():
+            for number in EXIT_CODES:
+                self._before[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -42,7 +44,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def renew(self) -> None:
-        """Puts the handlers in their places again, see `receive_signals_in_a_thread`."""
+        """Installs the handlers again, see `receive_signals_in_a_thread`."""
         for number in self._before:
             signal.signal(number, signal.getsignal(number))
 
@@ -64,21 +66,22 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
+        """Returns the exit code of a run that the received signal stopped; 0 without a signal."""
         if self.received:
             return EXIT_CODES[self.received]
         return EXIT_OK
 
 
 def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threading.Thread:
-    """From now on a thread receives SIGINT and SIGTERM, and hands them to the main thread's Python handlers.
+    """Starts a thread that receives SIGINT and SIGTERM and forwards them to the Python handlers of the main thread.
 
-    At every call of a compiled function MindSpore 2.10 puts a handler of its own (in C) in the place of SIGINT's, which
-    makes a SIGTERM of it and may crash the process. So the calling thread, and those that it starts, block both
-    signals. Threads that were there before, of NumPy or of a kernel of Jupyter, still take them: for these
-    `StopSignals.renew` puts Python's handlers back.
+    At every call of a compiled function MindSpore 2.10 replaces SIGINT's handler by its own (in C), which raises
+    SIGTERM and may crash the process. So the calling thread, and those that it starts, block both signals. Earlier
+    threads, of NumPy or of a Jupyter kernel, still receive them: for these `StopSignals.renew` restores Python's
+    handlers.
 
     Args:
-        ended: The thread ends soon after this is set; None: with the process.
+        ended: The thread ends soon after this is set; None lets it run as long as the process.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, EXIT_CODES)
     wait_seconds = _WAIT_SECONDS
@@ -87,8 +90,9 @@ def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threadi
 
     def forward() -> None:
         while ended is None or not ended.is_set():
-            if (found := signal.sigtimedwait(EXIT_CODES, wait_seconds)) is not None:
-                _thread.interrupt_main(found.si_signo)
+            received = signal.sigtimedwait(EXIT_CODES, wait_seconds)
+            if received is not None:
+                _thread.interrupt_main(signal.Signals(received.si_signo))
 
     receiver = threading.Thread(target=forward, name="signals", daemon=True)
     receiver.start()
@@ -97,7 +101,7 @@ def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threadi
 
 @contextlib.contextmanager
 def signals_in_a_thread() -> Iterator[None]:
-    """`receive_signals_in_a_thread` for as long; without an effect in other threads than the main one."""
+    """Applies `receive_signals_in_a_thread` for the duration of the context; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,9 +1,9 @@
-"""Threads on a CPU: those of MindSpore's runtime, and those of NumPy's work on tensors in the host's memory.
+"""The threads on a CPU: those of MindSpore's runtime, and those of NumPy's work on tensors in the host's memory.
 
-As installed, MindSpore 2.10 on a machine with few cores runs operators in the calling thread, which hands the work to
-a pool and then polls for its end, and its queues poll while they are empty. Each poller takes time from the threads
-that compute: on two cores a step takes up to twice as long. A rank that has one core, and waits for others, would give
-a third of it to polling.
+As installed, MindSpore 2.10 on a machine with few cores runs operators in the calling thread, which hands the work to a
+pool and then polls for its end, and its queues poll while they are empty. Each polling thread takes time from the
+threads that compute: on two cores a step takes up to twice as long. A rank with one core that waits for others would
+spend a third of it on polling.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _twice(x: mindspore.Tensor) -> mindspore.Tensor:
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Sends what C++ code writes to stdout and stderr nowhere. An exception inside still reaches the caller."""
+    """Discards what C++ code writes to stdout and stderr. An exception inside still reaches the caller."""
     saved = {stream: os.dup(stream) for stream in (1, 2)}
     try:
         with open(os.devnull, "wb") as nowhere:
@@ -71,7 +71,7 @@ def silent() -> Iterator[None]:
 
 
 class HostThreads:
-    """As many threads as this process has cores; each takes the next item when it has done one.
+    """A pool of one thread per core of this process; each thread takes the next item when it has finished one.
 
     NumPy lets other threads run while it computes. Its products then run in one thread each: the BLAS library's own
     threads would poll for work between two products, and take time from those that compute.
@@ -79,20 +79,18 @@ class HostThreads:
 
     def __init__(self, threads: int | None = None) -> None:
         if threads is None:
-            self.threads = min(len(os.sched_getaffinity(0)), _MOST_HOST_THREADS)
-        else:
-            self.threads = threads
-        if self.threads > 1:
-            self.pool = ThreadPoolExecutor(self.threads - 1, "host")
-        else:
-            self.pool = None
+            threads = min(len(os.sched_getaffinity(0)), _MOST_HOST_THREADS)
+        self.threads = threads
+        self.pool: ThreadPoolExecutor | None = None
+        if threads > 1:
+            self.pool = ThreadPoolExecutor(threads - 1, "host")
         self.at_work = threading.local()  # whether a thread is inside `run`
         threadpoolctl.threadpool_limits(1, user_api="blas")
 
     def run(self, items: Iterable[Item], function: Callable[[Item, int], None]) -> None:
         """Calls function(item, number of the thread) for every item; items may run at the same time.
 
-        Where `function` itself calls this, its thread takes all items: the others have work of their own.
+        If `function` itself calls this method, its thread takes all items: the other threads are busy.
         """
         number = getattr(self.at_work, "number", None)
         if number is not None:
@@ -112,10 +110,10 @@ class HostThreads:
             finally:
                 self.at_work.number = None
 
-        used = 1
-        if self.pool:
+        others = []
+        if self.pool is not None:
             used = min(self.threads, len(items))
-        others = [self.pool.submit(take, thread) for thread in range(1, used)]
+            others = [self.pool.submit(take, thread) for thread in range(1, used)]
         take(0)
         for other in others:
             other.result()

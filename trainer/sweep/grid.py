@@ -33,8 +33,8 @@ class Axis(NamedTuple):
     texts: tuple[str, ...]
 
 
-class Point(NamedTuple):
-    """A run of a sweep."""
+class SweepPoint(NamedTuple):
+    """One combination of values, which is one run of the sweep."""
 
     name: str  # of its folder
     flags: tuple[str, ...]
@@ -62,31 +62,30 @@ def read_axis(text: str) -> Axis:
 
 
 def _values(flag: str, listed: str) -> tuple[str, ...]:
-    """The items of a list in YAML's flow style without its brackets, each as it is written."""
-    begin = "["
-    text = f"{begin}{listed}]"
+    """Returns the items of a list in YAML's flow style without its brackets, each as it is written."""
+    text = f"[{listed}]"
+    node = None
     try:
-        node = None
         if len(text) < _LONGEST:
             node = yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
-        node = None
+        pass
     if not isinstance(node, yaml.SequenceNode) or node.end_mark.index != len(text) or listed.rstrip().endswith(","):
-        raise UserError("its values are no list", where=_WHERE, key=flag, value=listed, fix=_EXAMPLE)
+        raise UserError("cannot be parsed as a list of values", where=_WHERE, key=flag, value=listed, fix=_EXAMPLE)
     texts = tuple(text[item.start_mark.index : item.end_mark.index].strip() for item in node.value)
     if not texts or not all(texts):
         raise UserError("has no value", where=_WHERE, key=flag, value=listed, fix=_EXAMPLE)
     return texts
 
 
-def points(grids: Sequence[str], given: Sequence[str] = ()) -> list[Point]:
-    """Every combination of the values, the last key's changing first.
+def points(grids: Sequence[str], flag_keys: Sequence[str] = ()) -> list[SweepPoint]:
+    """Returns every combination of the values; the values of the last key change first.
 
     Args:
-        given: The keys that other flags set.
+        flag_keys: The keys that other flags set.
 
     Raises:
-        UserError: As of `read_axis`; a key is there twice; there are too many runs, or no grid.
+        UserError: A grid is wrong, a key occurs twice, there is no grid, or there are too many combinations.
     """
     axes = [read_axis(text) for text in grids]
     if not axes:
@@ -94,26 +93,28 @@ def points(grids: Sequence[str], given: Sequence[str] = ()) -> list[Point]:
     for number, axis in enumerate(axes):
         if axis.key in [other.key for other in axes[:number]]:
             raise UserError("is given twice", where=_WHERE, key=axis.flag, fix="write all its values in one --grid")
-        if axis.key in map(canonical_key, given):
+        if axis.key in map(canonical_key, flag_keys):
             fix = "leave one of the two out"
             raise UserError("is given by a flag too", where=_WHERE, key=axis.flag, fix=fix)
     runs = 1
     for axis in axes:
         runs *= len(axis.texts)
     if runs > _MOST_RUNS:
-        raise UserError(f"these are {runs} runs, more than {_MOST_RUNS}", where=_WHERE, fix="leave values out")
+        rule = f"the grid has {runs:,} combinations, and the limit is {_MOST_RUNS:,}"
+        raise UserError(rule, where=_WHERE, fix="leave values out")
     short = [axis.flag.rpartition(".")[2] for axis in axes]
     labels = [last if short.count(last) == 1 else axis.flag for last, axis in zip(short, axes, strict=True)]
-    found = []
+    combinations = []
     for texts in itertools.product(*(axis.texts for axis in axes)):
-        name = folder_name(",".join(f"{label}={text}" for label, text in zip(labels, texts, strict=True)))
+        name = point_folder_name(",".join(f"{label}={text}" for label, text in zip(labels, texts, strict=True)))
         flags = tuple(f"--{axis.flag}={text}" for axis, text in zip(axes, texts, strict=True))
-        found.append(Point(name, flags))
-    return found
+        combinations.append(SweepPoint(name, flags))
+    return combinations
 
 
-def folder_name(name: str) -> str:
-    """A name that is one folder in any file system and needs no quotes in a shell; different ones stay different."""
+def point_folder_name(name: str) -> str:
+    """Returns a valid folder name for any file system that needs no quotes in a shell; different names stay different.
+    """
     plain = re.sub(r"[^A-Za-z0-9._=,+-]+", "_", name).rstrip("_")
     if plain == name and len(name) <= _LONGEST_NAME:
         return name
