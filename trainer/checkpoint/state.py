@@ -273,25 +273,25 @@ def read_resumed_checkpoint(
 
 
 def _resumed(
-    found: Checkpoint, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World
+    checkpoint: Checkpoint, config: Config, layout: Mapping[str, Any], parts: ShardSpecs | None, world: World
 ) -> ResumedCheckpoint:
-    path = found.path
+    path = checkpoint.path
 
     def mismatch(rule: str, fix: str) -> UserError:
         return UserError(rule, value=str(path), fix=fix)
 
-    _check_part(found, config, mismatch)
-    weights = _weights_of(found, config, parts, world)
-    state = read_run_state(found)
+    _check_part(checkpoint, config, mismatch)
+    weights = _weights_of(checkpoint, config, parts, world)
+    state = read_run_state(checkpoint)
     before = state.optimizer.type
     now = config.optimizer.type
     if before != now:
         rule = f"the checkpoint was made with {before}, and this run's optimizer.type is {now}"
         raise mismatch(rule, f"use {before}, or {_NEW_RUN}")
-    if OPTIMIZER not in found.tensors:
+    if OPTIMIZER not in checkpoint.tensors:
         raise damaged_checkpoint(path, "it has no state of the optimizer")
-    _check_same_freeze(found, config, mismatch)
-    arrays = _optimizer_arrays(found, config)
+    _check_same_freeze(checkpoint, config, mismatch)
+    arrays = _optimizer_arrays(checkpoint, config)
     position = _position(state, config, layout, mismatch)
     # Older checkpoints have no settings.
     changes = ""
@@ -300,7 +300,7 @@ def _resumed(
     notes: tuple[str, ...] = ()
     if changes:
         notes = (f"differs from the run that made {path.name}: {changes}",)
-    if not found.has_checksums:
+    if not checkpoint.has_checksums:
         notes += (f"{path.name} was saved without checksums: only the lengths of its files are checked",)
     if config.resume_training is True and resolve_best_link(_resume_folder(config)) != path:
         notes += tuple(renamed_checkpoint_notes(path))
@@ -314,27 +314,28 @@ def _resumed(
     return ResumedCheckpoint(position, weights, arrays, state.optimizer.updates, step, evaluations, path, notes)
 
 
-def _optimizer_arrays(found: Checkpoint, config: Config) -> dict[str, LazyArray]:
+def _optimizer_arrays(checkpoint: Checkpoint, config: Config) -> dict[str, LazyArray]:
     """Opens the optimizer's state in a checkpoint; raises a UserError if names, shapes or dtypes are wrong.
 
     Numbers are checked for NaN and infinity when they are read.
     """
-    stored = found.tensors[OPTIMIZER]
+    stored = checkpoint.tensors[OPTIMIZER]
     for name, expected in optimizer_shapes(config).items():
         if name not in stored:
-            raise damaged_checkpoint(found.path, f"the optimizer's state lacks {name}")
+            raise damaged_checkpoint(checkpoint.path, f"the optimizer's state lacks {name}")
         dtype, shape = stored.about(name)
         if dtype != "F32":
-            raise damaged_checkpoint(found.path, f"the optimizer's state has {name} in {dtype}, not F32")
+            raise damaged_checkpoint(checkpoint.path, f"the optimizer's state has {name} in {dtype}, not F32")
         # Sharded arrays are flat in checkpoints of earlier versions.
         if shape not in (expected, (math.prod(expected),)):
             rule = f"the optimizer's state has {name} of shape {list(shape)}, not {list(expected)}"
-            raise damaged_checkpoint(found.path, rule)
+            raise damaged_checkpoint(checkpoint.path, rule)
 
     def read(name: str, part: ShardSpec) -> np.ndarray:
         numbers = stored.array(name).read(part)
         if not is_finite(numbers):
-            raise damaged_checkpoint(found.path, f"the optimizer's state is not finite: {name} has NaN or infinity")
+            rule = f"the optimizer's state is not finite: {name} has NaN or infinity"
+            raise damaged_checkpoint(checkpoint.path, rule)
         return numbers
 
     return {name: LazyArray(stored.about(name)[1], partial(read, name)) for name in stored}
@@ -347,9 +348,9 @@ def plan_resumed(plan: Plan, resumed: ResumedCheckpoint) -> Plan:
     return replace(plan, resumes=resumes, notes=(*plan.notes, *resumed.notes))
 
 
-def _check_same_freeze(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
+def _check_same_freeze(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
     """Checks that the optimizer has state for exactly the weights that are trained."""
-    before = {name.partition(".")[2] for name in found.tensors[OPTIMIZER]}
+    before = {name.partition(".")[2] for name in checkpoint.tensors[OPTIMIZER]}
     now = set(trained_shapes(config))
     if before == now:
         return
@@ -371,9 +372,9 @@ def _part(config: Config) -> str:
     return "model"
 
 
-def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
+def _check_part(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
     part = _part(config)
-    if part not in found.tensors:
+    if part not in checkpoint.tensors:
         if part == adapters.PART:
             rule = "the checkpoint contains a full model, and this run trains adapters"
             change = "remove"
@@ -383,16 +384,18 @@ def _check_part(found: Checkpoint, config: Config, mismatch: Mismatch) -> None:
         raise mismatch(rule, f"{change} {SECTION}, or name another checkpoint")
 
 
-def _weights_of(found: Checkpoint, config: Config, parts: ShardSpecs | None, world: World) -> dict[str, np.ndarray]:
+def _weights_of(
+    checkpoint: Checkpoint, config: Config, parts: ShardSpecs | None, world: World
+) -> dict[str, np.ndarray]:
     """Reads all parameters of the run: the checkpoint's, or its adapters and the base model's."""
-    tensors = found.tensors[_part(config)].arrays()
+    tensors = checkpoint.tensors[_part(config)].arrays()
     where = config.source.where(_KEY)
     if not config.has_adapters:
-        return fitting_weights(tensors, config.network, found.path, where, _KEY, parts)
+        return fitting_weights(tensors, config.network, checkpoint.path, where, _KEY, parts)
     base = adapters.open_base_weights(config, world=world)
     weights = base.read(parts)
-    adapters.check_base(read_base(found), config, weights if parts is None else base.arrays)
-    return weights | adapters.fitting_adapters(tensors, config, found.path, where, _KEY).read(parts)
+    adapters.check_base(read_base(checkpoint), config, weights if parts is None else base.arrays)
+    return weights | adapters.fitting_adapters(tensors, config, checkpoint.path, where, _KEY).read(parts)
 
 
 def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismatch: Mismatch) -> Position:

@@ -65,11 +65,11 @@ def split_fused_tensors(weights: Mapping[str, ArrayOrLazyArray], settings: Model
     """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
     if not any(name.startswith("transformer.") or any(piece in name for piece in _OTHERWISE) for name in weights):
         return dict(weights)
-    found: dict[str, ArrayOrLazyArray] = {}
+    tensors: dict[str, ArrayOrLazyArray] = {}
     for name, array in weights.items():
         if name != "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
-            found |= _split(_renamed(name), array, settings)
-    return found
+            tensors |= _split(_renamed(name), array, settings)
+    return tensors
 
 
 def _renamed(name: str) -> str:
@@ -139,17 +139,17 @@ def _tensors(name: str, shape: tuple[int, ...], form: ExpertNames) -> list[str]:
 
 def disk_shapes(shapes: Shapes, form: ExpertNames = ONE_BY_ONE) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes on disk of parameters with these names and shapes in memory."""
-    found: dict[str, tuple[int, ...]] = {}
+    shapes_on_disk: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         tensors = _tensors(name, shape, form)
         if _EXPERTS not in name:
-            found[tensors[0]] = shape
+            shapes_on_disk[tensors[0]] = shape
         elif form == FUSED:
             stacks = sum(tensors[0].endswith(matrix) for matrix in FUSED.matrices)
-            found[tensors[0]] = (shape[0], stacks * shape[1], shape[2])
+            shapes_on_disk[tensors[0]] = (shape[0], stacks * shape[1], shape[2])
         else:
-            found |= dict.fromkeys(tensors, shape[1:])
-    return found
+            shapes_on_disk |= dict.fromkeys(tensors, shape[1:])
+    return shapes_on_disk
 
 
 def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[str, ArrayOrLazyArray]:
@@ -158,20 +158,20 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
     `weights` are the tensors of a file in any form, with every tensor of `disk_shapes`.
     """
     form = find_expert_names(weights)
-    found = {}
+    parameters = {}
     for name, shape in shapes.items():
         arrays = [weights[tensor] for tensor in _tensors(name, shape, form)]
         if _EXPERTS not in name:
-            found[name] = arrays[0]
+            parameters[name] = arrays[0]
         elif form == FUSED:
             # up, which is below gate
             start = 0
             if name.endswith(_MATRICES[1]):
                 start = shape[1]
-            found[name] = arrays[0][:, start : start + shape[1]]
+            parameters[name] = arrays[0][:, start : start + shape[1]]
         else:
-            found[name] = stack_arrays(arrays)
-    return found
+            parameters[name] = stack_arrays(arrays)
+    return parameters
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -199,17 +199,17 @@ def disk_slices(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[Dis
     form = ONE_BY_ONE
     if kind in FAMILIES:
         form = FAMILIES[kind].expert_names
-    found: dict[str, list[DiskSlice]] = {}
+    slices: dict[str, list[DiskSlice]] = {}
     for name, part in parts.items():
         tensors = _tensors(name, part.global_shape, form)
         if _EXPERTS in name:
-            pieces = [(tensors[expert], DiskSlice(name, own, one)) for expert, one, own in part.items()]
+            pieces = [(tensors[expert], DiskSlice(name, local, one)) for expert, one, local in part.items()]
         else:
             pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
         for tensor, piece in pieces:
             tensor_of_class, placed = _in_class(tensor, piece, kind)
-            found.setdefault(tensor_of_class, []).append(placed)
-    return found
+            slices.setdefault(tensor_of_class, []).append(placed)
+    return slices
 
 
 def _in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]:
@@ -236,10 +236,10 @@ def _below(part: ShardSpec, place: int, count: int) -> ShardSpec:
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """Returns tensors to save as in `disk_slices`, as views where they are not made of several parameters."""
-    found = {}
+    tensors = {}
     specs = {name: full_shard_spec(array.shape) for name, array in arrays.items()}
     for name, parts in disk_slices(specs, kind).items():
         ordered = sorted(parts, key=lambda one: one.spec.shard.start)
         flat = [arrays[one.name].reshape(-1)[one.local_range] for one in ordered]
-        found[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].spec.global_shape)
-    return found
+        tensors[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].spec.global_shape)
+    return tensors

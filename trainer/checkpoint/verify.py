@@ -133,24 +133,24 @@ def _is_checked(path: Path) -> bool:
 def _check(path: Path) -> VerifyResult:
     if is_token_file(path):
         try:
-            found = checked_token_file(path, every_page=True)
+            token_cache = checked_token_file(path, every_page=True)
         except DamagedTokenFile as error:
             return VerifyResult(path, f"{error}; remove it, and the next run builds it again", is_checkpoint=False)
-        note = f"{found.meta.num_tokens:,} tokens of {found.meta.source}"
+        note = f"{token_cache.meta.num_tokens:,} tokens of {token_cache.meta.source}"
         return VerifyResult(path, "", note, is_checkpoint=False)
     was_complete = (path / MARKER).exists()
     try:
-        found = None
+        result = None
         if was_complete:
-            found = _check_complete(path)
+            result = _check_complete(path)
     except (UserError, OSError) as error:
         if isinstance(error, UserError):
             rule = error.rule
         else:
             rule = f"{error.filename} cannot be read ({error.strerror})"
-        found = VerifyResult(path, rule.removeprefix("the checkpoint is damaged: "))
-    if found is not None and (not found.problem or (path / MARKER).exists()):
-        return found
+        result = VerifyResult(path, rule.removeprefix("the checkpoint is damaged: "))
+    if result is not None and (not result.problem or (path / MARKER).exists()):
+        return result
     why = "a save or a removal was interrupted"
     if was_complete:
         why = "it was removed meanwhile"
@@ -183,14 +183,14 @@ def _description_problem(path: Path) -> str:
     return ""
 
 
-def _optimizer_problem(found: Checkpoint) -> str:
+def _optimizer_problem(checkpoint: Checkpoint) -> str:
     """Returns the problem of the first array of the optimizer that does not fit its weight; empty if all fit.
 
     Weights that have another name on disk than in the optimizer's state, such as experts, are not compared.
     """
     weights = {name.removeprefix(PREFIX): arrays.about(name)[1]
-               for part, arrays in found.tensors.items() if part != OPTIMIZER for name in arrays}  # fmt: skip
-    arrays = found.tensors.get(OPTIMIZER)
+               for part, arrays in checkpoint.tensors.items() if part != OPTIMIZER for name in arrays}  # fmt: skip
+    arrays = checkpoint.tensors.get(OPTIMIZER)
     if arrays is None:
         return ""
     for name in arrays:

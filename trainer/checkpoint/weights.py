@@ -57,12 +57,12 @@ def open_initial_weights(
     """
     if not config.load_checkpoint:
         return None
-    found, absent, biases = _fitting_model(config, note, new_modules=new_modules, world=world)
+    checked, absent, biases = _fitting_model(config, note, new_modules=new_modules, world=world)
     names = biases
     if new_modules:
         names = absent
     new = [parameter for name, parameter in parameter_specs(config.network).items() if name in names]
-    return found._replace(arrays={**found.arrays, **from_seed(new, config.decoder, config.seed)})
+    return checked._replace(arrays={**checked.arrays, **from_seed(new, config.decoder, config.seed)})
 
 
 def from_seed(parameters: Iterable[ParameterSpec], settings: ModelConfig, seed: int) -> dict[str, LazyArray]:
@@ -97,14 +97,14 @@ class CheckedWeights(NamedTuple):
         Raises:
             UserError: They are not finite, or cannot be read.
         """
-        found = {}
+        values = {}
         for name, array in self.arrays.items():
             if parts is None or name in parts:
                 numbers = read_shard(array, None if parts is None else parts[name])
-                found[name] = np.ascontiguousarray(numbers, np.float32)
-                if not is_finite(found[name]):
+                values[name] = np.ascontiguousarray(numbers, np.float32)
+                if not is_finite(values[name]):
                     raise self._not_finite()
-        return found
+        return values
 
     def _not_finite(self) -> UserError:
         """Makes the error, which names the first bad tensor of the file, whichever shards are read."""
@@ -251,20 +251,21 @@ def read_weights(
         weights: dict[str, LazyArray] = {}
         file_of: dict[str, Path] = {}
         for file in files:
-            found = read_safetensors(file, where, numbers=numbers, world=world)
-            if twice := sorted(found.keys() & weights.keys()):
+            stored = read_safetensors(file, where, numbers=numbers, world=world)
+            if twice := sorted(stored.keys() & weights.keys()):
                 rule = f"{file_of[twice[0]].name} and {file.name} both contain {first_of(twice)}"
                 fix = "remove the file that does not belong there, or name one file"
                 raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix)
-            weights |= found
-            file_of |= dict.fromkeys(found, file)
+            weights |= stored
+            file_of |= dict.fromkeys(stored, file)
         return weights
     try:
-        found = find_checkpoint(path)
-        if (found / "adapter_model.safetensors").exists():
+        checkpoint = find_checkpoint(path)
+        if (checkpoint / "adapter_model.safetensors").exists():
             rule = "the checkpoint contains adapters, not the weights of a model"
-            raise UserError(rule, value=str(found), fix="give it as --adapter_id, and their base as --load_checkpoint")
-        return read_checkpoint_weights(found, "model", numbers, world)
+            fix = "give it as --adapter_id, and their base as --load_checkpoint"
+            raise UserError(rule, value=str(checkpoint), fix=fix)
+        return read_checkpoint_weights(checkpoint, "model", numbers, world)
     except UserError as error:
         raise as_weights_error(error, where, "load_checkpoint") from error
 
@@ -342,21 +343,21 @@ def read_safetensors(
     try:
         if numbers:
             check_saved(file, world)
-        found = TensorFile(file)
+        tensors = TensorFile(file)
     except (OSError, safetensors.SafetensorError) as error:
         raise unreadable(error) from error
-    other = [f"{name} is {entry.code}" for name, entry in found.entries.items() if entry.code not in _FLOATS]
+    other = [f"{name} is {entry.code}" for name, entry in tensors.entries.items() if entry.code not in _FLOATS]
     if other:
         rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
 
     def read(name: str, part: ShardSpec) -> np.ndarray:
         try:
-            return found.tensor(name).read(part).astype(np.float32, copy=False)
+            return tensors.tensor(name).read(part).astype(np.float32, copy=False)
         except OSError as error:
             raise unreadable(error) from error
 
-    return {name: LazyArray(entry.shape, partial(read, name)) for name, entry in found.entries.items()}
+    return {name: LazyArray(entry.shape, partial(read, name)) for name, entry in tensors.entries.items()}
 
 
 # Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases

@@ -174,11 +174,13 @@ def checkpoint_stages(
     stage = on_stage or (lambda name: None)
     first = rank == 0
     path = folder / step_folder_name(step)
-    own = {part: given if isinstance(given, FileShards) else unsharded_file(given) for part, given in tensors.items()}
+    shards = {
+        part: arrays if isinstance(arrays, FileShards) else unsharded_file(arrays) for part, arrays in tensors.items()
+    }
     files = {name: _as_bytes(content) for name, content in {**(documents or {}), STATE: state}.items()}
     other_bytes = sum(len(content) for content in (documents or {}).values() if isinstance(content, bytes))
-    results = [result for result, _ in (yield StageWork(lambda: (_own_bytes(own), other_bytes)))]
-    writers = _writers([own_bytes for own_bytes, _ in results])
+    results = [result for result, _ in (yield StageWork(lambda: (_local_bytes(shards), other_bytes)))]
+    writers = _writers([local_bytes for local_bytes, _ in results])
     needed_bytes = sum(others + sum(nbytes for nbytes, _ in sizes.values()) for sizes, others in results)
     shared = [part for part, ranks_of_part in writers.items() if len(ranks_of_part) > 1]
 
@@ -186,7 +188,7 @@ def checkpoint_stages(
 
     def prepare() -> str:
         if first:
-            return _begin(path, {part: own[part] for part in shared}, needed_bytes, stage)
+            return _begin(path, {part: shards[part] for part in shared}, needed_bytes, stage)
         return ""
 
     unfinished = folder / agreed((yield StageWork(prepare)))[0]
@@ -195,9 +197,9 @@ def checkpoint_stages(
         if not unfinished.is_dir():
             raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
         for part in shared:
-            if part in own:
-                _write_shared(unfinished, part, own[part], stage)
-        alone = {part: found for part, found in own.items() if writers[part] == [rank]}
+            if part in shards:
+                _write_shared(unfinished, part, shards[part], stage)
+        alone = {part: one for part, one in shards.items() if writers[part] == [rank]}
         return _write_files(unfinished, alone, files if first else {}, stage)
 
     def read_back() -> dict[str, _Written]:
@@ -206,8 +208,8 @@ def checkpoint_stages(
 
     of_ranks = agreed((yield StageWork(write, takes_long=True)))
     of_ranks += agreed((yield StageWork(read_back, takes_long=True))) if shared else []
-    found = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
-    written = dict(sorted(found))
+    files_of_all = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
+    written = dict(sorted(files_of_all))
 
     def complete() -> None:
         if first:
@@ -226,8 +228,7 @@ def checkpoint_stages(
 
 
 def _begin(path: Path, shared: Mapping[str, FileShards], needed_bytes: int, stage: OnStage) -> str:
-    """Makes the folder of a save, with the files that several ranks will write, and returns its name. No folder that
-    was left on another host has this name."""
+    """Makes the folder of a save, with the files that several ranks will write, and returns its unique name."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     _clear_leftovers(folder)
@@ -235,8 +236,8 @@ def _begin(path: Path, shared: Mapping[str, FileShards], needed_bytes: int, stag
     _check_space(folder, needed_bytes)
     unfinished = folder / f"{UNFINISHED}{path.name}-{secrets.token_hex(4)}"
     unfinished.mkdir()
-    for part, whole in shared.items():
-        create_tensor_file(unfinished / f"{part}{ENDING}", whole.entries)
+    for part, of_part in shared.items():
+        create_tensor_file(unfinished / f"{part}{ENDING}", of_part.entries)
     stage("made temporary folder")
     return unfinished.name
 
@@ -262,29 +263,29 @@ class _Written(NamedTuple):
     checksum: str
 
 
-def _own_bytes(own: Mapping[str, FileShards]) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank writes of each part, and bytes of the whole."""
+def _local_bytes(shards: Mapping[str, FileShards]) -> dict[str, tuple[int, int]]:
+    """Returns the bytes that this rank writes of each part, and the bytes of the part on all ranks."""
     return {
         part: (sum(piece.array.nbytes for of_tensor in pieces.values() for piece in of_tensor),
                sum(entry.nbytes for entry in entries.values()))
-        for part, (entries, pieces) in own.items()
+        for part, (entries, pieces) in shards.items()
     }  # fmt: skip
 
 
 def _writers(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[int]]:
-    """The ranks that write each part, from `_own_bytes` of all ranks."""
-    found = {}
+    """Returns the ranks that write each part, from `_local_bytes` of all ranks."""
+    writers = {}
     for part in dict.fromkeys(part for of_rank in of_ranks for part in of_rank):
         named = {rank: of_rank[part] for rank, of_rank in enumerate(of_ranks) if part in of_rank}
-        whole = next(iter(named.values()))[1]
+        expected = next(iter(named.values()))[1]
         nbytes = sum(nbytes for nbytes, _ in named.values())
-        assert nbytes == whole, f"the ranks have {nbytes:,} of {whole:,} bytes of '{part}'"
-        found[part] = [rank for rank, (nbytes, _) in named.items() if nbytes] or [min(named)]
-    return found
+        assert nbytes == expected, f"the ranks have {nbytes:,} of {expected:,} bytes of '{part}'"
+        writers[part] = [rank for rank, (nbytes, _) in named.items() if nbytes] or [min(named)]
+    return writers
 
 
 def _agreed(every: list[StageResult], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
-    """The result of each rank.
+    """Returns the result of each rank.
 
     Raises:
         RunError: Some rank has failed. The incomplete save has been removed.
@@ -332,11 +333,11 @@ def _write_files(
     return written
 
 
-def _write_shared(unfinished: Path, part: str, own: FileShards, stage: OnStage) -> None:
+def _write_shared(unfinished: Path, part: str, shards: FileShards, stage: OnStage) -> None:
     """Writes this rank's pieces of a file of several ranks and flushes them to disk."""
-    if any(own.pieces.values()):
+    if any(shards.pieces.values()):
         path = unfinished / f"{part}{ENDING}"
-        write_shards(path, *own)
+        write_shards(path, *shards)
         stage(f"wrote pieces of {part}")
         _flush_to_disk(path)
 
@@ -364,8 +365,8 @@ def _move_in_place(
     marker = {
         "step": step,
         "save_number": newest_marker.save_number + 1 if newest_marker else 1,
-        "file_bytes": {name: found.nbytes for name, found in written.items()},
-        "checksums": {name: found.checksum for name, found in written.items()},
+        "file_bytes": {name: file.nbytes for name, file in written.items()},
+        "checksums": {name: file.checksum for name, file in written.items()},
     }
     unmarked = path / f"{UNFINISHED}{MARKER}"
     unmarked.write_bytes(marker_content(marker))
