@@ -21,7 +21,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     shorter last one."""
     for module, name, value in (
         (tiles, "ROWS", 4), (blocks, "_SCORES", 1), (positions, "_QUERIES", 3), (positions, "_KEYS", 2),
-        (saved, "_LOGITS", 1), (saved, "_FEWEST_ROWS", 4), (head, "_FEWEST_ROWS", 4), (head, "_COLUMNS", 4),
+        (saved, "_LOGITS", 1), (saved, "_FEWEST_ROWS", 4), (head, "_INPUT_GRADIENT_ROWS", 4), (head, "_COLUMNS", 4),
         (head, "_ROWS", 3),
         (experts, "_MOST_ROWS", 4), (memory, "MOST_MOVED", 3),
     ):  # fmt: skip
@@ -33,5 +33,5 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     """Runs a test with MindSpore's library and without it."""
     if request.param == "numpy":
         monkeypatch.setattr(onednn, "library", lambda: None)
-        monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())
+        monkeypatch.setattr(onednn, "_THREAD", threading.local())
     return request.param

@@ -79,7 +79,7 @@ def test_a_pass_on_arrays_gives_the_numbers_of_tensors(name: str, monkeypatch: p
     made = with_large_weights(TinyTrainer(**MODELS[name]))
     whole = logits_of(made, ArrayParts)
     with monkeypatch.context() as patch:
-        patch.setattr(generate, "_MOST_PROMPT_TOKENS", 4)
+        patch.setattr(generate, "_MAX_PROMPT_TOKENS", 4)
         for module in (tiles, kv_cache, array_parts):
             patch.setattr(module, "_SHARED_WORK", 0)
         patch.setattr(tiles, "_SHARED_COLUMNS", 1)

@@ -40,7 +40,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes as on a processor without vector instructions for bfloat16."""
     monkeypatch.setattr(onednn, "bfloat16_products", lambda: "emulated")
     monkeypatch.setattr(onednn, "has_bfloat16_casts", lambda: False)
-    monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())
+    monkeypatch.setattr(onednn, "_THREAD", threading.local())
 
 
 def numbers(*shape: int) -> np.ndarray:

@@ -478,7 +478,7 @@ def test_a_training_without_the_library_is_the_same_but_for_rounding(monkeypatch
 
     losses, weights = trained()
     monkeypatch.setattr(onednn, "library", lambda: None)
-    monkeypatch.setattr(onednn, "_OF_THREAD", threading.local())
+    monkeypatch.setattr(onednn, "_THREAD", threading.local())
     assert isinstance(onednn.operators(), onednn.NumpyOperators)
     plain_losses, plain_weights = trained()
     assert losses != plain_losses or any((weights[name] != plain_weights[name]).any() for name in weights)

@@ -1,8 +1,8 @@
 """The parts of a decoder on a CPU as cells, which MindSpore's autograd drives.
 
-A call of a part is a cell of its own with a `bprop`, and keeps what the backward pass needs. Only weights that are
-trained are its inputs: no gradient is computed of the others. They are the parameters themselves, as the array of a
-view, and of a gradient that went through one, would be a copy. Nothing is compiled.
+Each call of a part makes a cell with a `bprop`, which saves arrays for the backward pass. Its inputs are the trained
+weights: frozen ones have no gradient. They are the parameters themselves, because the array of a view would be a copy,
+and so would a gradient through a view. Nothing is compiled.
 
 Legend: N tokens, D hidden, E experts.
 """
@@ -44,10 +44,16 @@ class DecoderPart(Protocol):
         """Returns the results, and fills `call.saved` if the call saves."""
 
     def backward(self, call: SublayerCall, *inputs_and_grads: Any) -> tuple:
-        """Returns the gradients of the inputs, and last those of the trained weights. What is saved is used up."""
+        """Returns the gradients of the inputs, and last those of the trained weights. Consumes `call.saved`."""
 
 
-Unsharded: TypeAlias = "Callable[[Sequence[Parameter]], contextlib.AbstractContextManager[None]]"
+Unsharded: TypeAlias = "Callable[[Sequence[Parameter] | None], contextlib.AbstractContextManager[None]]"
+"""Parameters -> a context in which they are unsharded."""
+
+
+def keep_sharding(parameters: Sequence[Parameter] | None) -> contextlib.AbstractContextManager[None]:
+    """Returns an empty context: each rank has the full parameters."""
+    return contextlib.nullcontext()
 
 
 class PartWeights:
@@ -55,27 +61,30 @@ class PartWeights:
 
     Args:
         named: The parameters by their names in the part.
-        dtype: Of the products.
+        dtype: Dtype of the products.
         narrow: Names of the weights that products take in this dtype.
-        unsharded: Within its result parameters of which ranks keep ranges are complete.
+        unsharded: Returns a context in which sharded parameters are unsharded.
     """
 
     def __init__(
         self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = (),
-        unsharded: Unsharded = contextlib.nullcontext,
+        unsharded: Unsharded = keep_sharding,
     ) -> None:  # fmt: skip
         self.named = dict(named)
         self.unsharded = unsharded
         self.dtype = DTYPES[dtype]
-        self.narrow = frozenset(narrow) if dtype != "float32" else frozenset()
+        self.narrow = frozenset[str]()
+        if dtype != "float32":
+            self.narrow = frozenset(narrow)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Returns the weights as the part computes with them."""
-        found = {name: host_array(weight) for name, weight in self.named.items()}
-        return found | {name: narrow_weight(found[name], self.dtype) for name in self.narrow if name in found}
+        """Returns the weights by name, in the dtypes in which the part computes with them."""
+        arrays = {name: host_array(weight) for name, weight in self.named.items()}
+        return arrays | {name: narrow_weight(arrays[name], self.dtype) for name in self.narrow if name in arrays}
 
     @property
     def trained(self) -> list[str]:
+        """Returns the names of the trained weights."""
         return [name for name, weight in self.named.items() if weight.requires_grad]
 
 
@@ -83,7 +92,7 @@ def run_part(
     part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
     dropout: LayerDropout | None = None,
 ) -> Results:  # fmt: skip
-    """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass computes it again."""
+    """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it."""
     cell = _PartCell(part, weights, len(inputs), constants, save, dropout)
     return cell(*inputs, *(weights.named[name] for name in cell.trained))
 
@@ -105,7 +114,7 @@ class _PartCell(nn.Cell):
         self.dropout = dropout
         self.saved: dict[str, Any] | None = None
 
-    def construct(self, *inputs_and_trained):
+    def construct(self, *inputs_and_trained: Tensor) -> Results:
         inputs = self.arguments(inputs_and_trained)
         with self.unsharded_weights():
             call = SublayerCall(self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained)
@@ -114,30 +123,37 @@ class _PartCell(nn.Cell):
             self.saved = call.saved
         return results
 
-    def bprop(self, *arguments):
-        *inputs_and_trained, _, grads = arguments
+    def bprop(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Returns the gradients of the inputs, then those of the trained weights."""
+        *inputs_and_trained, _, result_grads = arguments
         inputs = self.arguments(inputs_and_trained)
-        grads = [host_array(grad) for grad in (grads if isinstance(grads, tuple) else (grads,))]
+        if not isinstance(result_grads, tuple):
+            result_grads = (result_grads,)
+        grads = [host_array(grad) for grad in result_grads]
         saved = self.saved
         self.saved = None
         # The gradient of a look-up needs no values of the matrix.
-        complete = contextlib.nullcontext() if isinstance(self.part, CpuEmbedding) else self.unsharded_weights()
-        with complete:
+        unsharded = contextlib.nullcontext()
+        if not isinstance(self.part, CpuEmbedding):
+            unsharded = self.unsharded_weights()
+        with unsharded:
             weights = self.weights.arrays()
             if saved is None:
-                again = SublayerCall(weights, dropout=self.dropout, compute_output=False)
-                self.part.forward(again, *inputs)
-                saved = again.saved
+                recomputed = SublayerCall(weights, dropout=self.dropout, compute_output=False)
+                self.part.forward(recomputed, *inputs)
+                saved = recomputed.saved
             call = SublayerCall(
                 weights, dropout=self.dropout, saved=saved, trained=self.trained, input_gradient=self.inputs > 0
             )
-            *of_inputs, found = self.part.backward(call, *inputs, *grads)
-        return *of_inputs[: self.inputs], *(found[name] for name in self.trained)
+            *input_gradients, weight_gradients = self.part.backward(call, *inputs, *grads)
+        return *input_gradients[: self.inputs], *(weight_gradients[name] for name in self.trained)
 
     def unsharded_weights(self) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which the weights of the part are unsharded."""
         return self.weights.unsharded(list(self.weights.named.values()))
 
     def arguments(self, inputs_and_trained: Sequence[Tensor]) -> list[Any]:
+        """Returns the arguments of the part: the inputs as arrays, then the constants."""
         return [*(host_array(x) for x in inputs_and_trained[: self.inputs]), *self.constants]
 
 
@@ -166,21 +182,21 @@ class BlockPart:
         """Returns the gradients of x and of the trained weights."""
         trained = call.gradients.trained
         part = SublayerCall(call.weights, dropout=call.dropout, saved=call.saved.pop("mlp"), trained=trained)
-        result, of_mlp = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
-        # What the feed-forward sublayer has saved is free from here on.
+        result, mlp_gradients = self.mlp.backward(part, call.saved.pop("middle"), grad_ND)
+        # The next call frees the arrays that the feed-forward sublayer has saved.
         part = SublayerCall(
             call.weights, dropout=call.dropout, saved=call.saved.pop("attention"), trained=trained,
             input_gradient=call.input_gradient,
         )  # fmt: skip
-        result, of_attention = self.attention.backward(part, x_ND, positions, result.asnumpy())
-        return result, of_mlp | of_attention
+        result, attention_gradients = self.attention.backward(part, x_ND, positions, result.asnumpy())
+        return result, mlp_gradients | attention_gradients
 
 
 class ExpertsPart:
-    """The sublayer with experts for one call: x_ND -> x_ND, auxiliary and z loss.
+    """The feed-forward sublayer of an MoE layer for one call: x_ND -> x_ND, auxiliary loss and z-loss.
 
     Attributes:
-        routing, scores_NE: What the router decided; a pass that is computed again repeats it.
+        routing, scores_NE: The routing of the first pass, which a recomputed pass repeats, and the router's scores.
     """
 
     def __init__(self, moe: CpuMoe, inputs: MoeInputs) -> None:
@@ -190,7 +206,7 @@ class ExpertsPart:
         self.scores_NE: np.ndarray | None = None
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Results:
-        """Returns the residual stream, and in a training both losses."""
+        """Returns the residual stream, and in a training the auxiliary loss and the z-loss."""
         result, passed = self.moe.forward(call, x_ND, replace(self.inputs, routing=self.routing))
         self.routing = passed.routing
         if passed.routed is None:

@@ -1,7 +1,7 @@
-"""Dropout masks of the rows and heads that a thread has at hand: the bits of `trainer.ops.dropout.dropout_mask`.
+"""Dropout masks of the rows and heads that a thread computes: the bits of `trainer.ops.dropout.dropout_mask`.
 
-A mask is a run of random numbers from a counter, and any piece of it can be drawn alone: no mask is ever there as a
-whole. Philox gives eight 32-bit numbers for each count.
+A mask is a sequence of random numbers from a counter, of which any piece can be drawn without the others: no array ever
+holds a full mask. Philox gives eight 32-bit numbers for each count.
 
 Legend: N tokens of the micro-batch, B sequences of T tokens, H query heads, K key/value heads, G = H / K.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class DropoutSite(NamedTuple):
-    """One place of a layer where numbers are dropped.
+    """One place of a layer with dropout.
 
     Attributes:
         number: Names the mask.
-        rows: Which rows of the mask the rows of this rank are; None: the same.
         width: Columns of the mask.
-        columns: Those that the rank has.
+        columns: The columns of the mask that the rank has.
+        rows: The rows of the mask that the rank has; None: all.
     """
 
     number: int
@@ -40,9 +40,9 @@ class LayerDropout:
     """Draws the masks of one layer for one micro-batch.
 
     Args:
-        sites: By name: "attention_output", "mlp_output", and the names of matrices for what enters their adapters.
+        sites: By name: "attention_output", "mlp_output", and the names of matrices for the inputs of their adapters.
         probabilities: Number of the mask of the attention probabilities, and their rate.
-        heads: The heads of this rank; None: it has all.
+        heads: The heads of this rank; None: all.
     """
 
     def __init__(
@@ -79,8 +79,8 @@ class LayerDropout:
             heads: Key/value heads of this rank.
             kv_heads, groups: How many key/value heads the rank has, and query heads for each of them.
             length: T.
-            keep: Whether the next call for these probabilities takes what this one has drawn, a bit for each: to draw
-                takes ten times as long as to read.
+            keep: Keep a bit of each number for the next call for these probabilities: to draw them again would take ten
+                times as long.
         """
         first_key = 0
         first_query = 0
@@ -93,12 +93,12 @@ class LayerDropout:
         count = queries.stop - queries.start
         # The mask is [B * K, T * G, T].
         row = all_groups * length
-        found = np.empty((heads.stop - heads.start, groups, count, keys.stop - keys.start), np.float32)
+        factors = np.empty((heads.stop - heads.start, groups, count, keys.stop - keys.start), np.float32)
         for place, head in enumerate(range(heads.start, heads.stop)):
             name = sequence, head, queries.start, queries.stop, keys.start, keys.stop
             if name in self.kept:
-                survives = np.unpackbits(self.kept.pop(name), -1, found.shape[-1]).view(bool)
-                _write_factors(survives, self.rate, found[place])
+                survives = np.unpackbits(self.kept.pop(name), -1, factors.shape[-1]).view(bool)
+                _write_factors(survives, self.rate, factors[place])
                 continue
             first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
             bits = random_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
@@ -106,8 +106,8 @@ class LayerDropout:
             survives = seen.transpose(1, 0, 2) >= keep_threshold(self.rate)
             if keep:
                 self.kept[name] = np.packbits(survives, -1)
-            _write_factors(survives, self.rate, found[place])
-        return found
+            _write_factors(survives, self.rate, factors[place])
+        return factors
 
 
 def _write_factors(survives: np.ndarray, rate: float, out: np.ndarray) -> None:

@@ -27,25 +27,25 @@ _FEW_TIMES = 8  # that a token of a batch comes
 
 
 def embedding_rows(weight_VE: np.ndarray, ids_N: np.ndarray, out_NE: np.ndarray) -> None:
-    """Writes the rows of the tokens, which the matrix has."""
+    """Writes the rows of the tokens; the matrix has all of them."""
     np.take(weight_VE, ids_N, axis=0, out=out_NE, mode="clip")  # other modes copy `out`
 
 
-def embedding_gradient(shape: tuple[int, int], ids_N: np.ndarray, grad_NE: np.ndarray) -> Tensor:
+def embedding_gradient(shape: tuple[int, ...], ids_N: np.ndarray, grad_NE: np.ndarray) -> Tensor:
     """Returns the gradient of the matrix, [V, E]: the sums over each token's rows, in their order."""
     result, out_VE = empty(*shape)
     out_VE[...] = 0
     order_N = np.argsort(ids_N, kind="stable")
     ids, first, counts = np.unique(ids_N[order_N], return_index=True, return_counts=True)
     out_VE[ids] = grad_NE[order_N[first]]
-    # Most tokens come a few times: the second time of each of them, then the third. np.add.reduceat takes 20 times as
-    # long.
+    # Most tokens come a few times: this adds the second row of each token, then the third. np.add.reduceat would take
+    # 20 times as long.
     for time in range(1, min(_FEW_TIMES, counts.max(initial=0))):
         again = np.flatnonzero(counts > time)
         out_VE[ids[again]] += grad_NE[order_N[first[again] + time]]
     for place in np.flatnonzero(counts > _FEW_TIMES):
-        left_n = order_N[first[place] + _FEW_TIMES : first[place] + counts[place]]
-        out_VE[ids[place]] += grad_NE[left_n].sum(0)
+        remaining_n = order_N[first[place] + _FEW_TIMES : first[place] + counts[place]]
+        out_VE[ids[place]] += grad_NE[remaining_n].sum(0)
     return result
 
 
@@ -53,7 +53,8 @@ class CpuEmbedding:
     """Looks tokens up.
 
     Args:
-        vocabulary: Tokens of all ranks; of one process the matrix tells.
+        tensor: The tensor-parallel ranks, which shard the vocabulary; None: this rank has all of it.
+        vocabulary: Size of the vocabulary of all ranks; not needed without `tensor`.
     """
 
     def __init__(self, tensor: TensorParallel | None = None, vocabulary: int = 0) -> None:
@@ -63,7 +64,7 @@ class CpuEmbedding:
             self.first_token = shard_range(vocabulary, tensor.group.rank, tensor.group.size).start
 
     def forward(self, call: SublayerCall, ids_N: np.ndarray) -> Tensor:
-        """Returns the embeddings, [N, E]; with sequence parallelism those of the rows that this rank has."""
+        """Returns the embeddings, [N, E]; with sequence parallelism only of this rank's rows."""
         result, out_NE = empty(len(ids_N), call.weights[EMBEDDING].shape[1])
         rows_NE = self.look_up(call.weights, ids_N, out_NE)
         if rows_NE is not out_NE:
@@ -72,7 +73,7 @@ class CpuEmbedding:
         return result
 
     def look_up(self, weights: Arrays, ids_N: np.ndarray, out_NE: np.ndarray) -> np.ndarray:
-        """Returns the embeddings, as `forward`: in `out_NE`, or with sequence parallelism in memory of their own."""
+        """Returns the embeddings in `out_NE`, or with sequence parallelism those of this rank's rows in a new array."""
         weight_VE = weights[EMBEDDING]
         if self.tensor is None:
             embedding_rows(weight_VE, ids_N, out_NE)
@@ -83,7 +84,7 @@ class CpuEmbedding:
         return self.tensor.reduce_partial(out_NE)
 
     def backward(self, call: SublayerCall, ids_N: np.ndarray, grad_NE: np.ndarray) -> tuple[Gradients]:
-        """Returns the gradient of the matrix, alone: tokens have none."""
+        """Returns the gradient of the matrix; token ids have no gradient."""
         shape = call.weights[EMBEDDING].shape
         if self.tensor is not None:
             grad_NE = self.tensor.gather_tokens(grad_NE)
@@ -93,7 +94,7 @@ class CpuEmbedding:
         return ({EMBEDDING: embedding_gradient(shape, ids_N, grad_NE)},)
 
     def _local(self, ids_N: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns places in this rank's vocabulary, 0 for tokens of other ranks, and which tokens it has."""
+        """Returns the ids in this rank's vocabulary, 0 for tokens of other ranks, and which tokens it has."""
         place_N = ids_N - self.first_token
         inside_N = (place_N >= 0) & (place_N < size)
         return place_N * inside_N, inside_N
@@ -122,15 +123,17 @@ class CpuMapping:
         self.scratch.run(len(x_NE), compute)
 
     def backward(self, call: SublayerCall, x_NE: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
-        """Returns the gradients of the embeddings and of the matrix, where it is trained."""
+        """Returns the gradients of the embeddings and, if it is trained, of the matrix."""
         result, out_NE = empty(*x_NE.shape)
         self.linear.backward_rows(call, grad_ND, x_NE, out_NE, self.scratch)
         return result, call.gradients.compute()
 
 
 class CpuMerge:
-    """The input of an MTP module's layer: W [norm(embedding of a later token); norm(final norm(hidden state))], see
-    `trainer.models.block`. The weights are "norm", that of the final norm, and `MTP_WEIGHTS`."""
+    """Makes the input of an MTP module's layer: W [norm(embedding of a later token); norm(final norm(hidden state))].
+
+    `trainer.models.block` has the formulas. The weights are "norm", that of the final norm, and `MTP_WEIGHTS`.
+    """
 
     def __init__(self, hidden: int, eps: float, scratch: Scratch) -> None:
         self.norm = RmsNorm(hidden, eps)
@@ -151,7 +154,7 @@ class CpuMerge:
         return result
 
     def _both(self, weights: Arrays, embedded_ND: np.ndarray, x_ND: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns what the matrix multiplies, [n, 2 D]."""
+        """Returns the input of the matrix for the rows of a tile, [n, 2 D]."""
         both_nC = tile.take(2 * self.hidden)
         both_nC[:, : self.hidden] = self.norm.apply(embedded_ND[tile.rows], weights["enorm.weight"], tile)
         final_nD = self.norm.apply(x_ND[tile.rows], weights["norm"], tile)
@@ -163,8 +166,8 @@ class CpuMerge:
     ) -> tuple[Tensor, Tensor, Gradients]:
         """Returns the gradients of the embeddings, of the hidden states and of the trained weights."""
         dtype = call.weights[self.linear.weight].dtype
-        of_embedded, of_embedded_ND = empty(*x_ND.shape)
-        of_x, of_x_ND = empty(*x_ND.shape)
+        embedded_grad, embedded_grad_ND = empty(*x_ND.shape)
+        x_grad, x_grad_ND = empty(*x_ND.shape)
         both_NC = empty(len(x_ND), 2 * self.hidden, dtype=dtype)[1]
         factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
 
@@ -173,15 +176,15 @@ class CpuMerge:
             store(grad_ND[tile.rows], factor_ND[tile.rows])
             grad_nC = tile.take(2 * self.hidden)
             self.linear.backward(call, factor_ND[tile.rows], grad_nC, tile)
-            of_embedded_nD = of_embedded_ND[tile.rows]
-            of_x_nD = of_x_ND[tile.rows]
-            of_embedded_nD[...] = grad_nC[:, : self.hidden]
-            self.norm.backward(call, "enorm.weight", embedded_ND[tile.rows], of_embedded_nD, tile)
-            of_x_nD[...] = grad_nC[:, self.hidden :]
+            embedded_grad_nD = embedded_grad_ND[tile.rows]
+            x_grad_nD = x_grad_ND[tile.rows]
+            embedded_grad_nD[...] = grad_nC[:, : self.hidden]
+            self.norm.backward(call, "enorm.weight", embedded_ND[tile.rows], embedded_grad_nD, tile)
+            x_grad_nD[...] = grad_nC[:, self.hidden :]
             final_nD = self.norm.apply(x_ND[tile.rows], call.weights["norm"], tile)
-            self.norm.backward(call, "hnorm.weight", final_nD, of_x_nD, tile)
-            self.norm.backward(call, "norm", x_ND[tile.rows], of_x_nD, tile)
+            self.norm.backward(call, "hnorm.weight", final_nD, x_grad_nD, tile)
+            self.norm.backward(call, "norm", x_ND[tile.rows], x_grad_nD, tile)
 
         self.scratch.run(len(x_ND), compute)
         self.linear.add_gradients(call, factor_ND, both_NC)
-        return of_embedded, of_x, call.gradients.compute()
+        return embedded_grad, x_grad, call.gradients.compute()

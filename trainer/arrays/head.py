@@ -1,11 +1,11 @@
 """Final norm, output projection and cross entropy on arrays, forward and backward.
 
-The logits of all tokens, [N, V], are never there: some rows go through product, softmax and gradients, and then the
-next ones in the same memory. In a training the gradients of the loss are computed in the forward pass (Hsu et al. 2024,
-Liger Kernel, section 3.2), so that no logit is computed twice.
+The logits of all tokens, [N, V], never exist: some rows go through product, softmax and gradients, and then the next
+ones in the same memory. In a training the forward pass computes the gradients of the loss, too (Hsu et al. 2024, Liger
+Kernel, section 3.2), so that no logit is computed twice.
 
 Where tensor-parallel ranks shard the vocabulary, they exchange three numbers of each token: the largest logit of their
-shard, the sum of exp(logit - largest), and the logit of the label or 0. No rank ever has all logits.
+shard, the sum of exp(logit - largest), and the logit of the label or 0. Each rank only has the logits of its shard.
 
 With a matrix in a narrow dtype the normed rows and the gradients of the logits are rounded; logits, softmax and loss
 are float32.
@@ -29,23 +29,25 @@ from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
+    from trainer.parallel.collectives import ProcessGroup
     from trainer.parallel.tensor import TensorParallel
 
-_FEWEST_ROWS = 64  # that a thread takes at once
+_INPUT_GRADIENT_ROWS = 64  # that a thread takes at once
 _COLUMNS = 1024  # of the vocabulary, that a thread takes at once
 _ROWS = 32  # of a softmax that a thread takes at once
 _SMALL_GRADIENTS = np.float32(1024)  # gradients of logits are below 1: in float16 times this, so that few become 0
 
 
 class FusedLinearCrossEntropy:
-    """Sum over valid tokens of logsumexp(logits) - logits[label].
+    """Computes the sum over the loss tokens of logsumexp(logits) - logits[label].
 
     The weights are "norm", "weight" [V, E], and "mapping" [E, D] where the head has another width than the residual
     stream.
 
     Args:
         width: E.
-        vocabulary: Tokens of all ranks; of one process the matrix tells.
+        tensor: The tensor-parallel ranks, which shard the vocabulary; None: this rank has all of it.
+        vocabulary: Size of the vocabulary of all ranks; not needed without `tensor`.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class FusedLinearCrossEntropy:
             self.largest_shard = -(-vocabulary // tensor.group.size)
 
     def normed(self, call: SublayerCall, x_nD: np.ndarray, y_nE: np.ndarray) -> np.ndarray:
-        """Writes what the output projection multiplies to `y_nE`, float32 [n, E], and returns it."""
+        """Writes the input of the output projection to `y_nE`, float32 [n, E], and returns it."""
 
         def compute(tile: Tile) -> None:
             z_nE = self._mapped(call, x_nD[tile.rows], tile)
@@ -83,7 +85,7 @@ class FusedLinearCrossEntropy:
         return logits_nV
 
     def _mapped(self, call: SublayerCall, x_nD: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns what the norm takes of a tile."""
+        """Returns the input of the norm for the rows of a tile."""
         mapping_ED = call.weights.get("mapping")
         if mapping_ED is None:
             return x_nD
@@ -93,7 +95,7 @@ class FusedLinearCrossEntropy:
 
     @np.errstate(all="ignore")
     def forward(self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray) -> Tensor:
-        """Returns the loss; where the call saves, also computes the gradients of x and of the trained weights."""
+        """Returns the loss; if `call.save`, also computes the gradients of x and of the trained weights."""
         weight_VE = call.weights["weight"]
         y_NE = self.normed(call, x_nD, empty(len(x_nD), self.width)[1])
         if self.tensor is not None:
@@ -102,10 +104,10 @@ class FusedLinearCrossEntropy:
             return Tensor(self._loss(weight_VE, y_NE, labels_N, valid_N1, None, None))
         gradients = call.gradients
         grad_NE = empty(*y_NE.shape)[1]
-        of_weight_VE = None
+        weight_grad_VE = None
         if gradients.needs("weight"):
-            gradients.tensors["weight"], of_weight_VE = empty(*weight_VE.shape)
-        loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, of_weight_VE)
+            gradients.tensors["weight"], weight_grad_VE = empty(*weight_VE.shape)
+        loss = self._loss(weight_VE, y_NE, labels_N, valid_N1, grad_NE, weight_grad_VE)
         if self.tensor is not None:
             grad_NE = self.tensor.reduce_partial(grad_NE)
         call.saved["input"] = self._input_gradient(call, x_nD, grad_NE)
@@ -115,22 +117,23 @@ class FusedLinearCrossEntropy:
     def backward(
         self, call: SublayerCall, x_nD: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray, grad: np.ndarray
     ) -> tuple[Tensor, Gradients]:
-        """Returns the gradients of x and of the trained weights from that of the loss; those saved are used up."""
-        of_input = call.saved["input"]
-        of_weights = call.saved["weights"]
-        for gradient in (of_input, *of_weights.values()):
+        """Returns the gradients of x and of the trained weights from the gradient of the loss; overwrites those saved.
+        """
+        input_grad = call.saved["input"]
+        weight_grads = call.saved["weights"]
+        for gradient in (input_grad, *weight_grads.values()):
             gradient.asnumpy()[...] *= grad
-        return of_input, of_weights
+        return input_grad, weight_grads
 
     def _loss(
         self, weight_VE: np.ndarray, y_NE: np.ndarray, labels_N: np.ndarray, valid_N1: np.ndarray,
-        grad_NE: np.ndarray | None, of_weight_VE: np.ndarray | None,
+        grad_NE: np.ndarray | None, weight_grad_VE: np.ndarray | None,
     ) -> np.float32:  # fmt: skip
-        """Returns the loss and writes the gradients; `y_NE` is used up."""
-        # The ranks exchange numbers of the same rows, however many tokens of the vocabulary each of them has.
+        """Returns the loss and writes the gradients; overwrites `y_NE`."""
+        # All ranks take equally many rows, also where the shards of the vocabulary differ in size.
         rows = logit_rows(len(y_NE), self.largest_shard or len(weight_VE))
         dtype = weight_VE.dtype
-        # Not by np.empty: memory from the system, which it would be each time, costs a third of the product.
+        # np.empty would take memory from the system each time, which costs a third of the product.
         logits_nV = empty(rows, len(weight_VE))[1]
         narrow_nE = narrow_nV = None
         if dtype != np.float32:
@@ -147,15 +150,17 @@ class FusedLinearCrossEntropy:
             else:
                 factor_nE = to_bfloat16_if_needed(y_nE, narrow_nE[:size])
             grad_nV = None
-            if grad_NE is not None:
-                grad_nV = (logits_nV if narrow_nV is None else narrow_nV)[:size]
+            if narrow_nV is not None:
+                grad_nV = narrow_nV[:size]
+            elif grad_NE is not None:
+                grad_nV = logits_nV[:size]
             losses_n = self._losses(logits_nV[:size], factor_nE, weight_VE, labels_N[part], grad_nV)
             loss += float(losses_n @ valid_n1[:, 0].astype(np.float64))
-            if grad_NE is not None:
+            if grad_NE is not None and grad_nV is not None:
                 y_nE *= valid_n1
                 if narrow_nE is not None:
                     to_bfloat16_if_needed(y_nE, factor_nE)
-                self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], of_weight_VE, first=not part.start)
+                self._gradients(grad_nV, factor_nE, weight_VE, grad_NE[part], weight_grad_VE, first=not part.start)
                 grad_NE[part] *= valid_n1
         return np.float32(loss)
 
@@ -180,7 +185,7 @@ class FusedLinearCrossEntropy:
             logits = logits_nV[rows]
             largest_n[rows] = logits.max(1)
             label_n[rows] = logits[np.arange(len(logits)), place_n[rows]] * inside_n[rows]
-            # The difference of the logits first: it keeps its digits however large both are.
+            # The difference of the logits comes first: it keeps its digits also for large logits.
             above_n[rows] = largest_n[rows] - label_n[rows]
             operators().softmax(logits, logits)
             inverse_sum_n[rows] = logits.max(1)
@@ -204,16 +209,18 @@ class FusedLinearCrossEntropy:
         host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), multiply)
         host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), normalise)
         if self.tensor is not None:
-            share_n = self._over_shards(largest_n, label_n, above_n, inverse_sum_n)
+            share_n = self._combine_shards(self.tensor.group, largest_n, label_n, above_n, inverse_sum_n)
             host_threads().run(row_blocks(slice(0, len(y_nE)), _ROWS), scale_shard)
         return losses_n
 
-    def _over_shards(
-        self, largest_n: np.ndarray, label_n: np.ndarray, above_n: np.ndarray, inverse_sum_n: np.ndarray
+    @staticmethod
+    def _combine_shards(
+        group: ProcessGroup, largest_n: np.ndarray, label_n: np.ndarray, above_n: np.ndarray, inverse_sum_n: np.ndarray
     ) -> np.ndarray:
-        """Makes `above_n` and `inverse_sum_n` those of the whole vocabulary. Returns the probability of this rank's
-        shard, [n]."""
-        group = self.tensor.group
+        """Replaces `above_n` and `inverse_sum_n` by their values for the vocabulary of all ranks.
+
+        Returns the probability of this rank's shard, [n].
+        """
         every_R3n = group.all_gather(np.stack((largest_n, 1 / inverse_sum_n, label_n)))
         over_all_n = every_R3n[:, 0].max(0)
         mass_Rn = every_R3n[:, 1] * np.exp(every_R3n[:, 0] - over_all_n)
@@ -226,16 +233,22 @@ class FusedLinearCrossEntropy:
         self, grad_nV: np.ndarray, y_nE: np.ndarray, weight_VE: np.ndarray, out_nE: np.ndarray,
         out_VE: np.ndarray | None, first: bool,
     ) -> None:  # fmt: skip
-        """Writes the gradient of y, and adds up that of the matrix over the parts of the tokens; `y_nE` are the normed
-        rows times valid_n1."""
+        """Writes the gradient of y to `out_nE`, and that of the matrix to `out_VE`.
+
+        Args:
+            y_nE: The normed rows times valid_n1.
+            out_VE: None: the matrix is not trained.
+            first: Write the gradient of the matrix; False: add it to that of earlier tokens.
+        """
         is_scaled = grad_nV.dtype == np.float16
 
-        def of_rows(rows: slice, thread: int) -> None:
+        def compute_input_rows(rows: slice, thread: int) -> None:
             operators().matmul(grad_nV[rows], weight_VE, out_nE[rows])
             if is_scaled:
                 out_nE[rows] /= _SMALL_GRADIENTS
 
-        def of_weight(columns: slice, thread: int) -> None:
+        def compute_weight_rows(columns: slice, thread: int) -> None:
+            assert out_VE is not None
             if not is_scaled:
                 operators().matmul(grad_nV[:, columns].T, y_nE, out_VE[columns], not first)
                 return
@@ -247,20 +260,20 @@ class FusedLinearCrossEntropy:
             else:
                 out_VE[columns] += sum_VE
 
-        host_threads().run(row_blocks(slice(0, len(y_nE)), _FEWEST_ROWS), of_rows)
+        host_threads().run(row_blocks(slice(0, len(y_nE)), _INPUT_GRADIENT_ROWS), compute_input_rows)
         if out_VE is not None:
-            host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), of_weight)
+            host_threads().run(row_blocks(slice(0, len(weight_VE)), _COLUMNS), compute_weight_rows)
 
     def _input_gradient(self, call: SublayerCall, x_nD: np.ndarray, grad_nE: np.ndarray) -> Tensor:
-        """Returns the gradient of x from that of the normed rows, which is used up."""
+        """Returns the gradient of x from that of the normed rows, `grad_nE`, which it overwrites."""
         maps = "mapping" in call.weights
         result, out_nD = empty(*x_nD.shape)
-        of_mapped_nE = out_nD
+        mapped_grad_nE = out_nD
         if maps:
-            of_mapped_nE = grad_nE
+            mapped_grad_nE = grad_nE
 
         def compute(tile: Tile) -> None:
-            into_nE = of_mapped_nE[tile.rows]
+            into_nE = mapped_grad_nE[tile.rows]
             if not maps:
                 into_nE[...] = grad_nE[tile.rows]
             self.norm.backward(call, "norm", self._mapped(call, x_nD[tile.rows], tile), into_nE, tile)

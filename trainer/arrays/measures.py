@@ -1,8 +1,8 @@
-"""What a step reports of losses, gradients and routers, computed on the host: float64 where numbers are added up.
+"""Measures of losses, gradients and routers that a step reports, computed on the host; sums are in float64.
 
 `trainer/ops/ascend/measures.py` has the same functions for results that stay on the device.
 
-Legend: P gradients, L layers with experts, E experts, N tokens.
+Legend: P gradients, L MoE layers, E experts, N tokens.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ from trainer.ops.routing import Routing, RoutingCounts
 
 
 def keep_scalar(scalar: Tensor) -> float:
-    """What a step keeps of a result of a micro-batch. Here the number: the host has nothing else to do than to wait for
-    it, and then the next micro-batch uses the memory of this one."""
+    """Returns the number that a step keeps of a scalar result of a micro-batch.
+
+    A CPU waits for it: then the next micro-batch can reuse the memory of this one.
+    """
     return float(scalar.asnumpy())
 
 
 def sum_scalars(kept: Sequence[float]) -> float:
-    """The sum of what `keep_scalar` returned, one after the other."""
+    """Returns the sum of results of `keep_scalar`, added one after the other."""
     return sum(kept)
 
 
 def sum_of_squares(tensor: Tensor) -> float:
-    """Sum of the squares of all elements: float32 products over short rows, the rows added in float64.
+    """Returns the sum of the squares of all elements: float32 products over short rows, then float64 sums of the rows.
 
-    The error stays below 1e-7 of the sum. MindSpore's L2Loss adds in one float32 running sum on a CPU: three million
-    values come out 0.3 % too small.
+    The error is below 1e-7 of the sum. MindSpore's L2Loss adds in one float32 running sum on a CPU, which makes the
+    result 0.3 % too small for three million values.
     """
     flat = tensor.asnumpy().reshape(-1)  # a view, not a copy, on a CPU
     if flat.dtype != np.float32:
@@ -44,27 +46,33 @@ def sum_of_squares(tensor: Tensor) -> float:
 
 
 def squares(gradients: Sequence[Tensor]) -> np.ndarray:
-    """The sum of the squared elements of each gradient, [P]."""
+    """Returns the sum of the squared elements of each gradient, [P]."""
     return np.array([sum_of_squares(gradient) for gradient in gradients], np.float64)
 
 
 def square_sums(squares_P: np.ndarray, groups: Sequence[Sequence[int]], each: bool) -> np.ndarray:
-    """Sums of `squares`: of all; then P less the index of the first gradient that is not finite, 0 if all are; then of
-    the gradients of each group; with `each` also those of the single gradients."""
+    """Returns the sums of squares that a step reports, in one array.
+
+    These are the sum over all gradients; P minus the index of the first non-finite gradient, or 0 if all are finite;
+    the sum over the gradients of each group; and with `each` the squares themselves.
+    """
     bad = next((len(squares_P) - place for place, square in enumerate(squares_P) if not math.isfinite(square)), 0)
-    of_groups = [math.fsum(squares_P[place] for place in group) for group in groups]
-    return np.array([math.fsum(squares_P), bad, *of_groups, *(squares_P if each else ())])
+    group_sums = [math.fsum(squares_P[place] for place in group) for group in groups]
+    sums = [math.fsum(squares_P), bad, *group_sums]
+    if each:
+        sums += list(squares_P)
+    return np.array(sums)
 
 
 def scatter_squares(squares_P: np.ndarray, factors_P: np.ndarray, places: Sequence[int]) -> np.ndarray:
-    """For each of the places the product of its square and its factor; zero for place P."""
+    """Returns for each of the places the product of its square and its factor; zero for place P."""
     return np.append(squares_P * factors_P, 0.0)[list(places)]
 
 
 def routing_counts(
     layers: Sequence[int], routings: Sequence[Routing], scores: Sequence[np.ndarray | Tensor]
 ) -> RoutingCounts:
-    """The counts of a micro-batch from the routing and the router's scores [N, E] of each layer."""
+    """Returns the counts of a micro-batch from the routing and the router's scores [N, E] of each layer."""
     requested = np.stack([np.asarray(routing.requested_E) for routing in routings])
     entropy = np.array([_entropy(np.asarray(scores_NE)) for scores_NE in scores])
     kept = np.stack([np.asarray(routing.kept_E) for routing in routings])
@@ -72,7 +80,7 @@ def routing_counts(
 
 
 def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
-    """The counts of some of the layers as those of all, with zeros for those of other ranks."""
+    """Returns the counts of all `layers`, with zeros for the layers of other ranks, which `counts` lacks."""
     kept, requested = (np.zeros((len(layers), experts)) for _ in range(2))
     entropy_L = np.zeros(len(layers))
     if counts is not None:
@@ -84,17 +92,17 @@ def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], exper
 
 
 def _entropy(scores_NE: np.ndarray) -> float:
-    """Mean over tokens of the entropy of the normalised scores, in nats."""
+    """Returns the entropy of the normalised scores, in nats: the mean over the tokens."""
     p_NE = scores_NE / (scores_NE.sum(axis=1, keepdims=True) + np.float32(1e-20))
     return float(-(p_NE * np.log(p_NE + np.float32(1e-20))).sum(axis=1, dtype=np.float64).mean())
 
 
 def router_rates(counts: RoutingCounts) -> np.ndarray:
-    """Drop rate, load imbalance and entropy of each layer, [3, L]; see `RoutingCounts`."""
+    """Returns drop rate, load imbalance and entropy of each layer, [3, L]; `RoutingCounts` defines them."""
     return np.stack([counts.drop_rate, counts.load_imbalance, counts.entropy])
 
 
 def update_expert_bias(bias_E: Parameter, requested_E: np.ndarray, rate: float) -> None:
-    """Adds `rate` for the experts with less than the mean load, and takes it from those with more."""
+    """Adds `rate` to the bias of experts with less than the mean load, and subtracts it for those with more."""
     step_E = np.sign(requested_E.mean() - requested_E) * rate
     bias_E.set_data(Tensor((bias_E.asnumpy() + step_E).astype(np.float32)))

@@ -1,7 +1,7 @@
 """Tensors in the host's memory as arrays, without a copy, the threads that compute on them, and rows of experts.
 
-Results stand in memory of MindSpore's pool, which is used again and again: fresh memory from the operating system costs
-a product another tenth of its time.
+Results are in memory of MindSpore's pool, which is reused: with fresh memory from the operating system a product takes
+a tenth longer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CAST = 1 << 18  # numbers that a thread casts at once
 
 @functools.cache
 def host_threads() -> HostThreads:
-    """One pool for all kernels of the process."""
+    """Returns the threads that all native CPU layers of the process share."""
     return HostThreads()
 
 
@@ -34,9 +34,12 @@ _DTYPES = {
 
 
 def empty(*shape: int, dtype: type = np.float32) -> tuple[Tensor, np.ndarray]:
-    """Returns a tensor in the host's memory, float32, float16 or BFLOAT16, and the array that writes to it."""
+    """Returns an uninitialised tensor in the host's memory, and the array that shares its memory.
+
+    The dtype is float32, float16 or BFLOAT16.
+    """
     if math.prod(shape) <= _SMALL:
-        array = np.empty(shape, dtype)
+        array: np.ndarray = np.empty(shape, dtype)
         return Tensor.from_numpy(array), array
     tensor = mint.empty(shape, dtype=_DTYPES[np.dtype(dtype)], device="CPU")
     return tensor, tensor.asnumpy()
@@ -49,7 +52,7 @@ def store(x: np.ndarray, out: np.ndarray) -> None:
 
 
 def to_bfloat16_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Returns x; or where `out` has another dtype than float32, the same numbers there, rounded."""
+    """Returns x if `out` is float32; otherwise writes x to `out`, rounded to its dtype, and returns `out`."""
     if out.dtype == np.float32:
         return x
     operators().cast(x, out)
@@ -57,7 +60,7 @@ def to_bfloat16_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 
 
 def to_float32_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Returns x; or where it is not float32, the same numbers in `out`, which is."""
+    """Returns x if it is float32; otherwise writes x to `out`, which is float32, and returns `out`."""
     if x.dtype == np.float32:
         return x
     operators().cast(x, out)
@@ -67,8 +70,8 @@ def to_float32_if_needed(x: np.ndarray, out: np.ndarray) -> np.ndarray:
 def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
     """Returns a matrix in another dtype.
 
-    It is cast for each use: that takes less than a hundredth of the time of a product with some hundred rows, and
-    nothing is kept that an update would have to change.
+    Layers cast it for each use: that takes less than a hundredth of the time of a product with some hundred rows, and
+    there is no copy that an update would have to change.
     """
     out_OI = empty(*weight_OI.shape, dtype=dtype)[1]
 
@@ -79,42 +82,43 @@ def narrow_weight(weight_OI: np.ndarray, dtype: type = BFLOAT16) -> np.ndarray:
     return out_OI
 
 
-def host_array(tensor: Tensor, rounded_to=mstype.float32) -> np.ndarray:
-    """The numbers of a tensor in float32, only to be read."""
+def host_array(tensor: Tensor, rounded_to: mstype.Type = mstype.float32) -> np.ndarray:
+    """Returns a tensor as a float32 array, rounded to a dtype first. It may share the tensor's memory: only read it."""
     return cast(cast(tensor, rounded_to), mstype.float32).asnumpy()
 
 
-def cast(tensor: Tensor, dtype) -> Tensor:
+def cast(tensor: Tensor, dtype: mstype.Type) -> Tensor:
+    """Returns a tensor in another dtype: the same object if it has this dtype."""
     if tensor.dtype == dtype:
         return tensor
     return tensor.astype(dtype)
 
 
-def row_blocks(rows: slice, most: int) -> Iterator[slice]:
-    """Rows in portions that stay in a core's cache and keep all threads at work until the end."""
-    for start in range(rows.start, rows.stop, most):
-        yield slice(start, min(start + most, rows.stop))
+def row_blocks(rows: slice, size: int) -> Iterator[slice]:
+    """Yields the rows in blocks of at most `size` rows."""
+    for start in range(rows.start, rows.stop, size):
+        yield slice(start, min(start + size, rows.stop))
 
 
 def expert_rows(counts_E: np.ndarray) -> list[tuple[int, slice]]:
-    """Experts that have rows, and these."""
+    """Returns each expert that has rows, with the slice of its rows."""
     ends = np.cumsum(counts_E)
     return [(expert, slice(ends[expert] - counts_E[expert], ends[expert])) for expert in np.flatnonzero(counts_E)]
 
 
-def expert_blocks(counts_E: np.ndarray, most: int) -> Iterator[tuple[int, slice]]:
-    """Experts, and at most so many of their rows."""
-    return ((expert, part) for expert, rows in expert_rows(counts_E) for part in row_blocks(rows, most))
+def expert_blocks(counts_E: np.ndarray, size: int) -> Iterator[tuple[int, slice]]:
+    """Yields blocks of at most `size` rows of one expert, with the expert."""
+    return ((expert, block) for expert, rows in expert_rows(counts_E) for block in row_blocks(rows, size))
 
 
 def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
-    """out = x[tokens], and zeros where there is no such token."""
+    """Writes the rows `tokens` of x to `out`, and zeros for tokens equal to the number of rows."""
     np.take(x, tokens, axis=0, out=out, mode="clip")  # other modes copy `out`
     out[tokens == len(x)] = 0
 
 
 def combine_expert_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:
-    """out = the sum of each token's rows of y, weighted by the gates where there are some."""
+    """Writes the sum of each token's rows of y to `out`, weighted by the gates if there are any."""
     threads = host_threads()
     scratch = np.empty((threads.threads, MOST_MOVED, y.shape[1]), np.float32)
 

@@ -28,9 +28,9 @@ class CpuMlp:
 
     Args:
         spec: With the width of this rank.
-        tensor: The exchange of tensor-parallel ranks.
-        prefix: What the names of the matrices begin with.
-        is_sublayer: Otherwise it has neither norm nor residual, as shared experts.
+        tensor: The tensor-parallel ranks; None: this rank has all columns.
+        prefix: Prefix of the names of the matrices.
+        is_sublayer: With norm and residual; False for shared experts.
     """
 
     def __init__(
@@ -49,13 +49,16 @@ class CpuMlp:
         )
         self.gate = gate
         self.up = up
+        post_norm = None
+        if spec.post_norm:
+            post_norm = RmsNorm(spec.hidden, spec.eps)
         self.output = SublayerOutput(
-            down, scratch, tensor, norm=RmsNorm(spec.hidden, spec.eps) if spec.post_norm else None,
+            down, scratch, tensor, norm=post_norm,
             norm_name=POST_MLP_NORM, rate=spec.output_dropout, site="mlp_output", adds=is_sublayer,
         )  # fmt: skip
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
-        """Returns the residual stream after the sublayer, or without a residual what the matrices make of x."""
+        """Returns the residual stream after the sublayer, or for shared experts their output, [N, D]."""
         result, out_ND = empty(*x_ND.shape)
         dtype = call.weights[self.gate.weight].dtype
         tokens = self._begin(call, x_ND, dtype)
@@ -64,7 +67,7 @@ class CpuMlp:
         return result
 
     def compute(self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
-        """Computes a tile; `SublayerOutput.end_forward` follows all of them."""
+        """Computes a tile; after all tiles the caller calls `SublayerOutput.end_forward`."""
         dtype = call.weights[self.gate.weight].dtype
         width = self.spec.width
         y_nD = self.input.forward(call, x_ND, tile, dtype)
@@ -91,21 +94,19 @@ class CpuMlp:
         return out_ND
 
     def _begin(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
-        """Allocates what is kept, and returns how many rows the rank computes."""
+        """Allocates the saved arrays, and returns how many rows the rank computes."""
         if call.save:
-            listed = {one.name: one for one in mlp_saved(self.spec, self.input.gathers)}
-            listed.pop("normed", None)
-            if self.tensor is None:
-                rows = len(x_ND)
-            else:
-                rows = self.tensor.gathered_rows(len(x_ND))
-            call.saved = allocate(listed.values(), {"stream": len(x_ND), "tokens": rows}, dtype)
+            arrays = [array for array in mlp_saved(self.spec, self.input.gathers) if array.name != "normed"]
+            rows = len(x_ND)
+            if self.tensor is not None:
+                rows = self.tensor.gathered_rows(rows)
+            call.saved = allocate(arrays, {"stream": len(x_ND), "tokens": rows}, dtype)
         tokens = self.input.begin_forward(call, x_ND, dtype)
         self.output.begin_forward(call, x_ND, tokens)
         return tokens
 
     def backward(self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray) -> tuple[Tensor, Gradients]:
-        """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
+        """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
         result, out_ND = empty(*x_ND.shape)
         gate_NF = call.saved["gate"]
         up_NF = call.saved["up"]
@@ -130,10 +131,13 @@ class CpuMlp:
             low_Rn = self.output.backward(call, grad, grad_inner_nF, tile)
             swiglu_gradient(gate_nF, up_nF, grad_inner_nF, inner_nF, tile)
             down.add_adapter_gradients(call, low_Rn, grad.factor_ND[tile.rows], inner_nF, tile)
-            # From here on gate and up hold their gradients.
+            # Now gate and up hold their gradients.
+            into_nD = None
+            if into_ND is not None:
+                into_nD = into_ND[tile.rows]
             y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, linears)
             for linear, grad_nF in zip(linears, (gate_nF, up_nF), strict=True):
-                low_Rn = linear.backward(call, grad_nF, into_ND[tile.rows], tile, accumulate=linear is self.up)
+                low_Rn = linear.backward(call, grad_nF, into_nD, tile, accumulate=linear is self.up)
                 linear.add_adapter_gradients(call, low_Rn, grad_nF, y_nD, tile)
             self.input.backward(call, x_ND, grad_ND, tile, out_ND)
 

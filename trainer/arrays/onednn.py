@@ -1,17 +1,17 @@
-"""Matrix products and row-wise functions of arrays through the oneDNN library that MindSpore brings along.
+"""Matrix products and row-wise functions of arrays through the oneDNN library of MindSpore.
 
-oneDNN's products are faster than those of NumPy's library, add to what is there at no cost, and take bfloat16; its
-softmax takes a third of NumPy's time. The library is called through its C interface (`dnnl.h` of version 3.10), in the
-thread of the caller. Without the library, or with another version of it, NumPy computes the same.
+oneDNN's products are faster than those of NumPy's library, accumulate at no cost, and take bfloat16; its softmax takes
+a third of NumPy's time. The library is called through its C interface (`dnnl.h` of version 3.10), in the thread of the
+caller. Without the library, or with another version of it, NumPy computes the same functions.
 
-Arrays are float32, or where a function says so narrow: float16, or uint16 that hold numbers in bfloat16. A product of
-them is summed in float32. For float16, and for bfloat16 on a processor without instructions for it, it is the float32
-product: exact products of the same numbers, with the same sums but for their order. Rounding is to nearest, ties to
-even.
+Arrays are float32. Where a function says so, they may be narrow: float16, or uint16 that holds bfloat16. Products of
+narrow arrays are summed in float32. For float16, and for bfloat16 on a processor without bfloat16 instructions, the
+float32 product is used: its products of numbers are exact, and only the order of the sums differs. Rounding is to
+nearest, ties to even.
 
-Matrices may be views: one of their last two axes must be dense, as it is in a transposed one. Products with float32
-results take any shape at once. For the other functions oneDNN compiles code for each shape, which takes a millisecond
-and stays: they are made for few shapes, and where these depend on the data, for parts of fixed sizes.
+Matrices may be views if one of their last two axes is dense, as in a transposed matrix. Products with float32 results
+need no preparation for a shape. For the other functions oneDNN compiles code for each shape, which takes a millisecond
+and is kept: callers use few shapes, and blocks of fixed sizes where shapes depend on the data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import ctypes
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -45,48 +45,48 @@ _DIFF_DST = 145
 
 
 class Operators(Protocol):
-    """Functions of float32 arrays; each writes to its last array. Of one thread.
+    """Functions of float32 arrays for one thread; each writes to its last array.
 
     The arrays of `silu` and `silu_gradient` are contiguous.
     """
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
-        """out = a b, or with `accumulate` out += a b: [M, K] times [K, N], or [P, M, K] times [P, K, N].
+        """Writes a b to `out`, or with `accumulate` adds it: [M, K] times [K, N], or [P, M, K] times [P, K, N].
 
-        a and b may both be of one narrow dtype; then `out` may be, too, where it does not accumulate.
+        a and b may have the same narrow dtype; then `out` may have it, too, unless it accumulates.
         """
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
-        """The numbers of x in the dtype of `out`, from float32 to a narrow one or back."""
+        """Writes x in the dtype of `out`: from float32 to a narrow dtype or back."""
 
     def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
-        """out = x y, number by number; `out` may be x, y may be narrow."""
+        """Writes the elementwise product x y; `out` may be x, y may be narrow."""
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
-        """Over the last axis; `out` may be x, or bfloat16."""
+        """Writes the softmax of x over the last axis; `out` may be x, or bfloat16."""
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        """y (grad - sum(grad y)): of a softmax with result y; `out` may be `grad`, or bfloat16."""
+        """Writes the gradient of a softmax with result y, y (grad - sum(grad y)); `out` may be `grad`, or bfloat16."""
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        """x / (1 + exp(-x)); `out` may be x."""
+        """Writes x / (1 + exp(-x)); `out` may be x."""
 
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        """grad (s + x s (1 - s)) with s = 1 / (1 + exp(-x)); `out` may be `grad` or x."""
+        """Writes grad (s + x s (1 - s)), the gradient of `silu`, with s = 1 / (1 + exp(-x)); `out` may be grad or x."""
 
 
-_OF_THREAD = threading.local()
+_THREAD = threading.local()
 
 
 def operators() -> Operators:
-    """Those of the calling thread: oneDNN's engines and streams are not to be shared between threads."""
-    if not hasattr(_OF_THREAD, "operators"):
-        found = library()
-        if found is None:
-            _OF_THREAD.operators = NumpyOperators()
+    """Returns the operators of the calling thread: threads must not share oneDNN's engines and streams."""
+    if not hasattr(_THREAD, "operators"):
+        onednn = library()
+        if onednn is None:
+            _THREAD.operators = NumpyOperators()
         else:
-            _OF_THREAD.operators = OneDnnOperators(found)
-    return _OF_THREAD.operators
+            _THREAD.operators = OneDnnOperators(onednn)
+    return _THREAD.operators
 
 
 class NumpyOperators:
@@ -148,15 +148,14 @@ def _widened(x: np.ndarray) -> np.ndarray:
 
 
 @functools.cache
-def _array_of(kind: type, number: int) -> type:
-    """ctypes forgets an array type that nobody uses, and makes it anew: a type is garbage that only Python's collector
-    finds."""
-    return kind * number
+def _array_type(element: Any, size: int) -> Any:
+    """Returns a ctypes array type and keeps it: ctypes makes an unused type anew, which is cyclic garbage."""
+    return element * size
 
 
-_PARTS = tuple(1 << bits for bits in range(16, 7, -1))
-"""Numbers that an element-wise primitive takes, largest first; NumPy takes what remains."""
-_MOST_PRIMITIVES = 512  # that a thread keeps
+_BLOCK_SIZES = tuple(1 << bits for bits in range(16, 7, -1))
+"""Sizes of the blocks that an element-wise primitive takes, largest first; NumPy takes the remainder."""
+_MAX_PRIMITIVES = 512  # that a thread keeps
 
 
 class _Argument(ctypes.Structure):
@@ -172,16 +171,19 @@ class _Primitive:
         self.library = library
         self.primitive = primitive
         self.memories = [memory for _, memory in memories]
-        self.arguments = _array_of(_Argument, len(memories))(*(_Argument(place, memory) for place, memory in memories))
+        arguments = [_Argument(place, memory) for place, memory in memories]
+        self.arguments = _array_type(_Argument, len(memories))(*arguments)
         self.set_address = library.dnnl_memory_set_data_handle
         self.execute = library.dnnl_primitive_execute
 
     def run(self, stream: ctypes.c_void_p, *arrays: np.ndarray) -> None:
+        """Executes the primitive on these arrays, in the order of its arguments."""
         for memory, array in zip(self.memories, arrays, strict=True):
             self.set_address(memory, ctypes.c_void_p(_address(array)))
         _check(self.execute(self.primitive, stream, len(self.memories), self.arguments))
 
     def close(self) -> None:
+        """Frees the primitive and its memory objects."""
         self.library.dnnl_primitive_destroy(self.primitive)
         for memory in self.memories:
             self.library.dnnl_memory_destroy(memory)
@@ -206,8 +208,8 @@ class OneDnnOperators:
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
         emulates = a.dtype == np.float16 or (a.dtype == BFLOAT16 and self.emulates)
-        # A primitive writes bfloat16, and takes several matrices at once: between two calls a thread waits for
-        # Python's lock. Where an axis has one number, oneDNN 3.10 reads wrong places of a view.
+        # Primitives, unlike gemm, write bfloat16 and take several matrices at once: between two calls a thread would
+        # wait for Python's lock. They misread views with an axis of length 1 (oneDNN 3.10).
         if not emulates and (a.ndim > 2 or out.dtype == BFLOAT16):
             if min(*a.shape[-2:], b.shape[-1]) > 1 and a.size:
                 self._primitive_product(a, b, out, accumulate)
@@ -224,16 +226,23 @@ class OneDnnOperators:
             self.cast(result, out)
 
     def _product(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool) -> None:
-        (rows, inner), columns, beta = a.shape[-2:], b.shape[-1], 1.0 if accumulate else 0.0
+        rows, inner = a.shape[-2:]
+        columns = b.shape[-1]
+        beta = float(accumulate)
         if not (rows and inner and columns):
             NumpyOperators().matmul(a, b, out, accumulate)
             return
-        (way_a, step_a), (way_b, step_b), step = _layout(a), _layout(b), _layout(out)[1]
+        way_a, step_a = _layout(a)
+        way_b, step_b = _layout(b)
+        step = _layout(out)[1]
         at_a = _address(a)
         at_b = _address(b)
         at_out = _address(out)
         multiply = self.gemm[a.dtype]
-        for place in range(1 if a.ndim == 2 else len(a)):
+        matrices = 1
+        if a.ndim == 3:
+            matrices = len(a)
+        for place in range(matrices):
             if place:
                 at_a = at_a + a.strides[0]
                 at_b = at_b + b.strides[0]
@@ -246,9 +255,12 @@ class OneDnnOperators:
         key = ("matmul", a.dtype, a.shape, a.strides, b.shape, b.strides, out.dtype, out.strides, accumulate)
         if (primitive := self.made.get(key)) is None:
             source, weights, result = (self._description(array) for array in (a, b, out))
+            attributes = None
+            if accumulate:
+                attributes = self._sum()
             primitive = self._make(
                 key, "matmul", (source, weights, None, result),
-                ((_SRC, source), (_WEIGHTS, weights), (_DST, result)), self._sum() if accumulate else None,
+                ((_SRC, source), (_WEIGHTS, weights), (_DST, result)), attributes,
             )  # fmt: skip
         primitive.run(self.stream, a, b, out)
 
@@ -307,20 +319,20 @@ class OneDnnOperators:
         primitive.run(self.stream, y, grad, out)
 
     def silu(self, x: np.ndarray, out: np.ndarray) -> None:
-        self._in_parts("silu", self._make_silu, x, out)
+        self._run_blocks("silu", self._make_silu, x, out)
 
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        self._in_parts("silu_gradient", self._make_silu_gradient, x, grad, out)
+        self._run_blocks("silu_gradient", self._make_silu_gradient, x, grad, out)
 
-    def _in_parts(self, name: str, make: Callable[[tuple, ctypes.c_void_p], _Primitive], *arrays: np.ndarray) -> None:
-        for parts in _fixed_parts(*arrays):
-            size = parts[0].size
-            if size < _PARTS[-1]:
-                getattr(NumpyOperators(), name)(*parts)
+    def _run_blocks(self, name: str, make: Callable[[tuple, ctypes.c_void_p], _Primitive], *arrays: np.ndarray) -> None:
+        for blocks in _fixed_blocks(*arrays):
+            size = blocks[0].size
+            if size < _BLOCK_SIZES[-1]:
+                getattr(NumpyOperators(), name)(*blocks)
                 continue
             if (primitive := self.made.get((name, size))) is None:
-                primitive = make((name, size), self._description(parts[0]))
-            primitive.run(self.stream, *parts)
+                primitive = make((name, size), self._description(blocks[0]))
+            primitive.run(self.stream, *blocks)
 
     def _make_silu(self, key: tuple, numbers: ctypes.c_void_p) -> _Primitive:
         arguments = _FORWARD, _SWISH, numbers, numbers, *_SWISH_FACTORS
@@ -336,7 +348,7 @@ class OneDnnOperators:
         return primitive
 
     def _description(self, array: np.ndarray) -> ctypes.c_void_p:
-        dims = _array_of(ctypes.c_int64, array.ndim)
+        dims = _array_type(ctypes.c_int64, array.ndim)
         made = ctypes.c_void_p()
         strides = [stride // array.itemsize for stride in array.strides]
         _check(self.library.dnnl_memory_desc_create_with_strides(
@@ -344,13 +356,13 @@ class OneDnnOperators:
         return made
 
     def _wide(self, place: int, array: np.ndarray) -> np.ndarray:
-        """Memory for the numbers of an array in float32."""
+        """Returns scratch memory for an array in float32, with its shape."""
         if self.wide[place].size < array.size:
             self.wide[place] = np.empty(array.size, np.float32)
         return self.wide[place][: array.size].reshape(array.shape)
 
     def _widened(self, place: int, array: np.ndarray) -> np.ndarray:
-        """The numbers of a narrow array in float32, dense along the same axis."""
+        """Returns a narrow array in float32, dense along the same axis."""
         if array.strides[-1] != array.itemsize and array.shape[-1] > 1:
             return self._widened(place, array.swapaxes(-1, -2)).swapaxes(-1, -2)
         wide = self._wide(place, array)
@@ -361,7 +373,7 @@ class OneDnnOperators:
         return wide
 
     def _sum(self) -> ctypes.c_void_p:
-        """Attributes of a primitive that adds its result to what is there."""
+        """Returns the attributes of a primitive that adds its result to its output."""
         after = ctypes.c_void_p()
         attributes = ctypes.c_void_p()
         _check(self.library.dnnl_post_ops_create(ctypes.byref(after)))
@@ -383,15 +395,14 @@ class OneDnnOperators:
         self, key: tuple, name: str, arguments: Sequence, places: Sequence[tuple[int, ctypes.c_void_p]],
         attributes: ctypes.c_void_p | None = None,
     ) -> _Primitive:  # fmt: skip
-        """Makes a primitive and keeps it; `places` are its arguments, with descriptions that are used up, as the
-        attributes are."""
+        """Makes and keeps a primitive; frees its attributes and the descriptions of its arguments, `places`."""
         return self._keep(key, self._kind(name, arguments, attributes), places)
 
     def _keep(
         self, key: tuple, kind: ctypes.c_void_p, places: Sequence[tuple[int, ctypes.c_void_p]]
     ) -> _Primitive:
-        """As `_make`, of a kind, which is used up, too."""
-        if len(self.made) == _MOST_PRIMITIVES:
+        """Makes and keeps the primitive of a descriptor; frees it and the descriptions of its arguments, `places`."""
+        if len(self.made) == _MAX_PRIMITIVES:
             for primitive in self.made.values():
                 primitive.close()
             self.made.clear()
@@ -412,39 +423,43 @@ class OneDnnOperators:
 _SWISH_FACTORS = ctypes.c_float(1), ctypes.c_float(0)  # x sigmoid(1 x)
 
 
-def _gemm(library: ctypes.CDLL, name: str) -> ctypes._CFuncPtr:
-    """out = alpha a b + beta out in the thread of the caller, for matrices that are stored by rows."""
+def _gemm(library: ctypes.CDLL, name: str) -> Callable[..., int]:
+    """Returns the function out = alpha a b + beta out for row-major matrices, which runs in the caller's thread."""
     size = ctypes.c_int64
     number = ctypes.c_float
     address = ctypes.c_void_p
-    found = getattr(library, f"dnnl_threadpool_interop_{name}")
-    found.argtypes = (
+    function = getattr(library, f"dnnl_threadpool_interop_{name}")
+    function.argtypes = (
         *(ctypes.c_char,) * 2, *(size,) * 3, number, address, size, address, size, number, address, size, address,
     )  # fmt: skip
-    return found
+    return function
 
 
 def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
-    """Whether a matrix is the transposed one of what is stored, and the numbers from one stored row to the next."""
-    (rows, columns), (of_row, of_column) = matrix.shape[-2:], matrix.strides[-2:]
-    if of_column == matrix.itemsize or columns == 1:
-        return b"N", max(of_row // matrix.itemsize, columns)  # the stride of an axis of length 1 says nothing
-    return b"T", max(of_column // matrix.itemsize, rows)
+    """Returns b"T" for a transposed matrix and b"N" for another one, and the distance of its stored rows."""
+    rows, columns = matrix.shape[-2:]
+    row_stride, column_stride = matrix.strides[-2:]
+    if column_stride == matrix.itemsize or columns == 1:
+        return b"N", max(row_stride // matrix.itemsize, columns)  # the stride of an axis of length 1 says nothing
+    return b"T", max(column_stride // matrix.itemsize, rows)
 
 
 def _address(array: np.ndarray) -> int:
-    """Of the first number. It is the first field of numpy/ndarraytypes.h's PyArrayObject_fields, after the head that
-    all objects of Python have; the attributes that tell it take five times as long, as long as a small product."""
+    """Returns the address of the first number of an array.
+
+    It is the first field of numpy/ndarraytypes.h's PyArrayObject_fields, behind the header of all Python objects.
+    NumPy's attributes for it take five times as long, as long as a small product.
+    """
     return ctypes.c_void_p.from_address(id(array) + object.__basicsize__).value or 0
 
 
-def _fixed_parts(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """Contiguous arrays of equal size in parts of `_PARTS`, and what remains."""
+def _fixed_blocks(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
+    """Yields contiguous arrays of equal size in blocks of `_BLOCK_SIZES`, and the remainder."""
     flat = [array.reshape(-1) for array in arrays]
     start = 0
     end = flat[0].size
     while start < end:
-        size = next((size for size in _PARTS if size <= end - start), end - start)
+        size = next((size for size in _BLOCK_SIZES if size <= end - start), end - start)
         yield tuple(array[start : start + size] for array in flat)
         start += size
 

@@ -1,7 +1,7 @@
-"""What sublayers of a decoder layer consist of: linear layers, the norm before them, the way to the residual stream.
+"""The pieces of the sublayers of a decoder layer: linear layers, the norm before them, the way to the residual stream.
 
-Tensor-parallel ranks compute a sublayer together, each with its heads or columns; `SequenceParallelComm` says what they
-exchange before and after it.
+Tensor-parallel ranks compute a sublayer together, each with its heads or columns; `SequenceParallelComm` has their
+collectives before and after it.
 
 Legend: N tokens, n rows of a tile or those of the residual stream that a rank has, D hidden, I/O in and out features,
 R rank of an adapter.
@@ -19,6 +19,7 @@ from trainer.arrays.onednn import operators
 from trainer.arrays.tiles import RmsNorm, Scratch, SublayerCall, Tile
 
 if TYPE_CHECKING:
+    from trainer.arrays.dropout import LayerDropout
     from trainer.models.spec.model import AdapterSpec
     from trainer.models.spec.saved import SavedArray
 
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 class Linear:
     """y = x W^T (+ b) (+ scale * dropout(x) A^T B^T), tile by tile, and its gradients (Hu et al. 2021, equation 3).
 
-    In a backward pass `backward` and `add_adapter_gradients` come for each tile, and then `add_gradients`.
+    A backward pass calls `backward` and `add_adapter_gradients` for each tile, and then `add_gradients`.
     """
 
     def __init__(self, name: str, adapter: AdapterSpec | None = None, weight: str | None = None) -> None:
@@ -62,35 +63,40 @@ class Linear:
             to_bfloat16_if_needed(wide_nO, out_nO)
 
     def apply_lora_a(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns scale * A dropout(x)^T, [R, n], and keeps it for the gradient of B."""
+        """Returns scale * A dropout(x)^T, [R, n], and saves it for the gradient of B; only for an adapted matrix."""
         low_Rn = self._low_rank(call.weights[self.lora_a], self._dropped(call, x_nI, tile), tile)
         if self.lora_a in call.saved:
             self._saved_low(call)[:, tile.rows] = low_Rn
         return low_Rn
 
     def _low_rank(self, factor_RI: np.ndarray, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
-        """Returns scale * factor x^T in the dtype of x: a product with few rows takes half of the time of one with few
-        columns."""
+        """Returns scale * factor x^T in the dtype of x, [R, n].
+
+        A product with few rows takes half of the time of one with few columns.
+        """
+        assert self.adapter is not None
         low_Rn = tile.take_array(self.adapter.rank, tile.size)
         operators().matmul(factor_RI, x_nI.T, low_Rn)
-        low_Rn *= np.float32(self.adapter.scale)
+        np.multiply(low_Rn, np.float32(self.adapter.scale), out=low_Rn)
         return to_bfloat16_if_needed(low_Rn, tile.take_array(*low_Rn.shape, dtype=x_nI.dtype))
 
     def _saved_low(self, call: SublayerCall) -> np.ndarray:
-        """Returns the numbers that `apply_lora_a` keeps, [R, N]."""
+        """Returns the array that `apply_lora_a` saves, [R, N]."""
+        assert self.adapter is not None
         return call.saved[self.lora_a].reshape(self.adapter.rank, -1)
 
     def backward(
         self, call: SublayerCall, grad_nO: np.ndarray, into_nI: np.ndarray | None, tile: Tile, *,
         accumulate: bool = False,
     ) -> np.ndarray | None:  # fmt: skip
-        """Writes the gradient of x to `into_nI`, if it is there, or with `accumulate` adds it to float32 numbers.
+        """Writes the gradient of x to `into_nI`, or with `accumulate` adds it to float32 numbers.
 
         Args:
             grad_nO: Gradient of y in the dtype of the matrix.
+            into_nI: None: the gradient of x is not needed.
 
         Returns:
-            The gradient of A x^T of the adapter, [R, n], for `add_adapter_gradients`.
+            The gradient of A x^T of the adapter, [R, n], for `add_adapter_gradients`; None without an adapter.
         """
         weights = call.weights
         low_Rn = None
@@ -104,12 +110,13 @@ class Linear:
         if self.adapter is not None and into_nI.dtype != np.float32:
             wide_nI = tile.take(into_nI.shape[1])
         operators().matmul(grad_nO, weights[self.weight], wide_nI, accumulate)
-        if self.adapter is not None and self._drops(call):
-            of_adapter_nI = tile.take(into_nI.shape[1])
-            operators().matmul(low_Rn.T, weights[self.lora_a], of_adapter_nI)
-            of_adapter_nI *= call.dropout.rows(self.name, tile.rows, into_nI.shape[1])
-            wide_nI += of_adapter_nI
-        elif self.adapter is not None:
+        dropout = self._dropout(call)
+        if low_Rn is not None and dropout is not None:
+            adapter_grad_nI = tile.take(into_nI.shape[1])
+            operators().matmul(low_Rn.T, weights[self.lora_a], adapter_grad_nI)
+            adapter_grad_nI *= dropout.rows(self.name, tile.rows, into_nI.shape[1])
+            wide_nI += adapter_grad_nI
+        elif low_Rn is not None:
             operators().matmul(low_Rn.T, weights[self.lora_a], wide_nI, True)
         if wide_nI is not into_nI:
             to_bfloat16_if_needed(wide_nI, into_nI)
@@ -118,8 +125,10 @@ class Linear:
     def backward_rows(
         self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray, out_NI: np.ndarray, scratch: Scratch
     ) -> None:
-        """Writes the gradient of all rows of x, and adds those of the weights; for a matrix without an adapter.
-        `grad_NO` and x are float32."""
+        """Writes the gradient of all rows of x and adds those of the weights, for a matrix without an adapter.
+
+        `grad_NO` and x are float32.
+        """
         dtype = call.weights[self.weight].dtype
         factor_NO = grad_NO
         input_NI = x_NI
@@ -138,70 +147,87 @@ class Linear:
     def add_adapter_gradients(
         self, call: SublayerCall, low_Rn: np.ndarray | None, grad_nO: np.ndarray, x_nI: np.ndarray | None, tile: Tile
     ) -> None:
-        """Adds what a tile contributes to the gradients of the adapter, while x is in the cache; `low_Rn` is the result
-        of `backward`."""
+        """Adds the contribution of a tile to the gradients of the adapter, while x is in the cache.
+
+        Args:
+            low_Rn: The result of `backward`.
+            x_nI: None where A is not trained.
+        """
         if self.adapter is None:
             return
         if call.gradients.needs(self.lora_a):
-            of_a_RI = np.empty((self.adapter.rank, x_nI.shape[1]), np.float32)
-            operators().matmul(low_Rn, self._dropped(call, x_nI, tile), of_a_RI)
-            call.gradients.add_tile(self.lora_a, tile, of_a_RI)
+            assert x_nI is not None and low_Rn is not None
+            grad_a_RI = np.empty((self.adapter.rank, x_nI.shape[1]), np.float32)
+            operators().matmul(low_Rn, self._dropped(call, x_nI, tile), grad_a_RI)
+            call.gradients.add_tile(self.lora_a, tile, grad_a_RI)
         if call.gradients.needs(self.lora_b):
-            of_b_RO = np.empty((self.adapter.rank, grad_nO.shape[1]), np.float32)
-            operators().matmul(self._saved_low(call)[:, tile.rows], grad_nO, of_b_RO)
-            call.gradients.add_tile(self.lora_b, tile, of_b_RO.T)
+            grad_b_RO = np.empty((self.adapter.rank, grad_nO.shape[1]), np.float32)
+            operators().matmul(self._saved_low(call)[:, tile.rows], grad_nO, grad_b_RO)
+            call.gradients.add_tile(self.lora_b, tile, grad_b_RO.T)
 
     def add_gradients(
-        self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray | None, of_bias_NO: np.ndarray | None = None
+        self, call: SublayerCall, grad_NO: np.ndarray, x_NI: np.ndarray | None, unrounded_NO: np.ndarray | None = None
     ) -> None:
         """Adds the gradients of the matrix and the bias.
 
         Args:
             grad_NO: Gradient of y in the dtype of the matrix, as x.
             x_NI: None where the matrix is not trained.
-            of_bias_NO: The same before it was rounded; by default `grad_NO`.
+            unrounded_NO: Gradient of y before it was rounded, for the bias; by default `grad_NO`.
         """
         call.gradients.add(self.weight, grad_NO, x_NI)
-        call.gradients.add_bias(self.bias, grad_NO if of_bias_NO is None else of_bias_NO)
+        if unrounded_NO is None:
+            unrounded_NO = grad_NO
+        call.gradients.add_bias(self.bias, unrounded_NO)
 
-    def _drops(self, call: SublayerCall) -> bool:
-        return call.dropout is not None and self.adapter.dropout > 0
+    def _dropout(self, call: SublayerCall) -> LayerDropout | None:
+        """Returns the dropout of the adapter's input; None where nothing is dropped."""
+        if self.adapter is None or self.adapter.dropout == 0:
+            return None
+        return call.dropout
 
     def _dropped(self, call: SublayerCall, x_nI: np.ndarray, tile: Tile) -> np.ndarray:
-        if not self._drops(call):
+        dropout = self._dropout(call)
+        if dropout is None:
             return x_nI
-        dropped_nI = call.dropout.rows(self.name, tile.rows, x_nI.shape[1])
+        dropped_nI = dropout.rows(self.name, tile.rows, x_nI.shape[1])
         dropped_nI *= tile.to_float32(x_nI)
         return tile.cast(dropped_nI, x_nI.dtype)
 
 
 def allocate(arrays: Iterable[SavedArray], rows: Mapping[str, int], dtype: type) -> dict[str, np.ndarray]:
-    """Returns an array for each of them; `rows` has the number of rows of each kind, `dtype` is that of products."""
-    return {
-        one.name: empty(rows[one.rows], one.width, dtype=dtype if one.narrow else np.float32)[1] for one in arrays
-    }
+    """Returns an uninitialised array for each description, by name.
+
+    Args:
+        rows: The number of rows of each kind.
+        dtype: Dtype of the products, which narrow arrays have.
+    """
+    dtypes = {True: dtype, False: np.float32}
+    return {array.name: empty(rows[array.rows], array.width, dtype=dtypes[array.narrow])[1] for array in arrays}
 
 
 class SequenceParallelComm(Protocol):
-    """Between the residual stream and what tensor-parallel ranks compute together, see `trainer.parallel.tensor`."""
+    """The collectives of tensor-parallel ranks between the residual stream and a sublayer (`trainer.parallel.tensor`).
+    """
 
-    sequence_parallel: bool
-    """Whether each rank has rows of the residual stream of its own (sequence parallelism)."""
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether ranks shard the rows of the residual stream (sequence parallelism)."""
 
     def gathered_rows(self, rows: int) -> int:
-        """Returns how many rows `gather_tokens` makes of so many."""
+        """Returns how many rows `gather_tokens` returns for `rows` rows."""
 
     def gather_tokens(self, local_nD: np.ndarray) -> np.ndarray:
-        """Returns the rows of all ranks, [N, D], from those that this rank has of the residual stream."""
+        """Returns the rows of all ranks, [N, D], from this rank's rows of the residual stream, [n, D]."""
 
     def reduce_partial(self, partial_ND: np.ndarray) -> np.ndarray:
-        """Returns this rank's rows [n, D] of the sum over the ranks, which may overwrite `partial_ND`."""
+        """Returns this rank's rows [n, D] of the sum over the ranks; overwrites `partial_ND`."""
 
 
 class NormedInput:
-    """The norm before a sublayer, and the gather of its rows where tensor-parallel ranks share the sublayer.
+    """The norm before a sublayer, and the gather of its rows with sequence parallelism.
 
-    Without a norm the sublayer takes x itself, and x is no residual stream (shared experts).
+    Without a norm (shared experts) the sublayer takes x itself, which is not the residual stream.
     """
 
     def __init__(
@@ -215,7 +241,7 @@ class NormedInput:
 
     def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> int:
         """Gathers the normed rows of all ranks. Returns how many rows the sublayer computes."""
-        if not self.gathers:
+        if self.tensor is None or not self.gathers:
             return len(x_ND)
         y_nD = empty(*x_ND.shape, dtype=dtype)[1]
 
@@ -229,7 +255,7 @@ class NormedInput:
         return len(call.working["normed"])
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type) -> np.ndarray:
-        """Returns the rows of a tile as the sublayer takes them, in the dtype of the products."""
+        """Returns the normed rows of a tile, in the dtype of the products."""
         if self.gathers:
             return call.working["normed"][tile.rows]
         return self._normed(call, x_ND, tile, dtype)
@@ -248,8 +274,11 @@ class NormedInput:
     def begin_backward(
         self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, linears: Sequence[Linear]
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
-        """Returns what the sublayer took, [N, D], where the gradient of the matrix of one of `linears` needs it, and
-        where the gradient of it goes: to `out_ND`, that of x, unless ranks have to sum it; None: nobody needs it."""
+        """Returns two arrays [N, D] for a backward pass: for the sublayer's input, and for the gradient of that input.
+
+        The input is None unless a matrix of `linears` is trained. Its gradient is `out_ND`, the gradient of x, unless
+        ranks have to sum it; None if it is not needed.
+        """
         if self.gathers:
             normed_ND = call.saved["normed"]
             return normed_ND, empty(*normed_ND.shape)[1]
@@ -269,8 +298,7 @@ class NormedInput:
         self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile, dtype: type,
         linears: Sequence[Linear],
     ) -> np.ndarray | None:  # fmt: skip
-        """Returns a tile of what the sublayer took, computed once more into `y_ND` if it is there; None where no
-        gradient of `linears` needs it."""
+        """Returns a tile of the sublayer's input, recomputed, in `y_ND` if given; None if no gradient needs it."""
         if y_ND is not None:
             y_nD = y_ND[tile.rows]
         elif call.gradients.needs(*(linear.lora_a for linear in linears)):
@@ -293,17 +321,21 @@ class NormedInput:
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, tile: Tile, out_ND: np.ndarray
     ) -> None:
-        """Turns a tile of `out_ND`, the gradient of what the sublayer took, into that of x, with that of the residual
-        stream."""
+        """Turns a tile of `out_ND`, the gradient of the sublayer's input, into the gradient of x.
+
+        Adds the gradient of the residual stream. With tensor parallelism `end_backward` does so for all rows.
+        """
         if self.tensor is None and self.norm is not None:
             self._norm_gradient(call, x_ND, grad_ND, tile, out_ND)
 
     def end_backward(
-        self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, into_ND: np.ndarray, out_ND: np.ndarray
-    ) -> None:
-        """Does the same for all rows where tensor-parallel ranks have to sum their gradients `into_ND` first."""
+        self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, into_ND: np.ndarray | None,
+        out_ND: np.ndarray,
+    ) -> None:  # fmt: skip
+        """Sums the gradients `into_ND` of tensor-parallel ranks, and writes the gradient of x to `out_ND`."""
         if self.tensor is None:
             return
+        assert into_ND is not None  # with tensor parallelism `begin_backward` allocates it
         sums_nD = self.tensor.reduce_partial(into_ND)
 
         def compute(tile: Tile) -> None:
@@ -316,6 +348,7 @@ class NormedInput:
     def _norm_gradient(
         self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, tile: Tile, out_ND: np.ndarray
     ) -> None:
+        assert self.norm is not None
         out_nD = out_ND[tile.rows]
         self.norm.backward(call, self.norm_name, x_ND[tile.rows], out_nD, tile, call.saved["scale"][tile.rows, 0])
         out_nD += grad_ND[tile.rows]
@@ -324,13 +357,13 @@ class NormedInput:
 class SublayerOutput:
     """The last matrix of a sublayer and the way to the residual stream: x + dropout(norm(W y)).
 
-    Norm and dropout are there where the model has them. Tensor-parallel ranks add up W y first, and then the bias.
+    Norm and dropout are optional. Tensor-parallel ranks sum W y first, and then add the bias.
 
     Args:
-        norm: The norm of what is added; None: there is none.
-        rate: Rate of the dropout.
-        site: Name of its mask.
-        adds: Without it the sublayer returns W y alone (shared experts).
+        norm: The norm of W y; None: the model has none.
+        rate: Dropout rate.
+        site: Name of the dropout mask.
+        adds: Add the result to x; otherwise (shared experts) return W y.
     """
 
     def __init__(
@@ -347,6 +380,7 @@ class SublayerOutput:
         self.adds = adds
 
     def begin_forward(self, call: SublayerCall, x_ND: np.ndarray, rows: int) -> None:
+        """Allocates the partial sums of a tensor-parallel rank, for `rows` rows."""
         if self.tensor is not None and self._computes(call):
             call.working["partial"] = empty(rows, x_ND.shape[1])[1]
 
@@ -399,8 +433,9 @@ class SublayerOutput:
     ) -> None:
         if self.norm is not None:
             added_nD = self.norm.apply(added_nD, call.weights[self.norm_name], tile)
-        if self._drops(call):
-            mask_nD = call.dropout.rows(self.site, tile.rows, added_nD.shape[1])
+        dropout = self._dropout(call)
+        if dropout is not None:
+            mask_nD = dropout.rows(self.site, tile.rows, added_nD.shape[1])
             mask_nD *= added_nD
             added_nD = mask_nD
         np.add(x_nD, added_nD, out=out_nD)
@@ -408,7 +443,7 @@ class SublayerOutput:
     def begin_backward(
         self, call: SublayerCall, grad_ND: np.ndarray, dtype: type
     ) -> OutputGradient:
-        """Returns the gradient of W y from `grad_ND`, that of the residual stream after the sublayer."""
+        """Returns the gradient of W y from `grad_ND`, the gradient of the residual stream after the sublayer."""
         local_ND = grad_ND
         if self._changes(call):
             local_ND = empty(*grad_ND.shape)[1]
@@ -425,8 +460,9 @@ class SublayerOutput:
 
     def _gradient(self, call: SublayerCall, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile) -> None:
         out_nD = out_ND[tile.rows]
-        if self._drops(call):
-            np.multiply(grad_ND[tile.rows], call.dropout.rows(self.site, tile.rows, out_nD.shape[1]), out=out_nD)
+        dropout = self._dropout(call)
+        if dropout is not None:
+            np.multiply(grad_ND[tile.rows], dropout.rows(self.site, tile.rows, out_nD.shape[1]), out=out_nD)
         else:
             out_nD[...] = grad_ND[tile.rows]
         if self.norm is not None:
@@ -435,7 +471,7 @@ class SublayerOutput:
     def backward(
         self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile
     ) -> np.ndarray | None:
-        """Writes the gradient of a tile of y, and returns what `Linear.add_adapter_gradients` takes."""
+        """Writes the gradient of a tile of y, and returns the result of `Linear.backward`."""
         factor_nD = to_bfloat16_if_needed(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
         return self.linear.backward(call, factor_nD, into_nI, tile)
 
@@ -444,24 +480,27 @@ class SublayerOutput:
         self.linear.add_gradients(call, grad.factor_ND, y_NI, grad.local_ND)
 
     def _changes(self, call: SublayerCall) -> bool:
-        """Whether something happens to W y before it is added."""
-        return self.norm is not None or self._drops(call)
+        """Whether W y is normed or dropped before it is added."""
+        return self.norm is not None or self._dropout(call) is not None
 
     def _computes(self, call: SublayerCall) -> bool:
-        """Whether the result of the product is needed: by the next sublayer, or by the gradient of the norm."""
+        """Whether the next sublayer, or the gradient of the norm, needs the result of the product."""
         return call.compute_output or (self.norm is not None and call.save)
 
-    def _drops(self, call: SublayerCall) -> bool:
-        return call.dropout is not None and self.rate > 0
+    def _dropout(self, call: SublayerCall) -> LayerDropout | None:
+        """Returns the dropout of the output; None where nothing is dropped."""
+        if self.rate == 0:
+            return None
+        return call.dropout
 
 
 class OutputGradient(NamedTuple):
-    """The gradient of what a sublayer adds to the residual stream.
+    """The gradient of W y, the result of a sublayer's last matrix.
 
     Attributes:
-        local_ND: For the rows that the rank has.
-        every_ND: For all rows that it computes.
-        factor_ND: The same in the dtype of the products, filled tile by tile.
+        local_ND: For the rows of the residual stream that the rank has.
+        every_ND: For all rows that the rank computes.
+        factor_ND: `every_ND` in the dtype of the products, filled tile by tile.
     """
 
     local_ND: np.ndarray

@@ -1,8 +1,8 @@
-"""What a thread does with some hundred rows of a batch while they are in its cache: norms, linear layers, SwiGLU.
+"""Tiles: some hundred rows of a batch, which a thread takes through norms, products and SwiGLU within its cache.
 
-Products take numbers in the dtype of the matrices: float32, bfloat16 (uint16 arrays) or float16. Between products all
-is float32. Sums over tokens, which are the gradients of weights, are computed at the end over all rows
-(`WeightGradients`), cut along the rows of the result: the bits are the same for any number of threads.
+Products take numbers in the dtype of the matrices: float32, bfloat16 (uint16 arrays) or float16. Other operations are
+in float32. The gradients of weights, which are sums over tokens, are computed at the end over all rows
+(`WeightGradients`), divided along the rows of the result: the bits are the same for any number of threads.
 
 Legend: N tokens, n rows of a tile, D hidden, I/O in and out features, F feed-forward, R rank of an adapter.
 """
@@ -26,19 +26,16 @@ Arrays: TypeAlias = Mapping[str, np.ndarray]
 Gradients: TypeAlias = "dict[str, Tensor]"
 """Gradients of the trained weights of a sublayer, by their names in it."""
 
-ROWS = 256  # that a thread takes at once: products of fewer are slower
-# of a matrix's gradient, and multiplications, that a thread takes at once
-_FEWEST_ROWS = 64
-_PRODUCT = 1 << 27
-_ALIGNED = 16  # numbers of float32: a cache line
-
-
+ROWS = 256  # of a tile: products of fewer are slower
+_MIN_GRADIENT_ROWS = 64  # rows of a matrix's gradient that a thread takes at once
+_PRODUCT = 1 << 27  # multiplications that a thread takes at once for a matrix's gradient
+_ALIGNED = 16  # float32 numbers in a cache line
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the product of a tile
 _SHARED_COLUMNS = 64  # a thread begins at a multiple of this
 
 
 class Scratch:
-    """Memory of each thread, used again by each tile.
+    """Memory of each thread, which each tile reuses.
 
     Args:
         shares_products: Whether threads share the products of a tile by their columns: in a prediction there are too
@@ -50,7 +47,7 @@ class Scratch:
         self.shares_products = shares_products
 
     def tile(self, rows: slice, thread: int) -> Tile:
-        """Returns a tile; what earlier tiles of this thread took is free again."""
+        """Returns a tile. It reuses the memory of the earlier tiles of this thread."""
         memory = self.threads.get(thread)
         if memory is None:
             memory = self.threads[thread] = _ThreadMemory()
@@ -58,12 +55,12 @@ class Scratch:
         return Tile(rows, memory, self.shares_products)
 
     def run(self, rows: int, compute: Callable[[Tile], None]) -> None:
-        """Calls compute(tile) for tiles that cover so many rows, at the same time."""
-        host_threads().run(row_blocks(slice(0, rows), ROWS), lambda part, thread: compute(self.tile(part, thread)))
+        """Calls compute(tile) in several threads for tiles that together cover `rows` rows."""
+        host_threads().run(row_blocks(slice(0, rows), ROWS), lambda block, thread: compute(self.tile(block, thread)))
 
 
 class _ThreadMemory:
-    """One block, which grows between two tiles when the one before needed more."""
+    """One block of memory, which grows after a tile that needed more."""
 
     __slots__ = ("block", "used")
 
@@ -72,11 +69,13 @@ class _ThreadMemory:
         self.used = 0
 
     def reset(self) -> None:
+        """Frees all arrays of the last tile."""
         if self.used > self.block.size:
             self.block = np.empty(self.used, np.float32)
         self.used = 0
 
     def take(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        """Returns an uninitialised array, from the block if it has space."""
         size = 1
         for length in shape:
             size *= length
@@ -106,10 +105,11 @@ class Tile:
         self.shares_products = shares_products
 
     def take(self, width: int, dtype: type = np.float32) -> np.ndarray:
-        """Returns an array [n, width] whose numbers are anything, valid until the thread's next tile."""
+        """Returns an uninitialised array [n, width], valid until the thread's next tile."""
         return self.memory.take((self.size, width), dtype)
 
     def take_array(self, *shape: int, dtype: type = np.float32) -> np.ndarray:
+        """Returns an uninitialised array of any shape, valid until the thread's next tile."""
         return self.memory.take(shape, dtype)
 
     def project(
@@ -122,13 +122,13 @@ class Tile:
             operators().matmul(x_nI, weight_OI.T, out_nO, accumulate)
 
     def cast(self, x_nI: np.ndarray, dtype: type) -> np.ndarray:
-        """Returns the numbers of x in `dtype`: x itself where it has it already."""
+        """Returns x in `dtype`: x itself if it has this dtype, otherwise a rounded copy."""
         if x_nI.dtype == dtype:
             return x_nI
         return to_bfloat16_if_needed(x_nI, self.take(x_nI.shape[1], dtype))
 
     def to_float32(self, x_nI: np.ndarray) -> np.ndarray:
-        """Returns the numbers of x in float32: x itself where it is float32 already."""
+        """Returns x in float32: x itself if it is float32, otherwise a copy."""
         if x_nI.dtype == np.float32:
             return x_nI
         return to_float32_if_needed(x_nI, self.take(x_nI.shape[1]))
@@ -137,9 +137,9 @@ class Tile:
 def shared_product(
     x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool = False
 ) -> None:
-    """Computes x W^T; threads share the columns of the result.
+    """Writes x W^T to `out_nO`, or with `accumulate` adds it; threads share the columns of the result.
 
-    For one row NumPy's library takes half of oneDNN's time, for eight rows twice as long.
+    NumPy's library takes half of oneDNN's time for one row, but twice its time for eight rows.
     """
 
     def multiply(columns: slice, thread: int) -> None:
@@ -167,7 +167,7 @@ class RmsNorm:
         self.eps = np.float32(eps)
 
     def scales(self, x_nD: np.ndarray) -> np.ndarray:
-        """1 / sqrt(...) of each row, [n]."""
+        """Returns 1 / sqrt(mean(x^2) + eps) of each row, [n]."""
         return 1 / np.sqrt(np.einsum("nd,nd->n", x_nD, x_nD) / self.size + self.eps)
 
     def __call__(self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, out_nD: np.ndarray) -> None:
@@ -185,27 +185,27 @@ class RmsNorm:
         self, call: SublayerCall, name: str, x_nD: np.ndarray, grad_nD: np.ndarray, tile: Tile,
         scale_n: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Replaces `grad_nD`, of the rows of a tile, by the gradient of x, and adds that of the weight `name`."""
+        """Replaces `grad_nD`, the gradient of a tile of y, by that of x, and adds the gradient of the weight `name`."""
         wide_nD = tile.to_float32(x_nD)
         if scale_n is None:
             scale_n = self.scales(wide_nD)
         work_nD = tile.take(x_nD.shape[1])
-        of_weight_D = self.gradient(wide_nD, call.weights[name], scale_n, grad_nD, work_nD)
-        call.gradients.add_tile(name, tile, of_weight_D)
+        weight_grad_D = self.gradient(wide_nD, call.weights[name], scale_n, grad_nD, work_nD)
+        call.gradients.add_tile(name, tile, weight_grad_D)
 
     def gradient(
         self, x_nD: np.ndarray, weight_D: np.ndarray, scale_n: np.ndarray, grad_nD: np.ndarray, work_nD: np.ndarray
     ) -> np.ndarray:
         """Replaces `grad_nD` by the gradient of x, overwrites `work_nD`, and returns the weight's gradient, [D]."""
         np.multiply(grad_nD, x_nD, out=work_nD)
-        of_weight_D = scale_n @ work_nD
-        # The direct part, less its projection on x: mean(grad * weight * x) scale^3.
+        weight_grad_D = scale_n @ work_nD
+        # The direct part minus its projection on x: mean(grad * weight * x) scale^3.
         projected_n = (work_nD @ weight_D) * (scale_n * scale_n * scale_n / self.size)
         grad_nD *= weight_D
         grad_nD *= scale_n[:, None]
         np.multiply(x_nD, projected_n[:, None], out=work_nD)
         grad_nD -= work_nD
-        return of_weight_D
+        return weight_grad_D
 
 
 class SublayerCall:
@@ -213,12 +213,13 @@ class SublayerCall:
 
     Attributes:
         weights: By their names in the part; matrices in the dtype of the products.
-        saved: What the forward pass keeps for the backward pass, by name; empty where nothing is kept.
-        dropout: Draws the masks of the layer; None: nothing is dropped.
+        saved: The arrays that the forward pass saves for the backward pass, by name; empty if it saves none.
+        dropout: Draws the dropout masks of the layer; None: no dropout.
         save: Whether the forward pass fills `saved`.
-        compute_output: Whether somebody needs the result of the forward pass; otherwise its numbers are anything.
-        input_gradient: Whether somebody needs the gradient of x; otherwise its numbers are anything.
+        compute_output: Whether the forward pass computes its result; otherwise the result is undefined.
+        input_gradient: Whether the backward pass computes the gradient of x; otherwise it is undefined.
         gradients: Takes the gradients of the trained weights in the backward pass.
+        working: Arrays of this pass, by name.
     """
 
     def __init__(
@@ -248,15 +249,19 @@ class WeightGradients:
         """Whether one of these weights is trained."""
         return not self.trained.isdisjoint(names)
 
-    def add(self, name: str, grad_NO: np.ndarray, x_NI: np.ndarray) -> None:
-        """Adds the matrix `name`, of which `x_NI` is what it multiplied and `grad_NO` the gradient of the result."""
+    def add(self, name: str, grad_NO: np.ndarray, x_NI: np.ndarray | None) -> None:
+        """Adds the gradient of the matrix `name`, from its input and the gradient of its result.
+
+        `compute` computes it, if the matrix is trained; otherwise `x_NI` may be None.
+        """
         if name in self.trained:
+            assert x_NI is not None
             self.tensors[name], array = empty(grad_NO.shape[1], x_NI.shape[1])
-            most = max(_FEWEST_ROWS, min(ROWS, _PRODUCT // x_NI.size))
-            self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in row_blocks(slice(0, len(array)), most)]
+            size = max(_MIN_GRADIENT_ROWS, min(ROWS, _PRODUCT // x_NI.size))
+            self.products += [(grad_NO[:, rows], x_NI, array[rows]) for rows in row_blocks(slice(0, len(array)), size)]
 
     def add_bias(self, name: str, grad_NO: np.ndarray) -> None:
-        """Adds the bias `name`, whose gradient is the sum of the rows."""
+        """Adds the gradient of the bias `name`, the sum of the rows, if the bias is trained."""
         if name in self.trained:
             self.tensors[name], array = empty(grad_NO.shape[1])
             if grad_NO.dtype == np.float32:
@@ -266,13 +271,12 @@ class WeightGradients:
             np.sum(wide, 0, out=array)
 
     def add_tile(self, name: str, tile: Tile, gradient: np.ndarray) -> None:
-        """Adds what the rows of a tile contribute to a vector or a small matrix. Threads may call it at the same
-        time."""
+        """Adds the contribution of a tile to the gradient of a vector or small matrix. Several threads may call it."""
         if name in self.trained:
             self.tiles.setdefault(name, {})[tile.rows.start] = gradient
 
     def compute(self) -> Gradients:
-        """Returns all gradients, of the trained weights alone."""
+        """Returns the gradients of all trained weights."""
         for name, by_row in self.tiles.items():
             self.tensors[name], array = empty(*next(iter(by_row.values())).shape)
             np.sum([by_row[first] for first in sorted(by_row)], 0, out=array)
@@ -297,8 +301,7 @@ def swiglu_gradient(
 ) -> None:
     """Replaces gate and up by their gradients and overwrites `grad_nF`, the gradient of their SwiGLU.
 
-    `inner_nF`, if it is there, in the dtype of gate and up, receives the SwiGLU once more, for the gradient of the next
-    matrix.
+    `inner_nF`, if given, has the dtype of gate and up and receives the SwiGLU, for the gradient of the next matrix.
     """
     run = operators()
     width = gate_nF.shape[1]

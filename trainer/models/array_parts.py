@@ -1,17 +1,16 @@
-"""The parts of a decoder on a CPU: native layers on arrays (`trainer.arrays`), for training, evaluation and prediction.
+"""The parts of a decoder on a CPU: native CPU layers (`trainer.arrays`) for training, evaluation and prediction.
 
-They are called by `DecoderForward` and take the parameters of the model themselves.
+`DecoderForward` calls them. They take the parameters of the model themselves.
 
 Legend: B sequences of T tokens, N tokens of a rank, D hidden, E width of the embedding, V vocabulary.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 from mindspore import Tensor
@@ -19,7 +18,7 @@ from mindspore import Tensor
 from trainer.arrays.attention.cache import KVCache, cached_mask
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
-from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, run_part
+from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, keep_sharding, run_part
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.memory import host_array, host_threads, row_blocks
@@ -29,7 +28,7 @@ from trainer.arrays.moe.router import RouterLabels
 from trainer.arrays.moe.sublayer import CpuMoe, MoeInputs
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.config.recompute import SUBLAYERS
-from trainer.models.inputs import PredictionCall
+from trainer.models.inputs import ModelInputs, MtpInputs, PredictionCall
 from trainer.models.spec.adapters import merged_matrix
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import AttentionSpec, MlpSpec, MoeSpec
@@ -45,6 +44,7 @@ from trainer.models.spec.names import (
     layer_prefix,
     sublayer_of,
 )
+from trainer.models.spec.sublayers import moe_config
 from trainer.ops.routing import RoutingRule
 from trainer.parallel.sharding import shard_range
 
@@ -52,11 +52,13 @@ if TYPE_CHECKING:
     from mindspore import Parameter
 
     from trainer.arrays.cells import DecoderPart
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.models.compute_weights import ModelParams
     from trainer.models.dropout import DropoutShards
     from trainer.models.inputs import DecoderCall
     from trainer.models.spec.model import LayerSpec
+    from trainer.parallel.collectives import ProcessGroup
+    from trainer.parallel.host_group import CpuGroup
     from trainer.parallel.tensor import RankModelShard
 
 
@@ -67,10 +69,10 @@ class ArrayParts:
     """Embedding, layers, merges and heads of a decoder.
 
     Args:
-        dtype: Of the products, "float32", "bfloat16" or "float16".
-        parameters: By their full names; a stage of a pipeline lacks those of the others.
+        dtype: Dtype of the products: "float32", "bfloat16" or "float16".
+        parameters: By their full names; a pipeline stage lacks those of the other stages.
         weights: None in a prediction.
-        recomputed: For each layer, those of MTP modules included, what the backward pass computes again: "block",
+        recomputed: For each layer, including those of MTP modules, what the backward pass recomputes: "block",
             "attention", "mlp" or "".
         trained: Full names of the trained weights, of all stages of a pipeline.
         dropout: None in a prediction.
@@ -82,9 +84,8 @@ class ArrayParts:
         shard: RankModelShard | None,
     ) -> None:  # fmt: skip
         self.settings = settings
-        if shard is None:
-            tensor = None
-        else:
+        tensor = None
+        if shard is not None:
             tensor = shard.tensor
         self.spec = model_spec(settings)
         if tensor is not None:
@@ -93,9 +94,8 @@ class ArrayParts:
         self.parameters = parameters
         self.dropout = dropout
         self.predicts = weights is None
-        if weights is None:
-            self.unsharded = contextlib.nullcontext
-        else:
+        self.unsharded = keep_sharding
+        if weights is not None:
             self.unsharded = weights.unsharded
         self.scratch = Scratch(shares_products=self.predicts)
         self.vocabulary = settings.vocab_size
@@ -104,7 +104,7 @@ class ArrayParts:
         if tensor is not None and self.predicts:
             tensor = tensor._replace(sequence_parallel=False)
         elif shard is not None and shard.tokens.ranks > 1:
-            self.context = ContextParallel(shard.tokens, shard.ring, shard.ulysses)
+            self.context = ContextParallel(shard.tokens, _cpu_group(shard.ring), _cpu_group(shard.ulysses))
         self.tensor = tensor
         self.attentions: dict[AttentionSpec, CpuAttention] = {}
         self.mlps: dict[MlpSpec, CpuMlp] = {}
@@ -115,9 +115,7 @@ class ArrayParts:
         self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary)
         self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
-        self.layers = [
-            self._layer_parts(number, again) for number, again in enumerate(recomputed)
-        ]
+        self.layers = [self._layer_parts(number, again) for number, again in enumerate(recomputed)]
         self.first_reached = self.spec.first_reached(trained)
         self.save = self._saving(recomputed)
         modules = self.spec.module_layers
@@ -138,45 +136,48 @@ class ArrayParts:
         ]  # fmt: skip
 
     def _part(self, names: Mapping[str, str], narrow: Collection[str]) -> PartWeights:
-        """Returns the weights of a part that this rank has; `names` maps their names in the part to their full ones."""
+        """Returns the weights of a part that this rank has; `names` maps names in the part to full names."""
         named = {name: self.parameters[full] for name, full in names.items() if full in self.parameters}
         return PartWeights(named, self.dtype, narrow, self.unsharded)
 
     def _layer_parts(self, number: int, again: str) -> dict[str, PartWeights]:
-        """Returns the weights of the parts of a layer, in order: "block", or its sublayers where one of them is
-        computed again or has experts. A layer that another stage of a pipeline has is empty."""
+        """Returns the weights of the parts of a layer, in order.
+
+        The parts are "block", or the sublayers where one of them is recomputed or has experts. A layer of another
+        pipeline stage has none.
+        """
         layer = self.spec.layers[number]
-        names = {one.name: self.spec.parameter_name(number, one.name) for one in layer.parameters}
+        names = {spec.name: self.spec.parameter_name(number, spec.name) for spec in layer.parameters}
         names = {name: full for name, full in names.items() if full in self.parameters and name not in _MODULE_NAMES}
         if not names:
             return {}
-        narrow = [one.name for one in layer.parameters if one.role in ("matrix", "adapter") and len(one.shape) == 2]
+        narrow = [spec.name for spec in layer.parameters if spec.role in ("matrix", "adapter") and len(spec.shape) == 2]
+        sublayers: tuple[str, ...] = ("block",)
         if isinstance(layer.mlp, MoeSpec):
-            sublayers: tuple[str, ...] = ("attention", "experts")
-        else:
-            if again in SUBLAYERS:
-                sublayers = SUBLAYERS
-            else:
-                sublayers = ("block",)
-        found = {}
+            sublayers = ("attention", "experts")
+        elif again in SUBLAYERS:
+            sublayers = SUBLAYERS
+        weights = {}
         for part in sublayers:
             sublayer = part
             if part == "experts":
                 sublayer = "mlp"
-            of_part = {name: full for name, full in names.items() if part == "block" or sublayer_of(name) == sublayer}
-            found[part] = self._part(of_part, narrow)
-        return found
+            part_names = {
+                name: full for name, full in names.items() if part == "block" or sublayer_of(name) == sublayer
+            }
+            weights[part] = self._part(part_names, narrow)
+        return weights
 
     def _saving(self, recomputed: Sequence[str]) -> list[dict[str, bool]]:
-        """Returns for the parts of each layer whether they keep what the backward pass needs."""
-        redone = {"experts": ("block", "mlp")}
-        found = []
+        """Returns whether the parts of each layer save arrays for the backward pass."""
+        saving = []
         for number, (layer_parts, again) in enumerate(zip(self.layers, recomputed, strict=True)):
             reached = number >= self.first_reached
-            found.append({
-                name: reached and again != "block" and again not in redone.get(name, (name,)) for name in layer_parts
-            })  # fmt: skip
-        return found
+            recomputed_part = again
+            if again == "mlp" and "experts" in layer_parts:
+                recomputed_part = "experts"
+            saving.append({name: reached and recomputed_part not in ("block", name) for name in layer_parts})
+        return saving
 
     def attention_of(self, spec: AttentionSpec) -> CpuAttention:
         """Returns the functions of the layers with this attention."""
@@ -190,7 +191,12 @@ class ArrayParts:
     def mlp_of(self, spec: MlpSpec | MoeSpec) -> CpuMlp | CpuMoe:
         """Returns the functions of the layers with this feed-forward sublayer."""
         if isinstance(spec, MoeSpec):
+            assert self.experts.moe is not None
             return self.experts.moe
+        return self.dense_mlp_of(spec)
+
+    def dense_mlp_of(self, spec: MlpSpec) -> CpuMlp:
+        """Returns the functions of the layers with this feed-forward sublayer, which has no experts."""
         if spec not in self.mlps:
             merged = spec
             if self.predicts:
@@ -199,45 +205,54 @@ class ArrayParts:
         return self.mlps[spec]
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall) -> Tensor:
+        """Returns the residual stream of tokens, [N, D]."""
         x_NE = run_part(self.embedding, self.embedding_weights, (), (ids_N.asnumpy(),))
         if not self.mapping_weights.named:
             return x_NE
         return run_part(self.mapping, self.mapping_weights, (x_NE,))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the residual stream after a layer, and the auxiliary loss and z-loss of its router, if it has one."""
         spec = self.spec.layers[number]
-        trains = call.statistics is not None
+        statistics = call.statistics
+        assert self.dropout is not None
         dropout = self.dropout.layer_dropout(spec, number, call.dropout, call.inputs)
         aux_loss = z_loss = None
         for name, weights in self.layers[number].items():
-            save = trains and self.save[number][name]
-            if name == "experts":
-                experts = ExpertsPart(self.experts.moe, self.experts.inputs(number, x_ND, call))
-                x_ND = run_part(experts, weights, (x_ND,), (), save, dropout)
-                if trains:
+            save = statistics is not None and self.save[number][name]
+            if isinstance(spec.mlp, MoeSpec) and name == "experts":
+                moe = self.experts.moe
+                assert moe is not None
+                experts = ExpertsPart(moe, self.experts.inputs(number, x_ND, call))
+                x_ND = run_part(experts, weights, (x_ND,), save=save, dropout=dropout)
+                if statistics is not None:
                     x_ND, aux_loss, z_loss = x_ND
-                    call.statistics.routings.append((number, experts.routing, experts.scores_NE))
+                    statistics.routings.append((number, experts.routing, experts.scores_NE))
             elif name == "mlp":
-                x_ND = run_part(self.mlp_of(spec.mlp), weights, (x_ND,), (), save, dropout)
+                x_ND = run_part(self.mlp_of(spec.mlp), weights, (x_ND,), save=save, dropout=dropout)
             else:
-                part: DecoderPart = self.attention_of(spec.attention)
-                if name == "block":
-                    part = BlockPart(part, self.mlp_of(spec.mlp))
-                arguments: tuple = (x_ND,), (call.inputs.positions,)
+                attention = self.attention_of(spec.attention)
+                part: DecoderPart = attention
+                if name == "block" and isinstance(spec.mlp, MlpSpec):
+                    part = BlockPart(attention, self.dense_mlp_of(spec.mlp))
+                inputs: tuple[Tensor, ...] = (x_ND,)
+                constants: tuple = (call.inputs.positions,)
                 if number == self.first_reached < self.spec.num_layers:  # nothing before it is trained
-                    arguments = (), (host_array(x_ND), call.inputs.positions)
-                x_ND = run_part(part, weights, *arguments, save, dropout)
+                    inputs = ()
+                    constants = (host_array(x_ND), call.inputs.positions)
+                x_ND = run_part(part, weights, inputs, constants, save=save, dropout=dropout)
         return x_ND, aux_loss, z_loss
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        """Returns the input of the block of an MTP module, [N, D]."""
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
         return run_part(self.merge, self.merges[module], (embedded_ND, x_ND))
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        """Returns the sum of token losses of the main model (number 0) or of the MTP module `number - 1`."""
+        labels: ModelInputs | MtpInputs = call.inputs
         if number:
             labels = call.inputs.mtp[number - 1]
-        else:
-            labels = call.inputs
         arrays = labels.labels_N.asnumpy(), host_array(labels.valid_N1)
         return run_part(self.head, self.heads[number], (x_ND,), arrays, save=call.statistics is not None)
 
@@ -249,25 +264,26 @@ class ArrayParts:
         local_NV = self.head.logits(call, x_ND)
         if self.tensor is None:
             return local_NV
-        group = self.tensor.group
+        group = cast("CpuGroup", self.tensor.group)
         logits_NV = np.empty((len(local_NV), self.vocabulary), np.float32)
         logits_NV[:, shard_range(self.vocabulary, group.rank, group.size)] = local_NV
         group.complete_ranges(list(logits_NV))
         return logits_NV
 
-    # Prediction: of parts that `prediction_parts` makes.
+    # Prediction, only for the parts that `prediction_parts` makes.
 
     @functools.cached_property
     def merged_calls(self) -> list[SublayerCall]:
-        """For each layer a call with its weights, read where the model has them; a matrix with an adapter has a merged
-        copy."""
+        """Returns a call of each layer with its weights, which are not copied; adapters are merged into copies."""
         return [SublayerCall(self._merged_weights(number), save=False) for number in range(self.spec.num_layers)]
 
     @functools.cached_property
     def outer_call(self) -> SublayerCall:
-        """A call with the weights of the embedding, its mapping and the head."""
-        parts = self.embedding_weights, self.mapping_weights, self.heads[0]
-        return SublayerCall({name: array for one in parts for name, array in one.arrays().items()}, save=False)
+        """Returns a call with the weights of the embedding, its mapping and the head."""
+        weights: dict[str, np.ndarray] = {}
+        for part in (self.embedding_weights, self.mapping_weights, self.heads[0]):
+            weights |= part.arrays()
+        return SublayerCall(weights, save=False)
 
     def _merged_weights(self, number: int) -> dict[str, np.ndarray]:
         arrays: dict[str, np.ndarray] = {}
@@ -282,22 +298,22 @@ class ArrayParts:
 
     @functools.cached_property
     def multiplications(self) -> int:
-        """Those of a token in the largest layer."""
+        """Returns the multiplications of a token in the largest layer."""
         layers = self.spec.layers[: self.spec.num_layers]
-        sizes = [sum(layer.active_size(one) for one in layer.parameters if len(one.shape) > 1) for layer in layers]
+        sizes = [sum(layer.active_size(spec) for spec in layer.parameters if len(spec.shape) > 1) for layer in layers]
         return max(sizes, default=0)
 
     def new_cache(self, rows: int, tokens: int) -> KVCache:
-        """Returns an empty cache for so many sequences of so many tokens."""
+        """Returns an empty cache for `rows` sequences of `tokens` tokens."""
         attention = self.spec.layers[0].attention
         return KVCache(self.spec.num_layers, attention.cache_widths, attention.cache_heads, rows, tokens)
 
     def cached_length(self, positions: int) -> int:
-        """Returns how many cached positions attention reads where a query sees so many."""
+        """Returns how many cached positions attention reads if a query sees `positions` of them."""
         return positions
 
     def cached_mask(self, visible_BQS: np.ndarray) -> np.ndarray | None:
-        """Returns what attention adds to its scores."""
+        """Returns the term that attention adds to its scores, from which keys each query sees; None: all keys."""
         attention = self.spec.layers[0].attention
         return cached_mask(visible_BQS, attention.heads // attention.cache_heads)
 
@@ -312,23 +328,23 @@ class ArrayParts:
         return x_ND
 
     def predict_layers(self, layers: Sequence[int], x_ND: np.ndarray, call: PredictionCall) -> np.ndarray:
-        """Returns the residual stream after layers that follow each other, for new tokens of a prediction.
+        """Returns the residual stream [N, D] after consecutive layers, for new tokens of a prediction.
 
         Threads share the sequences, and go through all layers without waiting.
         """
         rows = len(call.cache.positions_BQ)
         threads = host_threads()
-        # With less to compute, threads would wait for each other: only one at a time is in Python.
+        # With less to compute, threads would wait for each other: only one at a time runs Python.
         if self.is_sharded or rows == 1 or len(x_ND) * self.multiplications < _SHARED_WORK:
             return self._predict_layers(layers, x_ND, call, 0)
         out_ND = np.empty_like(x_ND)
         width = len(x_ND) // rows
 
-        def run(part: slice, thread: int) -> None:
-            tokens = slice(part.start * width, part.stop * width)
-            masks = [mask if mask is None else mask[part] for mask in call.masks]
-            of_part = PredictionCall(call.tables[tokens], masks, call.cache.select(part))
-            out_ND[tokens] = self._predict_layers(layers, x_ND[tokens], of_part, thread)
+        def run(sequences: slice, thread: int) -> None:
+            tokens = slice(sequences.start * width, sequences.stop * width)
+            masks = [mask if mask is None else mask[sequences] for mask in call.masks]
+            thread_call = PredictionCall(call.tables[tokens], masks, call.cache.select(sequences))
+            out_ND[tokens] = self._predict_layers(layers, x_ND[tokens], thread_call, thread)
 
         threads.run(row_blocks(slice(0, rows), -(-rows // threads.threads)), run)
         return out_ND
@@ -347,19 +363,19 @@ class ArrayParts:
         return x_ND
 
     def predict_logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
-        """Returns the logits after the tokens `ends`, [B, V]."""
+        """Returns the logits [B, V] after the tokens in the rows `ends_B`."""
         return self._logits(self.outer_call, x_ND[ends_B])
 
 
 def prediction_parts(
     settings: ModelConfig, parameters: Mapping[str, Parameter], shard: RankModelShard | None
 ) -> ArrayParts:
-    """Returns the parts of a decoder for a prediction in float32, whatever trains it.
+    """Returns the parts of a decoder for a prediction in float32, for any model.
 
-    Ranks that share the model all have the same tokens. A tensor-parallel rank caches its own heads, and what its
-    columns of a matrix give is summed; each rank has the logits of the whole vocabulary.
+    Ranks that share the model all have the same tokens. A tensor-parallel rank caches the keys and values of its heads,
+    the ranks sum the products of their columns, and each rank has the logits of the full vocabulary.
     """
-    host_threads()  # they limit the threads of NumPy's own library, which would poll between two products
+    host_threads()  # limits the threads of NumPy's BLAS library, which would poll between two products
     layers = len(model_spec(settings).layers)
     return ArrayParts(settings, "float32", parameters, None, [""] * layers, (), None, shard)
 
@@ -367,8 +383,12 @@ def prediction_parts(
 _MODULE_NAMES = frozenset((*MTP_WEIGHTS, MTP_NORM))
 
 
+def _cpu_group(group: ProcessGroup | None) -> CpuGroup | None:
+    return cast("CpuGroup | None", group)
+
+
 class _Experts:
-    """The sublayer of all layers with experts, and what its calls need."""
+    """The feed-forward sublayer of all MoE layers, and the inputs of its calls."""
 
     def __init__(
         self, settings: ModelConfig, layers: Sequence[LayerSpec], scratch: Scratch, shard: RankModelShard | None,
@@ -388,19 +408,20 @@ class _Experts:
             if tensor is not None and predicts:
                 tensor = tensor._replace(sequence_parallel=False)
             if shard.sharing is not None:
-                self.token_ranks = TokenSharingGroup(shard.sharing, shard.tokens)
+                self.token_ranks = TokenSharingGroup(cast("CpuGroup", shard.sharing), shard.tokens)
                 self.sharing = shard.sharing.size
             if tensor is not None and not tensor.sequence_parallel:
                 self.sharing //= tensor.group.size
-        rule = RoutingRule.from_config(settings.experts)
-        self.moe = CpuMoe(spec, settings.experts, rule, scratch, tensor, experts, predicts)
+        moe = moe_config(settings)
+        self.moe = CpuMoe(spec, moe, RoutingRule.from_config(moe), scratch, tensor, _cpu_group(experts), predicts)
 
     def inputs(self, layer: int, x_ND: Tensor, call: DecoderCall) -> MoeInputs:
-        """Returns what a layer needs for a call: in an evaluation nothing is dropped, and there are no losses."""
+        """Returns the inputs of a call of a layer; an evaluation has neither a capacity nor losses."""
         statistics = call.statistics
         if statistics is None:
             return MoeInputs()
         weights = call.inputs.sequence_weights
+        assert weights is not None
         tokens_B1 = weights.tokens_B1.asnumpy()
         valid_N1 = weights.valid_N1.asnumpy()
         shared = None
@@ -409,5 +430,5 @@ class _Experts:
         shares = None
         if statistics.load is not None:
             shares = statistics.load.layer_load(layer)
-        capacity = self.settings.experts.capacity(x_ND.shape[0] * self.sharing)
+        capacity = moe_config(self.settings).capacity(x_ND.shape[0] * self.sharing)
         return MoeInputs(RouterLabels(tokens_B1, valid_N1, shared), capacity, shares)

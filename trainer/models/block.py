@@ -1,7 +1,7 @@
 """The cells of a decoder: attention and feed-forward layer, block of both, head, merge of an MTP module.
 
-Each is a pure function of its inputs and weights and holds no Parameters, so that one compiled copy serves every layer.
-Every call site within a cell has a kernel of its own: see trainer/ops/__init__.py.
+Each cell is a pure function of its inputs and weights. It holds no Parameters, so that one compiled copy serves every
+layer. Every call site within a cell has its own kernel (trainer/ops/__init__.py says why).
 
 Multi-token prediction (MTP; DeepSeek-AI 2024, DeepSeek-V3, section 2.2): module k takes the hidden state of the module
 before it at a position (the first: of the main model, after its final norm) and the embedding of the token k positions
@@ -9,8 +9,9 @@ later, and predicts the token after that:
 
     h_i^k = norm_k(block_k(W_k [norm(Emb(t_{i+k})); norm(h_i^{k-1})])),   loss_k = cross entropy(head(h_i^k), t_{i+k+1})
 
-The paper leaves open where the norm before the head stands; this, and the order of the two halves of the product, is
-what transformers and vLLM compute with DeepSeek's released weights. Embedding and head are the main model's.
+The paper leaves open where the norm before the head stands. Its place here, and the order of the two halves of the
+product, are those of transformers and vLLM, which run DeepSeek's released weights. A module shares the embedding and
+the head of the main model.
 
 Legend: N tokens, D hidden, C = heads * head size, K = key/value heads * head size, V vocabulary, B sequences, Q new
 tokens of each in prediction.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspore import nn
+from mindspore import Tensor, nn
 from mindspore.ops import operations as P
 
 from trainer.models.latent_attention import LatentAttentionLayer
@@ -30,7 +31,9 @@ from trainer.models.spec.shapes import block_names
 from trainer.models.spec.sublayers import attention_spec, latent_spec, mlp_spec
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from collections.abc import Callable, Sequence
+
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.vocabulary import VocabShard
     from trainer.parallel.tensor import TensorParallel
@@ -40,8 +43,8 @@ class AttentionLayer(nn.Cell):
     """x_ND -> what attention adds to the residual stream, [N, D].
 
     Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection, optional norm.
-    `weights` are all weights of the block, in the order of `block_names`. With `tensor` they are those of a rank, which
-    has some of the heads.
+    `weights` are all weights of the block, in the order of `block_names`. With `tensor` the rank has some of the heads,
+    and the weights are its shards.
     """
 
     def __init__(
@@ -61,42 +64,57 @@ class AttentionLayer(nn.Cell):
         self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
-        self.query, self.key, self.value = (Projection(f"self_attn.{one}_proj", settings, kernels) for one in "qkv")
+        self.query, self.key, self.value = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         self.query_norm = kernels.head_norm(self.head_size, spec.eps)
         self.key_norm = kernels.head_norm(self.head_size, spec.eps)
-        turned = self.head_size, spec.rotary_size, spec.rotary_interleaved
-        self.query_rotary, self.key_rotary = (kernels.rotary(*turned) for _ in range(2))
+        rotary_sizes = self.head_size, spec.rotary_size, spec.rotary_interleaved
+        self.query_rotary, self.key_rotary = (kernels.rotary(*rotary_sizes) for _ in range(2))
         self.heads = spec.heads
         self.cache_heads = spec.kv_heads
         options = kernels.attention_options(settings, window)
         self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, **options)
         self.has_post_norm = spec.post_norm
         self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
-        self.post_norm_weight = names.index(POST_ATTENTION_NORM) if self.has_post_norm else None
+        if self.has_post_norm:
+            self.post_norm_weight = names.index(POST_ATTENTION_NORM)
 
-    def construct(self, x_ND, query_tables, key_tables, masks, dropout, weights):
+    def construct(
+        self, x_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
+        masks: tuple[Tensor, Tensor | None], dropout: Tensor | None, weights: Sequence[Tensor],
+    ) -> Tensor:  # fmt: skip
         y_ND = self.attention_input(x_ND, weights)
         q_NC, k_NK, v_NK = self.project_qkv(y_ND, query_tables, key_tables, weights)
         return self.project_output(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
 
-    def project_output(self, context_NC, weights):
-        """The output projection of what the heads attend to, with a norm after it where the model has one: [N, D]."""
+    def project_output(self, context_NC: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Returns the output projection of the heads' results, [N, D], normed where the model has a norm after it."""
         out_ND = self.out(context_NC, weights)
-        return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
+        if self.has_post_norm:
+            return self.post_norm(out_ND, weights[self.post_norm_weight])
+        return out_ND
 
-    def project(self, x_ND, query_tables, key_tables, weights):
-        """Rotated queries and keys, and values."""
+    def project(
+        self, x_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
+        weights: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns rotated queries [N, C], rotated keys [N, K] and values [N, K] from the residual stream."""
         return self.project_qkv(self.attention_input(x_ND, weights), query_tables, key_tables, weights)
 
-    def attention_input(self, x_ND, weights):
-        """What the heads are made from: the normed residual stream."""
+    def attention_input(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Returns the normed residual stream, of all tokens where tensor-parallel ranks share the heads."""
         y_ND = self.norm(x_ND, weights[self.norm_weight])
-        return y_ND if self.column_parallel_input is None else self.column_parallel_input(y_ND)
+        if self.column_parallel_input is None:
+            return y_ND
+        return self.column_parallel_input(y_ND)
 
-    def project_qkv(self, y_ND, query_tables, key_tables, weights):
+    def project_qkv(
+        self, y_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
+        weights: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns rotated queries [N, C], rotated keys [N, K] and values [N, K] from the normed residual stream."""
         q_NC = self.query(y_ND, weights)
         k_NK = self.key(y_ND, weights)
         v_NK = self.value(y_ND, weights)
@@ -106,8 +124,16 @@ class AttentionLayer(nn.Cell):
         q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
         return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK
 
-    def attend_over_cache(self, attend, q_NC, cached, mask, weights):
-        """The same over cached keys and values [B, S, K], for prediction; `attend` is `cached_attention`."""
+    def attend_over_cache(
+        self, attend: Callable, q_NC: Tensor, cached: tuple[Tensor, Tensor], mask: Tensor, weights: Sequence[Tensor]
+    ) -> Tensor:
+        """Returns what attention adds to the residual stream of new tokens in a prediction, [N, D].
+
+        Args:
+            attend: The kernel `cached_attention`.
+            q_NC: Rotated queries of the new tokens of all sequences.
+            cached: Keys and values of all tokens, [B, S, K].
+        """
         rows = cached[0].shape[0]
         heads = self.heads
         kv_heads = self.cache_heads
@@ -115,7 +141,7 @@ class AttentionLayer(nn.Cell):
         return self.project_output(out_BQC.reshape(q_NC.shape), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
-        """As `Block.shard_over`."""
+        """Shards heads over `tensor` ranks and tokens over `data` or `tokens` ranks, see `Block.shard_over`."""
         for norm in (self.norm, self.post_norm):
             norm.shard_over(tokens)
         for projection in (self.query, self.key, self.value):
@@ -123,8 +149,9 @@ class AttentionLayer(nn.Cell):
         self.out.shard_over(data, rows=tensor, tokens=tokens)
         for part in (self.query_rotary, self.key_rotary, self.attention):
             part.shard_over(data, tensor)
-        for norm in (self.query_norm, self.key_norm) if self.qk_norm else ():
-            norm.shard_over(data, tensor)
+        if self.qk_norm:
+            self.query_norm.shard_over(data, tensor)
+            self.key_norm.shard_over(data, tensor)
 
 
 class MlpLayer(nn.Cell):
@@ -145,16 +172,20 @@ class MlpLayer(nn.Cell):
         self.swiglu = kernels.swiglu()
         self.has_post_norm = spec.post_norm
         self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
-        self.post_norm_weight = names.index(POST_MLP_NORM) if self.has_post_norm else None
+        if self.has_post_norm:
+            self.post_norm_weight = names.index(POST_MLP_NORM)
 
-    def construct(self, x_ND, weights):
+    def construct(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         y_ND = self.norm(x_ND, weights[self.norm_weight])
-        y_ND = y_ND if self.column_parallel_input is None else self.column_parallel_input(y_ND)
+        if self.column_parallel_input is not None:
+            y_ND = self.column_parallel_input(y_ND)
         out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
-        return self.post_norm(out_ND, weights[self.post_norm_weight]) if self.has_post_norm else out_ND
+        if self.has_post_norm:
+            return self.post_norm(out_ND, weights[self.post_norm_weight])
+        return out_ND
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
-        """As `Block.shard_over`."""
+        """Shards columns over `tensor` ranks and tokens over `data` or `tokens` ranks, see `Block.shard_over`."""
         for norm in (self.norm, self.post_norm):
             norm.shard_over(tokens)
         for projection in (self.gate, self.up):
@@ -166,9 +197,12 @@ class MlpLayer(nn.Cell):
 class Block(nn.Cell):
     """One decoder block as a pure function of the residual stream, the position tables, the masks and the weights.
 
-    Every tensor is an argument of its own: MindSpore takes a tuple of tensors for a constant and compiles for each
-    new one. `part` is "block", or its sublayer "attention" or "mlp", which ignores weights and masks of the other one.
-    `window` is that of `KernelSet.window`, `tensor` as in `AttentionLayer`.
+    Every tensor is a separate argument: MindSpore takes a tuple of tensors for a constant and compiles for each one.
+
+    Args:
+        part: "block", or its sublayer "attention" or "mlp", which ignores the weights and masks of the other one.
+        window: The sliding window of the layer, see `KernelSet.window`.
+        tensor: The tensor-parallel ranks that share the block; None: this rank has all of it.
     """
 
     def __init__(
@@ -183,7 +217,9 @@ class Block(nn.Cell):
         self.has_attention = part in ("block", "attention")
         self.has_mlp = part in ("block", "mlp")
         if self.has_attention:
-            layer = AttentionLayer if latent_spec(settings) is None else LatentAttentionLayer
+            layer = AttentionLayer
+            if latent_spec(settings) is not None:
+                layer = LatentAttentionLayer
             self.attention = layer(settings, kernels, window, tensor)
             self.add_attention = P.Add()
             self.drop_attention = kernels.dropout(settings.hidden_dropout)
@@ -193,8 +229,10 @@ class Block(nn.Cell):
             self.drop_mlp = kernels.dropout(settings.hidden_dropout)
 
     def construct(
-        self, x_ND, q_cos, q_sin, k_cos, k_sin, mask, more_mask, drop_scores, drop_attention, drop_mlp, *weights
-    ):
+        self, x_ND: Tensor, q_cos: Tensor, q_sin: Tensor, k_cos: Tensor, k_sin: Tensor, mask: Tensor,
+        more_mask: Tensor | None, drop_scores: Tensor | None, drop_attention: Tensor | None, drop_mlp: Tensor | None,
+        *weights: Tensor,
+    ) -> Tensor:  # fmt: skip
         if self.has_attention:
             masks = (mask, more_mask)
             added_ND = self.attention(x_ND, (q_cos, q_sin), (k_cos, k_sin), masks, drop_scores, weights)
@@ -209,15 +247,21 @@ class Block(nn.Cell):
         return x_ND
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
-        """For semi-automatic mode: the products as in Megatron-LM (Shoeybi et al. 2019, section 3): the first of a pair
-        is sharded along its outputs, the second along its inputs; all else along the batch, or like the columns of its
-        input.
+        """Sets the strategies of semi-automatic mode, as Megatron-LM shards (Shoeybi et al. 2019, section 3).
 
-        The residual stream and its norms are sharded over `tokens` ranks: `data`, or with sequence parallelism
-        (Korthikanti et al. 2022, section 4.2) data * tensor.
+        The first product of a pair is sharded along its outputs, the second along its inputs. Other operators are
+        sharded along the batch, or like the columns of their input.
+
+        Args:
+            data: Ranks that shard the batch.
+            tensor: Ranks that shard heads and columns.
+            tokens: Ranks that shard the residual stream and its norms: `data`, or with sequence parallelism
+                (Korthikanti et al. 2022, section 4.2) data * tensor.
         """
         row = (tokens, 1)
-        rows = "all" if tokens > data else "data"
+        rows = "data"
+        if tokens > data:
+            rows = "all"
         if self.has_attention:
             self.attention.shard_over(data, tensor, tokens)
             self.drop_attention.shard_over(data, tensor, rows)
@@ -229,21 +273,25 @@ class Block(nn.Cell):
 
 
 class EmbeddingRows(nn.Cell):
-    """(weight_VE, ids_N) -> x_NE, or the rows of it that the rank has.
+    """(weight_VE, ids_N) -> x_NE, or those of its rows that the rank has.
 
-    Compiled like the other parts: on its own MindSpore compiles the operator of its gradient anew at every call.
+    It is compiled like the other parts: outside of a graph, MindSpore compiles its gradient operator at each call.
     """
 
     def __init__(
         self, kernels: KernelSet, tensor: TensorParallel | None = None, part: VocabShard | None = None
     ) -> None:
         super().__init__()
-        self.gather_rows = kernels.gather_rows if part is None else kernels.vocabulary_rows(part)
+        self.gather_rows = kernels.gather_rows
+        if part is not None:
+            self.gather_rows = kernels.vocabulary_rows(part)
         self.row_parallel_output = None if tensor is None else tensor.row_parallel_output()
 
-    def construct(self, weight_VE, ids_N):
+    def construct(self, weight_VE: Tensor, ids_N: Tensor) -> Tensor:
         x_NE = self.gather_rows(weight_VE, ids_N)
-        return x_NE if self.row_parallel_output is None else self.row_parallel_output(x_NE)
+        if self.row_parallel_output is None:
+            return x_NE
+        return self.row_parallel_output(x_NE)
 
 
 class EmbeddingMapping(nn.Cell):
@@ -254,14 +302,14 @@ class EmbeddingMapping(nn.Cell):
         self.linear = kernels.linear()
         self.cast = P.Cast()
 
-    def construct(self, x_NI, weight_OI):
+    def construct(self, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
         return self.cast(self.linear(x_NI, weight_OI), x_NI.dtype)
 
 
 class HeadInput(nn.Cell):
-    """What the output projection multiplies: (x_ND, norm_E[, mapping_ED]) -> normed x, [N, E].
+    """The input of the output projection: (x_ND, norm_E[, mapping_ED]) -> normed x, [N, E].
 
-    E is D, or where a matrix maps the residual stream to the embedding's width, that width.
+    E is the width of the embedding: D, unless a matrix maps the residual stream to another width.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
@@ -271,15 +319,20 @@ class HeadInput(nn.Cell):
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
 
-    def construct(self, x_ND, norm_E, mapping_ED=None):
-        y_NE = self.norm(self.mapping(x_ND, mapping_ED) if self.maps else x_ND, norm_E)
-        return y_NE if self.column_parallel_input is None else self.column_parallel_input(y_NE)
+    def construct(self, x_ND: Tensor, norm_E: Tensor, mapping_ED: Tensor | None = None) -> Tensor:
+        x_NE = x_ND
+        if self.maps:
+            x_NE = self.mapping(x_ND, mapping_ED)
+        y_NE = self.norm(x_NE, norm_E)
+        if self.column_parallel_input is None:
+            return y_NE
+        return self.column_parallel_input(y_NE)
 
 
 class Head(nn.Cell):
     """Final norm, output projection and cross entropy: (x_ND, norm_E, weight_VE, labels_N, valid_N1) -> loss sum.
 
-    E and `mapping_ED`, which comes last, as in `HeadInput`.
+    `mapping_ED`, the last argument, is there where `HeadInput` needs it; E is the width that it describes.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
@@ -287,7 +340,10 @@ class Head(nn.Cell):
         self.normed = HeadInput(settings, kernels, tensor)
         self.cross_entropy = kernels.cross_entropy()
 
-    def construct(self, x_ND, norm_E, weight_VE, labels_N, valid_N1, mapping_ED=None):
+    def construct(
+        self, x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor,
+        mapping_ED: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return self.cross_entropy(self.normed(x_ND, norm_E, mapping_ED), weight_VE, labels_N, valid_N1)
 
 
@@ -302,7 +358,10 @@ class MtpMerge(nn.Cell):
         self.project = kernels.linear()
         self.cast = P.Cast()
 
-    def construct(self, embedded_ND, hidden_ND, final_norm_D, enorm_D, hnorm_D, weight_DC):
+    def construct(
+        self, embedded_ND: Tensor, hidden_ND: Tensor, final_norm_D: Tensor, enorm_D: Tensor, hnorm_D: Tensor,
+        weight_DC: Tensor,
+    ) -> Tensor:  # fmt: skip
         known_ND = self.hidden_norm(self.final_norm(hidden_ND, final_norm_D), hnorm_D)
         both_NC = self.concat((self.embedding_norm(embedded_ND, enorm_D), known_ND))
         return self.cast(self.project(both_NC, weight_DC), hidden_ND.dtype)

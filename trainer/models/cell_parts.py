@@ -1,8 +1,8 @@
 """The parts of a decoder as MindSpore cells: compiled for an Ascend, operator by operator in context.mode 1 on a CPU.
 
-A block is compiled once (context.mode 0) and called for every layer with that layer's weights as views: MindSpore
-specialises on every Parameter object it is given, so handing over Parameters would compile every layer anew. A view
-costs microseconds, copies nothing, and gradients flow through it.
+A block is compiled once (context.mode 0) and called for every layer with views of that layer's weights: MindSpore
+specialises on every Parameter object, so with Parameters it would compile every layer anew. A view costs microseconds,
+copies nothing, and gradients flow through it.
 
 Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary.
 """
@@ -22,7 +22,7 @@ from trainer.config.recompute import SUBLAYERS
 from trainer.models.block import MTP_NORM, MTP_WEIGHTS, Block, EmbeddingMapping, EmbeddingRows, Head, MtpMerge
 from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import AdapterMasks, DropoutShards
-from trainer.models.inputs import DecoderCall, ModelInputs
+from trainer.models.inputs import DecoderCall, ModelInputs, MtpInputs
 from trainer.models.moe import MoeFunction, MoeLayer
 from trainer.models.recompute import Compiled, Differentiable, LayerFunction, compile_cell
 from trainer.models.spec.build import dropout_sites, model_spec
@@ -43,9 +43,9 @@ from trainer.parallel.collectives import AllGather
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.models.inputs import PredictionCall
-    from trainer.ops.dropout import DropoutKey
+    from trainer.ops.dropout import DropoutKey, LocalHeads, MaskShard
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import RankModelShard, TensorParallel
 
@@ -69,7 +69,7 @@ class CellParts:
 
     Args:
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
-        recomputed: For each layer, those of MTP modules included, what the backward pass computes again: "block",
+        recomputed: For each layer, including those of MTP modules, what the backward pass recomputes: "block",
             "attention", "mlp" or "".
         trained: Full names of the trained weights, of all stages of a pipeline.
     """
@@ -96,10 +96,9 @@ class CellParts:
         self.block = Block(settings, kernels, tensor=self.tensor)
         self.head = Head(settings, kernels, self.tensor)
         self.head_product = kernels.linear()
+        self.moe: MoeLayer | None = None
         if settings.moe_layers:
             self.moe = MoeLayer(settings, kernels, compiled, shard)
-        else:
-            self.moe = None
         self.layers = self._layers(recomputed, compiled, trained)
         modules = self.spec.module_layers
         self.norms = [self.final_norm, *(self._parameters(layer, [MTP_NORM])[0] for layer in modules)]
@@ -109,109 +108,102 @@ class CellParts:
         self.map_embedding = Differentiable(EmbeddingMapping(kernels), compiled).plain
         if self.final_norm is not None:
             self.head_loss = self._head_loss(compiled, part)
-        else:
-            self.head_loss = None
         if modules:
             self.merge = Differentiable(MtpMerge(settings, kernels), compiled).plain
-        else:
-            self.merge = None
 
-    def _head_loss(self, compiled: bool, part: VocabShard | None) -> Callable:
-        """(x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
-        # Number of an argument after x_ND -> weight.
-        of_head = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}
-        frozen = {argnum for argnum, one in of_head.items() if one is not None and not one.requires_grad}
+    def _head_loss(self, compiled: Compiled, part: VocabShard | None) -> Callable:
+        """Returns the function (x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
+        weights = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}  # by argument number after x_ND
+        frozen = {argnum for argnum, weight in weights.items() if weight is not None and not weight.requires_grad}
         if self.kernels.piecewise_loss is None:
             return Differentiable(self.head, compiled).stop_gradients_at(tuple(sorted(frozen)))
         compiles = partial(compile_cell, compiled=compiled)
         loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, shard=part)
-        # The same without the head's weight, the labels and what they count.
-        argnums = tuple(here for here, argnum in enumerate((0, 4)) if argnum in frozen)
+        # The norm takes arguments 0 and 4 of the head.
+        argnums = tuple(norm_argnum for norm_argnum, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stop_gradients_at(argnums)
 
-        def head_loss(x_ND, norm_E, weight_VE, labels_N, valid_N1, *mapping):
+        def head_loss(
+            x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor, *mapping: Tensor
+        ) -> Tensor:
             return loss(normed(x_ND, norm_E, *mapping), weight_VE, labels_N, valid_N1)
 
         return head_loss
 
     def _layers(
-        self, recomputed: Sequence[str], compiled: bool, trained: Collection[str]
+        self, recomputed: Sequence[str], compiled: Compiled, trained: Collection[str]
     ) -> list[dict[str, LayerFunction | MoeFunction]]:
-        """For each layer its parts, in order: the whole block, or its sublayers where one of them is recomputed.
+        """Returns the parts of each layer, in order: the block, or its sublayers where one of them is recomputed.
 
-        A layer with experts has its attention sublayer and, in the place of the feed-forward sublayer, its experts. A
-        layer that another rank has is empty here, but a gradient may flow through it.
+        An MoE layer has the parts "attention" and "experts". A layer of another pipeline stage has none.
         """
         settings = self.settings
         kernels = self.kernels
 
         @functools.cache
         def function(name: str, window: int | None) -> Differentiable:
-            is_own = name == "block" and window is None
-            if is_own:
-                block = self.block
-            else:
-                block = Block(settings, kernels, name, window, self.tensor)
-            return Differentiable(block, compiled)
+            if name == "block" and window is None:
+                return Differentiable(self.block, compiled)
+            return Differentiable(Block(settings, kernels, name, window, self.tensor), compiled)
 
         first = self.spec.first_reached(trained)
         layers: list[dict[str, LayerFunction | MoeFunction]] = []
         for layer, (again, weights) in enumerate(zip(recomputed, self.layer_weights, strict=True)):
-            if self.settings.is_moe_layer(layer):
-                experts = self._parameters(layer, moe_shapes(self.settings))
-            else:
-                experts = ()
-            reached = layer >= first
             parts: dict[str, LayerFunction | MoeFunction] = {}
-            if all(weight is None for weight in weights):
-                layers.append(parts)
-                continue
-            if experts:
-                sublayers = ("attention",)
-            else:
-                if again in SUBLAYERS and reached:
-                    sublayers = SUBLAYERS
-                else:
-                    sublayers = ("block",)
-            for name in sublayers:
-                named = zip(block_weights(self.settings), weights, strict=True)
-                own = [weight if name in ("block", sublayer_of(each)) else None for each, weight in named]
-                redone = again == name or (bool(experts) and again == "block")
-                one = function(name, None if name == "mlp" else kernels.window(settings, layer))
-                parts[name] = LayerFunction(one, own, reached=reached, recomputed=redone)
-            if experts:
-                redone = again in ("block", "mlp")
-                capacity = self.settings.experts.capacity
-                parts["experts"] = MoeFunction(self.moe, layer, experts, capacity, reached=reached, recomputed=redone)
             layers.append(parts)
+            if all(weight is None for weight in weights):
+                continue
+            is_moe = settings.is_moe_layer(layer)
+            reached = layer >= first
+            sublayers: tuple[str, ...] = ("block",)
+            if is_moe:
+                sublayers = ("attention",)
+            elif again in SUBLAYERS and reached:
+                sublayers = SUBLAYERS
+            for name in sublayers:
+                window = None
+                if name != "mlp":
+                    window = kernels.window(settings, layer)
+                used = [
+                    weight if name in ("block", sublayer_of(weight_name)) else None
+                    for weight_name, weight in zip(block_weights(settings), weights, strict=True)
+                ]
+                recomputes = again == name or (is_moe and again == "block")
+                parts[name] = LayerFunction(function(name, window), used, reached=reached, recomputed=recomputes)
+            if is_moe:
+                assert self.moe is not None and settings.experts is not None
+                parts["experts"] = MoeFunction(
+                    self.moe, layer, self._parameters(layer, moe_shapes(settings)), settings.experts.capacity,
+                    reached=reached, recomputed=again in ("block", "mlp"),
+                )  # fmt: skip
         return layers
 
     def _parameters(self, layer: int, names: Iterable[str]) -> list[Parameter | None]:
-        """Parameters of a layer; None for those that only other layers have."""
+        """Returns the parameters of a layer with these names; None for those that only other layers have."""
         return [self.compute_weights.get(self.spec.parameter_name(layer, name)) for name in names]
 
     def run_embedding(self, ids_N: Tensor, call: DecoderCall | None = None) -> Tensor:
-        # A prediction (no call) has a new shape for each length of a prompt: nothing to compile for.
-        whole = call is None and self.tensor is None
-        if whole:
-            look_up = self.kernels.gather_rows
-        else:
-            look_up = self.embedding_rows
+        """Returns the residual stream of tokens, [N, D]; `call` is None in a prediction."""
+        look_up = self.embedding_rows
+        if call is None and self.tensor is None:
+            look_up = self.kernels.gather_rows  # uncompiled: each length of a prompt is a new shape
         x_NE = look_up(_view(self.embedding), ids_N)
         if self.mapping_in is None:
             return x_NE
         return self.map_embedding(x_NE, _view(self.mapping_in))
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        """Returns the input of the block of an MTP module, [N, D]."""
         embedded_ND = self.run_embedding(call.inputs.mtp[module].ids_N, call)
         weights = self.norms[module], *self.merge_weights[module]
         return self.merge(embedded_ND, x_ND, *map(_view, weights))
 
     def run_layer(self, number: int, x_ND: Tensor, call: DecoderCall) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Returns the residual stream after a layer, and the auxiliary loss and z-loss of its router, if it has one."""
         inputs, dropout, statistics = call
         aux_loss = z_loss = None
         for name, part in self.layers[number].items():
-            if name == "experts":
+            if isinstance(part, MoeFunction):
                 x_ND, aux_loss, z_loss = part(
                     x_ND,
                     inputs.sequence_weights,
@@ -223,27 +215,29 @@ class CellParts:
         return x_ND, aux_loss, z_loss
 
     def run_head(self, number: int, x_ND: Tensor, call: DecoderCall) -> Tensor:
+        """Returns the sum of token losses of the main model (number 0) or of the MTP module `number - 1`."""
+        labels: ModelInputs | MtpInputs = call.inputs
         if number:
             labels = call.inputs.mtp[number - 1]
-        else:
-            labels = call.inputs
-        weights = _view(self.norms[number]), _view(self.head_weight)
-        if self.mapping_out is None:
-            mapping = ()
-        else:
-            mapping = (_view(self.mapping_out),)
-        return self.head_loss(x_ND, *weights, labels.labels_N, labels.valid_N1, *mapping)
+        arguments = [_view(self.norms[number]), _view(self.head_weight), labels.labels_N, labels.valid_N1]
+        if self.mapping_out is not None:
+            arguments.append(_view(self.mapping_out))
+        return self.head_loss(x_ND, *arguments)
 
     def _constants(self, part: str, layer: int, inputs: ModelInputs, dropout: DropoutKey | None) -> tuple[tuple, list]:
-        """The arguments of a part of a layer before and after its weights; the same for the same arguments."""
-        masks = self._dropout_masks(dropout, layer, inputs, part)
-        adapters = zip(self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs), strict=True)
-        own = [adapter_mask if part in ("block", sublayer_of(name)) else None for name, adapter_mask in adapters]
+        """Returns the arguments of a part of a layer before its weights, and those after them."""
+        dropout_masks = self._dropout_masks(dropout, layer, inputs, part)
+        adapter_masks = [
+            adapter_mask if part in ("block", sublayer_of(name)) else None
+            for name, adapter_mask in zip(
+                self.adapter_masks.names, self.adapter_masks(dropout, layer, inputs), strict=True
+            )
+        ]
+        mask = inputs.mask
         if self.settings.has_window(layer):
+            assert inputs.window_mask is not None
             mask = inputs.window_mask
-        else:
-            mask = inputs.mask
-        return (*inputs.tables, *mask, *masks), own
+        return (*inputs.tables, *mask, *dropout_masks), adapter_masks
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
         hidden = self.settings.hidden_dropout
@@ -254,10 +248,12 @@ class CellParts:
         rows = self.masks.rows(inputs)
         stream = self.masks.tokens(inputs), self.settings.hidden_size
 
-        def mask(draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float, own) -> Tensor | None:
-            drops = rate > 0 and part in ("block", sublayer)
-            if drops:
-                return draw(key, sites[site], shape, rate, own)
+        def mask(
+            draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float,
+            shard: MaskShard | LocalHeads | None,
+        ) -> Tensor | None:  # fmt: skip
+            if rate > 0 and part in ("block", sublayer):
+                return draw(key, sites[site], shape, rate, shard)
             return None
 
         heads = self.masks.heads
@@ -279,7 +275,7 @@ class CellParts:
     # Prediction.
 
     def new_cache(self, rows: int, tokens: int) -> CellCache:
-        """Returns an empty cache for so many sequences of so many tokens."""
+        """Returns an empty cache for `rows` sequences of `tokens` tokens."""
         attention = self.spec.layers[0].attention
         if self.tensor is not None:
             attention = attention.local(self.tensor.group.size)
@@ -288,11 +284,11 @@ class CellParts:
         return CellCache(layers, widths, self.kernels, rows, self.cached_length(tokens))
 
     def cached_length(self, positions: int) -> int:
-        """Returns how many cached positions attention reads where a query sees so many."""
+        """Returns how many cached positions attention reads if a query sees `positions` of them."""
         return -(-positions // _CACHED_MULTIPLE) * _CACHED_MULTIPLE
 
     def cached_mask(self, visible_BQS: np.ndarray) -> Tensor:
-        """Returns what attention adds to its scores."""
+        """Returns the term that attention adds to its scores, from which keys each query sees."""
         return self.kernels.cached_mask(visible_BQS)
 
     def embed_tokens(self, ids_N: np.ndarray) -> Tensor:
@@ -300,30 +296,30 @@ class CellParts:
         return self.run_embedding(Tensor(ids_N))
 
     def predict_layers(self, layers: Sequence[int], x_ND: Tensor, call: PredictionCall) -> Tensor:
-        """Returns the residual stream after layers that follow each other, for new tokens of a prediction."""
+        """Returns the residual stream [N, D] after consecutive layers, for new tokens of a prediction."""
         attention = self.block.attention
         for layer in layers:
-            weights = [*self.layer_weights[layer], *self.adapter_masks(None, layer, 0)]
+            weights = [*self.layer_weights[layer], *([None] * len(self.adapter_masks.names))]
             q_NC, *new = attention.project(x_ND, call.tables[0:2], call.tables[2:4], weights)
             cached = call.cache.update(layer, new)
             mask = call.masks[self.settings.has_window(layer)]
             x_ND = x_ND + attention.attend_over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
             experts = self.layers[layer].get("experts")
-            if experts is None:
-                x_ND = x_ND + self.block.mlp(x_ND, weights)
-            else:
+            if isinstance(experts, MoeFunction):
                 x_ND = experts(x_ND)[0]
+            else:
+                x_ND = x_ND + self.block.mlp(x_ND, weights)
         return x_ND
 
     def predict_logits(self, x_ND: Tensor, ends_B: np.ndarray) -> np.ndarray:
-        """Returns the logits after the tokens `ends`, [B, V]."""
+        """Returns the logits [B, V] after the tokens in the rows `ends_B`."""
         return self.logits(self.kernels.gather_rows(x_ND, Tensor(ends_B))).asnumpy()
 
 
 class CellCache:
-    """What each layer keeps of every token, keys and values or what they are made from, written in place.
+    """The KV cache of a prediction: two tensors of each layer, [B * S, width], which are written in place.
 
-    Two tensors of a layer, [B * S, width] with the widths of `AttentionSpec.cache_widths`.
+    `AttentionSpec.cache_widths` has their widths: keys and values, or with MLA latent vectors and rotated keys.
     """
 
     def __init__(
@@ -351,7 +347,7 @@ class CellCache:
         self.cached = cached
 
     def update(self, layer: int, new: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Writes what a layer keeps of new tokens; returns the cached tensors, [B, S, width]."""
+        """Writes the two tensors of a layer for new tokens; returns those of all cached tokens, [B, S, width]."""
         for store, rows in zip(self.layers[layer], new, strict=True):
             self.write(store, self.index, rows)
         first, second = (store.reshape(self.rows, self.capacity, -1) for store in self.layers[layer])
@@ -359,7 +355,7 @@ class CellCache:
 
 
 def _vocab_shard(vocabulary: int, tensor: TensorParallel | None) -> VocabShard | None:
-    """The shard of a vocabulary of so many tokens that a rank has."""
+    """Returns the shard of a vocabulary of `vocabulary` tokens that the rank has; None without tensor parallelism."""
     if tensor is None:
         return None
     group = tensor.group

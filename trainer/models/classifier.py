@@ -50,7 +50,7 @@ class ImageInputBuilder:
         return ImageInputs(*map(Tensor, self.arrays(batch)))
 
     def arrays(self, batch: ImageBatch) -> tuple[np.ndarray, np.ndarray]:
-        """As `ImageInputs`, on the host."""
+        """Returns the fields of `ImageInputs` as arrays on the host."""
         valid_B1 = (batch.labels != IGNORE_INDEX)[:, None]
         pixels_BP = (batch.pixels.astype(np.float32) / 255 - MEAN) / STANDARD_DEVIATION
         targets_BC = self.rows_CC[np.where(valid_B1[:, 0], batch.labels, 0)] * valid_B1
@@ -67,7 +67,7 @@ class FullyConnected(nn.Cell):
         self.last = len(settings.sizes) - 2
         self.relu = P.ReLU()
 
-    def construct(self, x_BP, *weights):
+    def construct(self, x_BP: Tensor, *weights: Tensor) -> Tensor:
         x = x_BP
         for layer, linear in enumerate(self.linears):
             x = linear(x, weights[2 * layer], weights[2 * layer + 1])
@@ -83,20 +83,20 @@ class ImageLoss(nn.Cell):
         super().__init__()
         self.log_softmax = P.LogSoftmax(-1)
 
-    def construct(self, logits_BC, targets_BC):
+    def construct(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
         return -(self.log_softmax(logits_BC) * targets_BC).sum()
 
 
 class CorrectLabels(nn.Cell):
-    """(logits_BC, targets_BC) -> how many images have their largest logit at their label."""
+    """(logits_BC, targets_BC) -> the number of images whose largest logit is that of their label."""
 
     def __init__(self) -> None:
         super().__init__()
         self.best = P.ArgMaxWithValue(axis=1)
 
-    def construct(self, logits_BC, targets_BC):
-        found_B1 = self.best(logits_BC)[0].reshape(-1, 1).astype(mstype.int64)
-        return ops.gather_elements(targets_BC, 1, found_B1).sum()
+    def construct(self, logits_BC: Tensor, targets_BC: Tensor) -> Tensor:
+        predicted_B1 = self.best(logits_BC)[0].reshape(-1, 1).astype(mstype.int64)
+        return ops.gather_elements(targets_BC, 1, predicted_B1).sum()
 
 
 class Classifier(nn.Cell):
@@ -127,22 +127,23 @@ class Classifier(nn.Cell):
         argnums = tuple(argnum for argnum, parameter in enumerate(self.ordered) if not parameter.requires_grad)
         self.layers = FullyConnected(settings, kernels)
         self.run_layers = Differentiable(self.layers, compiled).stop_gradients_at(argnums)
-        self.loss, self.hits = (compile_cell(cell, compiled) for cell in (ImageLoss(), CorrectLabels()))
+        self.loss = compile_cell(ImageLoss(), compiled)
+        self.correct_labels = compile_cell(CorrectLabels(), compiled)
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
-        """The parameters that an optimizer updates, by name."""
+        """Returns the parameters that an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
 
     def construct(
         self, inputs: ImageInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
     ) -> LossSums:
-        """Sum of the images' losses, not divided; without `statistics`, in evaluation, correct labels are counted."""
+        """Returns the sum of the images' losses; without `statistics`, in evaluation, also counts correct labels."""
         logits_BC = self.run_layers(inputs.pixels_BP, *(each.view(each.shape) for each in self.ordered))
         loss = self.loss(logits_BC, inputs.targets_BC)
         if statistics is not None:
             return LossSums(loss, loss)
-        return LossSums(loss, loss, correct=self.hits(logits_BC, inputs.targets_BC))
+        return LossSums(loss, loss, correct=self.correct_labels(logits_BC, inputs.targets_BC))
 
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
-        """A classifier has no routers."""
+        """Does nothing: a classifier has no routers."""

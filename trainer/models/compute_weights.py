@@ -1,15 +1,13 @@
 """The weights that parts of a model compute with: copies in the dtype of products, and weights sharded over ranks.
 
-Cells cast the weights of matrix products once a step and not at every use. Parameters and optimizer state are float32.
-Where products compute in half precision, a matrix has a copy in that dtype, from which its gradient comes too: as the
-product made it, in half precision. Where products compute in float32 there are no copies, and this costs nothing.
-Native CPU layers have no copies.
+Cells cast the weights of matrix products once a step instead of at every use. Parameters (main params) and optimizer
+state are float32. Where products compute in half precision, a matrix has a copy in that dtype (model params); its
+gradient comes from the copy, in half precision. In float32, and for native CPU layers, there are no copies.
 
 With weights sharded (ZeRO stage 3, Rajbhandari et al. 2020, section 5.3) a rank of a CPU keeps its range of a weight. A
-parameter keeps its shape and its place, and what updates it does not change. But the memory behind the ranges of other
-ranks goes back to the system while nothing uses them: they are gathered before the forward and the backward pass of
-each native layer, and freed after it. Where ranks have several cores, a thread gathers the weights of the next part
-while one computes.
+parameter keeps its shape and its address, so optimizers update it as usual. The memory of other ranks' ranges goes back
+to the system while nothing uses them: they are gathered before the forward and the backward pass of each native layer,
+and freed after it. Where ranks have several cores, a thread gathers the weights of the next layer during a pass.
 """
 
 from __future__ import annotations
@@ -39,10 +37,10 @@ _DONT_NEED = 4  # MADV_DONTNEED of Linux, after which the pages read as zeros an
 
 
 class ModelParams:
-    """What a model's parts take in the place of its parameters.
+    """The weights that a model's parts compute with, in the place of its parameters.
 
     Only matrices of products have copies. Rows of the embedding are looked up in float32, also where it is the matrix
-    of the head. Routers compute in float32. Adapters are multiplied by their factor first, which is float32.
+    of the head. Routers compute in float32. Adapters are first multiplied by their scale, in float32.
 
     Args:
         parameters: All parameters of the model by name.
@@ -53,7 +51,7 @@ class ModelParams:
             products in half precision.
 
     Attributes:
-        sharded: Where ranks keep ranges of the weights.
+        sharded: The sharded weights (ZeRO stage 3); None where each rank keeps full weights.
     """
 
     sharded: ShardedWeights | None = None
@@ -79,61 +77,73 @@ class ModelParams:
 
     def refresh(self, names: Iterable[str] | None = None) -> None:
         """Casts again the weights that an update has changed, or all of them after a load."""
-        for name in self.copies if names is None else names:
+        if names is None:
+            names = self.copies
+        for name in names:
             if name in self.copies:
                 self.copies[name].copy_(self.main_params[name].astype(self.dtype))
         self.end_step()
 
     def shard(self, shards: Mapping[str, OptimizerShard], prefetch: bool) -> None:
-        """From now on each rank keeps its range of the weights with these names. The arguments are those of
-        `ShardedWeights`."""
+        """Shards the weights with these names: from now on each rank keeps its range of them.
+
+        Args:
+            shards: By name, the ranks that share the weight, see `ShardedWeights`.
+            prefetch: Whether to gather the weights of the next part while one computes.
+        """
         self.sharded = ShardedWeights(list(self.main_params.values()), shards, prefetch)
         self.end_step()
 
     @property
     def local_ranges(self) -> dict[str, slice]:
-        """Of the weights of which this rank keeps a range, flattened."""
+        """Returns the range of each flattened weight that this rank keeps, by name; only of sharded weights."""
         if self.sharded is None:
             return {}
         return {name: shard.local_range(self.main_params[name].size) for name, shard in self.sharded.shards.items()}
 
     def end_step(self) -> None:
-        """Frees what other ranks have of the weights, of which none is in use."""
+        """Frees the ranges of other ranks; no weight may be in use."""
         if self.sharded is not None:
             self.sharded.end_step()
 
     def unsharded(self, parameters: Sequence[Parameter] | None = None) -> contextlib.AbstractContextManager[None]:
-        """Within it these weights are complete, by default all of them; all ranks enter it together."""
+        """Returns a context in which these weights, by default all, are unsharded. All ranks enter it together."""
         if self.sharded is None:
             return contextlib.nullcontext()
         return self.sharded.unsharded(parameters)
 
     def get(self, name: str) -> Parameter | None:
-        """What a product takes, and what its gradient comes from: the copy, or the parameter where there is none."""
+        """Returns the weight that a product takes and has its gradient: the copy, or else the parameter."""
         return self.copies.get(name, self.main_params.get(name))
 
     def grad_targets(self, names: Iterable[str]) -> list[Parameter]:
-        """What to differentiate for the gradients of these parameters."""
+        """Returns the weights to differentiate by for the gradients of these parameters."""
         return [self.get(name) for name in names]
 
 
 def cast_to_float32(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of `ModelParams.grad_targets` in the dtype of the parameters."""
-    return [each if each.dtype == mstype.float32 else each.astype(mstype.float32) for each in gradients]
+    """Returns the gradients of `ModelParams.grad_targets` in float32, the dtype of the parameters."""
+    return [_to_float32(gradient) for gradient in gradients]
+
+
+def _to_float32(tensor: Tensor) -> Tensor:
+    if tensor.dtype == mstype.float32:
+        return tensor
+    return tensor.astype(mstype.float32)
 
 
 class ShardedWeights:
-    """The weights of a model of which this rank keeps a range.
+    """The sharded weights of a model: this rank keeps a range of each.
 
-    The parts of a model use their weights in the same order in each step, on all ranks. The first step shows it; in the
-    following ones the weights of the next part are under way while a part computes, so that a rank has those of two
-    parts at most. Where a step takes another order, all ranks gather late again until its end.
+    The parts of a model use their weights in the same order in each step, on all ranks. The first step records it. In
+    the following steps the weights of the next part are gathered while a part computes, so that a rank has those of at
+    most two parts. A step that takes another order gathers without prefetching until its end, on all ranks.
 
     Args:
-        parameters: Those of the model.
-        shards: By the names of the parameters of which a rank keeps a range. Their `all_gather` takes flat arrays, in
+        parameters: All parameters of the model.
+        shards: By the name of each sharded parameter, the ranks that share it. Their `all_gather` takes flat arrays, in
             any thread.
-        prefetch: Whether to gather the weights of the next part while one computes, the same on all ranks.
+        prefetch: Whether to gather the weights of the next part while one computes; equal on all ranks.
     """
 
     def __init__(
@@ -143,19 +153,19 @@ class ShardedWeights:
         self.shards = shards
         self.prefetch = prefetch
         self.all_complete = False
-        self.order: list[list[str]] = []  # of a whole step
-        self.done: list[list[str]] = []  # in this step
-        self.in_order = True  # so far
+        self.order: list[Sequence[str]] = []  # in which a step uses weights
+        self.done: list[Sequence[str]] = []  # in this step
+        self.in_order = True  # whether this step has followed `order` so far
         self.pending: _Prefetch | None = None
 
     @contextlib.contextmanager
     def unsharded(self, parameters: Sequence[Parameter] | None) -> Iterator[None]:
-        """Within it these parameters are complete, by default all; all ranks enter it together."""
+        """Unshards these parameters, by default all, for as long as the context lasts. All ranks enter it together."""
         if self.all_complete:
             yield
         elif parameters is None:
             self._take_pending()
-            _complete(self._arrays(self.parameters))
+            _all_gather(self._arrays(self.parameters))
             self.all_complete = True
             try:
                 yield
@@ -172,10 +182,9 @@ class ShardedWeights:
                 self.reshard(names)
 
     def unshard(self, names: Sequence[str]) -> None:
-        """Completes parameters with the ranges of the other ranks, which all call this, and begins with the next ones.
-        """
+        """Gathers the other ranks' ranges of parameters; begins to prefetch the next ones. All ranks call this."""
         if self._take_pending() != names:
-            _complete(self._arrays(names))
+            _all_gather(self._arrays(names))
         self.done.append(names)
         count = len(self.done)
         self.in_order = self.in_order and self.order[count - 1 : count] == [names]
@@ -183,21 +192,20 @@ class ShardedWeights:
             self.pending = _Prefetch(self.order[count], self._arrays(self.order[count]))
 
     def reshard(self, names: Iterable[str]) -> None:
-        """Frees what other ranks have of these parameters, but for what is being gathered."""
-        if self.pending is None:
-            coming = ()
-        else:
-            coming = self.pending.names
+        """Frees the other ranks' ranges of these parameters, except those that are being prefetched."""
+        prefetching: Sequence[str] = ()
+        if self.pending is not None:
+            prefetching = self.pending.names
         for name in names:
-            if name in coming:
+            if name in prefetching:
                 continue
             flat = self.parameters[name].asnumpy().reshape(-1)
-            own = self.shards[name].local_range(flat.size)
-            _free_pages(flat[: own.start])
-            _free_pages(flat[own.stop :])
+            local_range = self.shards[name].local_range(flat.size)
+            _free_pages(flat[: local_range.start])
+            _free_pages(flat[local_range.stop :])
 
     def end_step(self) -> None:
-        """Frees what other ranks have of all parameters: after an update it is out of date."""
+        """Frees the other ranks' ranges of all parameters, which an update makes obsolete."""
         if self.all_complete:
             return
         self._take_pending()
@@ -207,7 +215,7 @@ class ShardedWeights:
         self.reshard(self.parameters)
 
     def _take_pending(self) -> Sequence[str]:
-        """Waits for what is being gathered, and returns its names."""
+        """Waits for the prefetch, if there is one, and returns the names of its parameters."""
         pending = self.pending
         self.pending = None
         if pending is None:
@@ -216,16 +224,18 @@ class ShardedWeights:
         return pending.names
 
     def _arrays(self, names: Iterable[str]) -> _Arrays:
-        """The memory of these parameters, flat."""
-        found: _Arrays = {}
+        """Returns the memory of these parameters as flat arrays, by the ranks that share them."""
+        arrays: _Arrays = {}
         for name in names:
-            found.setdefault(self.shards[name], []).append(self.parameters[name].asnumpy().reshape(-1))
-        return found
+            arrays.setdefault(self.shards[name], []).append(self.parameters[name].asnumpy().reshape(-1))
+        return arrays
 
 
 class _Prefetch:
-    """Completes the parameters with these names in a thread of its own, which knows their memory alone: MindSpore
-    computes in one thread. It ends with the process, also where it waits for a rank that does not answer."""
+    """Gathers parameters in another thread, which only touches arrays: MindSpore computes in one thread.
+
+    The thread ends with the process, also where it waits for a rank that does not answer.
+    """
 
     def __init__(self, names: Sequence[str], arrays: _Arrays) -> None:
         self.names = names
@@ -235,27 +245,28 @@ class _Prefetch:
         self.thread.start()
 
     def wait(self) -> None:
-        """Raises the RunError of a rank that another one has left."""
+        """Waits for the end of the thread, and raises its error: RunError where another rank has gone."""
         self.thread.join()
         if self.error is not None:
             raise self.error
 
     def _run(self) -> None:
         try:
-            _complete(self.arrays)
+            _all_gather(self.arrays)
         except Exception as error:
             self.error = error
 
 
-def _complete(arrays: _Arrays) -> None:
-    """Fills in the ranges of the other ranks, which all call this."""
-    for shard, of_shard in arrays.items():
-        shard.all_gather(of_shard, None)
+def _all_gather(arrays: _Arrays) -> None:
+    """Fills in the ranges of the other ranks. All ranks call this."""
+    for shard, shard_arrays in arrays.items():
+        assert shard.all_gather is not None  # sharded weights have it
+        shard.all_gather(shard_arrays, None)
 
 
 @functools.cache
 def _system() -> ctypes.CDLL | None:
-    """The system's functions; None where memory cannot be given back: then weights take it, and are right."""
+    """Returns the functions of Linux; None on other systems, where weights keep their memory."""
     if sys.platform != "linux":
         return None
     system = ctypes.CDLL(None, use_errno=True)
@@ -264,8 +275,9 @@ def _system() -> ctypes.CDLL | None:
 
 
 def _free_pages(flat: np.ndarray) -> None:
-    """Gives the pages that lie in an array's memory back to the system; what stood there is lost."""
+    """Gives the full pages of an array's memory back to the system; their contents are lost."""
     first = -(-flat.ctypes.data // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (flat.ctypes.data + flat.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if _system() is not None and end > first:
-        _system().madvise(first, end - first, _DONT_NEED)
+    system = _system()
+    if system is not None and end > first:
+        system.madvise(first, end - first, _DONT_NEED)

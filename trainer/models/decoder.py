@@ -9,7 +9,7 @@ Legend: B sequences, T tokens, N = B * T, D hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspore import Parameter, Tensor, nn
 
@@ -30,30 +30,33 @@ from trainer.models.spec.names import (
 from trainer.models.spec.shapes import (
     balanced_layers,
 )
+from trainer.models.spec.sublayers import moe_config
 from trainer.ops.measures import metric_functions
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.routing import RoutingCounts
     from trainer.parallel.tensor import RankModelShard
 
+Losses: TypeAlias = "tuple[Tensor | None, ...]"
+"""The fields of `LossSums` except the last; None where these layers contribute nothing."""
+
 
 class DecoderForward(nn.Cell):
-    """The order of a decoder's parts: embedding, layers, head, multi-token prediction modules, total loss.
+    """The order of a decoder's parts: embedding, layers, head, MTP modules, total loss.
 
-    It is the same for a run in explicit mode (`Decoder`) and the stages of its pipeline, for the exported graphs of the
-    audit and for semi-automatic mode. Each supplies the parts and says why they must differ. `call` is what its parts
-    need of one call:
+    Explicit mode (`Decoder`), the stages of its pipeline, the graphs of the audit and semi-automatic mode share it.
+    Each supplies the parts; `call` has their arguments for one call:
 
     run_embedding(ids_N, call) -> x_ND
     run_layer(number, x_ND, call) -> x_ND, auxiliary loss and z loss of its router (None in a dense layer)
     run_merge(module, x_ND, call) -> x_ND, the input of the block of a multi-token prediction module
     run_head(number, x_ND, call) -> sum of token losses; 0 is the main model, `module + 1` a module
 
-    The layers of the modules follow the main model's. Graphs are made of this code too, so it is what their compiler
-    can read.
+    The layers of the modules follow the main model's. MindSpore compiles this code, too, so it uses only the Python
+    that the compiler understands.
     """
 
     def __init__(self, settings: ModelConfig, num_layers: int, mtp_modules: int) -> None:
@@ -63,22 +66,32 @@ class DecoderForward(nn.Cell):
         self.mtp_modules = mtp_modules
         self.mtp_factor = settings.mtp_loss_factor / max(1, mtp_modules)
         self.aux_factor = settings.balance_factor
-        self.z_factor = moe.z_loss_factor if moe else 0.0
+        self.z_factor = 0.0
+        if moe:
+            self.z_factor = moe.z_loss_factor
 
-    def losses(self, ids_N, mtp_modules, call):
-        """Returns the fields of `LossSums` but the last, with so many of the modules."""
+    def losses(self, ids_N: Tensor, mtp_modules: int, call: Any) -> Losses:
+        """Returns the fields of `LossSums` except the last, with the first `mtp_modules` MTP modules."""
         return self.run_layers(ids_N, range(self.num_layers), True, True, mtp_modules, call)[1]
 
-    def run_layers(self, x, layers, is_first, is_last, mtp_modules, call):
-        """Runs layers that follow each other: with `is_first` from the tokens ids_N on, otherwise from x_ND, with
-        `is_last` up to the losses.
+    def run_layers(
+        self, x: Tensor, layers: Sequence[int], is_first: bool, is_last: bool, mtp_modules: int, call: Any
+    ) -> tuple[Tensor, Losses]:
+        """Runs consecutive layers.
+
+        Args:
+            x: The tokens [N] where `is_first`, otherwise the residual stream [N, D].
+            is_first: Begin with the embedding.
+            is_last: Go on to the heads and the MTP modules.
 
         Returns:
             The residual stream after the layers, before the final norm, and what these layers contribute to the fields
-            of `LossSums` but the last.
+            of `LossSums` except the last.
         """
-        x_ND = self.run_embedding(x, call) if is_first else x
-        losses = (None, None)
+        x_ND = x
+        if is_first:
+            x_ND = self.run_embedding(x, call)
+        losses: tuple[Tensor | None, Tensor | None] = (None, None)
         for layer in layers:
             x_ND, losses = self.add_layer(layer, x_ND, losses, call)
         tokens = None
@@ -99,16 +112,20 @@ class DecoderForward(nn.Cell):
             total = _sum(total, z_loss * self.z_factor)
         return x_ND, (total, tokens, aux_loss, z_loss, mtp)
 
-    def add_layer(self, number, x_ND, losses, call):
-        """Runs a layer; adds its router losses to the sums of both."""
+    def add_layer(
+        self, number: int, x_ND: Tensor, losses: tuple[Tensor | None, Tensor | None], call: Any
+    ) -> tuple[Tensor, tuple[Tensor | None, Tensor | None]]:
+        """Runs a layer and adds its auxiliary loss and z-loss to the sums of both."""
         x_ND, aux_loss, z_loss = self.run_layer(number, x_ND, call)
         return x_ND, (_sum(losses[0], aux_loss), _sum(losses[1], z_loss))
 
 
-def _sum(total, added):
+def _sum(total: Tensor | None, added: Tensor | None) -> Tensor | None:
     if added is None:
         return total
-    return added if total is None else total + added
+    if total is None:
+        return added
+    return total + added
 
 
 class Decoder(DecoderForward):
@@ -116,14 +133,15 @@ class Decoder(DecoderForward):
 
     Args:
         compiled: Compile the block and the head (context.mode 0), or run operator by operator (mode 1).
-        frozen: Names of parameters that are not trained: no gradient of them is computed. The expert bias of a frozen
-            router stays as it is, too.
+        frozen: Names of parameters that are not trained and have no gradients. The expert bias of a frozen router does
+            not change either.
         recomputed: For each layer what the backward pass recomputes: "block", "attention", "mlp" or "" for nothing. An
             empty sequence means nothing in all layers.
-        shard: What this rank has of the model, and the ranks that it computes the rest with; None: the whole model. A
-            stage of a pipeline calls the parts of the decoder itself.
+        shard: The part of the model that this rank has, and the ranks that have the others; None: this rank has all. A
+            pipeline stage calls the parts of the decoder itself.
 
-    Parameters have Hugging Face's names; `parameters_by_name` maps them, those of adapters at the end.
+    Attributes:
+        parameters_by_name: The parameters by Hugging Face's names, adapters at the end.
     """
 
     def __init__(
@@ -142,26 +160,27 @@ class Decoder(DecoderForward):
         self.shard = shard
         self.tensor = None if shard is None else shard.tensor
         specs = spec.parameters()
-        self.parameters_by_name = {
-            name: Parameter(
-                Tensor(initial_value(parameter, settings, seed, None if shard is None else shard.shard_spec(name))),
-                name,
-                requires_grad=name not in frozen and parameter.role != "buffer",
-            )
-            for name, parameter in specs.items()
-            if shard is None or shard.holds(name)
-        }
+        trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
+        self.parameters_by_name: dict[str, Parameter] = {}
+        for name, parameter in specs.items():
+            local = None
+            if shard is not None:
+                if not shard.holds(name):
+                    continue
+                local = shard.shard_spec(name)
+            value = Tensor(initial_value(parameter, settings, seed, local))
+            self.parameters_by_name[name] = Parameter(value, name, requires_grad=name in trained)
         dropout = DropoutShards(settings, shard)
         self.settings = settings
         self.kernels = kernels
-        # The multi-token prediction modules use these of the main model again.
-        shared = (HEAD, MAPPING_IN, MAPPING_OUT) if self.mtp_modules else ()
+        shared: Sequence[str] = ()
+        if self.mtp_modules:
+            shared = (HEAD, MAPPING_IN, MAPPING_OUT)  # the MTP modules use those of the main model, too
         self.compute_weights = ModelParams(
             self.parameters_by_name, kernels.compute_dtype, specs, experts=True, shared=shared
         )
-        trained = {name for name, parameter in specs.items() if name not in frozen and parameter.role != "buffer"}
         self.balanced_layers = balanced_layers(settings, frozen)
-        # Multi-token prediction modules recompute what the last layer recomputes.
+        # MTP modules recompute what the last layer recomputes.
         again = list(recomputed) or [""] * self.num_layers
         again += again[-1:] * self.mtp_modules
         if kernels.host_layers:
@@ -180,21 +199,23 @@ class Decoder(DecoderForward):
 
     @property
     def trained_parameters(self) -> dict[str, Parameter]:
-        """The parameters that an optimizer updates, by name."""
+        """Returns the parameters that an optimizer updates, by name."""
         return {name: parameter for name, parameter in self.parameters_by_name.items() if parameter.requires_grad}
 
     def construct(
         self, inputs: ModelInputs, dropout: DropoutKey | None = None, statistics: RouterStatistics | None = None
     ) -> LossSums:
-        """Sums of losses over the valid labels, not divided by anything.
+        """Returns the sums of the losses of all loss tokens.
 
         Args:
             inputs: One micro-batch, see `trainer.models.inputs`.
             dropout: Names the masks; None (evaluation) or rates of 0 drop nothing.
-            statistics: Given in a training: it records what routers decide; tokens beyond the experts' capacity are
-                dropped and the multi-token prediction modules run. None: evaluation.
+            statistics: In a training records what routers decide; tokens beyond the expert capacity are dropped, and
+                the MTP modules run. None: evaluation.
         """
-        modules = 0 if statistics is None else self.mtp_modules
+        modules = 0
+        if statistics is not None:
+            modules = self.mtp_modules
         return LossSums(*self.losses(inputs.ids_N, modules, DecoderCall(inputs, dropout, statistics)))
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
@@ -204,13 +225,19 @@ class Decoder(DecoderForward):
     def update_expert_bias(self, counts: RoutingCounts | None) -> None:
         """Moves each router's expert bias against the load of its experts, after an optimizer step.
 
-        DeepSeek-V3, section 2.1.2: up by a fixed amount for an expert with less than the mean load, down with more.
-        `counts` are those of the whole window, over all ranks. The bias of a frozen router is frozen too.
+        The bias goes up by a fixed amount for an expert with less than the mean load, and down for one with more
+        (DeepSeek-V3, section 2.1.2). The bias of a frozen router stays.
+
+        Args:
+            counts: The counts of the global batch; None: no rank has routers.
         """
-        for layer, requested_E in zip(counts.layers, counts.requested, strict=True) if counts is not None else ():
+        if counts is None:
+            return
+        for layer, requested_E in zip(counts.layers, counts.requested, strict=True):
             bias_E = self.parameters_by_name.get(layer_prefix(layer) + EXPERT_BIAS)
             if layer in self.balanced_layers and bias_E is not None:
-                metric_functions().update_expert_bias(bias_E, requested_E, self.settings.experts.topk_bias_update_rate)
+                rate = moe_config(self.settings).topk_bias_update_rate
+                metric_functions().update_expert_bias(bias_E, requested_E, rate)
 
     def logits(self, inputs: ModelInputs) -> Tensor:
         """Returns the logits of every token, [N, V]; for evaluation and tests, not for training."""

@@ -1,6 +1,6 @@
-"""Which dropout masks a rank draws: those of the whole model, for whole sequences, of which it needs a shard.
+"""Which shards of the dropout masks a rank draws. The masks cover the unsharded model and full sequences.
 
-Legend: N tokens, D hidden, I columns of what enters a matrix.
+Legend: N tokens, D hidden, I input columns of a matrix.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.ops.dropout import LocalHeads, MaskShard
 if TYPE_CHECKING:
     from mindspore import Tensor
 
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.models.inputs import ModelInputs
     from trainer.models.spec.model import LayerSpec
     from trainer.ops.dropout import DropoutKey
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 
 class DropoutShards:
-    """Which parts of the dropout masks of the whole model, for whole sequences, a rank draws.
+    """The shards of the dropout masks that a rank draws.
 
     Attributes:
-        heads: For masks of probabilities; None: all.
-        ranks: Those that share the columns of a matrix.
+        heads: The rank's heads in masks of attention probabilities; None: all.
+        rank, ranks: The tensor-parallel rank, and how many ranks shard the columns of a matrix.
     """
 
     def __init__(self, settings: ModelConfig, shard: RankModelShard | None) -> None:
@@ -48,7 +48,7 @@ class DropoutShards:
         if self.tensor is not None:
             self.rank = self.tensor.group.rank
             self.ranks = self.tensor.group.size
-        sharing = self.sequence.ulysses  # divides the heads of a rank once more
+        sharing = self.sequence.ulysses  # ranks that shard the heads of a tensor-parallel rank once more
         self.heads = None
         if self.ranks * sharing > 1:
             number = self.rank * sharing + self.sequence.rank % sharing
@@ -59,39 +59,47 @@ class DropoutShards:
             self.heads = LocalHeads(number, spec.heads, spec.kv_heads, heads, kv_heads)
 
     def tokens(self, inputs: ModelInputs) -> int:
-        """Tokens of the micro-batch, those of other ranks included."""
+        """Counts the tokens of the micro-batch on all context-parallel ranks."""
         return inputs.ids_N.shape[0] * self.sequence.ranks
 
     def rows(self, inputs: ModelInputs) -> MaskShard | None:
-        """The part of a mask of the residual stream."""
+        """Returns the shard of a mask of the residual stream; None: all of it."""
         if self.tensor is None or not self.tensor.sequence_parallel:
             return self.replicated_rows(inputs)
-        own = self.tensor.residual_shard(inputs.ids_N.shape[0])
-        if inputs.rows is None:
-            rows = own
-        else:
-            rows = inputs.rows[own]
+        rows = self.tensor.residual_shard(inputs.ids_N.shape[0])
+        if inputs.rows is not None:
+            rows = inputs.rows[rows]
         return MaskShard(self._number(self.rank), (rows, slice(None)))
 
     def columns(self, inputs: ModelInputs, width: int) -> MaskShard | None:
-        """The part of a mask of what is cut by columns; `width` is that of the whole."""
-        return self._part(inputs, slice(None) if self.tensor is None else self.tensor.column_shard(width), self.rank)
+        """Returns the shard of a mask of an activation whose columns, `width` on all ranks, ranks shard; None: all."""
+        columns = slice(None)
+        if self.tensor is not None:
+            columns = self.tensor.column_shard(width)
+        return self._shard(inputs, columns, self.rank)
 
     def replicated_rows(self, inputs: ModelInputs) -> MaskShard | None:
-        """The part of a mask of what each tensor-parallel rank has whole."""
-        return self._part(inputs, slice(None), 0)
+        """Returns the shard of a mask of an activation that all tensor-parallel ranks have; None: all of it."""
+        return self._shard(inputs, slice(None), 0)
 
-    def _part(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskShard | None:
-        if inputs.rows is None and columns == slice(None):
-            return None
-        return MaskShard(self._number(tensor_rank), (slice(None) if inputs.rows is None else inputs.rows, columns))
+    def _shard(self, inputs: ModelInputs, columns: slice, tensor_rank: int) -> MaskShard | None:
+        rows = inputs.rows
+        if rows is None:
+            if columns == slice(None):
+                return None
+            rows = slice(None)
+        return MaskShard(self._number(tensor_rank), (rows, columns))
 
     def _number(self, tensor_rank: int) -> int:
         return self.sequence.rank * self.ranks + tensor_rank
 
     def adapter_mask(self, name: str, inputs: ModelInputs, width: int) -> tuple[int, MaskShard | None]:
-        """Returns the columns of the mask of what enters an adapted matrix, of which the rank has `width`, and the part
-        of it that the rank draws."""
+        """Returns the width of the mask of an adapter's input on all ranks, and the shard of it that the rank draws.
+
+        Args:
+            name: The adapted projection, for example "self_attn.q_proj".
+            width: The input columns that this rank has.
+        """
         if name.endswith(("o_proj", "down_proj")):
             return width * self.ranks, self.columns(inputs, width * self.ranks)
         if name.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
@@ -101,8 +109,11 @@ class DropoutShards:
     def layer_dropout(
         self, spec: LayerSpec, layer: int, key: DropoutKey | None, inputs: ModelInputs
     ) -> LayerDropout | None:
-        """Returns what draws the masks of a layer of native CPU layers; None where nothing is dropped. `spec` is that
-        of the rank."""
+        """Returns the object that draws the masks of a native CPU layer; None where the layer has no dropout.
+
+        Args:
+            spec: The layer with the heads and columns of this rank.
+        """
         adapters = {**spec.attention.adapters, **getattr(spec.mlp, "adapters", {})}
         rates = [spec.attention.dropout, spec.attention.output_dropout, *(one.dropout for one in adapters.values())]
         if key is None or not any(rates):
@@ -114,26 +125,25 @@ class DropoutShards:
             sites[name] = _site(numbers[name], spec.attention.output_dropout, spec.attention.hidden, stream)
         widths = {parameter.name: parameter.shape[1] for parameter in spec.parameters if len(parameter.shape) == 2}
         for name, adapter in adapters.items():
-            width, part = self.adapter_mask(name, inputs, widths[f"{name}.weight"])
-            sites[name] = _site(numbers[name], adapter.dropout, width, part)
+            width, shard = self.adapter_mask(name, inputs, widths[f"{name}.weight"])
+            sites[name] = _site(numbers[name], adapter.dropout, width, shard)
         return LayerDropout(key, sites, (numbers["probabilities"], spec.attention.dropout), self.heads)
 
 
-def _site(number: int, rate: float, width: int, part: MaskShard | None) -> DropoutSite:
-    if part is None:
+def _site(number: int, rate: float, width: int, shard: MaskShard | None) -> DropoutSite:
+    if shard is None:
         return DropoutSite(number, rate, width)
-    rows, columns = part.indices
+    rows, columns = shard.indices
+    assert isinstance(columns, slice)  # `DropoutShards` makes no others
     if isinstance(rows, slice):
         if rows == slice(None):
-            rows = None
-        else:
-            rows = np.arange(rows.start, rows.stop)
+            return DropoutSite(number, rate, width, columns)
+        rows = np.arange(rows.start, rows.stop)
     return DropoutSite(number, rate, width, columns, rows)
 
 
 class AdapterMasks:
-    """Draws the masks of the adapters' dropout for cells; every projection of every layer has its own, whether it is
-    adapted or not."""
+    """Draws the dropout masks of adapters for cells. Every projection of every layer has a mask, adapted or not."""
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, shards: DropoutShards) -> None:
         self.settings = settings
@@ -145,18 +155,18 @@ class AdapterMasks:
         self.shapes = {one.name: one.local(shards.ranks, kv_heads).shape for one in matrices}
 
     def __call__(self, key: DropoutKey | None, layer: int, inputs: ModelInputs) -> list[Tensor | None]:
-        """Returns the masks of [N, I] numbers of a layer, as `block_names` ends; None where nothing is dropped."""
-        if key is None or not self.names:
+        """Returns the masks [N, I] of a layer in the order of `self.names`; None where nothing is dropped."""
+        adapter = adapter_spec(self.settings)
+        if key is None or adapter is None or not self.names:
             return [None] * len(self.names)
         targets = layer_targets(self.settings, layer)
-        rate = adapter_spec(self.settings).dropout
         sites = dropout_sites(self.settings, layer)
-        found: list[Tensor | None] = []
+        masks: list[Tensor | None] = []
         for name in self.names:
             if name not in targets:
-                found.append(None)
+                masks.append(None)
                 continue
-            width, part = self.shards.adapter_mask(name, inputs, self.shapes[f"{name}.weight"][1])
+            width, shard = self.shards.adapter_mask(name, inputs, self.shapes[f"{name}.weight"][1])
             shape = self.shards.tokens(inputs), width
-            found.append(self.draw(key, sites[name], shape, rate, part))
-        return found
+            masks.append(self.draw(key, sites[name], shape, adapter.dropout, shard))
+        return masks

@@ -1,8 +1,7 @@
 """Text generation: greedy or sampled continuation of a batch of prompts with a key/value cache.
 
-One pass over each piece of the prompts, then one token a step for all sequences. The parts of the decoder compute a
-pass: on a CPU those of native layers (`ArrayParts`), on a device cells operator by operator, without compilation
-(`CellParts`).
+There is one pass over each piece of the prompts, then one pass for each new token of all sequences. On a CPU native
+layers compute a pass (`ArrayParts`), on a device cells, operator by operator, without compilation (`CellParts`).
 
 Legend: B sequences, Q new tokens of a pass, N = B * Q, S cached positions.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 import collections.abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from trainer.models.decoder import Decoder
     from trainer.models.inputs import InputBuilder
 
-_MOST_PROMPT_TOKENS = 256  # of each sequence in a pass: its scores are [H, Q, S] numbers for each sequence
+_MAX_PROMPT_TOKENS = 256  # of each sequence in a pass: its scores are [H, Q, S] numbers for each sequence
 
 
 @dataclass(frozen=True)
@@ -40,9 +39,9 @@ class Sampling:
         temperature: Divides the logits before sampling.
         top_k: Sample from this many most likely tokens; 0: from all.
         top_p: Sample from the most likely tokens whose probabilities add up to this; 1.0: from all.
-        repetition_penalty: Divides positive (multiplies negative) logits of tokens that the sequence has already; 1.0:
+        repetition_penalty: Divides positive (multiplies negative) logits of the tokens that are in the sequence; 1.0:
             off.
-        seed: Seed of the samples. Each sequence and position has its own random stream, so that a sequence does not
+        seed: Seed of the samples. Each sequence and position has a separate random stream, so that a sequence does not
             depend on the others of its batch.
     """
 
@@ -54,14 +53,14 @@ class Sampling:
     seed: int = 0
 
 
-def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, row: int, position: int) -> int:
-    """The next token of a sequence with the tokens `seen`; sequence number `row` and `position` name the random stream.
+def choose_token(logits_V: np.ndarray, tokens: Sequence[int], sampling: Sampling, row: int, position: int) -> int:
+    """Returns the next token of a sequence with these tokens; its number `row` and `position` name the random stream.
     """
     if not sampling.do_sample and sampling.repetition_penalty == 1.0:
         return int(logits_V.argmax())
     logits = logits_V.astype(np.float64)
     if sampling.repetition_penalty != 1.0:
-        ids = np.unique(np.asarray(seen, np.int64))
+        ids = np.unique(np.asarray(tokens, np.int64))
         penalty = sampling.repetition_penalty
         logits[ids] = np.where(logits[ids] > 0, logits[ids] / penalty, logits[ids] * penalty)
     if not sampling.do_sample:
@@ -73,7 +72,7 @@ def choose_token(logits_V: np.ndarray, seen: Sequence[int], sampling: Sampling, 
     probabilities = np.exp(logits[order] - logits[order[0]])
     probabilities /= probabilities.sum()
     if sampling.top_p < 1.0:
-        # A token is kept while the more likely ones add up to less than top_p, so the first always is.
+        # A token is kept if the more likely ones add up to less than top_p; so the first one always is.
         keep = np.cumsum(probabilities) - probabilities < sampling.top_p
         order = order[keep]
         probabilities = probabilities[keep] / probabilities[keep].sum()
@@ -85,8 +84,8 @@ class StageChunk(NamedTuple):
     """Layers that a rank computes one after the other.
 
     Attributes:
-        receive: Waits for their input from another stage of a pipeline; None where they read tokens.
-        send: Takes their result there; None where logits follow.
+        receive: Waits for their input from another pipeline stage; None where they read tokens.
+        send: Sends their result to another pipeline stage; None where logits follow.
     """
 
     layers: Sequence[int]
@@ -95,11 +94,16 @@ class StageChunk(NamedTuple):
 
 
 class Generator:
-    """Continues prompts with a decoder; `build_inputs` has the position tables, and `eos_ids` end a sequence.
+    """Continues prompts with a decoder.
 
-    In a pipeline `chunks` are those of this stage, and `share` gives all stages the logits of the last one, which takes
-    None from the others. Where ranks divide a model, `agree` makes the new tokens of one of them those of all, whatever
-    the rounding of their processors. `native`: with native CPU layers; None: where the model has them.
+    Args:
+        build_inputs: Has the position tables.
+        eos_ids: Tokens that end a sequence.
+        chunks: The model chunks of this pipeline stage; None: all layers in one.
+        share: Takes the logits of the last stage (None on the others) and returns them on all stages.
+        agree: Returns the new tokens of one rank on all ranks that share the model, because processors may round
+            differently.
+        native: Use native CPU layers; None: where the model has them.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class Generator:
         build_inputs: InputBuilder,
         eos_ids: Sequence[int],
         chunks: Sequence[StageChunk] | None = None,
-        share: Callable[[np.ndarray | None], np.ndarray] = lambda logits_BV: logits_BV,
+        share: Callable[[np.ndarray | None], np.ndarray | None] = lambda logits_BV: logits_BV,
         agree: Callable[[list[int | None]], list[int | None]] = lambda tokens: tokens,
         native: bool | None = None,
     ) -> None:
@@ -117,14 +121,13 @@ class Generator:
         self.agree = agree
         settings = model.settings
         self.chunks = chunks or [StageChunk(range(settings.num_layers))]
+        self.windows: list[int | None] = [None]
         if settings.window_layers:
-            self.windows = [None, settings.sliding_window]
-        else:
-            self.windows = [None]
+            self.windows.append(settings.sliding_window)
         if native is None:
             native = model.kernels.host_layers
         self.parts: ArrayParts | CellParts = model.parts
-        self.tables = build_inputs.tables
+        self.tables: Callable[[np.ndarray], Any] = build_inputs.tables
         if native:
             self.parts = prediction_parts(settings, model.parameters_by_name, model.shard)
             self.tables = build_inputs.rotation
@@ -135,8 +138,8 @@ class Generator:
         """Yields, step by step, the new token of every sequence; None for a sequence that has ended.
 
         Args:
-            prompts: Token ids of each sequence, none empty.
-            max_tokens: The largest number of new tokens of each sequence.
+            prompts: Token ids of each sequence, at least one.
+            max_tokens: Maximum number of new tokens of each sequence.
             first_row: Number of the first sequence among all prompts, for the random streams.
 
         Raises:
@@ -150,51 +153,63 @@ class Generator:
         for row, prompt in enumerate(prompts):
             ids_BQ[row, : len(prompt)] = prompt
         logits_BV = self.read_prompts(cache, ids_BQ, lengths)
-        left = list(max_tokens)
+        remaining = list(max_tokens)
         while True:
-            chosen = self.agree([
-                choose_token(logits_BV[row], tokens, sampling, first_row + row, len(tokens)) if left[row] > 0 else None
-                for row, tokens in enumerate(rows)
-            ])  # fmt: skip
+            local_choice: list[int | None] = [None] * len(rows)
+            for row, tokens in enumerate(rows):
+                if remaining[row] > 0:
+                    local_choice[row] = choose_token(
+                        logits_BV[row], tokens, sampling, row=first_row + row, position=len(tokens)
+                    )
+            chosen = self.agree(local_choice)
             for row, token in enumerate(chosen):
-                if token is not None:
-                    if token in self.eos_ids:
-                        left[row] = 0
-                    else:
-                        left[row] = left[row] - 1
-                    rows[row].append(token)
+                if token is None:
+                    continue
+                remaining[row] -= 1
+                if token in self.eos_ids:
+                    remaining[row] = 0
+                rows[row].append(token)
             if all(token is None for token in chosen):
                 return
             yield chosen
-            if not any(left):
+            if not any(remaining):
                 return
             starts = np.array([len(tokens) - 1 for tokens in rows])
             last_B1 = np.array([[tokens[-1]] for tokens in rows], np.int32)
             logits_BV = self.forward(cache, last_B1, starts, np.zeros_like(starts))
 
     def new_cache(self, rows: int, tokens: int) -> CellCache | KVCache:
-        """Returns an empty cache for so many sequences of so many tokens."""
+        """Returns an empty cache for `rows` sequences of `tokens` tokens."""
         return self.parts.new_cache(rows, tokens)
 
     def read_prompts(self, cache: CellCache | KVCache, ids_BQ: np.ndarray, lengths_B: np.ndarray) -> np.ndarray:
-        """Logits [B, V] after the last token of each prompt; `ids_BQ` may have anything after it."""
-        logits_BV = None
-        for first in range(0, ids_BQ.shape[1], _MOST_PROMPT_TOKENS):
-            piece_BQ = ids_BQ[:, first : first + _MOST_PROMPT_TOKENS]
+        """Returns the logits [B, V] after the last token of each prompt; `ids_BQ` may have any tokens after it."""
+        logits_BV: np.ndarray | None = None
+        for first in range(0, ids_BQ.shape[1], _MAX_PROMPT_TOKENS):
+            piece_BQ = ids_BQ[:, first : first + _MAX_PROMPT_TOKENS]
             last_B = lengths_B - 1 - first
             ends_B = (0 <= last_B) & (last_B < piece_BQ.shape[1])
             last_B = last_B.clip(0, piece_BQ.shape[1] - 1)
-            of_piece_BV = self.forward(cache, piece_BQ, np.full_like(lengths_B, first), last_B)
+            piece_logits_BV = self.forward(cache, piece_BQ, np.full_like(lengths_B, first), last_B)
             if logits_BV is None:
-                logits_BV = of_piece_BV
-            logits_BV[ends_B] = of_piece_BV[ends_B]
+                logits_BV = piece_logits_BV
+            logits_BV[ends_B] = piece_logits_BV[ends_B]
+        assert logits_BV is not None  # no prompt is empty
         return logits_BV
 
     def forward(
         self, cache: CellCache | KVCache, ids_BQ: np.ndarray, starts_B: np.ndarray, last_B: np.ndarray
     ) -> np.ndarray:
-        """Returns the logits [B, V] after token number `last` of each sequence in this pass, whose first position is
-        `starts`."""
+        """Returns the logits [B, V] after one token of each sequence, in one pass over new tokens.
+
+        Args:
+            ids_BQ: The new tokens.
+            starts_B: The position of the first new token of each sequence.
+            last_B: Which of the new tokens the logits follow.
+
+        Raises:
+            RunError: The logits are not finite.
+        """
         parts = self.parts
         rows, width = ids_BQ.shape
         positions_BQ = np.minimum(starts_B[:, None] + np.arange(width), cache.capacity - 1)
@@ -214,6 +229,7 @@ class Generator:
             else:
                 chunk.send(x_ND)
         logits_BV = self.share(logits_BV)
+        assert logits_BV is not None  # one stage has them
         if not np.isfinite(logits_BV).all():
             rule = "the model's output is not finite: its weights have diverged or are damaged"
             raise RunError(rule, fix="use another checkpoint")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -19,40 +19,42 @@ from trainer.ops.measures import metric_functions
 from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
+    from trainer.config.schema.moe import MoEConfig
     from trainer.ops.dropout import DropoutKey
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import RankModelShard
 
 
 Positions: TypeAlias = tuple[tuple, tuple, "tuple | None", "TokenPositions | None"]
-"""Where the tokens of a batch stand: tables, mask, window_mask and positions of `ModelInputs`."""
+"""The positions of a batch: tables, mask, window_mask and positions of `ModelInputs`."""
 
 
 class SequenceWeights(NamedTuple):
     """Which sequence of the batch each token belongs to, for losses that are means over sequences.
 
-    The tokens are those that this rank sends to experts: tensor-parallel ranks share theirs.
+    N counts the tokens that this rank sends to experts: tensor-parallel ranks share the tokens.
     """
 
     mean_BN: Tensor
     """float32, 1 / T where the token belongs to the sequence, else 0."""
     mean_BR: Tensor
-    """The same for each of the k experts of a token, R = N * k."""
+    """float32, `mean_BN` repeated for each of the k experts of a token, R = N * k."""
     tokens_B1: Tensor
-    """float32, valid labels of the sequence; with gbs_aux_loss their mean over the sequences."""
+    """float32, loss tokens of the sequence; with gbs_aux_loss their mean over the sequences."""
     valid_N1: Tensor
-    """As in `ModelInputs`, of these tokens."""
+    """float32, 1 for a loss token, else 0."""
 
 
 class MtpInputs(NamedTuple):
-    """Tokens and labels of a multi-token prediction module, as in `ModelInputs`."""
+    """Tokens and labels of an MTP module."""
 
     ids_N: Tensor
     """The token `module number` positions later; 0 at the end of a sequence."""
     labels_N: Tensor
+    """int32, the label of that token; 0 where there is no loss."""
     valid_N1: Tensor
-    """1 where that token and its label belong to the same document as the position and the label counts, else 0."""
+    """float32, 1 where that token is a loss token of the position's document, else 0."""
 
 
 class ModelInputs(NamedTuple):
@@ -62,59 +64,59 @@ class ModelInputs(NamedTuple):
     labels_N: Tensor
     """int32, 0 where there is no loss."""
     valid_N1: Tensor
-    """float32, 1 where the label counts, else 0."""
+    """float32, 1 for a loss token, else 0."""
     tables: tuple[Tensor, Tensor, Tensor, Tensor]
     """Cosines and sines for the queries, then for the keys, in the kernels' layout."""
     mask: tuple[Tensor, Tensor | None]
-    """Causal and within a document, as the kernels take it; see their `AttentionMasks`."""
+    """Attention mask, causal and within a document, as the kernels take it (their `AttentionMasks`)."""
     scores_shape: tuple[int, ...]
-    """Shape of the attention's probabilities, which their dropout masks cover."""
+    """Shape of the attention probabilities and of their dropout mask."""
     sequence_weights: SequenceWeights | None
     """None for a dense model."""
     mtp: tuple[MtpInputs, ...]
-    """One for each multi-token prediction module."""
+    """One for each MTP module."""
     window_mask: tuple[Tensor, Tensor | None] | None = None
     """`mask` for layers with a sliding window; None where no layer has one."""
     positions: TokenPositions | None = None
-    """In the place of tables and masks, where layers are computed on arrays."""
+    """Replaces tables and masks for native CPU layers."""
     rows: np.ndarray | None = None
-    """Which tokens of the whole micro-batch these are, where context-parallel ranks share it; None: all."""
+    """Which tokens of the micro-batch these are, where context-parallel ranks share it; None: all."""
 
 
 class LossSums(NamedTuple):
-    """What a forward pass adds up, float32 scalars; to be divided by the valid labels of the whole window.
+    """The sums of a forward pass, float32 scalars. The step divides them by the loss tokens of the global batch.
 
-    `total` is minimised: `tokens` and the other losses times their factors. The others are None where the model has no
-    such part, and in evaluation.
+    `total` is minimised: `tokens` plus the other losses times their factors. The others are None in an evaluation, and
+    where the model has no such part.
     """
 
     total: Tensor
     tokens: Tensor
-    """Losses of all valid labels: of the next tokens, or of the images."""
+    """Losses of all loss tokens, or of all images."""
     aux_loss: Tensor | None = None
     """Sum over the routers; see `trainer.models.moe.RouterLosses`."""
     z_loss: Tensor | None = None
     mtp: Tensor | None = None
-    """Token losses of the multi-token prediction modules, summed over the modules."""
+    """Token losses of the MTP modules, summed over the modules."""
     correct: Tensor | None = None
     """Correct labels of a classifier, in evaluation only."""
 
 
 @dataclass
 class RouterStatistics:
-    """What the routers decided in one forward pass of a training.
+    """The decisions of the routers in one forward pass of a training.
 
     Attributes:
-        routings: (layer, its routing, the router's scores), one for each layer with experts, in forward order; arrays
-            or tensors, as the routing was decided on the host or in a graph.
-        load: The load of the step, for gbs_aux_loss alone.
+        routings: (layer, its routing, the router's scores) of each MoE layer, in forward order: arrays where the host
+            has decided the routing, tensors where a graph has.
+        load: The expert load of the step, only for gbs_aux_loss.
     """
 
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
     load: StepExpertLoad | None = None
 
     def counts(self) -> RoutingCounts | None:
-        """The counts of all layers; None without experts."""
+        """Returns the counts of all MoE layers; None where the model has none."""
         if not self.routings:
             return None
         layers, routings, scores = zip(*self.routings, strict=True)
@@ -122,7 +124,7 @@ class RouterStatistics:
 
 
 class DecoderCall(NamedTuple):
-    """What the parts of `Decoder` need of one call."""
+    """The arguments of one call of `Decoder`, for its parts."""
 
     inputs: ModelInputs
     dropout: DropoutKey | None = None
@@ -130,12 +132,12 @@ class DecoderCall(NamedTuple):
 
 
 class PredictionCall(NamedTuple):
-    """What the layers need of one pass of a prediction, as the parts of the decoder make it.
+    """The arguments of one pass of a prediction, for the layers; the parts of the decoder make and use it.
 
     Attributes:
         tables: Position tables of the new tokens, or their rotation.
-        masks: What attention adds to its scores, without and with a window.
-        cache: What the layers keep of all tokens, placed at the new ones.
+        masks: The terms that attention adds to its scores, without and with a sliding window.
+        cache: The KV cache, which writes to the positions of the new tokens.
     """
 
     tables: Any
@@ -144,14 +146,14 @@ class PredictionCall(NamedTuple):
 
 
 class InputBuilder:
-    """Builds `ModelInputs`; keeps tables and mask of the common case, sequences that hold a single document
-    with positions from 0 on.
+    """Builds `ModelInputs` from batches.
 
-    The kernels make tables and masks; positions up to seq_length or max_position_embeddings have a row.
+    It keeps the tables and masks of the common case, sequences of a single document with positions from 0 on. Tables
+    have rows for the positions below seq_length and max_position_embeddings.
 
     Args:
-        shard: Which tokens of each sequence of a batch the rank has; None: all. The inputs are those of its tokens, but
-            what it needs to know of the others is taken from the whole batch.
+        shard: Says which tokens of each sequence the rank has; None: all. A batch has the full sequences, of which the
+            masks of attention need all tokens.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, shard: RankModelShard | None = None) -> None:
@@ -174,7 +176,7 @@ class InputBuilder:
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.on_arrays = kernels.host_layers
         self.rotary = Rotary(attention)
-        self._cached_positions: tuple[tuple[int, int], Positions] | None = None
+        self._cached_positions: tuple[tuple[int, ...], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
@@ -183,6 +185,12 @@ class InputBuilder:
         valid = labels != IGNORE_INDEX
         counts_N1 = valid.astype(np.float32)[:, None]
         valid_N1 = Tensor(counts_N1)
+        sequence_weights = None
+        if self.settings.experts is not None:
+            sequence_weights = self._sequence_weights(self.settings.experts, batch, counts_N1, valid_N1)
+        rows = None
+        if self.part.ranks > 1:
+            rows = self.part.rows(*batch.input_ids.shape)
         return ModelInputs(
             Tensor(self.part.select_tokens(batch.input_ids).reshape(-1)),
             Tensor(np.where(valid, labels, 0).astype(np.int32)),
@@ -190,37 +198,39 @@ class InputBuilder:
             tables,
             mask,
             self.masks.scores_shape(*batch.input_ids.shape),
-            self._sequence_weights(batch, counts_N1, valid_N1) if self.settings.experts is not None else None,
+            sequence_weights,
             tuple(_mtp_inputs(batch, offset, self.part) for offset in range(1, self.mtp_modules + 1)),
             window_mask,
             positions,
-            self.part.rows(*batch.input_ids.shape) if self.part.ranks > 1 else None,
+            rows,
         )
 
-    def _sequence_weights(self, batch: Batch, counts_N1: np.ndarray, valid_N1: Tensor) -> SequenceWeights:
+    def _sequence_weights(
+        self, moe: MoEConfig, batch: Batch, counts_N1: np.ndarray, valid_N1: Tensor
+    ) -> SequenceWeights:
         rows, length = batch.input_ids.shape
-        own = slice(None)
+        local_rows = slice(None)
         if self.tensor is not None:
-            own = self.tensor.token_shard(valid_N1.shape[0])
-            valid_N1 = Tensor(counts_N1[own])
+            local_rows = self.tensor.token_shard(valid_N1.shape[0])
+            valid_N1 = Tensor(counts_N1[local_rows])
         if self._means is None or self._means[0] != (rows, length):
-            each = np.eye(rows, dtype=np.float32) / np.float32(length)
-            mean_BN = np.ascontiguousarray(np.repeat(each, length // self.part.ranks, axis=1)[:, own])
-            mean_BR = np.repeat(mean_BN, self.settings.experts.num_experts_chosen, axis=1)
+            mean_BB = np.eye(rows, dtype=np.float32) / np.float32(length)
+            mean_BN = np.ascontiguousarray(np.repeat(mean_BB, length // self.part.ranks, axis=1)[:, local_rows])
+            mean_BR = np.repeat(mean_BN, moe.num_experts_chosen, axis=1)
             self._means = (rows, length), Tensor(mean_BN), Tensor(mean_BR)
         tokens_B1 = (batch.labels != IGNORE_INDEX).sum(axis=1, keepdims=True).astype(np.float32)
-        if self.settings.experts.balances_step:  # a loss of the micro-batch as a whole
+        if moe.balances_step:  # a loss over the micro-batch, not over its sequences
             tokens_B1[:] = tokens_B1.mean()
         return SequenceWeights(*self._means[1:], Tensor(tokens_B1), valid_N1)
 
     def rotation(self, positions_N: np.ndarray) -> np.ndarray:
-        """Returns what layers on arrays rotate tokens at these positions by, see `Rotary.table`."""
+        """Returns the rotations of tokens at these positions for native CPU layers, complex [N, 1, h]."""
         return self.rotary.table(self.cos[positions_N], self.sin[positions_N])
 
-    def tables(self, positions_N: np.ndarray) -> tuple[Tensor, ...]:
+    def tables(self, positions_N: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the position tables of tokens at these positions, as the kernels take them."""
-        tables = self.kernels.rotary_tables(self.cos[positions_N], self.sin[positions_N])
-        return (*tables, *tables)
+        cos, sin = self.kernels.rotary_tables(self.cos[positions_N], self.sin[positions_N])
+        return cos, sin, cos, sin
 
     def _positions(self, batch: Batch) -> Positions:
         length = batch.input_ids.shape[1]
@@ -229,25 +239,25 @@ class InputBuilder:
             return self._cached_positions[1]
         positions_N = self.part.select_tokens(batch.positions).reshape(-1)
         window = self.settings.sliding_window
+        make_mask: Callable = self.masks
         if self.on_arrays:
-            make = partial(query_blocks, shard=self.part.ring)
-        else:
-            make = self.masks
-        mask = make(batch.segment_ids)
+            make_mask = partial(query_blocks, shard=self.part.ring)
+        mask = make_mask(batch.segment_ids)
         window_mask = None
         if self.settings.window_layers:
-            window_mask = make(batch.segment_ids, window=window)
+            window_mask = make_mask(batch.segment_ids, window=window)
+        positions: Positions
         if self.on_arrays:
-            found = (), (None, None), None, TokenPositions(self.rotation(positions_N), mask, window_mask)
+            positions = (), (None, None), None, TokenPositions(self.rotation(positions_N), mask, window_mask)
         else:
-            found = self.tables(positions_N), mask, window_mask, None
+            positions = self.tables(positions_N), mask, window_mask, None
         if single:
-            self._cached_positions = batch.input_ids.shape, found
-        return found
+            self._cached_positions = batch.input_ids.shape, positions
+        return positions
 
 
 def _mtp_inputs(batch: Batch, offset: int, part: ContextShard) -> MtpInputs:
-    """Tokens and labels `offset` positions after those of a part, in the same document."""
+    """Returns the tokens and labels `offset` positions after those of this rank, within their documents."""
     ids_BT = np.zeros_like(batch.input_ids)
     labels_BT = _mtp_labels(batch, offset)
     ids_BT[:, : max(0, ids_BT.shape[1] - offset)] = batch.input_ids[:, offset:]
@@ -270,6 +280,6 @@ def _mtp_labels(batch: Batch, offset: int) -> np.ndarray:
 
 
 def mtp_labels(batch: Batch, modules: int) -> int:
-    """Number of labels of all multi-token prediction modules together."""
+    """Counts the loss tokens of all MTP modules together."""
     labels = (_mtp_labels(batch, offset) for offset in range(1, modules + 1))
     return sum(int(np.count_nonzero(labels_BT != IGNORE_INDEX)) for labels_BT in labels)

@@ -1,6 +1,6 @@
-"""The feed-forward sublayer of a layer with experts: norm, router, dispatch, experts, combine, shared experts.
+"""The feed-forward sublayer of an MoE layer: norm, router, dispatch, experts, combine, shared experts.
 
-It runs operator by operator around compiled pieces: which tokens go where is known only after the router's choice.
+It runs operator by operator around compiled pieces: only the router's choice says which tokens go where.
 
 Legend: N = B * T tokens of B sequences, D hidden, E experts, k chosen by a token, R sorted assignments, F their width.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -19,15 +19,17 @@ from mindspore.ops import operations as P
 from trainer.models.recompute import Compiled, compile_cell
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS
 from trainer.models.spec.shapes import moe_shapes
+from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dispatch import AllToAllDispatcher
 from trainer.ops.routing import RoutingRule
 from trainer.parallel.collectives import AllReduce, GatherFromSequenceParallel, ScatterToSequenceParallel
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from trainer.config.schema.model import ModelConfig
     from trainer.models.inputs import RouterStatistics, SequenceWeights
     from trainer.ops.kernel_set import KernelSet
-    from trainer.parallel.collectives import ProcessGroup
+    from trainer.ops.routing import Routing
+    from trainer.parallel.collectives import DeviceGroup, ProcessGroup
     from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 
@@ -39,15 +41,16 @@ class Router(nn.Cell):
         self.norm = kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps)
         self.product = kernels.router_linear()
         self.cast = P.Cast()
-        self.sigmoid_scores = settings.experts.score_function == "sigmoid"
+        self.sigmoid_scores = moe_config(settings).score_function == "sigmoid"
         self.softmax = P.Softmax()
         self.sigmoid = P.Sigmoid()
 
-    def construct(self, x_ND, norm_D, router_ED):
+    def construct(self, x_ND: Tensor, norm_D: Tensor, router_ED: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         y_ND = self.norm(x_ND, norm_D)
         logits_NE = self.product(self.cast(y_ND, mstype.float32), router_ED)
-        scores_NE = self.sigmoid(logits_NE) if self.sigmoid_scores else self.softmax(logits_NE)
-        return y_ND, logits_NE, scores_NE
+        if self.sigmoid_scores:
+            return y_ND, logits_NE, self.sigmoid(logits_NE)
+        return y_ND, logits_NE, self.softmax(logits_NE)
 
     def shard_over(self, data: int) -> None:
         """Shards the tokens over `data` ranks, in semi-automatic mode."""
@@ -58,11 +61,11 @@ class Router(nn.Cell):
 
 
 class Gates(nn.Cell):
-    """(scores_NE, experts_Nk) -> gates_Nk, the factor of each chosen expert's output."""
+    """(scores_NE, experts_Nk) -> gates_Nk, the factors of the chosen experts' outputs."""
 
     def __init__(self, settings: ModelConfig) -> None:
         super().__init__()
-        moe = settings.experts
+        moe = moe_config(settings)
         self.normalised = moe.norm_topk_prob
         self.factor = moe.routed_scaling_factor
         self.gather = P.GatherD()
@@ -72,11 +75,13 @@ class Gates(nn.Cell):
         self.multiply = P.Mul()
         self.ones_kk = Tensor(np.ones((moe.num_experts_chosen,) * 2, np.float32))
 
-    def construct(self, scores_NE, experts_Nk):
+    def construct(self, scores_NE: Tensor, experts_Nk: Tensor) -> Tensor:
         gates_Nk = self.gather(scores_NE, 1, experts_Nk)
         if self.normalised:
             gates_Nk = self.divide(gates_Nk, self.add(self.matmul(gates_Nk, self.ones_kk), 1e-20))
-        return gates_Nk if self.factor == 1 else self.multiply(gates_Nk, self.factor)
+        if self.factor == 1:
+            return gates_Nk
+        return self.multiply(gates_Nk, self.factor)
 
     def shard_over(self, data: int) -> None:
         """Shards the tokens over `data` ranks, in semi-automatic mode."""
@@ -89,23 +94,25 @@ class Gates(nn.Cell):
 
 
 class RouterLosses(nn.Cell):
-    """(logits_NE, scores_NE, load, fields of `SequenceWeights`) -> auxiliary and z loss, sums over valid tokens.
+    """(logits_NE, scores_NE, load, fields of `SequenceWeights`) -> auxiliary loss and z-loss, sums over loss tokens.
 
-    `load` is experts_Nk; with gbs_aux_loss shares_1E, the experts' shares of all assignments of the step
+    `load` is experts_Nk; with gbs_aux_loss it is shares_1E, the experts' shares of all assignments of the step
     (`StepExpertLoad`).
 
-    Auxiliary loss: DeepSeek-V3's loss of one sequence (equations 17 to 20), sum_e f_e P_e with f_e = E / (k T) x
-    assignments to e and P_e the mean of the normalised scores, 1 for an even load, times the sequence's valid tokens. A
-    loss over the whole batch would change with the number of micro-batches and ranks; this one does not. gbs_aux_loss
-    is that other one: f_e is E times the expert's share of the step, P_e the mean over the micro-batch.
-    z loss: sum over valid tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
+    The auxiliary loss of a sequence is DeepSeek-V3's (equations 17 to 20) times the loss tokens of the sequence:
+    sum_e f_e P_e, which is 1 for an even load. f_e is E / (k T) x assignments to e, and P_e the mean of the normalised
+    scores. It does not depend on the numbers of micro-batches and ranks. With gbs_aux_loss, f_e is E times the expert's
+    share of the step, and P_e the mean over the micro-batch.
+    The z-loss is the sum over loss tokens of logsumexp(logits)^2 (Zoph et al. 2022, equation 5).
 
-    With `sharing`, the ranks of a micro-batch, the tokens are a rank's and the losses its part of theirs.
+    Args:
+        sharing: The ranks that share a micro-batch: the tokens are those of this rank, and the losses its part of the
+            sums. None: the rank has all tokens.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, sharing: ProcessGroup | None = None) -> None:
         super().__init__()
-        moe = settings.experts
+        moe = moe_config(settings)
         self.experts = moe.expert_num
         self.even = moe.expert_num / moe.num_experts_chosen
         self.normalise = moe.score_function == "sigmoid"
@@ -119,13 +126,17 @@ class RouterLosses(nn.Cell):
         self.no_loss = Tensor(0.0, mstype.float32)
         self.add_up = None if sharing is None else AllReduce(sharing)
 
-    def construct(self, logits_NE, scores_NE, load, mean_BN, mean_BR, tokens_B1, valid_N1):
+    def construct(
+        self, logits_NE: Tensor, scores_NE: Tensor, load: Tensor, mean_BN: Tensor, mean_BR: Tensor, tokens_B1: Tensor,
+        valid_N1: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if self.of_step:
             load_BE = ops.stop_gradient(load * self.experts)
         else:
             assigned_RE = self.one_hot(load.reshape(-1))
             load_BE = self.matmul(mean_BR, assigned_RE)
-            load_BE = load_BE if self.add_up is None else self.add_up(load_BE)
+            if self.add_up is not None:
+                load_BE = self.add_up(load_BE)
             load_BE = ops.stop_gradient(load_BE * self.even)
         if self.normalise:
             scores_NE = scores_NE / (self.matmul(scores_NE, self.ones_EE) + 1e-20)
@@ -140,16 +151,22 @@ class RouterLosses(nn.Cell):
 
 
 class SharedExperts(nn.Cell):
-    """The experts of every token, as one wide SwiGLU: (y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D].
+    """The shared experts as one wide SwiGLU: (y_ND, gate_SD, up_SD, down_DS[, weight_1D]) -> [N, D].
 
-    With `weight_1D` the sum is multiplied by sigmoid(y weight^T), which is computed in float32 like the router. With
-    `rows` the ranks of a tensor group have rows of y, and of the result, and columns of the experts.
+    With `weight_1D` the sum is multiplied by sigmoid(y weight^T), which is computed in float32 like the router.
+
+    Args:
+        rows: The tensor-parallel ranks: each has rows of y and of the result, and columns of the experts. None: this
+            rank has all of them.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, rows: TensorParallel | None = None) -> None:
         super().__init__()
-        self.column_parallel_input = None if rows is None else rows.column_parallel_input()
-        self.row_parallel_output = None if rows is None else rows.row_parallel_output()
+        self.column_parallel_input: nn.Cell | None = None
+        self.row_parallel_output: nn.Cell | None = None
+        if rows is not None:
+            self.column_parallel_input = rows.column_parallel_input()
+            self.row_parallel_output = rows.row_parallel_output()
         self.gate = kernels.linear()
         self.up = kernels.linear()
         self.down = kernels.linear()
@@ -162,10 +179,15 @@ class SharedExperts(nn.Cell):
         self.ones_1D = Tensor(np.ones((1, settings.hidden_size), np.float32))
         self.multiply = P.Mul()
 
-    def construct(self, y_ND, gate_SD, up_SD, down_DS, weight_1D=None):
-        whole_ND = y_ND if self.column_parallel_input is None else self.column_parallel_input(y_ND)
-        out_ND = self.down(self.swiglu(self.gate(whole_ND, gate_SD), self.up(whole_ND, up_SD)), down_DS)
-        out_ND = out_ND if self.row_parallel_output is None else self.row_parallel_output(out_ND)
+    def construct(
+        self, y_ND: Tensor, gate_SD: Tensor, up_SD: Tensor, down_DS: Tensor, weight_1D: Tensor | None = None
+    ) -> Tensor:
+        all_rows_ND = y_ND
+        if self.column_parallel_input is not None:
+            all_rows_ND = self.column_parallel_input(y_ND)
+        out_ND = self.down(self.swiglu(self.gate(all_rows_ND, gate_SD), self.up(all_rows_ND, up_SD)), down_DS)
+        if self.row_parallel_output is not None:
+            out_ND = self.row_parallel_output(out_ND)
         if not self.has_gate:
             return out_ND
         share_N1 = self.sigmoid(self.score(self.cast(y_ND, mstype.float32), weight_1D))
@@ -187,7 +209,7 @@ class SharedExperts(nn.Cell):
 class ExpertBiases(nn.Cell):
     """(gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED) -> the sum of each token's biases times their gates, [N, D].
 
-    Assignments of which no expert computes a row, those after the rows of all experts, have none.
+    Dropped assignments, whose rows follow those of all experts, have no bias.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, experts: int) -> None:
@@ -195,9 +217,11 @@ class ExpertBiases(nn.Cell):
         self.one_hot = kernels.one_hot(experts)
         self.matmul = P.MatMul()
         self.cast = P.Cast()
-        self.drops = settings.experts.effective_capacity is not None
+        self.drops = moe_config(settings).effective_capacity is not None
 
-    def construct(self, gates_Nk, experts_Nk, row_Nk, counts_E, bias_ED):
+    def construct(
+        self, gates_Nk: Tensor, experts_Nk: Tensor, row_Nk: Tensor, counts_E: Tensor, bias_ED: Tensor
+    ) -> Tensor:
         if self.drops:
             gates_Nk = gates_Nk * self.cast(row_Nk < counts_E.sum(), gates_Nk.dtype)
         share_NkE = self.one_hot(experts_Nk) * gates_Nk.expand_dims(-1)
@@ -205,23 +229,35 @@ class ExpertBiases(nn.Cell):
 
 
 class MoeLayer(nn.Cell):
-    """The feed-forward sublayer of a layer with experts; one instance serves all layers, like a compiled block.
+    """The feed-forward sublayer of an MoE layer; one instance serves all layers, like a compiled block.
 
-    A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers. With
-    `shard` the rank has some of the experts, or of the tokens: the ranks of a tensor group share those for the experts,
-    and each of them takes its rows of the residual stream where it has all.
+    A graph can hold `train` too (`construct`). A routing is a plain tuple there, so it is indexed by numbers.
+
+    Args:
+        shard: The experts and tokens that the rank has. The ranks of a tensor-parallel group share the tokens for the
+            experts: each takes its rows of the residual stream, also where it has all rows. None: the rank has all.
     """
 
     def __init__(
         self, settings: ModelConfig, kernels: KernelSet, compiled: Compiled, shard: RankModelShard | None = None
     ) -> None:
         super().__init__(auto_prefix=False)
-        moe = settings.experts
+        moe = moe_config(settings)
         names = list(moe_shapes(settings))
-        tensor, sharing, expert_group = (None,) * 3 if shard is None else (shard.tensor, shard.sharing, shard.experts)
-        rows = None if tensor is None else tensor._replace(sequence_parallel=True)
+        tensor = None
+        sharing = None
+        expert_group = None
+        if shard is not None:
+            tensor = shard.tensor
+            sharing = shard.sharing
+            expert_group = shard.experts
+        rows = None
+        if tensor is not None:
+            rows = tensor._replace(sequence_parallel=True)
         self.divide = self.join = None
-        self.sharing = 1 if sharing is None else sharing.size  # ranks that have other rows of the residual stream
+        self.sharing = 1  # ranks that have other rows of the residual stream
+        if sharing is not None:
+            self.sharing = sharing.size
         if tensor is not None and not tensor.sequence_parallel:
             self.divide = ScatterToSequenceParallel(tensor.group)
             self.join = GatherFromSequenceParallel(tensor.group)
@@ -230,9 +266,12 @@ class MoeLayer(nn.Cell):
         self.has_shared = settings.shared_expert_size > 0
         self.losses_of_step = moe.balances_step
         self.first = names.index("mlp.experts.gate_proj.weight")
-        self.bias = names.index(EXPERT_BIAS) if EXPERT_BIAS in names else None
-        self.down_bias = names.index(EXPERT_DOWN_BIAS) if EXPERT_DOWN_BIAS in names else None
+        self.bias = _index(names, EXPERT_BIAS)
+        self.down_bias = _index(names, EXPERT_DOWN_BIAS)
         self.first_shared = len(names) - (3 + settings.has_shared_gate)
+        local_experts = moe.expert_num
+        if expert_group is not None:
+            local_experts //= expert_group.size
         pieces = (
             kernels.rms_norm(settings.hidden_size, settings.rms_norm_eps),
             Router(settings, kernels),
@@ -240,59 +279,80 @@ class MoeLayer(nn.Cell):
             RouterLosses(settings, kernels, sharing),
             SharedExperts(settings, kernels, rows),
             kernels.swiglu(),
-            ExpertBiases(settings, kernels, moe.expert_num // (expert_group.size if expert_group else 1)),
+            ExpertBiases(settings, kernels, local_experts),
         )
-        made = [compile_cell(piece, compiled) for piece in pieces]
-        self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = made
+        compiled_pieces = [compile_cell(piece, compiled) for piece in pieces]
+        self.norm, self.router, self.gates, self.losses, self.shared, self.swiglu, self.biases = compiled_pieces
         self.route = kernels.route(RoutingRule.from_config(moe))
         self.permute = kernels.permute()
         self.unpermute = kernels.unpermute()
         self.dispatch = None
         if expert_group is not None:
-            self.dispatch = AllToAllDispatcher(expert_group, self.permute, self.unpermute)
+            self.dispatch = AllToAllDispatcher(cast("DeviceGroup", expert_group), self.permute, self.unpermute)
         self.drop = kernels.dropout(settings.hidden_dropout)
-        # Without a capacity and without safe tokens every row is one of an expert.
+        # With neither a capacity nor safe tokens, every row belongs to an expert.
         fills_rows = moe.effective_capacity is None and not RoutingRule.from_config(moe).safe_tokens
         self.gate, self.up, self.down = (kernels.grouped_matmul(fills_rows) for _ in range(3))
 
-    def construct(self, x_ND, weights, sequence_weights, dropped, capacity):
-        """In a graph: residual stream, auxiliary and z loss of `train`."""
-        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, dropped, capacity)
+    def construct(
+        self, x_ND: Tensor, weights: Sequence[Tensor], sequence_weights: SequenceWeights, mask_ND: Tensor | None,
+        capacity: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Returns the residual stream, the auxiliary loss and the z-loss of `train`, in a graph."""
+        x_ND, aux_loss, z_loss, _, _ = self.train(x_ND, weights, sequence_weights, mask_ND, capacity)
         return x_ND, aux_loss, z_loss
 
-    def train(self, x_ND, weights, sequence_weights, dropped, capacity, routing=None, shares=None):
-        """A layer in training: residual stream, auxiliary and z loss, routing, the router's scores.
+    def train(
+        self, x_ND: Tensor, weights: Sequence[Tensor], sequence_weights: SequenceWeights, mask_ND: Tensor | None,
+        capacity: int | None, routing: Routing | None = None, shares: Callable | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Routing, Tensor]:  # fmt: skip
+        """Returns the residual stream, auxiliary loss, z-loss, the routing and the router's scores [N, E].
 
         Args:
             weights: In the order of `moe_shapes`.
-            dropped: Mask of the dropout on what is added, or None.
-            capacity: Most tokens that an expert computes, or None.
-            routing: The routing of an earlier pass, to be repeated; None: the router decides.
-            shares: For gbs_aux_loss: `StepExpertLoad.of_layer`; a graph, which has none, takes the micro-batch alone.
+            mask_ND: The dropout mask of the sublayer's output, or None.
+            capacity: The expert capacity, or None.
+            routing: The routing of an earlier pass, which this one repeats; None: the router decides.
+            shares: For gbs_aux_loss: `StepExpertLoad.layer_load`; None, as in a graph: the load of the micro-batch.
         """
-        rows_ND = x_ND if self.divide is None else self.divide(x_ND)
+        rows_ND = self.local_rows(x_ND)
         y_ND, logits_NE, scores_NE = self.router(rows_ND, weights[0], weights[1])
         if routing is None:
-            bias_E = None if self.bias is None else weights[self.bias]
-            routing = self.route(scores_NE, bias_E, capacity, self.drop_policy)
+            routing = self.route(scores_NE, self.expert_bias(weights), capacity, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
-        load = self.load_shares(routing[4], shares) if self.losses_of_step else routing[0]
+        load = routing[0]
+        if self.losses_of_step:
+            load = self.load_shares(routing[4], shares)
         aux_loss, z_loss = self.losses(logits_NE, scores_NE, load, *sequence_weights)
         added_ND = self.experts(y_ND, gates_Nk, routing, weights)
-        added_ND = added_ND if dropped is None else self.drop(added_ND, dropped)
+        if mask_ND is not None:
+            added_ND = self.drop(added_ND, mask_ND)
         return x_ND + added_ND, aux_loss, z_loss, routing, scores_NE
 
-    def load_shares(self, requested_E, shares):
-        """The experts' parts of the assignments, [1, E]."""
+    def local_rows(self, x_ND: Tensor) -> Tensor:
+        """Returns the rows of the residual stream that this rank sends to experts."""
+        if self.divide is None:
+            return x_ND
+        return self.divide(x_ND)
+
+    def expert_bias(self, weights: Sequence[Tensor]) -> Tensor | None:
+        """Returns the expert bias [E] among the weights; None where the router has none."""
+        if self.bias is None:
+            return None
+        return weights[self.bias]
+
+    def load_shares(self, requested_E: Tensor, shares: Callable | None) -> Tensor:
+        """Returns each expert's share of the assignments, [1, E]: of the step, or without `shares` of these tokens."""
         if shares is not None:
             share_E = shares(requested_E)
-            share_E = share_E if isinstance(share_E, Tensor) else Tensor(share_E)
+            if not isinstance(share_E, Tensor):
+                share_E = Tensor(share_E)
             return ops.cast(share_E, mstype.float32).reshape(1, -1)
         requested_E = ops.cast(requested_E, mstype.float32)
         return (requested_E / ops.reduce_sum(requested_E)).reshape(1, -1)
 
-    def experts(self, y_ND, gates_Nk, routing, weights):
-        """What routed and shared experts add to the residual stream, from its rows for these experts."""
+    def experts(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, weights: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of routed and shared experts for all rows of the residual stream, [N, D]."""
         if self.dispatch is None:
             added_ND = self.routed_experts(y_ND, gates_Nk, routing, weights)
         else:
@@ -300,10 +360,12 @@ class MoeLayer(nn.Cell):
             added_ND = self.dispatch(y_ND, gates_Nk, routing, run)
         if self.has_shared:
             added_ND = added_ND + self.shared(y_ND, *weights[self.first_shared :])
-        return added_ND if self.join is None else self.join(added_ND)
+        if self.join is None:
+            return added_ND
+        return self.join(added_ND)
 
-    def routed_experts(self, y_ND, gates_Nk, routing, weights):
-        """The sum of each token's experts, all of which are here, weighted by their gates."""
+    def routed_experts(self, y_ND: Tensor, gates_Nk: Tensor, routing: Routing, weights: Sequence[Tensor]) -> Tensor:
+        """Returns the sum of each token's experts weighted by their gates, [N, D]; the rank has all these experts."""
         gate_EFD = weights[self.first]
         up_EFD = weights[self.first + 1]
         down_EDF = weights[self.first + 2]
@@ -319,22 +381,26 @@ class MoeLayer(nn.Cell):
         return added_ND
 
     def evaluate(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Evaluation, and prediction on a device: nothing is dropped, no losses."""
-        rows_ND = x_ND if self.divide is None else self.divide(x_ND)
-        bias_E = None if self.bias is None else weights[self.bias]
-        y_ND, _, scores_NE = self.router(rows_ND, weights[0], weights[1])
-        routing = self.route(scores_NE, bias_E, None, self.drop_policy)
+        """Returns the residual stream in an evaluation, or a prediction on a device: no capacity, dropout or losses."""
+        y_ND, _, scores_NE = self.router(self.local_rows(x_ND), weights[0], weights[1])
+        routing = self.route(scores_NE, self.expert_bias(weights), None, self.drop_policy)
         gates_Nk = self.gates(scores_NE, routing[0])
         return x_ND + self.experts(y_ND, gates_Nk, routing, weights)
 
 
+def _index(names: list[str], name: str) -> int | None:
+    if name in names:
+        return names.index(name)
+    return None
+
+
 class MoeFunction:
-    """The feed-forward sublayer of one layer with experts.
+    """The feed-forward sublayer of one MoE layer.
 
     Args:
         function: The sublayer of all layers.
         weights: In the order of `moe_shapes`.
-        capacity: Tokens of a micro-batch -> most tokens that an expert computes in a training, or None.
+        capacity: Tokens of a micro-batch -> expert capacity in a training, or None.
         reached: Whether a gradient flows through it.
         recomputed: Compute its activations again in the backward pass.
     """
@@ -362,15 +428,23 @@ class MoeFunction:
         mask: Callable[[], Tensor | None] = lambda: None,
         statistics: RouterStatistics | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Residual stream, auxiliary and z loss; without `statistics`, in evaluation, None instead of the losses."""
-        # Compiled pieces take views, see decoder.py; the grouped product reads the stacked experts where they are.
-        views = [weight if weight.ndim == 3 else weight.view(weight.shape) for weight in self.weights]
+        """Returns the residual stream, the auxiliary loss and the z-loss.
+
+        Args:
+            mask: Draws the dropout mask of the sublayer's output.
+            statistics: None in an evaluation: the losses are None.
+        """
+        # Compiled pieces take views, see cell_parts.py; the grouped product reads the stacked experts where they are.
+        views = [_view_matrix(weight) for weight in self.weights]
         if statistics is None:
             return self.function.evaluate(x_ND, views), None, None
+        assert sequence_weights is not None  # a training has them
         capacity = self.capacity(x_ND.shape[0] * self.function.sharing)
-        shares = statistics.load.layer_load(self.layer) if statistics.load is not None else None
+        shares = None
+        if statistics.load is not None:
+            shares = statistics.load.layer_load(self.layer)
 
-        def train(x_ND, views, routing=None):
+        def train(x_ND: Tensor, views: Sequence[Tensor], routing: Routing | None = None) -> tuple:
             return self.function.train(x_ND, views, sequence_weights, mask(), capacity, routing, shares)
 
         if self.keeps_activations:
@@ -378,7 +452,7 @@ class MoeFunction:
         else:
             argnums = [argnum for argnum, weight in enumerate(self.weights) if weight.requires_grad]
             call = _RecomputedExperts(train, views, argnums)
-            # Views of all: hooks of a parameter would be called in the gradient within the cell's bprop, too.
+            # All are views: the gradient within the cell's bprop would call the hooks of parameters once more.
             trained = [views[argnum].view(views[argnum].shape) for argnum in argnums]
             x_ND, aux_loss, z_loss = call(x_ND, *trained)
             routing = call.routing
@@ -387,10 +461,19 @@ class MoeFunction:
         return x_ND, aux_loss, z_loss
 
 
+def _view_matrix(weight: Parameter) -> Tensor:
+    if weight.ndim == 3:
+        return weight
+    return weight.view(weight.shape)
+
+
 class _RecomputedExperts(nn.Cell):
     """One call that keeps its inputs and the routing, and runs again in the backward pass, with the same routing.
 
-    `compute` is (x_ND, weights, routing or None) -> the result of `MoeLayer.train`; the weights `argnums` are trained.
+    Args:
+        compute: (x_ND, weights, routing or None) -> the result of `MoeLayer.train`.
+        views: The weights.
+        argnums: Which of the weights are trained.
     """
 
     def __init__(self, compute: Callable, views: Sequence[Tensor], argnums: Sequence[int]) -> None:
@@ -400,18 +483,20 @@ class _RecomputedExperts(nn.Cell):
         self.argnums = argnums
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
 
-    def construct(self, x_ND, *trained):
+    def construct(self, x_ND: Tensor, *trained: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.compute(x_ND, self.views)
-        # A new tensor: a result leads to this cell's `bprop`, and without a z loss all calls have one tensor for it.
+        # A new tensor: a result leads to this cell's `bprop`, and without a z-loss all calls share one tensor for it.
         return x_ND, aux_loss, z_loss + 0
 
-    def again(self, x_ND, *trained):
+    def recompute(self, x_ND: Tensor, *trained: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the results of `construct` from these trained weights, with the routing of the first run."""
         views = list(self.views)
         for argnum, weight in zip(self.argnums, trained, strict=True):
             views[argnum] = weight
         return self.compute(x_ND, views, self.routing)[:3]
 
-    def bprop(self, x_ND, *trained_out_grads):
+    def bprop(self, x_ND: Tensor, *trained_out_grads: Any) -> tuple[Tensor, ...]:
+        """Returns the gradients of x and of the trained weights."""
         trained = trained_out_grads[: len(self.argnums)]
         grads = trained_out_grads[-1]
-        return self.gradients(self.again)(x_ND, *trained, grads)
+        return self.gradients(self.recompute)(x_ND, *trained, grads)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mindspore import Layout, nn, ops
+from mindspore import Layout, Tensor, nn, ops
 from mindspore.ops import operations as P
 
 from trainer.models.spec.adapters import adapter_spec, merged_matrix
@@ -16,7 +16,9 @@ from trainer.models.spec.shapes import adapted_projections, block_names, dropped
 from trainer.parallel.tensor import RowParallelOutputAfter
 
 if TYPE_CHECKING:
-    from trainer.config import ModelConfig
+    from collections.abc import Sequence
+
+    from trainer.config.schema.model import ModelConfig
     from trainer.ops.kernel_set import KernelSet
     from trainer.parallel.tensor import TensorParallel
 
@@ -26,12 +28,13 @@ class Projection(nn.Cell):
 
         y = x W^T (+ bias) + lora_alpha / lora_rank * dropout(x) A^T B^T    (Hu et al. 2021, equation 3)
 
-    Automatic differentiation of this is as good as a gradient by hand: `Linear` has one already, the products with A
-    and B are small, and where W is not trained the product that would be its gradient is never computed. `name` is the
-    projection's in the block, for example ``self_attn.q_proj``.
+    MindSpore differentiates it automatically: the kernel of the product has a hand-written gradient, the products with
+    A and B are small, and the gradient of a frozen W is never computed.
 
-    With `tensor` the rank has some columns of W and A, and of x: the ranks' products are summed, then the bias is added
-    to the rows of the residual stream that the rank has.
+    Args:
+        name: The name of the projection in the block, for example "self_attn.q_proj".
+        tensor: The tensor-parallel ranks, of which each has some columns of W, A and x. Their products are summed; then
+            the bias is added to the rows of the residual stream that the rank has. None: the rank has all inputs.
     """
 
     def __init__(
@@ -43,15 +46,17 @@ class Projection(nn.Cell):
         self.has_bias = f"{name}.bias" in argnums
         self.leaves = tensor is not None
         self.linear = kernels.linear()
-        if self.leaves:
+        if tensor is not None:
             self.row_parallel_output = RowParallelOutputAfter(tensor)
             self.add_bias = P.Add()
             self.cast = P.Cast()
-        self.has_adapter = name in adapted_projections(settings)
         adapter = adapter_spec(settings)
-        if self.has_adapter:
+        self.has_adapter = adapter is not None and name in adapted_projections(settings)
+        if adapter is not None and self.has_adapter:
             self.a, self.b = (argnums[part] for part in adapter_names(name))
-            self.mask = argnums[mask_name(name)] if name in dropped_projections(settings) else None
+            self.mask: int | None = None
+            if name in dropped_projections(settings):
+                self.mask = argnums[mask_name(name)]
             self.down = kernels.linear()
             self.up = kernels.linear()
             self.scale = adapter.scale
@@ -59,14 +64,16 @@ class Projection(nn.Cell):
             self.scale_up = P.Mul()
             self.add = P.Add()
 
-    def matrix(self, weights):
-        """The matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
+    def matrix(self, weights: Sequence[Tensor | None]) -> Tensor:
+        """Returns the matrix that the projection multiplies by, [O, I], with its adapter and without dropout."""
         if not self.has_adapter or weights[self.a] is None:
             return weights[self.weight]
         return merged_matrix(weights[self.weight], weights[self.a], weights[self.b], self.scale)
 
-    def construct(self, x_NI, weights):
-        bias_O = weights[self.weight + 1] if self.has_bias else None
+    def construct(self, x_NI: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        bias_O = None
+        if self.has_bias:
+            bias_O = weights[self.weight + 1]
         if self.leaves or bias_O is None:
             y_NO = self.linear(x_NI, weights[self.weight])
         else:
@@ -78,28 +85,43 @@ class Projection(nn.Cell):
                 y_NO = self.add_bias(y_NO, self.cast(bias_O, y_NO.dtype))
         return y_NO
 
-    def add_adapter(self, x_NI, y_NO, weights):
-        """y with what the adapter adds."""
+    def add_adapter(self, x_NI: Tensor, y_NO: Tensor, weights: Sequence[Tensor | None]) -> Tensor:
+        """Returns y plus the output of the adapter."""
         if not self.has_adapter or weights[self.a] is None:  # None: adapted in other layers only
             return y_NO
-        mask = None if self.mask is None else weights[self.mask]
-        x_NR = self.down(x_NI if mask is None else self.drop(x_NI, mask), weights[self.a])
+        mask = None
+        if self.mask is not None:
+            mask = weights[self.mask]
+        if mask is not None:
+            x_NI = self.drop(x_NI, mask)
+        x_NR = self.down(x_NI, weights[self.a])
         # The factor multiplies the smallest of the matrices.
         return self.add(y_NO, self.up(x_NR, self.scale_up(weights[self.b], self.scale)))
 
     def shard_over(self, data: int, columns: int = 1, rows: int = 1, tokens: int = 0, copies: int = 1) -> None:
-        """As `Linear.shard_over` of semi-automatic mode. What the adapter has between its matrices is whole.
+        """Sets the strategies of semi-automatic mode. The numbers between the adapter's two matrices are replicated.
 
-        `copies`: tensor-parallel ranks that compute the same, where neither columns nor rows are sharded.
+        Args:
+            data: Ranks that shard the tokens.
+            columns: Ranks that shard the outputs.
+            rows: Ranks that shard the inputs.
+            tokens: Ranks that shard the rows of the result; 0: as many as `data`.
+            copies: Tensor-parallel ranks that compute the same, where neither columns nor rows are sharded.
         """
         self.linear.shard_over(data, columns, rows, tokens)
         if self.has_adapter:
             self.down.shard_over(data, rows=rows)
             self.up.shard_over(data, columns=columns)
             tensor = columns * rows * copies
-            self.drop.shard_over(data, tensor, columns="tensor" if rows > 1 else "None")
-            # Where the ranks stand must be said: by numbers alone MindSpore would take neighbours for copies.
+            input_axis = "None"
+            if rows > 1:
+                input_axis = "tensor"
+            output_axis = "None"
+            if columns > 1:
+                output_axis = "tensor"
+            self.drop.shard_over(data, tensor, columns=input_axis)
+            # The axes need names: given numbers alone, MindSpore would take neighbouring ranks for replicas.
             layout = Layout((data, tensor), ("data", "tensor"))
-            self.scale_up.shard((layout("tensor" if columns > 1 else "None", "None"), layout()))
-            whole = max(data, tokens), columns
-            self.add.shard((whole, whole))
+            self.scale_up.shard((layout(output_axis, "None"), layout()))
+            strategy = max(data, tokens), columns
+            self.add.shard((strategy, strategy))

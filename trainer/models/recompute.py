@@ -3,12 +3,12 @@
 MindSpore differentiates PyNative code. A compiled function that is called there keeps all activations that its backward
 pass needs, and computes the gradients of all its inputs. So
 
-* frozen weights enter a compiled form in which their gradient is stopped: the products that would be their gradients
-  are dead code, and are removed;
-* a block to be recomputed is a cell with a `bprop` of its own, which keeps only its inputs. The `bprop` runs one
-  compiled function that computes the block's activations and gradients together. Dropout masks are drawn again, not
-  kept: they are functions of their keys. Blocks that no gradient flows through run in the same kind of cell, because
-  MindSpore keeps the activations of a compiled function even then.
+* frozen weights enter a compiled form that stops their gradients: the products that would be these gradients are dead
+  code, which the compiler removes;
+* a block to be recomputed is a cell with its own `bprop`, which keeps only its inputs. The `bprop` runs one compiled
+  function that computes the block's activations and gradients together. Dropout masks are functions of their keys, so
+  they are drawn again. Blocks without a gradient run in the same kind of cell, because MindSpore keeps the activations
+  of a compiled function even then.
 
 Every form is compiled once, at its first use, and serves all layers. Legend: N tokens, D hidden.
 """
@@ -16,13 +16,13 @@ Every form is compiled once, at its first use, and serves all layers. Legend: N 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mindspore
 from mindspore import Parameter, Tensor, nn, ops
 
 Constants: TypeAlias = Callable[[], tuple[Sequence[Tensor | None], Sequence[Tensor | None]]]
-"""Makes the arguments of a block that are neither its input nor weights: those before and after the weights."""
+"""Makes the arguments of a block besides its input and weights: those before the weights, and those after them."""
 Compiled: TypeAlias = bool | Mapping[str, str]
 """Whether cells are compiled; a mapping gives options of `mindspore.jit`."""
 
@@ -42,19 +42,19 @@ class Differentiable:
         self._forms: dict[tuple[type[nn.Cell], tuple[int, ...]], Callable] = {}
 
     def stop_gradients_at(self, argnums: tuple[int, ...]) -> Callable:
-        """The function without gradients of the arguments `argnums`, counted after x_ND.
+        """Returns the function without gradients of the arguments `argnums`, counted after x_ND.
 
-        Without compilation this is the function itself: then no gradients are computed but those asked for, and a
-        kernel's own backward pass computes all of its gradients anyway.
+        Without compilation this is the function itself: MindSpore then computes only the requested gradients, and a
+        kernel with its own backward pass computes all of its gradients anyway.
         """
         if not argnums or not self.compiled:
             return self.plain
         return self._form(_Stopped, argnums)
 
     def gradients_of(self, argnums: tuple[int, ...]) -> Callable:
-        """(x_ND, *arguments, gradient of the result) -> gradients of x_ND and of the arguments `argnums`.
+        """Returns the function (x_ND, *arguments, gradient of the result) -> gradients of x_ND and of some arguments.
 
-        The arguments `argnums` come first.
+        These are the arguments `argnums` of the cell; the function takes them before the others.
         """
         return self._form(_Gradients, argnums)
 
@@ -65,16 +65,19 @@ class Differentiable:
 
 
 def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
-    """`mindspore.jit` of a cell, without reference cycles; or the cell itself if it is not to be compiled.
+    """Returns `mindspore.jit` of a cell, without reference cycles, or the cell itself if `compiled` is False.
 
-    `jit` marks each argument that carries a gradient with a reference to itself. The activations of a
+    `jit` marks each argument that carries a gradient with a reference to itself. With these cycles the activations of a
     micro-batch would live until Python's collector runs.
     """
     if not compiled:
         return cell
-    run = mindspore.jit(cell.construct, **({} if compiled is True else compiled))
+    options: Mapping[str, str] = {}
+    if not isinstance(compiled, bool):
+        options = compiled
+    run = mindspore.jit(cell.construct, **options)
 
-    def call(*arguments):
+    def call(*arguments: Any) -> Any:
         result = run(*arguments)
         for argument in arguments:
             if argument is not None:
@@ -89,7 +92,7 @@ class LayerFunction:
 
     Args:
         function: The block or sublayer.
-        weights: None for those that it does not use.
+        weights: The weights of the layer; None in place of each weight that the function does not use.
         reached: Whether a gradient flows through it.
         recomputed: Compute its activations again in the backward pass.
     """
@@ -111,9 +114,9 @@ class LayerFunction:
         return run(x_ND, *before, *views, *after)
 
     def argnums(self, before: int, trained: bool) -> tuple[int, ...]:
-        """Positions of the trained weights, or of the frozen ones, among the arguments."""
-        there = ((argnum, weight) for argnum, weight in enumerate(self.weights) if weight is not None)
-        return tuple(before + argnum for argnum, weight in there if _is_trained(weight) == trained)
+        """Returns the positions of the trained weights, or of the frozen ones, after `before` other arguments."""
+        used = ((argnum, weight) for argnum, weight in enumerate(self.weights) if weight is not None)
+        return tuple(before + argnum for argnum, weight in used if _is_trained(weight) == trained)
 
 
 def _is_trained(weight: Parameter | None) -> bool:
@@ -121,7 +124,7 @@ def _is_trained(weight: Parameter | None) -> bool:
 
 
 class RecomputedCall(nn.Cell):
-    """One call of a part that keeps only its inputs. It is a new cell for each call and holds what the call needs.
+    """One call of a block or sublayer that keeps only its inputs; each call makes a new cell.
 
     MindSpore runs `construct` of a cell with a `bprop` without recording it.
     """
@@ -132,11 +135,12 @@ class RecomputedCall(nn.Cell):
         self.views = views
         self.constants = constants
 
-    def construct(self, x_ND, *trained):
+    def construct(self, x_ND: Tensor, *trained: Tensor) -> Tensor:
         before, after = self.constants()
         return self.part.function.plain(x_ND, *before, *self.views, *after)
 
-    def bprop(self, x_ND, *trained_out_grad):
+    def bprop(self, x_ND: Tensor, *trained_out_grad: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of x and of the trained weights."""
         grad_ND = trained_out_grad[-1]
         before, after = self.constants()
         argnums = self.part.argnums(len(before), trained=True)
@@ -154,18 +158,20 @@ class _Stopped(nn.Cell):
         self.cell = cell
         self.argnums = argnums
 
-    def construct(self, x_ND, *arguments):
-        stopped = ()
+    def construct(self, x_ND: Tensor, *arguments: Tensor) -> Tensor:
+        stopped: tuple[Tensor, ...] = ()
         for argnum in range(len(arguments)):
             argument = arguments[argnum]
-            stopped += (ops.stop_gradient(argument) if argnum in self.argnums else argument,)
+            if argnum in self.argnums:
+                argument = ops.stop_gradient(argument)
+            stopped += (argument,)
         return self.cell(x_ND, *stopped)
 
 
 class _Gradients(nn.Cell):
     """Gradients of a cell's input and of its arguments `argnums`, which come first; the last is the result's gradient.
 
-    The unused gradients are dead code, as in `_Stopped`.
+    The gradients of other arguments are dead code, which the compiler removes.
     """
 
     def __init__(self, cell: nn.Cell, argnums: tuple[int, ...]) -> None:
@@ -174,7 +180,7 @@ class _Gradients(nn.Cell):
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
         self.cell = _ReorderedArguments(cell, argnums)
 
-    def construct(self, *arguments_and_grad):
+    def construct(self, *arguments_and_grad: Tensor) -> tuple[Tensor, ...]:
         return self.gradients(self.cell)(*arguments_and_grad)[: self.number]
 
 
@@ -186,8 +192,8 @@ class _ReorderedArguments(nn.Cell):
         self.cell = cell
         self.argnums = argnums
 
-    def construct(self, x_ND, *arguments):
-        ordered = ()
+    def construct(self, x_ND: Tensor, *arguments: Tensor) -> Tensor:
+        ordered: tuple[Tensor, ...] = ()
         first = 0
         other = len(self.argnums)
         for argnum in range(len(arguments)):

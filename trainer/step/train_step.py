@@ -24,6 +24,7 @@ from trainer.data.batches.batch import Batch
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import InputBuilder, LossSums, RouterStatistics, mtp_labels
+from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import metric_functions
 from trainer.ops.routing import RouterRates, RoutingCounts, StepExpertLoad
@@ -252,7 +253,7 @@ class TrainStep:
             assert call.statistics is not None
             if is_last and settings.moe_layers:  # the routers of all chunks have decided
                 routing = metric_functions().pad_to_all_layers(
-                    call.statistics.counts(), settings.moe_layers, settings.experts.expert_num
+                    call.statistics.counts(), settings.moe_layers, moe_config(settings).expert_num
                 )
             results.add(MicroBatch(token_losses, others, routing, ()))
 
@@ -285,7 +286,7 @@ class TrainStep:
             others["mtp_loss"] = sums.mtp if reports_losses else None, labels_of_modules
         if settings.moe_layers:
             others["aux_loss"] = sums.aux_loss, tokens * len(settings.moe_layers)
-        if settings.moe_layers and settings.experts.z_loss_factor:
+        if settings.moe_layers and moe_config(settings).z_loss_factor:
             others["z_loss"] = sums.z_loss, tokens * len(settings.moe_layers)
         return others
 

@@ -1,6 +1,6 @@
 """Attention of a block of queries with the keys that it sees, forward and backward.
 
-The scores of a block, [heads, queries, keys], are the most that ever exists. The backward pass computes them again.
+Only the scores of one block, [heads, queries, keys], exist at a time. The backward pass computes them again.
 
 Legend: N tokens, S keys of a block, Q its queries; H query heads, K key/value heads, G = H / K, d head size, v width of
 a value; C = H * d, V = H * v.
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from trainer.arrays.tiles import Tile
     from trainer.models.spec.model import AttentionSpec
 
-_SCORES = 1 << 19  # of the heads that a thread takes at once, for the longest block: fewer calls, and yet in its cache
+_SCORES = 1 << 19  # that a thread computes at once, for several heads of the longest block: they fit in its cache
 
 
 class BlockAttention:
-    """softmax(q k^T) v, causal and within documents and windows as the blocks say; q is scaled already.
+    """Computes softmax(q k^T) v, with the masks of the blocks; q is scaled already.
 
     Args:
-        heads, kv_heads: Those that this rank computes.
+        heads, kv_heads: The query heads and key/value heads of this rank.
     """
 
     def __init__(self, spec: AttentionSpec, heads: int, kv_heads: int) -> None:
@@ -46,9 +46,9 @@ class BlockAttention:
     ) -> None:  # fmt: skip
         """Writes the results of the block's queries to their rows of `out_NV`."""
         run = operators()
-        some_heads = list(self._head_parts([block], self.kv_heads))
-        scores_buffer, narrow_buffer = self._score_buffers(block, some_heads[0], q_NC.dtype, tile, 1)
-        for heads in some_heads:
+        head_blocks = list(self._head_blocks([block], self.kv_heads))
+        scores_buffer, narrow_buffer = self._score_buffers(block, head_blocks[0], q_NC.dtype, tile, 1)
+        for heads in head_blocks:
             mask = self._mask(sequence, block, heads, dropout, keep_masks)
             k = self._keys(k_NK, block.keys, heads, self.head_size)
             v = self._keys(v_NK, block.keys, heads, self.value_size)
@@ -73,8 +73,10 @@ class BlockAttention:
         grad_NV: np.ndarray, grad_q_NC: np.ndarray, grad_k_NK: np.ndarray, grad_v_NK: np.ndarray, tile: Tile,
         dropout: LayerDropout | None,
     ) -> None:  # fmt: skip
-        """Writes the gradients of a sequence's queries, keys and values of some key/value heads, which one thread adds
-        up block by block."""
+        """Writes the gradients of queries, keys and values of some key/value heads of a sequence.
+
+        One thread adds them up block by block.
+        """
         for array, size in ((grad_k_NK, self.head_size), (grad_v_NK, self.value_size)):
             self._keys(array, sequence.keys, heads, size)[...] = 0
         if not sequence.blocks:
@@ -91,46 +93,46 @@ class BlockAttention:
                 grad_q = self._queries(grad_q_NC, block, heads, group, self.head_size)
                 shape = len(q), q.shape[1], k.shape[1]
                 buffers = [_view(buffer, *shape) for buffer in (*wide_buffers, *narrow_buffers)]
-                if mask is None:
-                    group_mask = None
-                else:
+                group_mask = None
+                if mask is not None:
                     group_mask = mask[:, group]
                 _block_gradients(block, q, k, v, grad, grad_q, grad_k, grad_v, buffers, group_mask)
 
     def tasks(
-        self, blocks: Sequence[SequenceBlocks], least: int
+        self, blocks: Sequence[SequenceBlocks], min_tasks: int
     ) -> Iterator[tuple[SequenceBlocks, slice]]:
-        """Yields what threads take in the backward pass: key/value heads of a sequence; at least so many tasks, where
-        there are heads enough."""
-        most = max(1, self.kv_heads * len(blocks) // least)
+        """Yields the tasks of the backward pass for threads: some key/value heads of a sequence.
+
+        There are at least `min_tasks` tasks, if there are enough heads.
+        """
+        max_heads = max(1, self.kv_heads * len(blocks) // min_tasks)
         for sequence in blocks:
-            for heads in self._head_parts(sequence.blocks, most):
+            for heads in self._head_blocks(sequence.blocks, max_heads):
                 yield sequence, heads
 
-    def _head_parts(self, blocks: Iterable[QueryBlock], most: int) -> Iterator[slice]:
-        """Yields key/value heads, so many at once (and at most `most`) that the scores of any of the blocks stay in the
-        cache."""
+    def _head_blocks(self, blocks: Iterable[QueryBlock], max_heads: int) -> Iterator[slice]:
+        """Yields blocks of at most `max_heads` key/value heads, whose scores of any query block fit in the cache."""
         scores = max((_scores_of(block) for block in blocks), default=1)
-        return row_blocks(slice(0, self.kv_heads), min(max(1, _SCORES // (2 * scores)), most))
+        return row_blocks(slice(0, self.kv_heads), min(max(1, _SCORES // (2 * scores)), max_heads))
 
     def _score_buffers(
         self, block: QueryBlock, heads: slice, dtype: type, tile: Tile, number: int
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Returns flat scratch for the scores of some heads: so many float32 arrays, and where products take another
-        dtype as many of that."""
+        """Returns flat scratch arrays for the scores of some heads: `number` in float32, and `number` in `dtype`.
+
+        The second list is empty if `dtype` is float32.
+        """
         size = (heads.stop - heads.start) * _scores_of(block)
         wide = [tile.take_array(size) for _ in range(number)]
-        if dtype != np.float32:
-            narrow = [tile.take_array(size, dtype=dtype) for _ in range(number)]
-        else:
-            narrow = []
-        return wide, narrow
+        if dtype == np.float32:
+            return wide, []
+        return wide, [tile.take_array(size, dtype=dtype) for _ in range(number)]
 
     def _mask(
         self, sequence: SequenceBlocks, block: QueryBlock, heads: slice, dropout: LayerDropout | None,
         keep: bool = False,
     ) -> np.ndarray | None:  # fmt: skip
-        """Returns the factors of the probabilities, [heads, G, Q, S]."""
+        """Returns the dropout factors of the probabilities, [heads, G, Q, S]; None without dropout."""
         if dropout is None or not self.rate:
             return None
         queries = slice(block.position, block.position + block.queries.stop - block.queries.start)
@@ -154,9 +156,9 @@ def _block_gradients(
     block: QueryBlock, q: np.ndarray, k: np.ndarray, v: np.ndarray, grad: np.ndarray, grad_q: np.ndarray,
     grad_k: np.ndarray, grad_v: np.ndarray, buffers: Sequence[np.ndarray], mask: np.ndarray | None,
 ) -> None:  # fmt: skip
-    """Writes the gradients of the queries of a block; adds those of its keys and values to what is there."""
+    """Writes the gradients of the queries of a block; adds those of its keys and values to `grad_k` and `grad_v`."""
     probabilities, grad_scores, *narrow = buffers
-    # What products take of both.
+    # Probabilities and gradients of scores in the dtype of the products.
     factor, grad_factor = narrow or (probabilities, grad_scores)
     run = operators()
     _masked_scores(q, k, block, probabilities)
@@ -176,8 +178,7 @@ def _block_gradients(
 
 
 def _masked_scores(q: np.ndarray, k: np.ndarray, block: QueryBlock, out: np.ndarray) -> None:
-    """Writes the scores of queries with all keys of the block; those that a query does not see are far below all
-    others."""
+    """Writes the scores of queries with all keys of the block; those of masked keys are far below all others."""
     operators().matmul(q, k.swapaxes(1, 2), out)
     if block.bias_QM.size:
         out[..., block.masked :] += block.bias_QM

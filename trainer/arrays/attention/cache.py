@@ -17,18 +17,21 @@ _SHARED_WORK = 1 << 22  # multiplications from which threads share the attention
 
 
 class KVCache:
-    """What each layer keeps of every token, two float32 arrays [B, K, capacity, d]: keys and values; or with latent
-    attention, where K is 1, the latent vectors and the rotated keys. What a head reads is contiguous.
+    """The KV cache of a prediction: two float32 arrays of each layer, [B, K, capacity, d], contiguous for each head.
+
+    They hold keys and values; with MLA, where K is 1, latent vectors and rotated keys.
 
     Args:
-        widths: Of a layer, the columns of both for a token.
+        widths: Columns of a token in both arrays.
         heads: K.
+        rows: B.
+        capacity: Maximum number of tokens of a sequence.
     """
 
     def __init__(self, layers: int, widths: tuple[int, int], heads: int, rows: int, capacity: int) -> None:
         self.capacity = capacity
         self.sequences_B1 = np.arange(rows)[:, None]
-        self.positions_BQ: np.ndarray | None = None
+        self.positions_BQ = np.zeros((rows, 0), np.int64)
         self.cached = 0
         self.layers = [
             tuple(np.zeros((rows, heads, capacity, width // heads), np.float32) for width in widths)
@@ -41,15 +44,15 @@ class KVCache:
         self.cached = cached
 
     def select(self, rows: slice) -> KVCache:
-        """Returns the cache of some of the sequences, where it is placed."""
-        found = copy.copy(self)
-        found.positions_BQ = self.positions_BQ[rows]
-        found.sequences_B1 = np.arange(len(found.positions_BQ))[:, None]
-        found.layers = [tuple(store[rows] for store in stores) for stores in self.layers]
-        return found
+        """Returns the cache of some of the sequences, which shares its memory and positions with this one."""
+        selected = copy.copy(self)
+        selected.positions_BQ = self.positions_BQ[rows]
+        selected.sequences_B1 = np.arange(len(selected.positions_BQ))[:, None]
+        selected.layers = [tuple(store[rows] for store in stores) for stores in self.layers]
+        return selected
 
     def update(self, layer: int, new: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """Writes what a layer keeps of new tokens, [N, K * d] each; returns the cached arrays, [B, K, S, d]."""
+        """Writes both arrays of a layer for new tokens, [N, K * d]; returns those of cached tokens, [B, K, S, d]."""
         heads = self.layers[layer][0].shape[1]
         for store, rows in zip(self.layers[layer], new, strict=True):
             store[self.sequences_B1, :, self.positions_BQ] = rows.reshape(*self.positions_BQ.shape, heads, -1)
@@ -58,7 +61,7 @@ class KVCache:
 
 
 def cached_mask(visible_BQS: np.ndarray, groups: int) -> np.ndarray | None:
-    """Returns what is added to the scores, [B, 1, Q * groups, S]; None where all positions are visible."""
+    """Returns the term that attention adds to its scores, [B, 1, Q * groups, S]; None if all positions are visible."""
     if visible_BQS.all():
         return None
     return np.repeat(attention_bias(visible_BQS), groups, axis=1)[:, None]
@@ -69,7 +72,7 @@ def attend_cached(
 ) -> np.ndarray:
     """Returns softmax(q k^T + mask) v of each head, [N, C]; q is scaled already.
 
-    Threads share a large one by sequences and heads.
+    Threads share the sequences and heads of a large product.
 
     Args:
         keys, values: [B, K, S, d].
@@ -85,12 +88,11 @@ def attend_cached(
     else:
         out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
 
-        def attend_one(place: tuple[int, int], thread: int) -> None:
-            if mask is None:
-                of_sequence = None
-            else:
-                of_sequence = mask[place[0], 0]
-            out[place] = _attend(q[place], keys[place], values[place], of_sequence)
+        def attend_one(place: tuple[int, ...], thread: int) -> None:
+            sequence_mask = None
+            if mask is not None:
+                sequence_mask = mask[place[0], 0]
+            out[place] = _attend(q[place], keys[place], values[place], sequence_mask)
 
         threads.run(np.ndindex(rows, kv_heads), attend_one)
     out = out.reshape(rows, kv_heads, queries, -1).transpose(0, 2, 1, 3)

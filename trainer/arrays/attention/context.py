@@ -1,9 +1,9 @@
-"""What context-parallel ranks exchange, on arrays: keys and values, or heads for tokens.
+"""The exchanges of context-parallel ranks, on arrays: keys and values, or heads for tokens.
 
 Each rank has some tokens of each sequence (`trainer.data.batches.context`). The ranks of a ring gather the keys and
-values of all tokens (Grattafiori et al. 2024, Llama 3, section 3.3.2); a rank's queries then see them as if it had the
-whole sequence. Ranks of Ulysses attention (Jacobs et al. 2023) exchange heads for tokens before and after attention.
-Where both are used (Fang and Zhao 2024, USP), the members of a ring are such groups.
+values of all tokens (Grattafiori et al. 2024, Llama 3, section 3.3.2), so that a rank's queries see the full sequence.
+Ranks of Ulysses attention (Jacobs et al. 2023) exchange heads for tokens before and after attention. Both can be
+combined (Fang and Zhao 2024, USP): then the members of a ring are Ulysses groups.
 
 Legend: B sequences of T tokens, U ranks of Ulysses attention with n tokens of each sequence; C columns of all heads of
 a token, c those of a rank's heads; K columns of keys.
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ContextParallel:
-    """The exchanges of one rank; `sequences` is B.
+    """The exchanges of one rank. The argument `sequences` of the methods is B.
 
     Args:
-        shard: Its tokens of each sequence.
+        shard: The rank's tokens of each sequence.
         ring: The ranks that gather keys and values; None: this rank alone.
         ulysses: The ranks that exchange heads for tokens; None: this rank alone.
     """
@@ -36,14 +36,13 @@ class ContextParallel:
         self.ulysses = ulysses
 
     def local_heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
-        """Returns the query heads and key/value heads that attention has here."""
+        """Returns how many query heads and key/value heads attention has on this rank."""
         if self.ulysses is None:
             return heads, kv_heads
         return heads // self.ulysses.size, max(1, kv_heads // self.ulysses.size)
 
     def to_heads(self, x_NC: np.ndarray, heads: int, sequences: int) -> np.ndarray:
-        """Exchanges heads for tokens: [B * n, C] -> [B * U * n, c]. Where there are fewer heads than ranks, several
-        ranks get the same."""
+        """Exchanges heads for tokens: [B * n, C] -> [B * U * n, c]. With fewer heads than ranks, ranks share heads."""
         if self.ulysses is None:
             return x_NC
         ranks = self.ulysses.size
@@ -56,14 +55,13 @@ class ContextParallel:
         return by_sequence.reshape(ranks * tokens, -1)
 
     def to_tokens(self, x_Mc: np.ndarray, heads: int, sequences: int) -> np.ndarray:
-        """Exchanges tokens for heads, the reverse of `to_heads`: where several ranks have the same heads, the sum of
-        what they have."""
+        """Exchanges tokens for heads, the reverse of `to_heads`. Sums the arrays of ranks that share heads."""
         if self.ulysses is None:
             return x_Mc
         ranks = self.ulysses.size
         rows, width = x_Mc.shape
         by_rank = x_Mc.reshape(sequences, ranks, -1, width).transpose(1, 0, 2, 3)
-        sent = [one.reshape(rows // ranks, width) for one in by_rank]
+        sent = [rank_rows.reshape(rows // ranks, width) for rank_rows in by_rank]
         received_NUc = np.stack(self.ulysses.all_to_all(sent, [sent[0].shape] * ranks), axis=1)
         copies = ranks // math.gcd(ranks, heads)
         if copies > 1:
@@ -79,12 +77,12 @@ class ContextParallel:
             out_TK[self._rows(rank, len(out_TK), sequences)] = rows
 
     def reduce_keys(self, grad_TK: np.ndarray, sequences: int) -> np.ndarray:
-        """Returns the sum over the ranks of the gradients of keys or values of all tokens, for those of this rank."""
+        """Sums the gradients of keys or values of all tokens over the ranks; returns those of this rank's tokens."""
         if self.ring is None:
             return grad_TK
-        every = [grad_TK[self._rows(rank, len(grad_TK), sequences)] for rank in range(self.ring.size)]
-        return self.ring.reduce_scatter(np.concatenate(every))
+        by_rank = [grad_TK[self._rows(rank, len(grad_TK), sequences)] for rank in range(self.ring.size)]
+        return self.ring.reduce_scatter(np.concatenate(by_rank))
 
     def _rows(self, rank: int, rows: int, sequences: int) -> np.ndarray:
-        """Returns which of [B * T] a rank of the ring has."""
+        """Returns which of the rows [B * T] a rank of the ring has."""
         return self.shard.ring._replace(rank=rank).rows(sequences, rows // sequences)

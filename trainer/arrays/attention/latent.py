@@ -1,7 +1,7 @@
 """Queries, keys and values of multi-head latent attention on arrays (DeepSeek-AI 2024, DeepSeek-V2, section 2.1).
 
-The formulas are in `trainer.models.latent_attention`. What all heads share is computed on the rows of the residual
-stream that the rank has; tensor-parallel ranks gather the latent vectors, and make their heads from them.
+The formulas are in `trainer.models.latent_attention`. The latent vectors, which all heads share, are computed for the
+rows of the residual stream that the rank has. Tensor-parallel ranks gather them, and make their heads from them.
 
 Legend: as in tiles.py; L key_value_rank, P nope_size, R rope_size, H heads, v value size, C = H * (P + R), G columns
 that ranks gather.
@@ -32,12 +32,13 @@ _LATENT_NORM = "self_attn.kv_a_layernorm.weight"
 
 
 class LatentProjections:
-    """Makes queries, keys and values of all heads from latent vectors; called like `HeadProjections`."""
+    """Makes queries, keys and values of all heads from latent vectors; has the methods of `HeadProjections`."""
 
     def __init__(
         self, spec: AttentionSpec, rotary: Rotary, scratch: Scratch, tensor: SequenceParallelComm | None
     ) -> None:
         latent = spec.latent
+        assert latent is not None  # `CpuAttention` chooses this class by it
         self.rotary = rotary
         self.scratch = scratch
         self.tensor = tensor
@@ -92,8 +93,10 @@ class LatentProjections:
     def _latents(
         self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns for a tile what queries are made from, the normed latent vector, and the key that all heads share,
-        not rotated yet; in the dtype of the products."""
+        """Returns three arrays for a tile: the input of the queries, the normed latent vector, and the shared key.
+
+        The key is not rotated yet. The arrays have the dtype of the products.
+        """
         x_nD = x_ND[tile.rows]
         scale_n = self.norm.scales(x_nD)
         wide_nD = tile.take(x_nD.shape[1])
@@ -119,7 +122,8 @@ class LatentProjections:
         return queries_from, latent_nL, down[:, self.rank :]
 
     def _gather(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> np.ndarray:
-        """Returns the latents of all ranks' rows, [N, G]."""
+        """Returns the results of `_latents` for the rows of all ranks, [N, G]."""
+        assert self.tensor is not None
         local_nG = empty(len(x_ND), self.query_width + self.rank + self.rope_size, dtype=dtype)[1]
 
         def compute(tile: Tile) -> None:
@@ -135,7 +139,7 @@ class LatentProjections:
         return gathered_NG
 
     def _split(self, x_NG: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns views of the columns of what `_latents` makes."""
+        """Returns views of the columns of gathered rows: the three results of `_latents`."""
         end = self.query_width + self.rank
         return x_NG[:, : self.query_width], x_NG[:, self.query_width : end], x_NG[:, end:]
 
@@ -158,7 +162,7 @@ class LatentProjections:
     def _queries(
         self, call: SublayerCall, queries_from: np.ndarray, rotation_n1h: np.ndarray, out_nC: np.ndarray, tile: Tile
     ) -> np.ndarray:
-        """Returns rotated and scaled queries in float32: in `out_nC` where it is float32."""
+        """Returns rotated and scaled queries in float32, in `out_nC` if it is float32."""
         if out_nC.dtype == np.float32:
             wide_nC = out_nC
         else:
@@ -179,13 +183,13 @@ class LatentProjections:
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
         mask: np.ndarray | None, tile: Tile,
     ) -> np.ndarray:  # fmt: skip
-        """Returns the results of the heads for new tokens, [N, V], as `HeadProjections.attend_cached`.
+        """Returns the results of the heads for new tokens, [N, V], over the cache, to which it adds these tokens.
 
-        The cache holds latent vectors and rotated keys alone. Keys and values of the cached tokens are never made:
-        q_nope W_k c = (q_nope W_k) c, so queries meet the latent vectors themselves, as one key of all heads, and W_v
-        multiplies the sum of these (DeepSeek-V2, section 2.1.2).
+        The cache holds only latent vectors and rotated keys. Keys and values of the cached tokens are never made:
+        q_nope W_k c = (q_nope W_k) c, so the latent vectors serve as one key of all heads, and W_v multiplies their
+        weighted sum (DeepSeek-V2, section 2.1.2).
         """
-        queries_from, latent_nL, key_nR = self._latents(call, x_ND, tile, np.dtype(np.float32))
+        queries_from, latent_nL, key_nR = self._latents(call, x_ND, tile, np.float32)
         tokens = len(x_ND)
         q_NC = self._queries(call, queries_from, rotation_N1h, tile.take(self.heads * self.head_size), tile)
         matrix = self._by_head(call.weights[self.key_value.weight].T).transpose(1, 2, 0)
@@ -206,8 +210,12 @@ class LatentProjections:
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grads: Sequence[np.ndarray],
         grad_ND: np.ndarray, out_ND: np.ndarray,
     ) -> None:  # fmt: skip
-        """Writes the gradient of x to `out_ND` and adds those of the weights; called like
-        `HeadProjections.backward`."""
+        """Writes the gradient of x to `out_ND` and adds those of the weights.
+
+        Args:
+            grads: Gradients of queries, keys and values; overwritten.
+            grad_ND: Gradient of the residual stream after the sublayer.
+        """
         dtype = call.saved["q"].dtype
         pass_ = _LatentBackward(self, call, x_ND, len(grads[0]), dtype)
         if self.tensor is None:
@@ -223,26 +231,25 @@ class LatentProjections:
             gathered_NG = call.saved.get("normed")  # None where ranks have all rows of the residual stream
             grad_NG = empty(len(grads[0]), self.query_width + self.rank + self.rope_size)[1]
 
-            def of_heads(tile: Tile) -> None:
+            def compute_heads(tile: Tile) -> None:
                 if gathered_NG is None:
                     latents = pass_.recompute_inputs(tile)
                 else:
                     latents = self._split(gathered_NG[tile.rows])
                 pass_.backward_heads(positions, grads, latents[:2], grad_NG[tile.rows], tile)
 
-            def of_latents(tile: Tile) -> None:
+            def compute_latents(tile: Tile) -> None:
                 latents = pass_.recompute_inputs(tile)
                 pass_.backward_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
 
-            self.scratch.run(len(grad_NG), of_heads)
+            self.scratch.run(len(grad_NG), compute_heads)
             sums_nG = self.tensor.reduce_partial(grad_NG)
-            self.scratch.run(len(x_ND), of_latents)
+            self.scratch.run(len(x_ND), compute_latents)
         pass_.add_gradients(grads[0])
 
 
 class _LatentBackward:
-    """What one backward pass keeps for the gradients of the weights: inputs and gradients of the four matrices, [N,
-    ...] in the dtype of the products."""
+    """One backward pass. It keeps the inputs and gradients of the four matrices, [N, ...], for their gradients."""
 
     def __init__(self, of: LatentProjections, call: SublayerCall, x_ND: np.ndarray, rows: int, dtype: type) -> None:
         self.of = of
@@ -265,8 +272,8 @@ class _LatentBackward:
             self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
 
     def recompute_inputs(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns for a tile of the residual stream what queries were made from, the normed latent vector and the
-        normed residual stream, once more."""
+        """Recomputes three arrays for a tile: the input of the queries, the normed latent vector, and the normed
+        residual stream."""
         of = self.of
         call = self.call
         y_nD = self.y_ND[tile.rows]
@@ -287,7 +294,7 @@ class _LatentBackward:
         self, positions: TokenPositions, grads: Sequence[np.ndarray], latents: Sequence[np.ndarray],
         grad_nG: np.ndarray, tile: Tile,
     ) -> None:  # fmt: skip
-        """Writes the gradients of what the heads are made from, and keeps what those of q_b_proj and kv_b_proj need."""
+        """Writes the gradients of the inputs of the heads, and keeps arrays for those of q_b_proj and kv_b_proj."""
         of = self.of
         call = self.call
         rotation_n1h = positions.rotation_N1h[tile.rows].conj()
@@ -319,7 +326,7 @@ class _LatentBackward:
     def backward_latents(
         self, grad_nG: np.ndarray, y_nD: np.ndarray, grad_ND: np.ndarray, out_ND: np.ndarray, tile: Tile
     ) -> None:
-        """Writes the gradient of x, and keeps what those of q_a_proj and kv_a_proj_with_mqa need."""
+        """Writes the gradient of x, and keeps arrays for the gradients of q_a_proj and kv_a_proj_with_mqa."""
         of = self.of
         call = self.call
         of_queries, of_latent, of_key = of._split(grad_nG)
@@ -328,6 +335,7 @@ class _LatentBackward:
             out_nD[...] = of_queries
         else:
             factor_nQ = self._through_norm(of.query_norm, _QUERY_NORM, "query_latent", of_queries, tile)
+            assert self.query_down_grad is not None
             narrow_nQ = self.query_down_grad[tile.rows]
             store(factor_nQ, narrow_nQ)
             low_Rn = of.query_down.backward(call, narrow_nQ, out_nD, tile)
@@ -345,21 +353,21 @@ class _LatentBackward:
     def _through_norm(
         self, norm: RmsNorm, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
     ) -> np.ndarray:
-        """Returns the gradient of what a norm of latent vectors took."""
-        of_input_nQ = tile.take(grad_nQ.shape[1])
-        of_input_nQ[...] = grad_nQ
-        norm.backward(self.call, weight, self.call.saved[saved][tile.rows], of_input_nQ, tile)
-        return of_input_nQ
+        """Returns the gradient of the input of a norm of latent vectors."""
+        input_grad_nQ = tile.take(grad_nQ.shape[1])
+        input_grad_nQ[...] = grad_nQ
+        norm.backward(self.call, weight, self.call.saved[saved][tile.rows], input_grad_nQ, tile)
+        return input_grad_nQ
 
     def add_gradients(self, grad_q_NC: np.ndarray) -> None:
+        """Adds the gradients of the four matrices; `grad_q_NC` is that of the queries."""
         of = self.of
         call = self.call
-        if self.query_grad is None:
-            query_grad = grad_q_NC
-        else:
+        query_grad = grad_q_NC
+        if self.query_grad is not None:
             query_grad = self.query_grad
         of.query.add_gradients(call, query_grad, self.queries_from)
         of.key_value.add_gradients(call, self.key_value_grad, self.latent_NL)
         of.down.add_gradients(call, self.down_grad, self.y_ND)
-        if of.query_norm is not None:
+        if self.query_down_grad is not None:
             of.query_down.add_gradients(call, self.query_down_grad, self.y_ND)

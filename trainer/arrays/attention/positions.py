@@ -1,7 +1,7 @@
-"""Where the tokens of a batch stand: which keys each query sees, and the rotary embedding.
+"""The positions of the tokens of a batch: which keys each query sees, and the rotary embedding.
 
-Legend: N tokens of this rank, B sequences of T tokens; Q queries of a block, S its keys, M those of them that some of
-its queries do not see; h half of the rotated numbers of a head, d head size.
+Legend: N tokens of this rank, B sequences of T tokens; Q queries of a block, S its keys, M the last of these keys,
+which are masked for some queries; h half of the rotated numbers of a head, d head size.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _CACHE_LINE = 16  # numbers
 
 
 class QueryBlock(NamedTuple):
-    """Queries of one sequence that follow each other, and the keys that some of them see.
+    """Consecutive queries of one sequence, and the keys that some of them see.
 
     Attributes:
         queries: Rows of this rank's tokens.
-        keys: Rows of the keys and values, which are those of whole sequences.
-        position: Of the first query in its sequence.
-        masked: The key, counted from the first, from which `bias_QM` is added to the scores.
-        bias_QM: 0 where the query sees the key.
+        keys: Rows of the keys and values, which cover full sequences.
+        position: Position of the first query in its sequence.
+        masked: Index of the first key of `bias_QM` among the keys of the block.
+        bias_QM: The term that attention adds to the scores: 0 where the query sees the key.
     """
 
     queries: slice
@@ -54,11 +54,12 @@ class SequenceBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenPositions:
-    """Where the tokens of a batch stand.
+    """The positions of the tokens of a batch.
 
     Attributes:
-        rotation_N1h: Of the rotary embedding: cos + i sin of the angle of each pair, complex, [N, 1, h].
-        blocks: The query blocks of each sequence, and those for layers with a sliding window.
+        rotation_N1h: Rotary embedding: cos + i sin of the angle of each pair, complex, [N, 1, h].
+        blocks: The query blocks of each sequence.
+        window_blocks: The query blocks for layers with a sliding window; None if there are none.
     """
 
     rotation_N1h: np.ndarray
@@ -66,9 +67,10 @@ class TokenPositions:
     window_blocks: tuple[SequenceBlocks, ...] | None = None
 
     def select_blocks(self, window: int | None) -> tuple[SequenceBlocks, ...]:
-        """Returns the blocks of layers with such a sliding window, or with None."""
+        """Returns the query blocks of layers with this sliding window; None: without one."""
         if window is None:
             return self.blocks
+        assert self.window_blocks is not None
         return self.window_blocks
 
 
@@ -78,17 +80,20 @@ _ALL_TOKENS = ContextShard(0, 1)
 def query_blocks(
     segment_ids_BT: np.ndarray, window: int | None = None, shard: ContextShard = _ALL_TOKENS
 ) -> tuple[SequenceBlocks, ...]:
-    """Returns the blocks of each sequence: causal, within a document, and with `window` within so many tokens.
+    """Returns the query blocks of each sequence, with causal masks within documents.
 
-    With context parallelism `shard` says which tokens of each sequence are queries here; the keys are those of all.
+    Args:
+        segment_ids_BT: The document of each token.
+        window: Sliding window; None: none.
+        shard: With context parallelism, which tokens of each sequence are queries of this rank; all tokens are keys.
     """
     length = segment_ids_BT.shape[1]
-    found = []
+    sequences = []
     for number, segments_T in enumerate(segment_ids_BT):
         keys = slice(number * length, (number + 1) * length)
         blocks = tuple(_blocks_of(segments_T, number * (length // shard.ranks), keys.start, window, shard))
-        found.append(SequenceBlocks(number, keys, blocks))
-    return tuple(found)
+        sequences.append(SequenceBlocks(number, keys, blocks))
+    return tuple(sequences)
 
 
 def _blocks_of(
@@ -125,14 +130,15 @@ def _first_masked_key(seen_by_all_S: np.ndarray) -> int:
 class Rotary:
     """Rotates pairs of a head's numbers (Su et al. 2021, equation 34): numbers i and i + h, or neighbours.
 
-    Neighbours are rotated as one complex number, which takes a tenth of the time. So queries and keys of the other kind
-    of models are computed in another order, `pair_weights`: a score is a sum over all numbers of a head, in any order.
+    Neighbours are rotated as one complex number, which takes a tenth of the time. So models that rotate i and i + h
+    compute queries and keys in another order (`pair_weights`), with pairs as neighbours. The order of a head's numbers
+    does not change a score, which is a sum over them.
 
     Args:
-        pairs: Whether to do so; otherwise, in a prediction, which reads weights where they are, halves are rotated.
+        pairs: Reorder the weights. A prediction, which does not copy weights, rotates i and i + h instead.
 
     Attributes:
-        orders: By the name of each weight that makes queries or keys, or norms them: rows of a head, and their order.
+        orders: By the name of each weight that makes or norms queries or keys: rows of a head, and their order.
     """
 
     def __init__(self, spec: AttentionSpec, pairs: bool = True) -> None:
@@ -164,7 +170,7 @@ class Rotary:
             self.orders[f"self_attn.kv_a_proj_with_mqa.{kind}"] = down_size, down_order
 
     def table(self, cos_Nd: np.ndarray, sin_Nd: np.ndarray) -> np.ndarray:
-        """Returns what `apply` multiplies with, complex [N, 1, h]."""
+        """Returns the rotations of tokens for `apply`, cos + i sin, complex [N, 1, h]."""
         return (cos_Nd + 1j * sin_Nd)[:, None, self.angles].astype(np.complex64)
 
     def apply(self, x_nhd: np.ndarray, rotation_n1h: np.ndarray) -> None:
@@ -182,7 +188,7 @@ class Rotary:
         first[...] = rotated
 
     def pair_weights(self, weights: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
-        """Returns the weights that make queries and keys with both numbers of a pair beside each other."""
+        """Returns the weights with those of queries and keys reordered: the numbers of a pair become neighbours."""
         changed = {
             name: _by_head(weights[name], size)[:, order].reshape(weights[name].shape)
             for name, (size, order) in self.orders.items()
@@ -193,7 +199,7 @@ class Rotary:
         return weights
 
     def unpair_gradients(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Puts the gradients of those weights into the order of the model, in place."""
+        """Puts the gradients of reordered weights into the order of the model, in place, and returns all gradients."""
         for name, (size, order) in self.orders.items():
             if name in gradients:
                 by_head = _by_head(gradients[name].asnumpy(), size)

@@ -1,8 +1,8 @@
 """The attention sublayer of a decoder layer: x + W_o attention(norm(x)), forward and backward.
 
-Threads take tiles of rows through norm, projections and rotary embedding; then query blocks, each with the output
-projection and the residual stream. Tensor-parallel ranks compute some of the heads each; context-parallel ranks have
-some of the queries, or of the heads, see `trainer.arrays.attention.context`.
+Threads take tiles of rows through norm, projections and rotary embedding, then query blocks through attention, output
+projection and residual stream. Each tensor-parallel rank computes some of the heads; context-parallel ranks have some
+of the queries or of the heads (`trainer.arrays.attention.context`).
 
 Legend: as in tiles.py and blocks.py.
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
 
-_TASKS = 8  # of which the threads take one after the other, at least, where there are heads enough
+_MIN_TASKS = 8  # of a backward pass, which threads take one after the other
 
 
 class HeadProjections:
@@ -48,18 +48,17 @@ class HeadProjections:
         self.widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         self.scale = np.float32(spec.scale)
         self.input = NormedInput(RmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
-        self.linears = [Linear(f"self_attn.{one}_proj", spec.adapters.get(f"self_attn.{one}_proj")) for one in "qkv"]
+        names = [f"self_attn.{name}_proj" for name in "qkv"]
+        self.linears = [Linear(name, spec.adapters.get(name)) for name in names]
+        self.head_norm: RmsNorm | None = None
         if spec.head_norm:
             self.head_norm = RmsNorm(spec.head_size, spec.eps)
-        else:
-            self.head_norm = None
 
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray,
         v_NK: np.ndarray,
     ) -> None:  # fmt: skip
-        """Writes rotated and scaled queries, rotated keys, and values, each with both numbers of a pair beside each
-        other."""
+        """Writes rotated and scaled queries, rotated keys, and values."""
         rows = self.input.begin_forward(call, x_ND, q_NC.dtype)
         self.scratch.run(
             rows, lambda tile: self.compute(call, x_ND, positions.rotation_N1h, q_NC, k_NK, v_NK, tile)
@@ -69,7 +68,7 @@ class HeadProjections:
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, q_NC: np.ndarray, k_NK: np.ndarray,
         v_NK: np.ndarray, tile: Tile,
     ) -> None:  # fmt: skip
-        """Computes a tile of them."""
+        """Writes queries, keys and values for a tile."""
         y_nD = self.input.forward(call, x_ND, tile, q_NC.dtype)
         rotation_n1h = rotation_N1h[tile.rows]
         self._rotated(call, "q", y_nD, q_NC[tile.rows], rotation_n1h, tile)
@@ -102,8 +101,7 @@ class HeadProjections:
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
         mask: np.ndarray | None, tile: Tile,
     ) -> np.ndarray:  # fmt: skip
-        """Returns the results of the heads for new tokens, [N, C], over the keys and values of a layer in the cache, to
-        which it adds those of the new tokens."""
+        """Returns the results of the heads for new tokens, [N, C], over the cache, to which it adds these tokens."""
         q_NC = tile.take(self.widths[0])
         k_NK = tile.take(self.widths[1])
         v_NK = tile.take(self.widths[1])
@@ -123,26 +121,23 @@ class HeadProjections:
         """
         dtype = call.saved["q"].dtype
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, self.linears)
-        # What products take of the gradients.
-        if dtype == np.float32:
-            narrow = grads
-        else:
+        narrow = grads  # the gradients in the dtype of the products
+        if dtype != np.float32:
             narrow = [empty(*grad.shape, dtype=dtype)[1] for grad in grads]
 
         def compute(tile: Tile) -> None:
-            of_rows = [grad[tile.rows] for grad in grads]
-            of_rows[0][...] *= self.scale
+            tile_grads = [grad[tile.rows] for grad in grads]
+            tile_grads[0][...] *= self.scale
             rotation_n1h = positions.rotation_N1h[tile.rows].conj()
-            for name, grad_nC in zip("qk", of_rows, strict=False):
+            for name, grad_nC in zip("qk", tile_grads, strict=False):
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
                 if self.head_norm is not None:
-                    self._head_norm_gradient(call, name, grad_nC, tile)
-            if into_ND is None:
-                into_nD = None
-            else:
+                    self._head_norm_gradient(self.head_norm, call, name, grad_nC, tile)
+            into_nD = None
+            if into_ND is not None:
                 into_nD = into_ND[tile.rows]
             y_nD = self.input.recompute_input(call, x_ND, y_ND, tile, dtype, self.linears)
-            for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, of_rows, narrow, strict=True)):
+            for place, (linear, grad_nC, narrow_NC) in enumerate(zip(self.linears, tile_grads, narrow, strict=True)):
                 factor_nC = to_bfloat16_if_needed(grad_nC, narrow_NC[tile.rows])
                 low_Rn = linear.backward(call, factor_nC, into_nD, tile, accumulate=place > 0)
                 linear.add_adapter_gradients(call, low_Rn, factor_nC, y_nD, tile)
@@ -154,14 +149,16 @@ class HeadProjections:
         for linear, grad_NC, factor_NC in zip(self.linears, grads, narrow, strict=True):
             linear.add_gradients(call, factor_NC, y_ND, grad_NC)
 
-    def _head_norm_gradient(self, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile) -> None:
+    def _head_norm_gradient(
+        self, norm: RmsNorm, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile
+    ) -> None:
         """Replaces the gradient of normed heads by that of the heads."""
         key = f"self_attn.{name}_norm.weight"
         x = self._by_head(tile.to_float32(call.saved[f"plain_{name}"][tile.rows]))
         grad = self._by_head(grad_nC)
         work = self._by_head(tile.take(grad_nC.shape[1]))
-        of_weight_d = self.head_norm.gradient(x, call.weights[key], self.head_norm.scales(x), grad, work)
-        call.gradients.add_tile(key, tile, of_weight_d)
+        weight_grad_d = norm.gradient(x, call.weights[key], norm.scales(x), grad, work)
+        call.gradients.add_tile(key, tile, weight_grad_d)
 
     def _by_head(self, x_nC: np.ndarray) -> np.ndarray:
         return x_nC.reshape(-1, self.head_size)
@@ -172,7 +169,8 @@ class CpuAttention:
 
     Args:
         spec: With the heads of this rank.
-        tensor, context: The exchanges of ranks that share the sublayer.
+        tensor: The tensor-parallel ranks; None: this rank has all heads.
+        context: The context-parallel ranks; None: this rank has all tokens.
         pairs: See `Rotary`.
     """
 
@@ -185,23 +183,26 @@ class CpuAttention:
         self.gathers = tensor is not None and tensor.sequence_parallel
         self.context = context
         self.rotary = Rotary(spec, pairs)
-        projections = LatentProjections
+        self.projections: HeadProjections | LatentProjections
         if spec.latent is None:
-            projections = HeadProjections
-        self.projections = projections(spec, self.rotary, scratch, tensor)
+            self.projections = HeadProjections(spec, self.rotary, scratch, tensor)
+        else:
+            self.projections = LatentProjections(spec, self.rotary, scratch, tensor)
         heads = spec.heads, spec.kv_heads
         if context is not None:
             heads = context.local_heads(*heads)
         self.attention = BlockAttention(spec, *heads)
+        post_norm = None
+        if spec.post_norm:
+            post_norm = RmsNorm(spec.hidden, spec.eps)
         self.output = SublayerOutput(
             Linear("self_attn.o_proj", spec.adapters.get("self_attn.o_proj")), scratch, tensor,
-            norm=RmsNorm(spec.hidden, spec.eps) if spec.post_norm else None, norm_name=POST_ATTENTION_NORM,
-            rate=spec.output_dropout, site="attention_output",
+            norm=post_norm, norm_name=POST_ATTENTION_NORM, rate=spec.output_dropout, site="attention_output",
         )  # fmt: skip
 
     @property
     def ulysses(self) -> int:
-        """Ranks that exchange heads for tokens."""
+        """Returns how many ranks exchange heads for tokens."""
         return self.spec.heads // (self.attention.kv_heads * self.attention.groups)
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
@@ -215,7 +216,7 @@ class CpuAttention:
         if self.context is None:
             self.projections.forward(call, x_ND, positions, arrays["q"], arrays["k"], arrays["v"])
         else:
-            self._exchanged_projections(call, x_ND, positions, arrays, len(sequences))
+            self._exchanged_projections(self.context, call, x_ND, positions, arrays, len(sequences))
         heads_NV = arrays["heads"]
         if self.ulysses > 1:
             heads_NV = empty(len(arrays["q"]), self.attention.width, dtype=dtype)[1]
@@ -230,7 +231,7 @@ class CpuAttention:
                 self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
 
         host_threads().run([(sequence, block) for sequence in sequences for block in sequence.blocks], attend)
-        if self.ulysses > 1:
+        if self.context is not None and self.ulysses > 1:
             local_NV = arrays["heads"]
             local_NV[...] = self.context.to_tokens(heads_NV, self.spec.heads, len(sequences))
             self.scratch.run(
@@ -242,34 +243,30 @@ class CpuAttention:
     def _allocate(
         self, call: SublayerCall, stream: int, tokens: int, sequences: Sequence[SequenceBlocks], dtype: type
     ) -> dict[str, np.ndarray]:
-        """Returns room for queries, keys, values and the results of the heads; fills `call.saved` with all that is
-        kept."""
+        """Allocates queries, keys, values and the results of the heads; fills `call.saved` if the call saves."""
         keys = sum(sequence.keys.stop - sequence.keys.start for sequence in sequences)
         rows = {"stream": stream, "tokens": tokens, "queries": tokens * self.ulysses, "keys": keys}
-        listed = {one.name: one for one in attention_saved(self.spec, self.gathers, self.ulysses)}
+        listed = {array.name: array for array in attention_saved(self.spec, self.gathers, self.ulysses)}
         if call.save:
-            listed.pop("normed", None)  # it is gathered into memory of its own
+            listed.pop("normed", None)  # `gather_tokens` allocates it
             call.saved = allocate(listed.values(), rows, dtype)
             return call.saved
-        # The results of a block's heads take the place of its queries, where they have one shape.
-        reuses = self.spec.value_size == self.spec.head_size and self.ulysses == 1
-        if reuses:
-            names = ("q", "k", "v")
-        else:
-            names = ("q", "k", "v", "heads")
+        names = ["q", "k", "v"]
+        # The results of a block's heads overwrite its queries if both have the same shape.
+        if self.spec.value_size != self.spec.head_size or self.ulysses > 1:
+            names.append("heads")
         arrays = allocate([listed[name] for name in names], rows, dtype)
         return {"heads": arrays["q"], **arrays}
 
     def _exchanged_projections(
-        self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, arrays: dict[str, np.ndarray],
-        sequences: int,
+        self, context: ContextParallel, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions,
+        arrays: dict[str, np.ndarray], sequences: int,
     ) -> None:  # fmt: skip
-        """Fills queries, keys and values with those that attention takes on this rank."""
+        """Fills queries, keys and values for the attention of this rank, with those of context-parallel ranks."""
         spec = self.spec
-        context = self.context
         widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size, spec.kv_heads * spec.value_size
         local = [empty(len(positions.rotation_N1h), width, dtype=arrays["q"].dtype)[1] for width in widths]
-        self.projections.forward(call, x_ND, positions, *local)
+        self.projections.forward(call, x_ND, positions, local[0], local[1], local[2])
         arrays["q"][...] = context.to_heads(local[0], spec.heads, sequences)
         for name, x_NK in zip("kv", local[1:], strict=True):
             context.gather_keys(context.to_heads(x_NK, spec.kv_heads, sequences), arrays[name], sequences)
@@ -278,7 +275,7 @@ class CpuAttention:
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, layer: int, cache: KVCache,
         mask: np.ndarray | None, tile: Tile,
     ) -> np.ndarray:  # fmt: skip
-        """Returns the residual stream after the sublayer for new tokens, which see what the cache has of a layer."""
+        """Returns the residual stream after the sublayer for new tokens, whose queries see the cache of a layer."""
         heads_NV = self.projections.attend_cached(call, x_ND, rotation_N1h, layer, cache, mask, tile)
         out_ND = np.empty_like(x_ND)
         self.output.begin_forward(call, x_ND, len(x_ND))
@@ -289,7 +286,7 @@ class CpuAttention:
     def backward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, grad_ND: np.ndarray
     ) -> tuple[Tensor, Gradients]:
-        """Returns the gradients of x and of the trained weights. What `call` has saved is used up."""
+        """Returns the gradients of x and of the trained weights; overwrites `call.saved`."""
         call.weights = self.rotary.pair_weights(call.weights)
         saved = call.saved
         context = self.context
@@ -303,11 +300,13 @@ class CpuAttention:
 
         def attend(task: tuple[SequenceBlocks, slice], thread: int) -> None:
             sequence, heads = task
-            inputs = saved["q"], saved["k"], saved["v"], grad_heads_NV
             tile = self.scratch.tile(sequence.keys, thread)
-            self.attention.backward(sequence, heads, *inputs, *grads, tile, call.dropout)
+            self.attention.backward(
+                sequence, heads, saved["q"], saved["k"], saved["v"], grad_heads_NV, grads[0], grads[1], grads[2], tile,
+                call.dropout,
+            )  # fmt: skip
 
-        host_threads().run(self.attention.tasks(sequences, _TASKS), attend)
+        host_threads().run(self.attention.tasks(sequences, _MIN_TASKS), attend)
         if context is not None:
             grads[0] = context.to_tokens(grads[0], self.spec.heads, len(sequences))
             for place in (1, 2):
@@ -317,7 +316,7 @@ class CpuAttention:
         return result, self.rotary.unpair_gradients(call.gradients.compute())
 
     def _output_gradients(self, call: SublayerCall, grad_ND: np.ndarray, grad_heads_NV: np.ndarray) -> None:
-        """Writes the gradients of the heads' results; adds those of the output projection and the norm after it."""
+        """Writes the gradients of the heads' results, and adds those of the output projection and its norm."""
         heads_NV = call.saved["heads"]
         grad = self.output.begin_backward(call, grad_ND, heads_NV.dtype)
 

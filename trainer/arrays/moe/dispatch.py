@@ -1,6 +1,6 @@
-"""How tokens reach the experts of other ranks, on arrays: Megatron-LM's token dispatchers "alltoall" and "allgather".
+"""The token dispatchers "alltoall" and "allgather" of Megatron-LM, on arrays.
 
-Both compute what `CpuExperts` does where a rank has all experts, and are called like it.
+Both have the methods and results of `CpuExperts`, which serves a rank that has all experts.
 
 Legend: N tokens of a rank, D hidden, E experts, k chosen by a token, S ranks that hold all experts, e = E / S experts
 of a rank, R rows of this rank's tokens, Q rows that it receives.
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 def token_dispatcher(
     experts: CpuExperts, moe: MoEConfig, group: CpuGroup | None
 ) -> CpuExperts | AllToAllExperts | AllGatherExperts:
-    """Returns what computes the experts of a layer; `group` are the ranks that hold them, None: this rank alone."""
+    """Returns the dispatcher that computes the experts of a layer.
+
+    Args:
+        group: The ranks that shard the experts; None: this rank has all of them.
+    """
     if group is None:
         return experts
     if moe.moe_token_dispatcher_type == "allgather":
@@ -36,7 +40,7 @@ def token_dispatcher(
 
 
 class _Exchanged(NamedTuple):
-    """What the backward pass of `AllToAllExperts` needs."""
+    """The arrays that `AllToAllExperts` saves for its backward pass."""
 
     send_S: np.ndarray
     receive_S: np.ndarray
@@ -49,8 +53,8 @@ class _Exchanged(NamedTuple):
 class AllToAllExperts:
     """Sends rows to the ranks of their experts, and results back.
 
-    A rank's rows stand sorted by expert, so those for one rank stand together. The ranks tell each other how many rows
-    there are for each expert; rows, results and both gradients then travel in all-to-alls of exactly so many rows.
+    A rank's rows are sorted by expert, so the rows for one rank are neighbours. The ranks exchange how many rows there
+    are for each expert; rows, results and both gradients then travel in all-to-alls of exactly these sizes.
     """
 
     def __init__(self, experts: CpuExperts, group: CpuGroup) -> None:
@@ -60,7 +64,7 @@ class AllToAllExperts:
     def forward(
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
     ) -> tuple[np.ndarray, _Exchanged]:
-        """Returns the sums of all experts of each token, [N, D], and what `backward` takes."""
+        """Returns the sums of all experts of each token, [N, D], and the saved arrays for `backward`."""
         rows_RD = _rows_of_tokens(x_ND, routing.token_R)
         sent_Se = routing.counts_E.reshape(self.group.size, -1)
         received_Se = np.stack(self.group.all_to_all(list(sent_Se), [sent_Se[0].shape] * self.group.size))
@@ -78,7 +82,7 @@ class AllToAllExperts:
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: _Exchanged,
         grad_ND: np.ndarray, trained: Collection[str],
     ) -> ExpertGradients:  # fmt: skip
-        """Returns the gradients, as `CpuExperts.backward`."""
+        """Returns the gradients of tokens, gates and weights; `trained` has fields of `ExpertWeights`."""
         grad_RD = _rows_of_tokens(grad_ND, routing.token_R)
         gate_R = np.zeros(len(grad_RD), np.float32)
         gate_R[routing.row_Nk] = gates_Nk
@@ -86,17 +90,16 @@ class AllToAllExperts:
         grad_RD *= gate_R[:, None]
         grad_QD = self._exchange(grad_RD, saved.send_S, saved.receive_S, len(saved.rows_QD))
         ones_Q1 = np.ones((len(saved.rows_QD), 1), np.float32)
-        found = self.experts.backward(
+        gradients = self.experts.backward(
             saved.rows_QD, ones_Q1, weights, saved.local, saved.saved, grad_QD, trained
         )
-        grad_rows_RD = self._exchange(found.x_ND, saved.receive_S, saved.send_S, len(grad_RD))
+        grad_rows_RD = self._exchange(gradients.x_ND, saved.receive_S, saved.send_S, len(grad_RD))
         grad_x_ND = empty(*x_ND.shape)[1]
         combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
-        return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], found.weights)
+        return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], gradients.weights)
 
     def _exchange(self, rows_RD: np.ndarray, send_S: np.ndarray, receive_S: np.ndarray, number: int) -> np.ndarray:
-        """Sends so many rows to each rank, those for the first rank first, and returns what comes, with zeros up to
-        `number` rows."""
+        """Sends `send_S` rows to the ranks, and returns the received rows, padded with zeros to `number` rows."""
         total = int(receive_S.sum())
         result = empty(number, rows_RD.shape[1])[1]
         result[total:] = 0
@@ -108,7 +111,7 @@ class AllToAllExperts:
 
 
 class _Gathered(NamedTuple):
-    """What the backward pass of `AllGatherExperts` needs: the tokens of all ranks."""
+    """The arrays that `AllGatherExperts` saves for its backward pass, with the M tokens of all ranks."""
 
     x_MD: np.ndarray
     gates_Mk: np.ndarray
@@ -117,8 +120,10 @@ class _Gathered(NamedTuple):
 
 
 class AllGatherExperts:
-    """Gathers tokens and gates of all ranks; each rank adds up what its experts give to every token, and the sums of
-    all ranks go back to the rank of the token. The ranks have equally many tokens."""
+    """Gathers the tokens of all ranks; each rank computes its experts for them, and a reduce-scatter sums the results.
+
+    The ranks have equally many tokens.
+    """
 
     def __init__(self, experts: CpuExperts, group: CpuGroup) -> None:
         self.experts = experts
@@ -127,11 +132,11 @@ class AllGatherExperts:
     def forward(
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
     ) -> tuple[np.ndarray, _Gathered]:
-        """Returns the sums of all experts of each token, [N, D], and what `backward` takes."""
+        """Returns the sums of all experts of each token, [N, D], and the saved arrays for `backward`."""
         experts = len(routing.counts_E)
         kept_Nk = np.where(routing.row_Nk < routing.counts_E.sum(), routing.experts_Nk, np.int32(experts))
-        every_Mk = self.group.all_gather_rows(kept_Nk)
-        local = local_routing(every_Mk, self.group.rank, experts // self.group.size)
+        experts_Mk = self.group.all_gather_rows(kept_Nk)
+        local = local_routing(experts_Mk, self.group.rank, experts // self.group.size)
         x_MD = self.group.all_gather_rows(x_ND)
         gates_Mk = self.group.all_gather_rows(gates_Nk)
         out_MD, saved = self.experts.forward(x_MD, gates_Mk, weights, local)
@@ -141,17 +146,17 @@ class AllGatherExperts:
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: _Gathered,
         grad_ND: np.ndarray, trained: Collection[str],
     ) -> ExpertGradients:  # fmt: skip
-        """Returns the gradients, as `CpuExperts.backward`."""
+        """Returns the gradients of tokens, gates and weights; `trained` has fields of `ExpertWeights`."""
         grad_MD = self.group.all_gather_rows(grad_ND)
-        found = self.experts.backward(
+        gradients = self.experts.backward(
             saved.x_MD, saved.gates_Mk, weights, saved.local, saved.saved, grad_MD, trained
         )
-        grad_x_ND = self.group.reduce_scatter(found.x_ND)
-        return ExpertGradients(grad_x_ND, self.group.reduce_scatter(found.gates_Nk), found.weights)
+        grad_x_ND = self.group.reduce_scatter(gradients.x_ND)
+        return ExpertGradients(grad_x_ND, self.group.reduce_scatter(gradients.gates_Nk), gradients.weights)
 
 
 def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
-    """Returns the row of each token, [R, D], zeros where there is no such token."""
+    """Returns the row of each token, [R, D], and zeros for rows without a token."""
     rows_RD = empty(len(token_R), x_ND.shape[1])[1]
 
     def copy(rows: slice, thread: int) -> None:
@@ -162,12 +167,12 @@ def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
 
 
 class TokenSharingGroup:
-    """The ranks that share the tokens of each micro-batch: a capacity and a balance loss are of all of them.
+    """The ranks that share the tokens of each micro-batch; capacity and auxiliary loss count the tokens of all of them.
 
     Args:
-        group: Those of a context group with their tensor-parallel ranks, which are neighbours and each have as many of
-            their common token rows.
-        tokens: Those of each sequence that this rank and its tensor-parallel ones have.
+        group: The context-parallel ranks with their tensor-parallel ranks, which are neighbours and have equally many
+            of their common token rows.
+        tokens: The tokens of each sequence that this rank shares with its tensor-parallel ranks.
     """
 
     def __init__(self, group: CpuGroup, tokens: ContextShard) -> None:
@@ -176,7 +181,7 @@ class TokenSharingGroup:
         self.shared_tokens = functools.cache(self._shared_tokens)
 
     def _shared_tokens(self, sequences: int, tokens: int) -> SharedTokens:
-        """For a micro-batch of so many sequences, of which each rank has so many tokens."""
+        """Returns the sharing of a micro-batch of `sequences` sequences, of which each rank has `tokens` tokens."""
         length = tokens * self.group.size // sequences
         parts = (self.tokens._replace(rank=rank) for rank in range(self.tokens.ranks))
         rows = np.stack([part.rows(sequences, length) for part in parts]).reshape(self.group.size, -1)

@@ -1,7 +1,7 @@
 """The routed experts of a layer on arrays: from tokens to the weighted sums of their experts, forward and backward.
 
-A thread takes some hundred rows of an expert through both of its products and the SwiGLU between them, while they are
-in its cache. Experts compute in float32, whatever the other products take.
+A thread takes some hundred rows of an expert through its products and the SwiGLU between them, while they are in its
+cache. Experts compute in float32, whatever the dtype of other products.
 
 Legend: N tokens, R rows sorted by expert, E experts, k experts chosen by each token, D hidden, F width of an expert.
 """
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _MOST_ROWS = 1024  # rows that a thread takes at once: products of fewer than some hundred are slower
 _SCRATCH_NUMBERS = 1 << 21  # size of a thread's scratch: large models have enough work in fewer rows
-_MOST_SEGMENTS = 4  # parts of one expert's rows, each with its own gradient of the weights
+_MAX_SEGMENTS = 4  # of one expert's rows, each with its own gradient of the weights
 
 
 class ExpertWeights(NamedTuple):
@@ -48,15 +48,14 @@ class ExpertWeights(NamedTuple):
 
 
 class SavedExperts(NamedTuple):
-    """What the backward pass needs besides the inputs: the products before the SwiGLU, [R, F], of the rows of an
-    expert."""
+    """The arrays that the backward pass needs besides the inputs: the products before the SwiGLU, [R, F]."""
 
     gate_RF: np.ndarray
     up_RF: np.ndarray
 
 
 class ExpertGradients(NamedTuple):
-    """The gradients of tokens, gates and weights; None for weights that are not trained."""
+    """The gradients of tokens, gates and trained weights (by field of `ExpertWeights`)."""
 
     x_ND: np.ndarray
     gates_Nk: np.ndarray
@@ -64,9 +63,9 @@ class ExpertGradients(NamedTuple):
 
 
 class CpuExperts:
-    """The sum over a token's experts e of its gate for e times (down_e(silu(gate_e(x)) * up_e(x)) + bias_e).
+    """Computes the sum over a token's experts e of its gate for e times (down_e(silu(gate_e(x)) * up_e(x)) + bias_e).
 
-    An expert without rows costs nothing, and its gradients are zero. Rows after the last expert's belong to no expert.
+    An expert without rows costs nothing, and its gradients are zero. Rows after those of the last expert are unused.
     """
 
     def __init__(self, scratch: Scratch) -> None:
@@ -75,7 +74,7 @@ class CpuExperts:
     def forward(
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
     ) -> tuple[np.ndarray, SavedExperts]:
-        """Returns the sums, [N, D], in memory of MindSpore's pool, and what `backward` takes; `routing` has arrays."""
+        """Returns the sums, [N, D], and the saved arrays for `backward`; `routing` has arrays."""
         rows = len(routing.token_R)
         width = weights.gate.shape[1]
         out_ND = empty(*x_ND.shape)[1]
@@ -108,7 +107,7 @@ class CpuExperts:
     def predict(
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, thread: int
     ) -> np.ndarray:
-        """Returns the sums of few tokens, [N, D], expert by expert in one thread, which shares large products."""
+        """Returns the sums of few tokens, [N, D], expert by expert; threads share only large products."""
         rows_RD = np.zeros((len(routing.token_R), x_ND.shape[1]), np.float32)
         width = weights.gate.shape[1]
         for expert, rows in expert_rows(routing.counts_E):
@@ -129,7 +128,7 @@ class CpuExperts:
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing, saved: SavedExperts,
         grad_ND: np.ndarray, trained: Collection[str],
     ) -> ExpertGradients:  # fmt: skip
-        """Returns the gradients; `trained` has fields of `ExpertWeights`. `saved` is used up."""
+        """Returns the gradients; `trained` has fields of `ExpertWeights`. Overwrites `saved`."""
         rows = len(routing.token_R)
         hidden = x_ND.shape[1]
         width = weights.gate.shape[1]
@@ -176,8 +175,8 @@ class CpuExperts:
 
         host_threads().run(_segments(routing.counts_E), compute)
         combine_expert_rows(grad_rows_RD, routing.row_Nk, None, grad_x_ND)
-        found = {name: one.total() for name, one in sums.items()}
-        return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], found)
+        weight_gradients = {name: segment_sums.total() for name, segment_sums in sums.items()}
+        return ExpertGradients(grad_x_ND, grad_gate_R[routing.row_Nk], weight_gradients)
 
 
 def _most_rows(weights: ExpertWeights) -> int:
@@ -191,8 +190,7 @@ def _gate_of_rows(gates_Nk: np.ndarray, routing: Routing) -> np.ndarray:
 
 
 class _SegmentSums:
-    """The gradient of one weight of all experts, added up segment by segment: the same bits for any number of
-    threads."""
+    """Adds up the gradient of one weight of all experts by segments, with the same bits for any number of threads."""
 
     def __init__(self, counts_E: np.ndarray, shape: tuple[int, ...]) -> None:
         self.tensor, self.array = empty(len(counts_E), *shape)
@@ -220,17 +218,17 @@ class _SegmentSums:
         return self.other_segments[expert, number]
 
     def total(self) -> Tensor:
+        """Returns the gradient of the stacked weight: the sums of all segments."""
         for (expert, _), part in sorted(self.other_segments.items(), key=lambda item: item[0]):
             self.array[expert] += part
         return self.tensor
 
 
 def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
-    """Yields experts, the number of the segment, and its rows: so many that an expert with most of the rows has work
-    for several threads."""
+    """Yields each expert with the number and rows of its segments; an expert with many rows has several segments."""
     for expert, rows in expert_rows(counts_E):
         size = rows.stop - rows.start
-        number = min(_MOST_SEGMENTS, -(-size // _MOST_ROWS))
+        number = min(_MAX_SEGMENTS, -(-size // _MOST_ROWS))
         for segment in range(number):
             first = rows.start + size * segment // number
             last = rows.start + size * (segment + 1) // number
@@ -240,7 +238,7 @@ def _segments(counts_E: np.ndarray) -> Iterator[tuple[int, int, slice]]:
 def _weighted_swiglu_gradient(
     gate_rF: np.ndarray, up_rF: np.ndarray, inner_rF: np.ndarray, grad_rF: np.ndarray, weight_r: np.ndarray, tile: Tile
 ) -> np.ndarray:
-    """Goes backward through weight_r * silu(gate) * up. Returns the gradient of the factor of each row.
+    """Computes the gradients of weight_r * silu(gate) * up, and returns the gradient of the factor of each row.
 
     Args:
         gate_rF, up_rF: Replaced by their gradients.

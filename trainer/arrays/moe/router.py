@@ -1,6 +1,6 @@
-"""The router of a layer with experts on arrays: product, scores, choice, gates and losses, forward and backward.
+"""The router of an MoE layer on arrays: product, scores, choice, gates and losses, forward and backward.
 
-The formulas of the losses are in `trainer.models.moe.RouterLosses`. All is float32.
+The formulas of the losses are in `trainer.models.moe.RouterLosses`. All arrays are float32.
 
 Legend: N = B * T tokens of B sequences, D hidden, E experts, k chosen for a token.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Decide: TypeAlias = Callable[[np.ndarray], Routing]
 """scores_NE -> the routing, of arrays."""
 Shares: TypeAlias = Callable[[np.ndarray], np.ndarray]
-"""Assignments to each expert, [E] -> the experts' parts of those of the step: `trainer.ops.routing.StepExpertLoad`."""
+"""Assignments to each expert, [E] -> the experts' shares of the step's assignments (`StepExpertLoad`)."""
 _TINY = np.float32(1e-20)
 
 
@@ -35,8 +35,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 def chosen_gates(
     scores_NE: np.ndarray, experts_Nk: np.ndarray, moe: MoEConfig
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the gates before `routed_scaling_factor`, [N, k], and what each token's were divided by, [N, 1], or
-    None."""
+    """Returns the gates before `routed_scaling_factor`, [N, k], and their divisors [N, 1], None if not normalised."""
     chosen_Nk = np.take_along_axis(scores_NE, experts_Nk, 1)
     if not moe.norm_topk_prob:
         return chosen_Nk, None
@@ -45,12 +44,12 @@ def chosen_gates(
 
 
 class RouterLabels(NamedTuple):
-    """What the losses of a router need of a micro-batch.
+    """The loss tokens of a micro-batch, for the losses of a router.
 
     Attributes:
-        tokens_B1: Valid labels of each sequence; with gbs_aux_loss their mean over the sequences.
-        valid_N1: 1 where the label of a token counts, else 0.
-        shared: Where these are some of the tokens of a micro-batch: the losses are their part of its.
+        tokens_B1: Loss tokens of each sequence; with gbs_aux_loss their mean over the sequences.
+        valid_N1: 1 for a loss token, else 0.
+        shared: How ranks share the tokens of the micro-batch; None: this rank has all of them.
     """
 
     tokens_B1: np.ndarray
@@ -60,7 +59,7 @@ class RouterLabels(NamedTuple):
 
 @dataclass
 class RoutedTokens:
-    """The results of a router for a micro-batch, and what its backward pass needs."""
+    """The results of a router for a micro-batch, and the arrays for its backward pass."""
 
     gates_Nk: np.ndarray
     aux_loss: float
@@ -78,8 +77,7 @@ class RoutedTokens:
 
 
 class CpuRouter:
-    """(y_ND, router_ED) -> `RoutedTokens`: the router, the gates and the losses of `trainer.models.moe`, with the
-    choice of the experts between them."""
+    """(y_ND, router_ED) -> `RoutedTokens`: router, choice of experts, gates and losses, as in `trainer.models.moe`."""
 
     def __init__(self, moe: MoEConfig) -> None:
         self.moe = moe
@@ -90,28 +88,22 @@ class CpuRouter:
         self, y_ND: np.ndarray, router_ED: np.ndarray, labels: RouterLabels, decide: Decide,
         shares: Shares | None = None,
     ) -> RoutedTokens:  # fmt: skip
-        """Computes scores, routing, gates and losses.
-
-        Args:
-            shares: For gbs_aux_loss: see `Shares`.
-        """
+        """Returns scores, routing, gates and losses; `shares` is for gbs_aux_loss."""
         moe = self.moe
         logits_NE = y_ND @ router_ED.T
-        softmax_NE = total_N1 = None
-        if self.with_z or not self.is_sigmoid:
-            largest_N1 = logits_NE.max(1, keepdims=True)
-            softmax_NE = np.exp(logits_NE - largest_N1)
-            sums_N1 = softmax_NE.sum(1, keepdims=True)
-            softmax_NE /= sums_N1
-            total_N1 = largest_N1 + np.log(sums_N1)
-        scores_NE = softmax_NE
-        if self.is_sigmoid:
-            scores_NE = sigmoid(logits_NE)
-        routing = decide(scores_NE)
-        unscaled_Nk, chosen_sums_N1 = chosen_gates(scores_NE, routing.experts_Nk, moe)
+        softmax_NE = None
+        total_N1 = None
         z_loss = 0.0
+        if self.with_z or not self.is_sigmoid:
+            softmax_NE, total_N1 = _softmax(logits_NE)
         if self.with_z:
             z_loss = float((labels.valid_N1 * total_N1 * total_N1).sum())
+        if softmax_NE is None or self.is_sigmoid:
+            scores_NE = sigmoid(logits_NE)
+        else:
+            scores_NE = softmax_NE
+        routing = decide(scores_NE)
+        unscaled_Nk, chosen_sums_N1 = chosen_gates(scores_NE, routing.experts_Nk, moe)
         score_sums_N1 = None
         normalised_NE = scores_NE
         if self.is_sigmoid:
@@ -140,7 +132,7 @@ class CpuRouter:
     def choose(
         self, y_ND: np.ndarray, router_ED: np.ndarray, decide: Decide
     ) -> tuple[np.ndarray, Routing]:
-        """Returns gates and routing alone, where there are no labels."""
+        """Returns gates and routing for tokens without labels."""
         logits_NE = y_ND @ router_ED.T
         if self.is_sigmoid:
             scores_NE = sigmoid(logits_NE)
@@ -154,7 +146,7 @@ class CpuRouter:
     def _load(
         self, routing: Routing, labels: RouterLabels, shares: Shares | None, length: int, tokens_B: np.ndarray
     ) -> np.ndarray:
-        """Returns the load of each expert in each sequence, [B, E], 1 where it is even."""
+        """Returns the load of each expert in each sequence, [B, E]: 1 for an even load."""
         experts = self.moe.expert_num
         if shares is not None:
             return np.tile(shares(routing.requested_E) * experts, (len(tokens_B), 1))
@@ -180,17 +172,26 @@ class CpuRouter:
         if self.is_sigmoid:
             grad_NE *= routed.scores_NE * (1 - routed.scores_NE)
         else:
-            grad_NE = _through_quotient(grad_NE, routed.scores_NE, np.float32(1)) * routed.scores_NE
+            grad_NE = _through_quotient(grad_NE, routed.scores_NE, 1) * routed.scores_NE
         if self.with_z:
             grad_NE += 2 * grad_z_loss * labels.valid_N1 * routed.total_N1 * routed.softmax_NE
-        own_ND = empty(*y_ND.shape)[1]
-        np.matmul(grad_NE, router_ED, out=own_ND)
-        grad_y_ND += own_ND
+        router_grad_ND = empty(*y_ND.shape)[1]
+        np.matmul(grad_NE, router_ED, out=router_grad_ND)
+        grad_y_ND += router_grad_ND
         return grad_NE.T @ y_ND
 
 
+def _softmax(logits_NE: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the softmax over the experts, [N, E], and the logarithm of the sum of exp(logits), [N, 1]."""
+    largest_N1 = logits_NE.max(1, keepdims=True)
+    softmax_NE = np.exp(logits_NE - largest_N1)
+    sums_N1 = softmax_NE.sum(1, keepdims=True)
+    softmax_NE /= sums_N1
+    return softmax_NE, largest_N1 + np.log(sums_N1)
+
+
 def _sequences(labels: RouterLabels) -> tuple[int, np.ndarray]:
-    """Returns T, and how many of each sequence's tokens are here, [B]."""
+    """Returns T, and how many tokens of each sequence this rank has, [B]."""
     rows = len(labels.tokens_B1)
     if labels.shared is None:
         length = len(labels.valid_N1) // rows
@@ -199,6 +200,6 @@ def _sequences(labels: RouterLabels) -> tuple[int, np.ndarray]:
     return length, np.bincount(labels.shared.local_n // length, minlength=rows)
 
 
-def _through_quotient(grad: np.ndarray, quotient: np.ndarray, divisor_N1: np.ndarray) -> np.ndarray:
-    """Returns the gradient of x from that of x / sum(x)."""
+def _through_quotient(grad: np.ndarray, quotient: np.ndarray, divisor_N1: np.ndarray | int) -> np.ndarray:
+    """Returns the gradient of x from the gradient of the quotient x / sum(x)."""
     return (grad - (grad * quotient).sum(1, keepdims=True)) / divisor_N1

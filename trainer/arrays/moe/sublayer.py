@@ -1,4 +1,4 @@
-"""The sublayer with experts on arrays: norm, router, dispatch, experts, shared experts, residual stream.
+"""The feed-forward sublayer of an MoE layer on arrays: norm, router, dispatch, experts, shared experts, residual.
 
 Ranks that share the experts exchange tokens in one of Megatron-LM's two ways, see `trainer.arrays.moe.dispatch`.
 
@@ -10,7 +10,7 @@ Q rows that it receives.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mindspore import Tensor
@@ -26,6 +26,7 @@ from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, R
 from trainer.ops.routing import Routing, RoutingRule, local_routing, route
 
 if TYPE_CHECKING:
+    from trainer.arrays.dropout import LayerDropout
     from trainer.arrays.moe.router import RoutedTokens, RouterLabels, Shares
     from trainer.arrays.tiles import Arrays, Gradients, Scratch, Tile
     from trainer.config.schema.moe import MoEConfig
@@ -40,13 +41,13 @@ _SHARED = "mlp.shared_experts."
 
 @dataclass(frozen=True)
 class MoeInputs:
-    """What one call needs besides tokens and weights.
+    """The inputs of one call besides tokens and weights.
 
     Attributes:
-        labels: Of the tokens that this rank sends to experts; None in a prediction: there are no losses.
-        capacity: Most tokens that an expert computes, or None.
+        labels: The loss tokens among those that this rank sends to experts; None in a prediction, which has no losses.
+        capacity: The expert capacity, or None.
         shares: For gbs_aux_loss, see `Shares`.
-        routing: The routing of an earlier pass, to be repeated; None: the router decides.
+        routing: The routing of an earlier pass, which this one repeats; None: the router decides.
     """
 
     labels: RouterLabels | None = None
@@ -56,14 +57,14 @@ class MoeInputs:
 
 
 class CpuMoe:
-    """The sublayer of all layers with experts.
+    """The feed-forward sublayer of all MoE layers.
 
     Args:
-        spec: Of the whole model's experts; with the width of this rank's shared experts.
+        spec: With the experts of all ranks, and the width of this rank's shared experts.
         rule: How tokens choose experts.
         tensor: The tensor-parallel ranks, which share the rows of the residual stream for the experts.
-        experts: The ranks that share the experts; None: this rank has all of them.
-        predicts: All ranks have the same tokens, each computes its experts for them, and they add up the results.
+        experts: The ranks that shard the experts; None: this rank has all of them.
+        predicts: All ranks have the same tokens; each computes its experts for them, and they sum the results.
     """
 
     def __init__(
@@ -72,14 +73,13 @@ class CpuMoe:
     ) -> None:  # fmt: skip
         self.spec = spec
         self.rule = rule
-        self.drop_policy: DropPolicy = moe.drop_policy
+        self.drop_policy = cast("DropPolicy", moe.drop_policy)
         self.scratch = scratch
         self.group = experts
-        # The rank takes its rows of a residual stream that is the same on all ranks of its tensor-parallel group.
+        # Tensor-parallel ranks that all have the full residual stream: each sends its rows to the experts.
+        self.row_ranks: TensorParallel | None = None
         if tensor is not None and not tensor.sequence_parallel:
-            self.divides = tensor
-        else:
-            self.divides = None
+            self.row_ranks = tensor._replace(sequence_parallel=True)
         self.norm = RmsNorm(spec.hidden, spec.eps)
         self.router = CpuRouter(moe)
         self.experts = CpuExperts(scratch)
@@ -95,26 +95,25 @@ class CpuMoe:
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, inputs: MoeInputs
     ) -> tuple[Tensor, MoePass]:
-        """Returns the residual stream after the sublayer, and all that the pass has computed."""
-        if self.divides is None:
-            rows_ND = x_ND
-        else:
-            rows_ND = x_ND[self.divides.token_shard(len(x_ND))]
-        passed = MoePass(inputs, rows_ND, *self._normed(call, rows_ND))
-        self._route(call, passed)
-        added_ND, passed.dispatched = self.dispatcher.forward(
-            passed.y_ND, passed.gates_Nk, _expert_weights(call.weights), passed.routing
-        )
+        """Returns the residual stream after the sublayer, and the arrays of the pass."""
+        rows_ND = x_ND
+        if self.row_ranks is not None:
+            rows_ND = x_ND[self.row_ranks.token_shard(len(x_ND))]
+        y_ND, scale_N = self._normed(call, rows_ND)
+        gates_Nk, routing, routed = self._route(call, y_ND, inputs)
+        added_ND, dispatched = self.dispatcher.forward(y_ND, gates_Nk, _expert_weights(call.weights), routing)
+        passed = MoePass(inputs, rows_ND, y_ND, scale_N, gates_Nk, routing, routed, dispatched)
         if self.shared is not None:
-            added_ND += self._shared_forward(call, passed)
-        if self.divides is not None:
-            added_ND = self.divides.group.all_gather_rows(added_ND)
+            added_ND += self._shared_forward(self.shared, call, passed)
+        if self.row_ranks is not None:
+            added_ND = self.row_ranks.gather_tokens(added_ND)
         result, out_ND = empty(*x_ND.shape)
+        dropout = self._dropout(call)
 
         def add(tile: Tile) -> None:
             added_nD = added_ND[tile.rows]
-            if _drops(call, self.spec):
-                mask_nD = call.dropout.rows("mlp_output", tile.rows, added_nD.shape[1])
+            if dropout is not None:
+                mask_nD = dropout.rows("mlp_output", tile.rows, added_nD.shape[1])
                 mask_nD *= added_nD
                 added_nD = mask_nD
             np.add(x_ND[tile.rows], added_nD, out=out_ND[tile.rows])
@@ -155,8 +154,10 @@ class CpuMoe:
         self.scratch.run(len(rows_ND), compute)
         return y_ND, scale_N
 
-    def _route(self, call: SublayerCall, passed: MoePass) -> None:
-        inputs = passed.inputs
+    def _route(
+        self, call: SublayerCall, y_ND: np.ndarray, inputs: MoeInputs
+    ) -> tuple[np.ndarray, Routing, RoutedTokens | None]:
+        """Returns gates, routing, and for tokens with labels all results of the router."""
         shared = None
         if inputs.labels is not None:
             shared = inputs.labels.shared
@@ -168,16 +169,14 @@ class CpuMoe:
             return route(self.rule, scores_NE, bias_E, inputs.capacity, self.drop_policy, shared)
 
         if inputs.labels is None:
-            passed.gates_Nk, passed.routing = self.router.choose(passed.y_ND, call.weights[ROUTER], decide)
-            return
-        passed.routed = self.router.forward(passed.y_ND, call.weights[ROUTER], inputs.labels, decide, inputs.shares)
-        passed.gates_Nk = passed.routed.gates_Nk
-        passed.routing = passed.routed.routing
+            return *self.router.choose(y_ND, call.weights[ROUTER], decide), None
+        routed = self.router.forward(y_ND, call.weights[ROUTER], inputs.labels, decide, inputs.shares)
+        return routed.gates_Nk, routed.routing, routed
 
-    def _shared_forward(self, call: SublayerCall, passed: MoePass) -> np.ndarray:
-        """Returns what the shared experts add, [n, D]."""
+    def _shared_forward(self, shared: CpuMlp, call: SublayerCall, passed: MoePass) -> np.ndarray:
+        """Returns the output of the shared experts, [n, D]."""
         passed.shared = SublayerCall(call.weights, save=call.save)
-        out_ND = self.shared.forward(passed.shared, passed.y_ND).asnumpy()
+        out_ND = shared.forward(passed.shared, passed.y_ND).asnumpy()
         if SHARED_GATE not in call.weights:
             return out_ND
         passed.share_N1 = sigmoid(passed.y_ND @ call.weights[SHARED_GATE].T)
@@ -188,86 +187,100 @@ class CpuMoe:
         self, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray, grad_aux_loss: np.ndarray,
         grad_z_loss: np.ndarray,
     ) -> tuple[Tensor, Gradients]:  # fmt: skip
-        """Returns the gradients of x and of the trained weights. `passed` is used up."""
+        """Returns the gradients of x and of the trained weights; overwrites the arrays of `passed`."""
         gradients = call.gradients
-        added_ND = grad_ND
-        if _drops(call, self.spec):
-            added_ND = empty(*grad_ND.shape)[1]
+        added_grad_ND = grad_ND
+        dropout = self._dropout(call)
+        if dropout is not None:
+            added_grad_ND = empty(*grad_ND.shape)[1]
 
             def drop(tile: Tile) -> None:
-                mask_nD = call.dropout.rows("mlp_output", tile.rows, grad_ND.shape[1])
-                np.multiply(grad_ND[tile.rows], mask_nD, out=added_ND[tile.rows])
+                mask_nD = dropout.rows("mlp_output", tile.rows, grad_ND.shape[1])
+                np.multiply(grad_ND[tile.rows], mask_nD, out=added_grad_ND[tile.rows])
 
             self.scratch.run(len(grad_ND), drop)
-        if self.divides is not None:
-            added_ND = added_ND[self.divides.token_shard(len(grad_ND))]
-        of_experts = [field for field, name in _EXPERTS.items() if name in gradients.trained]
-        weights = _expert_weights(call.weights)
-        found = self.dispatcher.backward(
-            passed.y_ND, passed.gates_Nk, weights, passed.routing, passed.dispatched, added_ND, of_experts
-        )
-        grad_y_ND = found.x_ND
-        gradients.tensors.update({_EXPERTS[field]: tensor for field, tensor in found.weights.items()})
+        if self.row_ranks is not None:
+            added_grad_ND = added_grad_ND[self.row_ranks.token_shard(len(grad_ND))]
+        trained_experts = [field for field, name in _EXPERTS.items() if name in gradients.trained]
+        expert_gradients = self.dispatcher.backward(
+            passed.y_ND, passed.gates_Nk, _expert_weights(call.weights), passed.routing, passed.dispatched,
+            added_grad_ND, trained_experts,
+        )  # fmt: skip
+        grad_y_ND = expert_gradients.x_ND
+        gradients.tensors.update({_EXPERTS[field]: tensor for field, tensor in expert_gradients.weights.items()})
         if self.shared is not None:
-            grad_y_ND += self._shared_gradient(call, passed, added_ND)
-        of_router_ED = self.router.backward(
-            passed.y_ND, call.weights[ROUTER], passed.inputs.labels, passed.routed, found.gates_Nk, grad_aux_loss,
-            grad_z_loss, grad_y_ND,
+            grad_y_ND += self._shared_gradient(self.shared, call, passed, added_grad_ND)
+        assert passed.inputs.labels is not None and passed.routed is not None  # a training has labels
+        router_grad_ED = self.router.backward(
+            passed.y_ND, call.weights[ROUTER], passed.inputs.labels, passed.routed, expert_gradients.gates_Nk,
+            grad_aux_loss, grad_z_loss, grad_y_ND,
         )  # fmt: skip
         if ROUTER in gradients.trained:
-            gradients.tensors[ROUTER] = Tensor(of_router_ED)
+            gradients.tensors[ROUTER] = Tensor(router_grad_ED)
         result, out_ND = empty(*grad_ND.shape)
 
         def through_norm(tile: Tile) -> None:
             grad_nD = grad_y_ND[tile.rows]
             self.norm.backward(call, MLP_NORM, passed.rows_ND[tile.rows], grad_nD, tile, passed.scale_N[tile.rows])
-            if self.divides is None:
+            if self.row_ranks is None:
                 np.add(grad_nD, grad_ND[tile.rows], out=out_ND[tile.rows])
 
         self.scratch.run(len(grad_y_ND), through_norm)
-        if self.divides is not None:
-            np.add(self.divides.group.all_gather_rows(grad_y_ND), grad_ND, out=out_ND)
+        if self.row_ranks is not None:
+            np.add(self.row_ranks.gather_tokens(grad_y_ND), grad_ND, out=out_ND)
         return result, gradients.compute()
 
-    def _shared_gradient(self, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray) -> np.ndarray:
-        """Returns what the shared experts add to the gradient of y; adds the gradients of their weights."""
+    def _shared_gradient(
+        self, shared: CpuMlp, call: SublayerCall, passed: MoePass, grad_ND: np.ndarray
+    ) -> np.ndarray:
+        """Returns the gradient of y through the shared experts, and adds the gradients of their weights."""
+        assert passed.shared is not None
         gradients = call.gradients
-        of_score_N1 = None
-        if passed.share_N1 is not None:
+        score_grad_N1 = None
+        if passed.share_N1 is not None and passed.shared_out_ND is not None:
             share_N1 = passed.share_N1
-            of_score_N1 = np.einsum("nd,nd->n", grad_ND, passed.shared_out_ND)[:, None] * share_N1 * (1 - share_N1)
+            score_grad_N1 = np.einsum("nd,nd->n", grad_ND, passed.shared_out_ND)[:, None] * share_N1 * (1 - share_N1)
             grad_ND = grad_ND * share_N1
         passed.shared.gradients = WeightGradients(gradients.trained)
-        result, found = self.shared.backward(passed.shared, passed.y_ND, grad_ND)
-        gradients.tensors.update(found)
-        of_y_ND = result.asnumpy()
-        if of_score_N1 is not None:
-            of_y_ND += of_score_N1 * call.weights[SHARED_GATE]
+        result, weight_gradients = shared.backward(passed.shared, passed.y_ND, grad_ND)
+        gradients.tensors.update(weight_gradients)
+        y_grad_ND = result.asnumpy()
+        if score_grad_N1 is not None:
+            y_grad_ND += score_grad_N1 * call.weights[SHARED_GATE]
             if SHARED_GATE in gradients.trained:
-                gradients.tensors[SHARED_GATE] = Tensor(of_score_N1.T @ passed.y_ND)
-        return of_y_ND
+                gradients.tensors[SHARED_GATE] = Tensor(score_grad_N1.T @ passed.y_ND)
+        return y_grad_ND
+
+    def _dropout(self, call: SublayerCall) -> LayerDropout | None:
+        """Returns the dropout of the sublayer's output; None where nothing is dropped."""
+        if self.spec.output_dropout == 0:
+            return None
+        return call.dropout
 
 
 @dataclass
 class MoePass:
-    """What a forward pass has computed, most of which the backward pass needs."""
+    """The arrays of a forward pass, most of which the backward pass needs.
+
+    Attributes:
+        routed: None in a prediction.
+        dispatched: What the dispatcher saves for its backward pass.
+        shared, share_N1, shared_out_ND: The call of the shared experts, their gate, and their output before the gate.
+    """
 
     inputs: MoeInputs
     rows_ND: np.ndarray
     y_ND: np.ndarray
     scale_N: np.ndarray
-    gates_Nk: np.ndarray | None = None
-    routing: Routing | None = None
-    routed: RoutedTokens | None = None
-    dispatched: Any = None
+    gates_Nk: np.ndarray
+    routing: Routing
+    routed: RoutedTokens | None
+    dispatched: Any
     shared: SublayerCall | None = None
     share_N1: np.ndarray | None = None
     shared_out_ND: np.ndarray | None = None
 
 
-def _drops(call: SublayerCall, spec: MoeSpec) -> bool:
-    return call.dropout is not None and spec.output_dropout > 0
-
-
 def _expert_weights(weights: Arrays) -> ExpertWeights:
-    return ExpertWeights(*(weights.get(name) for name in _EXPERTS.values()))
+    gate, up, down = (weights[_EXPERTS[field]] for field in ("gate", "up", "down"))
+    return ExpertWeights(gate, up, down, weights.get(EXPERT_DOWN_BIAS))

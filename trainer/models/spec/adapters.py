@@ -1,9 +1,9 @@
-"""Low-rank adapters: which matrices of a model have one, and what it consists of."""
+"""Low-rank adapters: which matrices of a model have one, and the parameters of an adapter."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
 from trainer.models.spec.names import adapter_names, sublayer_of
@@ -25,14 +25,14 @@ _MINDFORMERS_NAMES = {
     "mlp.up_proj": "feed_forward.w3",
     "mlp.down_proj": "feed_forward.w2",
 }
-Matrix = TypeVar("Matrix")
-
 _LATENT_QUERY = "self_attention.linear_q_proj"
-"""Its name of q_proj in multi-head latent attention."""
+"""MindSpore Transformers' name of q_proj in multi-head latent attention."""
+
+Matrix = TypeVar("Matrix", bound=Any)  # an array or a tensor
 
 
 def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
-    """Returns what all adapters of a model have in common; None where it has none."""
+    """Returns the rank, scale and dropout of all adapters of a model; None where it has none."""
     pet = settings.pet_config
     if pet is None:
         return None
@@ -40,10 +40,12 @@ def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
 
 
 def projections(settings: ModelConfig) -> dict[str, str]:
-    """Returns the matrices of a layer that can be adapted, in forward order: name in the layer -> MindSpore
-    Transformers' name."""
+    """Returns the matrices of a layer that can have an adapter, in forward order.
+
+    The keys are names in the layer, the values those of MindSpore Transformers.
+    """
     parameters = [*attention_parameters(settings), *mlp_parameters(settings)]
-    names = [each.name.removesuffix(".weight") for each in parameters if each.role == "matrix"]
+    names = [spec.name.removesuffix(".weight") for spec in parameters if spec.role == "matrix"]
     others = {name: _MINDFORMERS_NAMES[name] for name in names}
     if latent_spec(settings) is not None and "self_attn.q_proj" in others:
         others["self_attn.q_proj"] = _LATENT_QUERY
@@ -51,7 +53,7 @@ def projections(settings: ModelConfig) -> dict[str, str]:
 
 
 def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Returns the projections of a layer that have an adapter, in forward order: experts have none."""
+    """Returns the projections of a layer that have an adapter, in forward order; experts have none."""
     if settings.pet_config is None:
         return ()
     targets = settings.pet_config.targets(layer, projections(settings))
@@ -59,13 +61,16 @@ def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
 
 
 def merged_matrix(weight_OI: Matrix, a_RI: Matrix, b_OR: Matrix, scale: float) -> Matrix:
-    """Returns a matrix with its adapter, W + scale B A: an array of arrays, a tensor of tensors."""
+    """Returns a matrix merged with its adapter, W + scale B A, for arrays or tensors."""
     return weight_OI + (b_OR * scale) @ a_RI
 
 
 def adapter_parameters(matrix: ParameterSpec, name: str, rank: int) -> Iterator[ParameterSpec]:
-    """Yields A and B of the adapter of a matrix. Next to outputs or inputs that ranks share, one of the two is sharded
-    as the matrix, and the ranks have a part of the other's gradient each."""
+    """Yields A and B of the adapter of a matrix.
+
+    If ranks shard the outputs or inputs of the matrix, they shard one of the two likewise, and each rank computes a
+    part of the gradient of the other one.
+    """
     outputs, inputs = matrix.shape
     down, up = adapter_names(name)
     sharding_of_down: Sharding = matrix.sharding

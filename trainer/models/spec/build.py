@@ -1,7 +1,7 @@
 """Makes the description of a model from its settings, `model_config`.
 
-Other modules read the description instead of the keys that decide it. Building it costs about a millisecond for 61
-layers: keep it where it is read for every layer.
+Other modules read the description instead of the keys. Building it takes about a millisecond for 61 layers, so callers
+build it once and not for every layer.
 """
 
 from __future__ import annotations
@@ -28,25 +28,24 @@ _DROPOUT_SITES = ("probabilities", "attention_output", "mlp_output")
 
 def model_spec(settings: ModelConfig) -> ModelSpec:
     """Returns the description of a decoder. Equal layers are one object."""
-    layers: dict[tuple[object, ...], LayerSpec] = {}
-    of_layers = []
+    kinds: dict[tuple[object, ...], LayerSpec] = {}
+    layers = []
     for layer in range(settings.num_layers + settings.mtp_depth):
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
-        if is_mtp:
-            targets = ()
-        else:
+        targets: tuple[str, ...] = ()
+        if not is_mtp:
             targets = layer_targets(settings, layer)
         kind = (is_mtp, is_moe, settings.has_window(layer), targets)
-        if kind not in layers:
-            layers[kind] = _layer_spec(settings, layer, targets)
-        of_layers.append(layers[kind])
+        if kind not in kinds:
+            kinds[kind] = _layer_spec(settings, layer, targets)
+        layers.append(kinds[kind])
     return ModelSpec(
         vocabulary=settings.vocab_size,
         hidden=settings.hidden_size,
         embedding=settings.embedding_width,
         eps=settings.rms_norm_eps,
-        layers=tuple(of_layers),
+        layers=tuple(layers),
         mtp_modules=settings.mtp_depth,
         tied=settings.tie_word_embeddings,
         maps_embedding=settings.maps_embedding,
@@ -55,10 +54,10 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
 
 
 def dropout_sites(settings: ModelConfig, layer: int) -> dict[str, int]:
-    """Returns the numbers of a layer's dropout masks, of which each names a random stream, whatever the rates are.
+    """Returns the numbers of a layer's dropout masks. Each names a random stream and does not depend on the rates.
 
     The keys are "probabilities", "attention_output", "mlp_output", then the names of the layer's adapted projections,
-    for example "self_attn.q_proj". The sites of adapters follow those of all layers; every projection of every layer
+    for example "self_attn.q_proj". The numbers of adapters follow those of all layers; every projection of every layer
     has one, so that a mask does not depend on which projections are adapted.
     """
     first = layer * len(_DROPOUT_SITES)
@@ -88,6 +87,6 @@ def _layer_spec(settings: ModelConfig, layer: int, targets: tuple[str, ...]) -> 
         mlp = mlp_spec(settings, adapters)
         parameters += mlp_parameters(settings)
     matrices = {parameter.name: parameter for parameter in parameters}
-    for name, each in adapters.items():
-        parameters += adapter_parameters(matrices[f"{name}.weight"], name, each.rank)
+    for name, target in adapters.items():
+        parameters += adapter_parameters(matrices[f"{name}.weight"], name, target.rank)
     return LayerSpec(attention_spec(settings, layer, adapters), mlp, tuple(parameters))

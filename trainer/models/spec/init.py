@@ -24,23 +24,23 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.config.schema.classifier import ClassifierConfig
 from trainer.parallel.sharding import ShardSpec, full_shard_spec
 
 if TYPE_CHECKING:
-    from trainer.config.schema.classifier import ClassifierConfig
     from trainer.config.schema.model import ModelConfig
     from trainer.models.spec.model import ParameterSpec
 
 
-_BLOCK = 1 << 20  # numbers that are drawn at a time where a part of them is needed
+_BLOCK = 1 << 20  # numbers that are drawn at a time for a shard of a parameter
 
 
 def initial_value(
     parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig, seed: int, part: ShardSpec | None = None
 ) -> np.ndarray:
-    """Returns the float32 initial value of a parameter, or of a part of it; `parameter` has its full name.
+    """Returns the float32 initial value of a parameter, or of the shard `part` of it; `parameter` has its full name.
 
-    Each name has its own random stream, so adding one changes no other.
+    Each name has its own random stream, so another parameter changes no value.
     """
     shape = parameter.shape
     if part is None:
@@ -58,6 +58,7 @@ def initial_value(
         return values
     deviation = settings.initializer_range
     if parameter.init == "residual":
+        assert not isinstance(settings, ClassifierConfig)  # which has no residual stream
         deviation /= (2 * settings.num_layers) ** 0.5
     values = _drawn(lambda out: stream.standard_normal(out=out, dtype=np.float32), math.prod(shape), part)
     values *= np.float32(deviation)
@@ -65,12 +66,12 @@ def initial_value(
 
 
 def _drawn(draw: Callable[[np.ndarray], object], size: int, part: ShardSpec) -> np.ndarray:
-    """The numbers of a part among `size` numbers that `draw` fills arrays with, one after the other."""
+    """Returns the elements of a shard, of the `size` elements that `draw` yields: it fills arrays one after another."""
     values = np.empty(part.size, np.float32)
     if part.size == size:
         draw(values)
         return values.reshape(part.shape)
-    # it has the numbers from begin to end
+    # The block has the elements from begin to end.
     block = np.empty(min(size, _BLOCK), np.float32)
     begin = 0
     end = 0

@@ -1,4 +1,4 @@
-"""What a decoder consists of: parameters, layers, the embedding and the head, as plain values.
+"""The description of a decoder: parameters, layers, the embedding and the head, as plain values.
 
 `trainer.models.spec.build` makes these values from `model_config`; cells, native CPU layers, the layout over ranks,
 initial values, checkpoints and the plan read them. Layers that compute the same have equal `LayerSpec`s, which are one
@@ -18,16 +18,16 @@ from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, MAPPING_IN, M
 from trainer.parallel.sharding import shard_range
 
 Sharding: TypeAlias = Literal["replicated", "column", "kv_column", "row", "vocabulary", "expert", "partial"]
-"""How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not; by its outputs; by its outputs
-where key/value heads may be replicated; by its inputs; by the vocabulary; by its stack of experts. Ranks that hold a
-"partial" parameter are replicas, but each computes only a part of its gradient."""
+"""How tensor-parallel (or for "expert" expert-parallel) ranks shard a parameter: not at all; by its outputs; by its
+outputs where key/value heads may be replicated; by its inputs; by the vocabulary; by its stack of experts. A "partial"
+parameter is replicated, but each rank computes only a part of its gradient."""
 Init: TypeAlias = Literal["normal", "residual", "ones", "zeros", "lora_a"]
 """Initial value; "residual" is normal, scaled down with the depth of the model."""
 Role: TypeAlias = Literal["embedding", "matrix", "norm", "bias", "router", "buffer", "adapter"]
 
 
 class ParameterSpec(NamedTuple):
-    """One parameter, of a layer by its name within the layer, otherwise by its full name."""
+    """One parameter. Its name is the one within the layer for a parameter of a layer, otherwise the full name."""
 
     name: str
     shape: tuple[int, ...]
@@ -36,16 +36,20 @@ class ParameterSpec(NamedTuple):
     role: Role = "matrix"
 
     def tensor_shards(self, ranks: int, kv_heads: int) -> tuple[int, int]:
-        """Returns into how many shards so many tensor-parallel ranks cut it, and along which dimension. Where there are
-        fewer heads of keys and values than ranks, neighbouring ranks hold the same head."""
+        """Returns the number of shards over `ranks` tensor-parallel ranks, and the sharded dimension.
+
+        With fewer key/value heads than ranks, neighbouring ranks have the same head.
+        """
         if self.sharding == "row":
             return ranks, 1
         if self.sharding == "kv_column":
             return min(ranks, kv_heads), 0
-        return (ranks if self.sharding in ("column", "vocabulary") else 1), 0
+        if self.sharding in ("column", "vocabulary"):
+            return ranks, 0
+        return 1, 0
 
     def local(self, ranks: int, kv_heads: int) -> ParameterSpec:
-        """Returns what each of so many tensor-parallel ranks holds of a parameter of a layer."""
+        """Returns the shard of a layer's parameter that each of `ranks` tensor-parallel ranks has."""
         shards, dimension = self.tensor_shards(ranks, kv_heads)
         shape = list(self.shape)
         shape[dimension] //= shards
@@ -64,19 +68,20 @@ class LatentSpec(NamedTuple):
     """Sizes of multi-head latent attention (DeepSeek-V2, section 2.1)."""
 
     query_rank: int | None
-    """Width of the latent vector that queries are made from; None: they are made from the hidden state."""
+    """Width of the latent vector of queries; None: the queries come from the hidden state."""
     key_value_rank: int
+    """Width of the latent vector of keys and values."""
     nope_size: int
-    """Width of the part of a query or key without positions."""
+    """Width of the part of a query or key that is not rotated."""
     rope_size: int
     """Width of the rotated part, whose key all heads share."""
     eps: float = 1e-6
-    """Epsilon of the norms of latent vectors: transformers' and DeepSeek's own code has it whatever that of the other
-    norms is."""
+    """Epsilon of the norms of latent vectors, which in transformers and in DeepSeek's code does not depend on the
+    epsilon of the other norms."""
 
     @property
     def down_size(self) -> int:
-        """How many numbers of a token the down-projections make, of which all heads are made."""
+        """Returns the width of the down-projections together, from which all heads are computed."""
         return (self.query_rank or 0) + self.key_value_rank + self.rope_size
 
 
@@ -87,14 +92,14 @@ class AttentionSpec:
     Attributes:
         head_size, value_size: Widths of a query or key, and of a value, of one head.
         scale: Factor on the scores before the softmax.
-        window: Tokens that a query sees, itself included; None: all before it.
+        window: Tokens that a query sees, including its token; None: all tokens up to its token.
         rotary_size: How many numbers of a head, or with `latent` of its rotated part, are rotated.
         rotary_interleaved: Rotates neighbouring numbers instead of the two halves.
         head_norm: Queries and keys of each head are normed before they are rotated.
         post_norm: The output is normed before it is added to the residual stream.
         eps: Epsilon of the norms.
-        dropout: Rate of the attention probabilities.
-        output_dropout: Rate of what is added to the residual stream.
+        dropout: Dropout rate of the attention probabilities.
+        output_dropout: Dropout rate of the output, before it is added to the residual stream.
         adapters: By the name of the matrix, for example "self_attn.q_proj".
     """
 
@@ -116,12 +121,12 @@ class AttentionSpec:
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     def local(self, ranks: int) -> AttentionSpec:
-        """Returns the attention of each of so many tensor-parallel ranks: some of the heads."""
+        """Returns the attention of each of `ranks` tensor-parallel ranks, which has some of the heads."""
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
 
     @property
     def gathered_width(self) -> int:
-        """Columns that tensor-parallel ranks exchange before the matrices which they shard."""
+        """Returns the columns that tensor-parallel ranks gather before the matrices that they shard."""
         if self.latent is None:
             return self.hidden
         if self.latent.query_rank is None:
@@ -130,22 +135,24 @@ class AttentionSpec:
 
     @property
     def shared_kv_heads(self) -> int | None:
-        """Heads of keys and values, each of which several tensor-parallel ranks may hold; None with `latent`, which has
-        one for each query head."""
+        """Returns the key/value heads, each of which several tensor-parallel ranks may have.
+
+        Returns None with `latent`: there each query head has a key/value head.
+        """
         if self.latent is not None:
             return None
         return self.kv_heads
 
     @property
     def cache_heads(self) -> int:
-        """Heads of what prediction keeps: all heads share one latent vector."""
+        """Returns the heads of the KV cache: the key/value heads, or 1 for latent vectors, which all heads share."""
         if self.latent is not None:
             return 1
         return self.kv_heads
 
     @property
     def cache_widths(self) -> tuple[int, int]:
-        """Numbers of a token that prediction keeps: keys and values, or the latent vector and the key of all heads."""
+        """Returns the widths of a token in the KV cache: of keys and values, or of latent vector and shared key."""
         if self.latent is not None:
             return self.latent.key_value_rank, self.latent.rope_size
         return self.kv_heads * self.head_size, self.kv_heads * self.value_size
@@ -153,7 +160,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x). Attributes as in `AttentionSpec`."""
+    """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x).
+
+    Attributes:
+        post_norm, eps, output_dropout, adapters: As in `AttentionSpec`.
+    """
 
     hidden: int
     width: int
@@ -163,20 +174,21 @@ class MlpSpec:
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     def local(self, ranks: int) -> MlpSpec:
-        """Returns the sublayer of each of so many tensor-parallel ranks: some of the columns."""
+        """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has some of the columns."""
         return replace(self, width=self.width // ranks)
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """A feed-forward sublayer with experts.
+    """The feed-forward sublayer of an MoE layer.
 
     Attributes:
+        experts, chosen: How many experts the sublayer has, and how many a token takes.
         width: Width of an expert.
         shared_width: Width of the shared experts together; 0: there are none.
         shared_gate: The output of the shared experts is multiplied by a sigmoid gate.
         down_bias: The output of each expert has a bias.
-        expert_bias: The router has a bias of each expert for load balancing.
+        expert_bias: The router has an expert bias for load balancing.
     """
 
     hidden: int
@@ -191,7 +203,7 @@ class MoeSpec:
     output_dropout: float = 0.0
 
     def local(self, ranks: int) -> MoeSpec:
-        """Returns the sublayer of each of so many tensor-parallel ranks: some of the columns of the shared experts."""
+        """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has columns of the shared experts."""
         return replace(self, shared_width=self.shared_width // ranks)
 
 
@@ -200,8 +212,8 @@ class LayerSpec:
     """One layer of the decoder, or of an MTP module.
 
     Attributes:
-        parameters: In forward order, by their names within the layer; the adapters' at the end. A multi-token
-            prediction module has those that merge its inputs, and the norm before its head, first.
+        parameters: In forward order, adapters at the end, with names within the layer. The layer of an MTP module
+            begins with the parameters that merge its inputs and the norm before its head.
     """
 
     attention: AttentionSpec
@@ -210,24 +222,24 @@ class LayerSpec:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the feed-forward sublayer has experts."""
+        """Whether this is an MoE layer."""
         return isinstance(self.mlp, MoeSpec)
 
     @property
     def adapters(self) -> Mapping[str, AdapterSpec]:
-        """The adapters of both sublayers by the names of their matrices: experts have none."""
+        """Returns the adapters of both sublayers by the names of their matrices; experts have none."""
         if isinstance(self.mlp, MoeSpec):
             return self.attention.adapters
         return {**self.attention.adapters, **self.mlp.adapters}
 
     def local(self, ranks: int) -> LayerSpec:
-        """Returns the layer of each of so many tensor-parallel ranks."""
+        """Returns the layer of each of `ranks` tensor-parallel ranks."""
         kv_heads = self.attention.kv_heads
         parameters = tuple(parameter.local(ranks, kv_heads) for parameter in self.parameters)
         return LayerSpec(self.attention.local(ranks), self.mlp.local(ranks), parameters)
 
     def active_size(self, parameter: ParameterSpec) -> int:
-        """Returns how many numbers of a parameter compute one token: of the experts those of the chosen ones."""
+        """Returns how many elements of a parameter compute one token: those of the chosen experts, or else all."""
         size = math.prod(parameter.shape)
         if isinstance(self.mlp, MoeSpec) and parameter.sharding == "expert":
             return size * self.mlp.chosen // self.mlp.experts
@@ -240,12 +252,11 @@ class ModelSpec:
 
     Attributes:
         embedding: Width of the embedding and of the head; `hidden` unless matrices map between the two.
-        layers: The layers, then those of the MTP modules, of which the last `mtp_modules` are. Equal layers are one
-            object.
-        eps: Epsilon of the norm before the head and of those of the MTP modules.
+        layers: The layers; the last `mtp_modules` are those of the MTP modules. Equal layers are one object.
+        eps: Epsilon of the norm before the head and of the norms of the MTP modules.
         tied: The head is the embedding.
-        maps_embedding: Matrices map the embedding to the residual stream, and that to what the head multiplies.
-        attention_group: So many layers, one after the other, have the parameters of the first one's attention.
+        maps_embedding: A matrix maps the embedding to the residual stream, another one the residual stream to the head.
+        attention_group: How many consecutive layers share the attention parameters of the first of them.
     """
 
     vocabulary: int
@@ -260,17 +271,19 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Layers without those of the MTP modules."""
+        """Returns the number of layers without those of the MTP modules."""
         return len(self.layers) - self.mtp_modules
 
     @property
     def module_layers(self) -> range:
-        """The layers of the MTP modules, by their numbers."""
+        """Returns the numbers of the layers of the MTP modules."""
         return range(self.num_layers, len(self.layers))
 
     def local(self, ranks: int, rank: int = 0) -> ModelSpec:
-        """Returns the model that one of so many tensor-parallel ranks computes with: its heads, its columns of
-        feed-forward layers and shared experts, its shard of the vocabulary."""
+        """Returns the local model of one of `ranks` tensor-parallel ranks.
+
+        It has the rank's heads, columns of feed-forward layers and shared experts, and shard of the vocabulary.
+        """
         if ranks == 1:
             return self
         local = {layer: layer.local(ranks) for layer in self.layers}
@@ -279,7 +292,7 @@ class ModelSpec:
         return replace(self, vocabulary=vocabulary.stop - vocabulary.start, layers=layers)
 
     def parameter_name(self, layer: int, name: str) -> str:
-        """Returns the full name of a parameter of a layer, which may be one of another layer (`attention_group`)."""
+        """Returns the full name of a parameter of a layer, which may be in another layer (see `attention_group`)."""
         if name.startswith("self_attn.") and layer < self.num_layers:
             layer -= layer % self.attention_group
         return layer_prefix(layer) + name
@@ -293,8 +306,11 @@ class ModelSpec:
         return specs
 
     def first_reached(self, trained: Collection[str]) -> int:
-        """Returns the first layer with a backward pass where these weights are trained, -1 where the gradient goes on
-        to the embedding, and the number of layers where none has one. A module merges what the norm before it makes."""
+        """Returns the first layer with a backward pass if these weights are trained.
+
+        Returns -1 if the gradient goes on to the embedding, and the number of layers if no layer has a backward pass.
+        An MTP module takes the output of the norm before it.
+        """
         if EMBEDDING in trained or MAPPING_IN in trained:
             return -1
         for layer in range(len(self.layers)):

@@ -1,8 +1,8 @@
 """Names of parameters.
 
-They are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE, Glm4Moe and DeepseekV3, and so is the layout [out, in] of
-every matrix. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by;
-on disk each has its own name. Multi-token prediction modules follow the last layer, as in DeepSeek-V3's files.
+The names, and the layout [out, in] of every matrix, are Hugging Face's for Llama, Qwen2, Qwen3, Qwen3-MoE, Glm4Moe and
+DeepseekV3. The experts of a layer are stacked, [experts, out, in]: one array to update, to shard and to multiply by; on
+disk each expert has separate names. MTP modules follow the last layer, as in DeepSeek-V3's files.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ INPUT_NORM = "input_layernorm.weight"
 MLP_NORM = "post_attention_layernorm.weight"
 """Norm before the feed-forward layer or the experts."""
 POST_ATTENTION_NORM = "post_self_attn_layernorm.weight"
-"""Norm of what attention adds to the residual stream."""
+"""Norm of the output of attention."""
 POST_MLP_NORM = "post_mlp_layernorm.weight"
-"""Norm of what the feed-forward layer adds to the residual stream."""
+"""Norm of the output of the feed-forward layer."""
 ROUTER = "mlp.gate.weight"
 EXPERT_BIAS = "mlp.gate.e_score_correction_bias"
 """A buffer: it moves against the load of the experts, not by a gradient."""
 EXPERT_DOWN_BIAS = "mlp.experts.down_proj.bias"
 SHARED_GATE = "mlp.shared_expert_gate.weight"
 MTP_WEIGHTS = ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-"""Weights of a multi-token prediction module that make the input of its layer."""
+"""Weights of an MTP module that merge the inputs of its layer."""
 MTP_NORM = "shared_head.norm.weight"
-"""Its norm before the head."""
+"""Norm of an MTP module before the head."""
 
 
 def layer_prefix(layer: int) -> str:
-    """Returns what the full names of a layer's parameters begin with."""
+    """Returns the prefix of the full names of a layer's parameters."""
     return f"model.layers.{layer}."
 
 
@@ -46,8 +46,7 @@ def is_buffer(name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Returns whether a parameter is one of the stacked experts of a layer, which are sharded over ranks of their own.
-    """
+    """Returns whether a parameter holds the stacked experts of a layer, which expert-parallel ranks shard."""
     return ".mlp.experts." in name
 
 
@@ -61,7 +60,7 @@ def sublayer_of(name: str) -> Literal["attention", "mlp"]:
 def adapter_names(projection: str) -> tuple[str, str]:
     """Returns the names of the two matrices of a projection's adapter: A [rank, in] and B [out, rank].
 
-    They are those of Hugging Face's PEFT without their first part, `trainer.checkpoint.adapters.PREFIX`.
+    Hugging Face's PEFT has these names behind a prefix, `trainer.checkpoint.adapters.PREFIX`.
     """
     return f"{projection}.lora_A.weight", f"{projection}.lora_B.weight"
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the first `positions` positions, float32 [positions, rotary_head_size].
+    """Returns cosines and sines of the first `positions` positions, float32 [positions, rotary_head_size].
 
-    Of the rotated width, the second half repeats the first, or with rope_interleave each number its neighbour; the rest
-    of a head has cosine 1 and sine 0.
+    The second half of the rotated width repeats the first half; with rope_interleave, neighbours are equal instead. The
+    rest of a head has cosine 1 and sine 0.
     """
     size = settings.rotary_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
@@ -32,14 +32,14 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
         angles = np.repeat(angles, 2, axis=-1)
     else:
         angles = np.concatenate([angles, angles], axis=-1)
-    kept = ((0, 0), (0, settings.rotary_head_size - size))
-    cos = np.pad(np.cos(angles) * factor, kept, constant_values=1.0)
-    sin = np.pad(np.sin(angles) * factor, kept)
+    unrotated = ((0, 0), (0, settings.rotary_head_size - size))
+    cos = np.pad(np.cos(angles) * factor, unrotated, constant_values=1.0)
+    sin = np.pad(np.sin(angles) * factor, unrotated)
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
-    """Scaled frequencies and the factor on cosines and sines."""
+    """Returns scaled frequencies, and the factor on cosines and sines."""
     trained_length = scaling.original_max_position_embeddings or settings.max_positions
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor, 1.0
@@ -57,15 +57,15 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling, trained_length: int) 
 
 
 def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, trained_length: int) -> np.ndarray:
-    """A linear ramp over the dimensions from kept (many rotations in the trained length) to divided (few)."""
+    """Keeps frequencies with many rotations in the trained length, divides those with few, and blends in between."""
     size = settings.rotary_size
 
-    def dimension(rotations: float) -> float:
+    def dimension_of(rotations: float) -> float:
         return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_base))
 
-    low = max(math.floor(dimension(scaling.beta_fast)), 0)
-    high = min(math.ceil(dimension(scaling.beta_slow)), size - 1)
-    ramp = np.clip((np.arange(size // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    low = max(math.floor(dimension_of(scaling.beta_fast)), 0)
+    high = min(math.ceil(dimension_of(scaling.beta_slow)), size - 1)
+    ramp = np.clip((np.arange(size // 2) - low) / ((high - low) or 0.001), 0, 1)
     return frequencies * (1 - ramp) + frequencies / scaling.factor * ramp
 
 

@@ -1,5 +1,4 @@
-"""What the layers of a CPU keep between forward and backward pass: the arrays that `trainer.arrays` allocates, and that
-the plan counts.
+"""The arrays that native CPU layers save for the backward pass: `trainer.arrays` allocates them, the plan counts them.
 
 Legend: N tokens of a rank; with sequence parallelism it has n rows of the residual stream, otherwise N.
 """
@@ -13,18 +12,21 @@ from trainer.models.spec.model import AdapterSpec, AttentionSpec, MlpSpec, MoeSp
 from trainer.models.spec.names import adapter_names
 
 RowKind: TypeAlias = Literal["stream", "tokens", "queries", "keys", "routed", "experts"]
-_LOGITS = 1 << 24  # numbers that are there at once, where the vocabulary allows it
+_LOGITS = 1 << 24  # logits that exist at once, unless the vocabulary is larger
 _FEWEST_ROWS = 64
 
 
 class SavedArray(NamedTuple):
-    """An array [rows, width] that a sublayer keeps.
+    """An array [rows, width] that a sublayer saves.
 
     Attributes:
-        narrow: It is in the dtype of the products, otherwise float32.
-        rows: Of the residual stream that the rank has, of the tokens that it computes, of the queries and the keys of
-            its attention (those of more tokens, where context-parallel ranks share sequences), of the tokens that it
-            sends to experts (tensor-parallel ranks share them), or of the assignments of these to experts.
+        narrow: Its dtype is that of the products; otherwise float32.
+        rows: One row for each
+            "stream": row of the residual stream that the rank has;
+            "tokens": token that the rank computes;
+            "queries", "keys": query or key of its attention: of more tokens with context parallelism;
+            "routed": token that it sends to experts: tensor-parallel ranks share the tokens;
+            "experts": assignment of these tokens to experts.
     """
 
     name: str
@@ -36,8 +38,12 @@ class SavedArray(NamedTuple):
 def attention_saved(
     spec: AttentionSpec, sequence_parallel: bool = False, ulysses: int = 1
 ) -> Iterator[SavedArray]:
-    """Yields what an attention sublayer keeps besides its input; `spec` has the heads of the rank, of which each of
-    `ulysses` ranks computes the attention of some."""
+    """Yields the arrays that an attention sublayer saves besides its input.
+
+    Args:
+        spec: With the heads of the rank.
+        ulysses: Ranks of Ulysses attention, which share these heads.
+    """
     yield SavedArray("scale", 1, narrow=False, rows="stream")
     gathered = spec.hidden
     if spec.latent is not None:
@@ -60,12 +66,14 @@ def attention_saved(
     if spec.post_norm:
         yield SavedArray("output", spec.hidden, narrow=False, rows="stream")
     for name, adapter in spec.adapters.items():
-        is_shared = name.endswith(("q_a_proj", "kv_a_proj_with_mqa"))
-        yield _of_adapter(name, adapter, "stream" if is_shared else "tokens")
+        rows: RowKind = "tokens"
+        if name.endswith(("q_a_proj", "kv_a_proj_with_mqa")):
+            rows = "stream"
+        yield _adapter_array(name, adapter, rows)
 
 
 def mlp_saved(spec: MlpSpec, sequence_parallel: bool = False) -> Iterator[SavedArray]:
-    """Yields what a feed-forward sublayer keeps besides its input; `spec` has the width of the rank."""
+    """Yields the arrays that a feed-forward sublayer saves besides its input; `spec` has the width of the rank."""
     yield SavedArray("scale", 1, narrow=False, rows="stream")
     if sequence_parallel:
         yield SavedArray("normed", spec.hidden)
@@ -74,19 +82,21 @@ def mlp_saved(spec: MlpSpec, sequence_parallel: bool = False) -> Iterator[SavedA
     if spec.post_norm:
         yield SavedArray("output", spec.hidden, narrow=False, rows="stream")
     for name, adapter in spec.adapters.items():
-        yield _of_adapter(name, adapter, "tokens")
+        yield _adapter_array(name, adapter, "tokens")
 
 
 def moe_saved(
     spec: MoeSpec, tensor_parallel: bool = False, gathers: bool = False, ranks: int = 1
 ) -> Iterator[SavedArray]:
-    """Yields what a sublayer with experts keeps besides its input; routed experts compute in float32.
+    """Yields the arrays that the sublayer of an MoE layer saves besides its input; routed experts compute in float32.
 
-    Of `ranks` that share the experts each receives the tokens of its experts, or `gathers` all tokens.
+    Args:
+        ranks: Ranks that shard the experts. Each receives the tokens of its experts.
+        gathers: Each rank receives all tokens instead.
     """
     yield SavedArray("scale", 1, narrow=False, rows="routed")
     yield SavedArray("normed", spec.hidden, narrow=False, rows="routed")
-    # Scores, their normalised form, and what the losses of the router keep.
+    # Scores, normalised scores, and two arrays for the losses of the router.
     yield SavedArray("router", 4 * spec.experts, narrow=False, rows="routed")
     yield SavedArray("gate", spec.width, narrow=False, rows="experts")
     yield SavedArray("up", spec.width, narrow=False, rows="experts")
@@ -105,10 +115,9 @@ def moe_saved(
 
 
 def logit_rows(tokens: int, vocabulary: int) -> int:
-    """Returns of how many tokens at once the head has logits, where the rank has so many tokens and so large a
-    vocabulary."""
+    """Returns how many tokens have logits at once in the head of a rank with `tokens` tokens and this vocabulary."""
     return min(tokens, max(_FEWEST_ROWS, _LOGITS // vocabulary))
 
 
-def _of_adapter(name: str, adapter: AdapterSpec, rows: RowKind) -> SavedArray:
+def _adapter_array(name: str, adapter: AdapterSpec, rows: RowKind) -> SavedArray:
     return SavedArray(adapter_names(name)[0], adapter.rank, rows=rows)

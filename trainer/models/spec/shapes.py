@@ -1,4 +1,4 @@
-"""Parameters of a decoder or a classifier by their full names, and shapes alone for readers that need no more."""
+"""The parameters of a decoder or a classifier by their full names, and their shapes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parameter_specs(settings: ModelConfig | ClassifierConfig) -> dict[str, Param
 
 
 def classifier_names(settings: ClassifierConfig) -> list[tuple[str, str]]:
-    """Returns weight and bias of each layer, named as in MindSpore's tutorial, where each second cell is a ReLU."""
+    """Returns the names of weight and bias of each layer: those of MindSpore's tutorial, with layers as even cells."""
     prefixes = [f"dense_relu_sequential.{2 * layer}" for layer in range(len(settings.sizes) - 1)]
     return [(f"{prefix}.weight", f"{prefix}.bias") for prefix in prefixes]
 
@@ -42,33 +42,32 @@ def all_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
 
 
 def parameter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
-    """Returns `all_shapes` without those of adapters."""
-    return _shapes(each for each in parameter_specs(settings).values() if each.role != "adapter")
+    """Returns the shape of every parameter except adapters by its full name, in forward order."""
+    return _shapes(spec for spec in parameter_specs(settings).values() if spec.role != "adapter")
 
 
 def adapter_shapes(settings: ModelConfig | ClassifierConfig) -> Shapes:
-    """Returns those of `all_shapes` that adapters have; empty without adapters."""
-    return _shapes(each for each in parameter_specs(settings).values() if each.role == "adapter")
+    """Returns the shapes of the adapters' parameters by their full names; empty without adapters."""
+    return _shapes(spec for spec in parameter_specs(settings).values() if spec.role == "adapter")
 
 
 def attention_shapes(settings: ModelConfig) -> Shapes:
-    """Returns the parameters of one block's attention, norm first, in the order in which the block takes them."""
+    """Returns the shapes of a block's attention parameters, norm first, in the order of the block's arguments."""
     return _shapes(attention_parameters(settings))
 
 
 def mlp_shapes(settings: ModelConfig) -> Shapes:
-    """Returns those of one block's feed-forward layer, norm first, in the order in which the block takes them."""
+    """Returns the shapes of a block's feed-forward parameters, norm first, in the order of the block's arguments."""
     return _shapes(mlp_parameters(settings))
 
 
 def moe_shapes(settings: ModelConfig) -> Shapes:
-    """Returns those of one layer's mixture of experts, norm first: router, stacked experts, shared experts with their
-    gate."""
+    """Returns the shapes of an MoE layer's parameters: norm, router, stacked experts, shared experts, their gate."""
     return _shapes(moe_parameters(settings))
 
 
 def balanced_layers(settings: ModelConfig, frozen: Collection[str]) -> list[int]:
-    """Returns the layers whose expert bias is updated: those whose router and bias are not frozen."""
+    """Returns the layers whose expert bias is updated: their routers and biases are trainable."""
     moe = settings.experts
     if moe is None or not (moe.balance_via_topk_bias and moe.topk_bias_update_rate):
         return []
@@ -93,28 +92,30 @@ def dropped_projections(settings: ModelConfig) -> tuple[str, ...]:
 
 
 def block_names(settings: ModelConfig) -> list[str]:
-    """Returns the arguments of a block in order: its weights, its adapters, then the masks of their dropout."""
+    """Returns the names of a block's arguments in order: weights, adapters, then the dropout masks of adapters."""
     return [*block_weights(settings), *(mask_name(name) for name in dropped_projections(settings))]
 
 
 def block_weights(settings: ModelConfig) -> list[str]:
-    """Returns the parameters among `block_names`."""
-    adapters = [each for name in adapted_projections(settings) for each in adapter_names(name)]
+    """Returns the names of a block's parameters in the order of its arguments: weights, then adapters."""
+    adapters = [matrix for name in adapted_projections(settings) for matrix in adapter_names(name)]
     return [*attention_shapes(settings), *mlp_shapes(settings), *adapters]
 
 
 def mask_sites(settings: ModelConfig, layer: int) -> list[int | None]:
-    """Returns the numbers of a layer's dropout masks, as a block takes them: probabilities, output of attention and of
-    the feed-forward layer, adapters. None where nothing is dropped."""
+    """Returns the numbers of a layer's dropout masks in the order of a block's arguments; None where the rate is 0.
+
+    The masks are those of the attention probabilities, of the outputs of both sublayers, and of adapters.
+    """
     sites = dropout_sites(settings, layer)
     rates = {
         "probabilities": settings.attention_dropout,
         "attention_output": settings.hidden_dropout,
         "mlp_output": settings.hidden_dropout,
     }
-    numbers = [sites[name] if rate else None for name, rate in rates.items()]
-    return numbers + [sites.get(name) for name in dropped_projections(settings)]
+    dropped = {name: number for name, number in sites.items() if rates.get(name, 1)}
+    return [dropped.get(name) for name in (*rates, *dropped_projections(settings))]
 
 
 def _shapes(parameters: Iterable[ParameterSpec]) -> Shapes:
-    return {each.name: each.shape for each in parameters}
+    return {spec.name: spec.shape for spec in parameters}

@@ -1,4 +1,4 @@
-"""Describes the sublayers of a layer, and which parameters each has."""
+"""Describes the sublayers of a layer and their parameters."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from trainer.models.spec.names import (
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
+    from trainer.config.schema.moe import MoEConfig
 
 Adapters: TypeAlias = Mapping[str, AdapterSpec]
-"""By the name of the matrix within the layer."""
+"""Adapters by the name of the matrix within the layer."""
 
 
 def latent_spec(settings: ModelConfig) -> LatentSpec | None:
@@ -46,19 +47,25 @@ def latent_spec(settings: ModelConfig) -> LatentSpec | None:
 
 
 def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = MappingProxyType({})) -> AttentionSpec:
-    """Returns the attention of a layer with these adapters, of which it takes its own."""
+    """Returns the attention sublayer of a layer; of the adapters it takes those of its matrices."""
     latent = latent_spec(settings)
+    value_size = settings.head_size
+    if latent is not None:
+        value_size = settings.v_head_dim
+    window = None
+    if settings.has_window(layer):
+        window = settings.sliding_window
     return AttentionSpec(
         hidden=settings.hidden_size,
         heads=settings.num_heads,
         kv_heads=settings.kv_heads,
         head_size=settings.head_size,
-        value_size=settings.head_size if latent is None else settings.v_head_dim,
+        value_size=value_size,
         scale=_score_scale(settings),
         eps=settings.rms_norm_eps,
         rotary_size=settings.rotary_size,
         rotary_interleaved=settings.rope_interleave,
-        window=settings.sliding_window if settings.has_window(layer) else None,
+        window=window,
         head_norm=settings.use_qk_norm and latent is None,
         post_norm=settings.post_self_attn_layernorm and latent is None,
         latent=latent,
@@ -71,8 +78,8 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
 def _score_scale(settings: ModelConfig) -> float:
     """Returns the factor on the products of queries and keys.
 
-    With latent attention and a rope_scaling that has mscale_all_dim, it has the square of yarn's factor for it: cosine
-    and sine, which have the factor elsewhere, turn only a part of a head (transformers' DeepseekV3).
+    With latent attention, the square of yarn's factor for mscale_all_dim multiplies it (transformers' DeepseekV3):
+    elsewhere cosines and sines have this factor, but here they rotate only a part of a head.
     """
     scaling = settings.rope_scaling
     scale = settings.head_size**-0.5
@@ -82,7 +89,7 @@ def _score_scale(settings: ModelConfig) -> float:
 
 
 def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -> MlpSpec:
-    """Returns the feed-forward sublayer of a layer without experts; `adapters` as in `attention_spec`."""
+    """Returns the feed-forward sublayer of a dense layer; of the adapters it takes those of its matrices."""
     return MlpSpec(
         hidden=settings.hidden_size,
         width=settings.ffn_size,
@@ -94,8 +101,8 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
 
 
 def moe_spec(settings: ModelConfig) -> MoeSpec:
-    """Returns the feed-forward sublayer of a layer with experts."""
-    moe = settings.experts
+    """Returns the feed-forward sublayer of an MoE layer."""
+    moe = moe_config(settings)
     return MoeSpec(
         hidden=settings.hidden_size,
         eps=settings.rms_norm_eps,
@@ -110,8 +117,14 @@ def moe_spec(settings: ModelConfig) -> MoeSpec:
     )
 
 
+def moe_config(settings: ModelConfig) -> MoEConfig:
+    """Returns the section that configures the experts of a model with MoE layers."""
+    assert settings.experts is not None
+    return settings.experts
+
+
 def attention_parameters(settings: ModelConfig) -> list[ParameterSpec]:
-    """Returns the parameters of the attention sublayer of any layer, norm first, without adapters."""
+    """Returns the parameters of the attention sublayer of a layer, norm first, without adapters."""
     spec = attention_spec(settings)
     if spec.latent is not None:
         return list(_latent_attention_parameters(settings, spec, spec.latent))
@@ -119,7 +132,7 @@ def attention_parameters(settings: ModelConfig) -> list[ParameterSpec]:
 
 
 def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
-    """Returns the parameters of the feed-forward sublayer of a layer without experts, norm first, without adapters."""
+    """Returns the parameters of the feed-forward sublayer of a dense layer, norm first, without adapters."""
     spec = mlp_spec(settings)
     parameters = [_norm("post_attention_layernorm.weight", spec.hidden)]
     parameters += _linear("mlp.gate_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
@@ -131,10 +144,10 @@ def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
 
 
 def moe_parameters(settings: ModelConfig) -> list[ParameterSpec]:
-    """Returns the parameters of a layer's mixture of experts: norm, router, stacked experts, shared experts, gate.
+    """Returns the parameters of the feed-forward sublayer of an MoE layer: norm, router, experts, shared experts, gate.
 
-    The ranks of a tensor-parallel group share the tokens for the experts, so what is next to the router has a part of
-    its gradient on each.
+    The ranks of a tensor-parallel group share the tokens for the experts, so each computes a part of the gradients of
+    norm, router and gate.
     """
     spec = moe_spec(settings)
     hidden = spec.hidden
@@ -184,10 +197,10 @@ def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) ->
 def _latent_attention_parameters(
     settings: ModelConfig, spec: AttentionSpec, latent: LatentSpec
 ) -> Iterator[ParameterSpec]:
-    """Yields those of multi-head latent attention (DeepSeek-V2, section 2.1), with DeepSeek's names.
+    """Yields the parameters of multi-head latent attention (DeepSeek-V2, section 2.1), with DeepSeek's names.
 
-    A head's rows of q_b_proj (or q_proj) make the part of its query without positions, then the rotated part; those of
-    kv_b_proj its key, then its value. kv_a_proj_with_mqa makes the latent vector, then the key that all heads share.
+    The rows of a head in q_b_proj (or q_proj) make the part of its query without positions, then the rotated part. In
+    kv_b_proj they make its key, then its value. kv_a_proj_with_mqa makes the latent vector, then the shared key.
     """
     hidden = spec.hidden
     queries = spec.heads * spec.head_size
@@ -209,7 +222,7 @@ def _latent_attention_parameters(
 
 
 def mtp_parameters(hidden: int) -> list[ParameterSpec]:
-    """Returns what a multi-token prediction module has besides a layer."""
+    """Returns the parameters that an MTP module has besides those of a layer."""
     return [
         _norm("enorm.weight", hidden),
         _norm("hnorm.weight", hidden),
@@ -221,14 +234,12 @@ def mtp_parameters(hidden: int) -> list[ParameterSpec]:
 def _linear(
     name: str, outputs: int, inputs: int, has_bias: bool, sharding: Sharding, init: Init = "normal"
 ) -> Iterator[ParameterSpec]:
-    """Yields the weight of a matrix and its bias, which ranks shard by outputs or not at all."""
+    """Yields the weight of a matrix and its bias, which is replicated if the matrix is sharded by inputs."""
     yield ParameterSpec(f"{name}.weight", (outputs, inputs), sharding, init)
     if has_bias:
-        yield _bias(f"{name}.bias", outputs, "replicated" if sharding == "row" else sharding)
-
-
-def _bias(name: str, size: int, sharding: Sharding = "replicated") -> ParameterSpec:
-    return ParameterSpec(name, (size,), sharding, "zeros", "bias")
+        if sharding == "row":
+            sharding = "replicated"
+        yield ParameterSpec(f"{name}.bias", (outputs,), sharding, "zeros", "bias")
 
 
 def _norm(name: str, size: int, sharding: Sharding = "replicated") -> ParameterSpec:

@@ -11,14 +11,14 @@ import numpy as np
 def visible_keys(
     queries: np.ndarray, keys_S: np.ndarray, window: int | None = None, documents_BT: np.ndarray | None = None
 ) -> np.ndarray:
-    """Returns whether each query sees each key: itself and the keys before it, bool [..., Q, S].
+    """Returns whether each query sees each key, bool [..., Q, S]: a query sees the keys up to its position.
 
     Args:
-        queries: Positions of the queries in their sequence, [Q], or [B, Q] where those of sequences differ.
+        queries: Positions of the queries in their sequence, [Q], or [B, Q] where sequences differ.
         keys_S: Positions of the keys.
-        window: How many keys a query sees at most, itself included. Default None: all before it.
-        documents_BT: The document of each token of a sequence, [B, T] or [T]; a query, here [Q], sees its own
-            document alone. Default None: each sequence is one document.
+        window: How many keys a query sees at most, including the one at its position; None: all.
+        documents_BT: The document of each token of a sequence, [B, T] or [T]; a query, here [Q], sees only keys of its
+            document. None: each sequence is one document.
     """
     distance = queries[..., None] - keys_S
     visible = distance >= 0
@@ -30,5 +30,5 @@ def visible_keys(
 
 
 def attention_bias(visible: np.ndarray) -> np.ndarray:
-    """Returns what is added to the scores of keys, float32: 0 where a key is visible, else the least number."""
+    """Returns the term that attention adds to each score, float32: 0 for a visible key, else the lowest number."""
     return np.where(visible, np.float32(0), np.finfo(np.float32).min)
