@@ -100,19 +100,23 @@ class FunctionalDecoder(DecoderForward):
     # Every call site has its own cell: see trainer/ops/__init__.py.
 
     def run_embedding(self, ids_N: Tensor, call: tuple) -> Tensor:
+        """Looks up tokens, [N, D]."""
         weight_VE, matrix_DE = call[2][0]
         x_NE = self.gather_rows(weight_VE, ids_N)
         return self.mapping(x_NE, matrix_DE) if self.maps else x_NE
 
     def run_layer(self, number: int, x_ND: Tensor, call: tuple) -> tuple:
+        """Runs a layer; see `_Layer` for the results."""
         _, _, weights, shared, dropped = call
         return self.layers[number](x_ND, shared, dropped[number], *weights[1][number])
 
     def run_merge(self, module: int, x_ND: Tensor, call: tuple) -> Tensor:
+        """Computes the input of an MTP module's block, [N, D]."""
         _, mtp, weights, _, _ = call
         return self.merges[module](self.run_embedding(mtp[module][0], call), x_ND, *weights[2][module])
 
     def run_head(self, number: int, x_ND: Tensor, call: tuple) -> Tensor:
+        """Computes the loss of the main model (0) or of MTP module `number` - 1."""
         inputs, mtp, weights, _, _ = call
         labels = inputs if number == 0 else mtp[number - 1]
         norm_D, weight_VE, mapping = weights[3][number]
@@ -175,6 +179,7 @@ class _Flat(nn.Cell):
         return self.decoder(*filled)
 
     def fill(self, group: tuple, arguments: Tensor) -> tuple:
+        """Replaces numbers in a structure by the arguments."""
         filled = ()
         for item in group:
             if item is None:

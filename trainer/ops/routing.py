@@ -96,7 +96,7 @@ class SharedTokens(NamedTuple):
 
     @property
     def local_n(self) -> np.ndarray:
-        """The indices of this rank's tokens in the micro-batch, [n]."""
+        """Returns the indices of this rank's tokens in the micro-batch, [n]."""
         return self.rows_Sn[self.rank]
 
     def unshard(self, local_nX: np.ndarray) -> np.ndarray:
@@ -283,18 +283,18 @@ class RoutingCounts:
 
     @property
     def entropy(self) -> np.ndarray:
-        """The entropy of a token's scores, a mean over tokens, [L], in nats."""
+        """Returns the entropy of a token's scores, a mean over tokens, [L], in nats."""
         return self.entropy_sum / np.maximum(self.requested.sum(1), 1)
 
     @property
     def drop_rate(self) -> np.ndarray:
-        """The share of dropped assignments, [L]; 0 for a layer without assignments."""
+        """Returns the share of dropped assignments, [L]; 0 for a layer without assignments."""
         requested_L = self.requested.sum(1)
         return (requested_L - self.kept.sum(1)) / np.maximum(requested_L, 1)
 
     @property
     def load_imbalance(self) -> np.ndarray:
-        """The load of the busiest expert divided by the mean load, [L]; 1 for a layer without assignments."""
+        """Returns the load of the busiest expert divided by the mean load, [L]; 1 for a layer without assignments."""
         total_L = self.requested.sum(1)
         busiest_L = self.requested.max(1) * self.requested.shape[1]
         return np.where(total_L > 0, busiest_L / np.maximum(total_L, 1), 1.0)

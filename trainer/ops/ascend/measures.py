@@ -20,10 +20,12 @@ _TINY = 1e-20
 
 
 def keep_scalar(scalar: Tensor) -> Tensor:
+    """Returns the scalar, which stays on the device."""
     return scalar
 
 
 def sum_scalars(kept: Sequence[Tensor | float]) -> Tensor | float:
+    """Sums the results of `keep_scalar`."""
     if not isinstance(kept[0], Tensor):  # zeros: the losses are on another rank
         return sum(kept)
     if len(kept) == 1:
@@ -32,6 +34,7 @@ def sum_scalars(kept: Sequence[Tensor | float]) -> Tensor | float:
 
 
 def squares(gradients: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the squared elements of each gradient, [P]."""
     if not gradients:  # a pipeline stage without trainable parameters; `scatter_squares` does not read the result
         return mint.zeros(1)
     # One operator without a copy of the gradient; its square overflows only where the sum of squares would.
@@ -40,6 +43,7 @@ def squares(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) -> Tensor:
+    """Sums `squares` over all gradients and over groups, as described for a CPU."""
     number = squares_P.shape[0]
     from_end_P = Tensor(np.arange(number, 0, -1, dtype=np.float32))
     bad = mint.max(mint.where(mint.isfinite(squares_P), mint.zeros_like(squares_P), from_end_P))
@@ -51,6 +55,7 @@ def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) 
 
 
 def scatter_squares(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[int]) -> Tensor:
+    """Returns for each of the places its square times its factor; zero for place P."""
     scaled = mint.zeros(1)
     if len(factors_P):
         scaled = mint.cat([squares_P * Tensor(factors_P.astype(np.float32)), scaled])
@@ -58,6 +63,7 @@ def scatter_squares(squares_P: Tensor, factors_P: np.ndarray, places: Sequence[i
 
 
 def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: Sequence[Tensor]) -> RoutingCounts:
+    """Counts a micro-batch from the routing and the router's scores [N, E] of each layer."""
     kept_LE = mint.stack([routing.kept_E for routing in routings]).astype(mstype.float32)
     requested_LE = mint.stack([routing.requested_E for routing in routings]).astype(mstype.float32)
     entropy_L = mint.stack([_entropy(scores_NE) for scores_NE in scores])
@@ -65,6 +71,7 @@ def routing_counts(layers: Sequence[int], routings: Sequence[Routing], scores: S
 
 
 def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], experts: int) -> RoutingCounts:
+    """Adds zeros for the layers of other ranks."""
     if counts is None:
         zeros_LE = mint.zeros((len(layers), experts))
         return RoutingCounts(tuple(layers), zeros_LE, zeros_LE, mint.zeros(len(layers)))
@@ -85,6 +92,7 @@ def _entropy(scores_NE: Tensor) -> Tensor:
 
 
 def router_rates(counts: RoutingCounts) -> Tensor:
+    """Returns drop rate, load imbalance and entropy of each layer, [3, L]."""
     total_L = mint.sum(counts.requested, 1)
     most_one_L = mint.clamp(total_L, 1.0)
     dropped_L = (total_L - mint.sum(counts.kept, 1)) / most_one_L
@@ -94,4 +102,5 @@ def router_rates(counts: RoutingCounts) -> Tensor:
 
 
 def update_expert_bias(bias_E: Parameter, requested_E: Tensor, rate: float) -> None:
+    """Adds `rate` to the bias of experts below the mean load, and subtracts it for those above."""
     bias_E.copy_(bias_E + mint.sign(mint.mean(requested_E) - requested_E) * rate)
