@@ -22,7 +22,6 @@ from trainer.checkpoint.state import Position, optimizer_shapes, read_resumed_ch
 from trainer.config import Config  # noqa: E402
 from trainer.parallel.collectives import ProcessGroup  # noqa: E402
 from trainer.parallel.world import World  # noqa: E402
-from trainer.run import session  # noqa: E402
 from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
@@ -54,13 +53,12 @@ def resaved(group: ProcessGroup, jobs: list[tuple[str, dict[str, Any], str, str]
         jobs: The model, the degrees, the folder of the checkpoint to resume ("": none), and the folder to write to.
     """
     world = World(group.rank, group.size, group.rank, group.size)
-    session.start = lambda world: group
     for model, degrees, source, target in jobs:
         config = config_for(model, degrees)
         parts = local_shard_specs(config, world)
         assert (parts is None) == (degrees.keys() <= {"data_parallel", "shared"})
         resumed = read_resumed_checkpoint(Path(source), config, DATA, parts) if source else None
-        step = open_training(config, lambda update: 0.1, resumed and resumed.weights, world, "CPU")
+        step = open_training(config, lambda update: 0.1, resumed and resumed.weights, world, "CPU", group)
         if resumed is None:
             spread(step.model, config.decoder, step.model.shard)
             state = {key: np.random.default_rng(number).normal(size=shape).astype(np.float32)
