@@ -177,6 +177,6 @@ def test_data_without_a_label_cannot_be_evaluated(home: Path, trained: Path) -> 
     own = {"data_loader": {"type": "JsonlDataset", "dataset_dir": str(lines)}, "batch_size": 1, "max_batches": 1}
     own["packing"] = "cut"
     path = write_config(home / "unlabelled", home / "data", {"eval_dataset": own, "model.model_config.seq_length": 8})
-    with pytest.raises(RunError, match="no token with a loss") as caught:
+    with pytest.raises(RunError, match="every label is masked") as caught:
         evaluate(path, trained)
-    assert caught.value.exit_code == 1 and "Fix: give more data" in str(caught.value)
+    assert caught.value.exit_code == 1 and "Fix: add data" in str(caught.value)

@@ -19,7 +19,7 @@ from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
 from trainer.models.compute_weights import ModelParams
 from trainer.models.inputs import LossSums
-from trainer.models.recompute import Differentiable, compile_cell
+from trainer.models.recompute import Compiled, Differentiable, compile_cell
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import classifier_names, parameter_specs
 
@@ -111,7 +111,7 @@ class Classifier(nn.Cell):
         kernels: KernelSet,
         *,
         seed: int,
-        compiled: bool = True,
+        compiled: Compiled = True,
         frozen: Collection[str] = (),
     ) -> None:
         super().__init__(auto_prefix=False)

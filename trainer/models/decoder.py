@@ -18,6 +18,7 @@ from trainer.models.cell_parts import CellParts
 from trainer.models.compute_weights import ModelParams
 from trainer.models.dropout import DropoutShards
 from trainer.models.inputs import DecoderCall, LossSums, ModelInputs, RouterStatistics
+from trainer.models.recompute import Compiled
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.names import (
@@ -150,7 +151,7 @@ class Decoder(DecoderForward):
         kernels: KernelSet,
         *,
         seed: int,
-        compiled: bool = True,
+        compiled: Compiled = True,
         frozen: Collection[str] = (),
         recomputed: Sequence[str] = (),
         shard: RankModelShard | None = None,

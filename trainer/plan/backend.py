@@ -23,8 +23,11 @@ class ExecutionMode(Protocol):
 
     config: Config
     world: World
-    data_config: Config  # with the batch sizes that one of `data_ranks` reads
     data_ranks: DataParallelRank
+
+    @property
+    def data_config(self) -> Config:
+        """Returns the configuration with the batch sizes that one of `data_ranks` reads."""
 
     def execution(self, device: str) -> str:
         """Returns a phrase that says how the model is computed."""

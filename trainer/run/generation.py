@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.data import load_tokenizer
 from trainer.errors import UserError
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.mesh import Mesh, model_replica
 from trainer.plan.memory import MOST_SAMPLED_TOKENS
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from trainer.data import ChatTemplate, Tokenizer
     from trainer.models.generate import Generator, Sampling
     from trainer.parallel.communicator import Communicator
-    from trainer.parallel.host_group import CpuGroup
     from trainer.parallel.world import World
     from trainer.run.session import Session
 
@@ -67,6 +67,7 @@ def local_replica(communicator: Communicator) -> ModelReplica:
     number, replicas, ranks = model_replica(Mesh(layout.degrees), communicator.rank)
     group = None
     if len(ranks) > 1:
+        assert isinstance(communicator.group, CpuGroup), "ranks of a device do not generate text together"
         group = communicator.group.new_subgroup(ranks)
     return ModelReplica(number, replicas, group)
 

@@ -41,6 +41,7 @@ from trainer.parallel.collectives import (
     write_local_ranges,
 )
 from trainer.parallel.communicator import Communicator, check_same_values, model_parallel
+from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import RankModelShard, TensorParallel, TensorShardedMatrices
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -221,7 +222,7 @@ def open_training(
             gatherer = partial(array_gatherer, on_one_host=world.local_size == world.size)
             prefetch = can_prefetch_weights(session.communicator)
             session.model.compute_weights.shard(make_shards(parameters, gatherer), prefetch)
-            shards = make_shards(trained, lambda group: partial(write_local_ranges, group), shards_weights=True)
+            shards = make_shards(trained, _range_writer, shards_weights=True)
         else:
             shards = make_shards(trained)
     shard = session.model.shard
@@ -240,6 +241,11 @@ def open_training(
         pipeline=session.pipeline,
         shards_gradients=bool(shards) and zero_level(config) != "level1",
     )
+
+
+def _range_writer(group: ProcessGroup) -> Callable:
+    assert isinstance(group, CpuGroup), "explicit mode shards weights on CPUs only"
+    return partial(write_local_ranges, group)
 
 
 def can_prefetch_weights(communicator: Communicator) -> bool:

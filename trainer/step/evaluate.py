@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.batches.batch import Batch
 from trainer.errors import RunError
@@ -14,7 +14,7 @@ from trainer.parallel.communicator import Communicator
 from trainer.step.accumulate import count_loss_tokens
 
 if TYPE_CHECKING:
-    from trainer.models.inputs import InputBuilder, LossSums, ModelInputs
+    from trainer.models.inputs import LossSums, ModelInputs
 
 
 class EvaluationResult(NamedTuple):
@@ -28,7 +28,7 @@ class EvaluationResult(NamedTuple):
 
 def evaluate(
     model: Callable[[ModelInputs], LossSums],
-    build_inputs: InputBuilder,
+    build_inputs: Callable[[Any], Any],
     batches: Iterable[Batch],
     stop: Callable[[], bool],
     communicator: Communicator | None = None,

@@ -23,7 +23,7 @@ from mindspore import ParameterTuple, Tensor, ops
 from trainer.data.batches.batch import Batch
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
-from trainer.models.inputs import InputBuilder, LossSums, RouterStatistics, mtp_labels
+from trainer.models.inputs import LossSums, RouterStatistics, mtp_labels
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import metric_functions
@@ -116,7 +116,7 @@ class TrainStep:
         model: Decoder,
         optimizer: Optimizer,
         schedule: Callable[[int], float],
-        build_inputs: InputBuilder,
+        build_inputs: Callable[[Any], Any],
         wrapper: RunnerWrapper,
         *,
         seed: int = 1,
