@@ -293,7 +293,7 @@ DATA = (
         "tokenizer",
         "{home}/nowhere",
     ),
-    flag("evaluation without data", "--do_eval", "flag --do_eval", "nothing to evaluate on", "held_out"),
+    flag("evaluation without data", "--do_eval", "flag --do_eval", "there is no evaluation data", "held_out"),
     flag("evaluation data not there", "--do_eval --eval_dataset_dir {home}/nowhere", "--eval_dataset_dir", "not exist"),
     flag(
         "evaluation run, data not there",

@@ -59,7 +59,7 @@ def test_every_step_prints_a_drop_rate_for_each_layer(capacity: tuple[Path, str]
     assert max(rates) > 0, "a factor of 1.1 drops something of a fresh router"
     # Each log line is the console's.
     assert _LINE.findall(re.sub(r"^\S+ \S+ ", "", (output / "logs" / "rank-0.log").read_text(), flags=re.M)) == lines
-    assert "assumed the model's expert_num 4, capacity_factor 1.1, num_layers 2, mtp_depth 0" in printed
+    assert "added with the model's expert_num 4, capacity_factor 1.1, num_layers 2, mtp_depth 0" in printed
 
 
 def test_the_drop_rate_counts_whole_assignments_of_the_window(capacity: tuple[Path, str]) -> None:

@@ -193,7 +193,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.profile_cpu", 60),
     ):  # fmt: skip
         assert f"{key} (a.yaml:{line})" in told, key
-    assert "checkpoint.enable_save False: the end of a run is saved" in notes(
+    assert "checkpoint.enable_save False: a checkpoint is still saved" in notes(
         f"checkpoint: {{enable_save: False}}\n{SMALL}"
     )
 

@@ -1,6 +1,6 @@
-"""The newer schema of MindSpore Transformers' files, of its PynativeTrainer (``--mode 1``), and its translation.
+"""Translates files of MindSpore Transformers' newer schema, that of its PynativeTrainer (``--mode 1``).
 
-Only a file of that schema loads the modules here.
+Only a file of that schema loads the modules of this folder.
 """
 
 from trainer.config.read.nodes import Table
@@ -13,10 +13,12 @@ _OLDER = (
 
 
 def is_newer_schema(root: Table) -> bool:
-    """Whether a file has sections that only the newer schema has, and none that only the older one has."""
+    """Returns whether a file has sections of the newer schema, and no section that only the older one has."""
     entries = root.entries()
-    below = {name: entries[name].node for name in ("train_dataset", "model") if name in entries}
-    names = {name: set(node.entries()) if isinstance(node, Table) else set() for name, node in below.items()}
-    marked = any(name in entries for name in _MARKS) or "dataloader" in names.get("train_dataset", ())
-    older = any(name in entries for name in _OLDER) or bool(names.get("model", set()) & {"model_config", "arch"})
-    return marked and not older
+    names: dict[str, set[str]] = {"train_dataset": set(), "model": set()}
+    for name in names:
+        if name in entries and isinstance(node := entries[name].node, Table):
+            names[name] = set(node.entries())
+    is_newer = any(name in entries for name in _MARKS) or "dataloader" in names["train_dataset"]
+    is_older = any(name in entries for name in _OLDER) or bool(names["model"] & {"model_config", "arch"})
+    return is_newer and not is_older

@@ -1,6 +1,7 @@
-"""The newer schema of MindSpore Transformers' files as a table: key there, key here, default there, transform.
+"""The newer schema of MindSpore Transformers' files as a table of rules, one for each key.
 
-Sections that are dictionaries there, such as ``model``, are taken as a whole: their keys are those of our section.
+The source is a file of the newer schema; the target is the schema of this trainer. Sections that the newer schema does
+not describe, such as ``model``, are taken as they are: their keys are those of the target section.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from trainer.config.pynative.work import TranslationState
 from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
 
 Transform: TypeAlias = Callable[[TranslationState, str], None]
-"""Sets keys here from the key there; it is called with that key, whether a file has it or not."""
+"""Sets target keys from a source key; it is called with the source key even if the file does not have it."""
 
 _MODEL = "model.model_config"
 _EVENTS = "monitor.tensorboard.output_dir"
 _PROFILES = "profiler.enable_profiling"
 _LEFT_TO_ADAMW = {"*word_embeddings*", "*output_layer*"}
-"""What Muon leaves to AdamW here, beside norms and biases."""
+"""The parameters that AdamW updates instead of Muon, in addition to norms and biases."""
 _LATENT = {
     "q_a_proj": ("self_attention.linear_q_down_proj", "self_attention.linear_qkv"),
     "q_b_proj": ("self_attention.linear_q_up_proj", "self_attention.linear_qb"),
@@ -40,7 +41,7 @@ _ADAPTED = {
     "up_proj": ("mlp.hidden", "mlp.linear_fc1"),
     "down_proj": ("mlp.linear_fc2",),
 }
-"""Our matrices -> the modules there that hold them."""
+"""Target matrices -> the source modules that contain them."""
 
 
 class KeyRule(NamedTuple):
@@ -48,10 +49,10 @@ class KeyRule(NamedTuple):
 
     key: str
     kind: str  # the types of its value: int, float, bool, str, list, dict; null too where the default is None
-    new: str | Transform = ""  # the key here that has the same values
-    default: Any = None  # what MindSpore Transformers takes where a file leaves it out; None: nothing
-    when: str = ""  # the key there without whose value this one does nothing
-    value: Any = None  # what the key here gets; None: the same
+    new: str | Transform = ""  # the target key with the same values
+    default: Any = None  # MindSpore Transformers' default; None: the target key is not set
+    when: str = ""  # a source key; the rule applies only if its value is true, or if the file has that section
+    value: Any = None  # the value of the target key; None: that of the source key
 
 
 def _clipping(work: TranslationState, key: str) -> None:
@@ -65,12 +66,12 @@ def _save_path(work: TranslationState, key: str) -> None:
     path = work.values[key]
     if path:
         work.set_key("output_dir", path, key)
-        text = f"{key}: the run's folder; its checkpoints are in {path}/checkpoints"
+        text = f"{key}: used as output_dir; the checkpoints are in {path}/checkpoints"
         work.translation.notes.append(Note(text, "parallel"))
 
 
 def _saving(work: TranslationState, key: str) -> None:
-    """Saving is a callback here; without one a run saves at its end."""
+    """Adds the callbacks that print losses and save checkpoints; a run always saves at its end."""
     callbacks = work.node("callbacks")
     if isinstance(callbacks, Items):
         entries = list(callbacks.entries)
@@ -81,7 +82,8 @@ def _saving(work: TranslationState, key: str) -> None:
     if not work.values["checkpoint.enable_save"]:
         steps = 0
         key = "checkpoint.enable_save"
-        work.translation.notes.append(Note(f"{key} False: the end of a run is saved all the same", "ignored"))
+        text = f"{key} False: a checkpoint is still saved at the end of the run"
+        work.translation.notes.append(Note(text, "ignored"))
     saver = Table({"type": Entry(tree("CheckpointMonitor"), work.place(key))})
     settings = {"save_checkpoint_steps": (steps, key)}
     settings["keep_checkpoint_max"] = (work.values["checkpoint.save_max"], "checkpoint.save_max")
@@ -122,8 +124,8 @@ def _sharding(work: TranslationState, key: str) -> None:
     if ranks != 1:
         work.set_key("parallel.enable_parallel_optimizer", True, key)
     if ranks > 1:
-        text = f"{key} {ranks}: the optimizer state is shared by all data-parallel ranks"
-        work.translation.notes.append(Note(f"{text}; weights and gradients are whole on each", "parallel"))
+        text = f"{key} {ranks}: all data-parallel ranks shard the optimizer state, but not weights and gradients"
+        work.translation.notes.append(Note(text, "parallel"))
 
 
 def _optimizer(work: TranslationState, key: str) -> None:
@@ -139,7 +141,7 @@ def _optimizer(work: TranslationState, key: str) -> None:
 
 
 def _schedule(work: TranslationState, key: str) -> None:
-    """The schedule's length is that of the run, whatever the file says of it."""
+    """Sets the schedule without its total_steps: its length is always that of the run."""
     table = work.table(key)
     if work.values[key].get("type") is None:
         fix = "add type: to it, for example CosineWithWarmUpLR"
@@ -220,7 +222,7 @@ def _recompute_modules(work: TranslationState, key: str) -> None:
 
 
 def _context(work: TranslationState, key: str) -> None:
-    """Execution mode 1 is what this trainer does anyway."""
+    """Sets the keys of context, except mode 1, which has no counterpart."""
     table = work.table(key)
     written = dict(table.explicit)
     work.set_default(table, "device_target", "Ascend", f"{key}.device_target")
@@ -265,11 +267,11 @@ RULES = (
     KeyRule("recompute.full_recompute_layer", "list", _recompute_layers),
     KeyRule("recompute.select_module", "dict", _recompute_modules),
     KeyRule("context", "dict", _context, {}),
-    KeyRule("callbacks", "list", "", []),  # which saving adds to
+    KeyRule("callbacks", "list", "", []),  # _saving sets it
     KeyRule("monitor.train_state.local_norm", "bool|str|list", "runner_wrapper.local_norm", "",
             "monitor.train_state.local_norm", True),
     KeyRule(_EVENTS, "str", "tensorboard.tensorboard_dir", "", _EVENTS),
-    # Everything that this trainer has a tag for is written.
+    # All tags of this trainer are written.
     KeyRule(_EVENTS, "str", "tensorboard.log_loss_scale_to_tensorboard", "", _EVENTS, True),
     KeyRule(_EVENTS, "str", "tensorboard.log_timers_to_tensorboard", "", _EVENTS, True),
     KeyRule("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, _EVENTS),
@@ -288,7 +290,7 @@ RULES = (
 
 @cache
 def keys_without_effect() -> dict[str, tuple[str, Any, bool]]:
-    """Returns key -> reason, default, and whether another value is refused, for the keys that change nothing."""
+    """Returns, for each source key without effect, the reason, the default, and whether other values are refused."""
     with (Path(__file__).parent / "unused.yaml").open(encoding="utf-8") as file:
         table = yaml.safe_load(file)
     return {

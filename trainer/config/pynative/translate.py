@@ -1,4 +1,4 @@
-"""A tree of the newer schema -> one of ours. Every value keeps its line, so that later messages name it."""
+"""Translates a tree of the newer schema. Every value keeps its line, so that later messages name it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 
 def is_pynative_key(key: str) -> bool:
-    """Whether a dotted key of the command line is one of the newer schema: ``training.steps``."""
+    """Returns whether a dotted key of the command line belongs to the newer schema: ``training.steps``."""
     first, _, rest = key.partition(".")
     if first in ("model", "recompute"):
         return bool(rest) and rest.split(".")[0] not in ("arch", "model_config", "classifier")
@@ -32,14 +32,14 @@ def is_pynative_key(key: str) -> bool:
 
 @cache
 def _keys() -> tuple[frozenset[str], frozenset[str]]:
-    """Returns the keys of the schema, and its sections."""
+    """Returns the keys of the newer schema, and its sections."""
     keys = [*(rule.key for rule in RULES), *keys_without_effect()]
     sections = [key[:at] for key in keys for at, letter in enumerate(key) if letter == "."]
     return frozenset(keys), frozenset(sections)
 
 
 def translate(name: str, root: Table) -> Translation:
-    """Translates a file, which messages call `name`; what is wrong with it is among the result's problems."""
+    """Translates a file, which messages call `name`; the result has its problems."""
     work = TranslationState(name, Translation())
     _read(work, root, "")
     for rule in RULES:
@@ -59,7 +59,7 @@ def translate(name: str, root: Table) -> Translation:
 
 
 def _checked(work: TranslationState, rule: KeyRule) -> Any:
-    """Returns the value of a key there, or its default where the file has none or one of another type."""
+    """Returns the value of a source key, or its default if the file lacks it or has a value of another type."""
     if rule.key not in work.entries:
         return rule.default
     value = plain(work.entries[rule.key].node)
@@ -76,8 +76,8 @@ def _checked(work: TranslationState, rule: KeyRule) -> Any:
 
 
 def _note_unused(work: TranslationState) -> None:
-    """Notes the keys that change nothing, and refuses those that would change the results."""
-    found = []
+    """Adds notes about keys without effect, and problems for those that would change the results."""
+    ignored = []
     for key, (reason, default, is_refused) in keys_without_effect().items():
         if key not in work.entries:
             continue
@@ -87,12 +87,12 @@ def _note_unused(work: TranslationState) -> None:
         if is_refused:
             work.problem(key, "cannot be translated", reason)
         else:
-            found.append((UnsupportedKey(key, value, "ignored", reason), work.place(key).text, key))
-    work.translation.notes += [Note(text, "ignored") for text in ignored_texts(found)]
+            ignored.append((UnsupportedKey(key, value, "ignored", reason), work.place(key).text, key))
+    work.translation.notes += [Note(text, "ignored") for text in ignored_texts(ignored)]
 
 
 def _read(work: TranslationState, table: Table, path: str) -> None:
-    """Finds the keys of the table in a section of the file; others are problems."""
+    """Collects the known keys in a section of the file; unknown ones become problems."""
     keys, sections = _keys()
     for name, entry in table.entries().items():
         key = f"{path}{name}"

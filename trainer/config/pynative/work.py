@@ -1,4 +1,4 @@
-"""A file of the newer schema while it is translated: what it has, and the tree in our schema that it becomes."""
+"""The state of a translation from the source, a file of the newer schema, to the target, a tree in this schema."""
 
 from __future__ import annotations
 
@@ -22,52 +22,50 @@ _SOURCE_SECTION = {
     "train_dataset.data_loader": "train_dataset.dataloader",
     "train_dataset.input_columns": "train_dataset.dataloader.column_names",
 }
-"""Section here -> where its keys stand there."""
+"""Target section -> source section with its keys."""
 
 
 @dataclass
 class Translation:
-    """The tree in our schema, and what was met on the way."""
+    """The target tree, with problems and notes."""
 
     root: Table = field(default_factory=Table)
     source_keys: dict[str, str] = field(default_factory=dict)
-    """Our keys -> the keys they were translated from, for values that are computed."""
+    """Target keys -> source keys, for values that the translation computes."""
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def with_source_names(self, problem: ConfigError) -> ConfigError:
-        """A problem under the file's name for its key; a flag keeps its own name."""
+        """Returns a problem with source names for keys; a problem of a flag keeps the names of the flag."""
         where = problem.place.text
         error = problem.error
-        is_ours = where.startswith(("flag ", "--")) and not where.endswith(f"--{self.source_name(error.key)}")
-        if not where or is_ours:
+        is_target_flag = where.startswith(("flag ", "--")) and not where.endswith(f"--{self.source_name(error.key)}")
+        if not where or is_target_flag:
             return problem
-        ours = "|".join(rf"\b{section}\b" for section in _SOURCE_SECTION)
-        rule, fix = (re.sub(ours, lambda found: _SOURCE_SECTION[found[0]], text) for text in (error.rule, error.fix))
-        if error.value is None:
-            given = {}
-        else:
-            given = {"value": error.value}
+        targets = "|".join(rf"\b{section}\b" for section in _SOURCE_SECTION)
+        rule, fix = (re.sub(targets, lambda match: _SOURCE_SECTION[match[0]], text) for text in (error.rule, error.fix))
         key = self.source_name(error.key)
-        return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix, **given))
+        if error.value is None:
+            return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix))
+        return problem._replace(error=UserError(rule, where=error.where, key=key, value=error.value, fix=fix))
 
     def written(self, names: Mapping[str, str], positions: Mapping[str, SourceLocation]) -> dict[str, str]:
-        """The names that the file has for our keys; `names` are those that are not the main ones."""
+        """Returns the source names of all target keys; `names` are those that differ from the main names."""
         keys = {key: names.get(key, key) for key, place in positions.items()}
         flags = ("flag ", "--")
         return {key: name if positions[key].text.startswith(flags) else self.source_name(name)
                 for key, name in keys.items()}  # fmt: skip
 
     def source_name(self, key: str) -> str:
-        """A key of ours as the file writes it."""
+        """Returns the source name of a target key."""
         if key in self.source_keys:
             return self.source_keys[key]
         parent, _, number = key.rpartition(".")
         if number.isdecimal() and parent in self.source_keys:
             return f"{self.source_keys[parent]}.{number}"
-        for ours, theirs in _SOURCE_SECTION.items():
-            if f"{key}.".startswith(f"{ours}."):
-                return theirs + key[len(ours) :]
+        for target, source in _SOURCE_SECTION.items():
+            if f"{key}.".startswith(f"{target}."):
+                return source + key[len(target) :]
         return key
 
 
@@ -78,24 +76,24 @@ class TranslationState:
     name: str
     translation: Translation
     entries: dict[str, Entry] = field(default_factory=dict)
-    """What the file has, by the keys and sections of the table."""
+    """The entries of the file, by source key."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The values of all keys of the table's rows, defaults included."""
+    """The values of all source keys with a rule, including defaults."""
 
     def place(self, key: str) -> SourceLocation:
-        """Returns where a key there was written; the file as a whole for a default."""
+        """Returns the location of a source key; for a default, the file."""
         if key in self.entries:
             return self.entries[key].place
         return SourceLocation(0, f"{self.name} ({key} by default)")
 
     def node(self, key: str) -> Node:
-        """Returns what the file has at a key there; an empty section where it has nothing."""
+        """Returns the node of a source key; an empty section if the file lacks it."""
         if key in self.entries:
             return self.entries[key].node
         return Table()
 
     def table(self, key: str) -> Table:
-        """Returns a section there, to be changed: a copy."""
+        """Returns a copy of a source section, for changes."""
         node = self.node(key)
         if isinstance(node, Table):
             return Table(dict(node.entries()))
@@ -104,14 +102,14 @@ class TranslationState:
     def problem(
         self, key: str, rule: str, fix: str, *, place: SourceLocation | None = None, has_value: bool = True
     ) -> None:
-        """Adds a mistake in a key there, with its value where the file has one."""
+        """Adds a problem of a source key, with its value if the file has one."""
         value = NO_VALUE
         if has_value and key in self.entries:
             value = plain(self.entries[key].node)
         self.translation.problems.append(problem_at(place or self.place(key), key, rule, fix, value))
 
     def set_key(self, key: str, value: Any, source: str, *, place: SourceLocation | None = None) -> None:
-        """Sets a key of ours, to a node or a plain value, with the place of a key there."""
+        """Sets a target key to a node or a plain value, with the location of the source key `source`."""
         place = place or self.place(source)
         table = parent(self.translation.root, key, place)
         if isinstance(value, Scalar | Items | Table):
@@ -123,7 +121,7 @@ class TranslationState:
             self.translation.source_keys[key] = source
 
     def set_default(self, table: Table, key: str, value: Any, source: str) -> None:
-        """Adds to a section what MindSpore Transformers takes for a key that the file leaves out."""
+        """Adds MindSpore Transformers' default to a section if the file leaves the key out."""
         if key not in table.explicit or is_null(table.explicit[key].node):
             place = self.place(source)
             table.explicit[key] = Entry(tree(value, place), place)
