@@ -153,7 +153,7 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     measure(step.optimizer, "update", "optimizer")
     measure(decoder.ModelParams, "refresh", "weights in the dtype of the products")
     measure(step, "build_inputs", "data")
-    measure(step, "gradients_of", _DISPATCH)
+    measure(step, "compute_gradients", _DISPATCH)
     return patches
 
 
