@@ -129,7 +129,7 @@ def test_a_plan_says_what_a_run_would_do(tmp_path: Path) -> None:
     _, output, _ = call("plan", "--config", QUICKSTART, "--gradient_accumulation_steps", 4, cwd=tmp_path)
     lines = output.splitlines()
     assert len(lines) <= 30 and all(line == line.rstrip() for line in lines)
-    for text in ("optimizer step", "4 micro-batches of 32 sequences", "on arrays", "learning rate",
+    for text in ("optimizer step", "4 micro-batches of 32 sequences", "array engine", "learning rate",
                  "weights", "MiB"):  # fmt: skip
         assert text in output, text
     flags = ("--output_dir", "x" * 100, "--sink_mode", "--verbose")
