@@ -230,7 +230,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
 def test_the_audit_shows_what_is_built(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dryrun, "audit_there", lambda config, world: "not needed")  # it does the same in a process
+    monkeypatch.setattr(dryrun, "audit_on_backend", lambda config, world: "not needed")  # it does the same in a process
     monkeypatch.setattr(report, "export_step", lambda *step: [])  # the operators: tests/parity/test_ascend_audit.py
     section = {"data_parallel": 2, "model_parallel": 2, "pipeline_stage": 2, "micro_batch_num": 2}
     steps = {"batch_size": ROWS, "gradient_accumulation_steps": 2}
