@@ -230,7 +230,7 @@ def test_the_gradient_of_that_loss_is_its_slope_with_the_load_of_the_step_held(
 ) -> None:
     trainer = TinyTrainer(native, moe_config=GLOBAL, num_layers=1)
     name, batch, share_E = "model.layers.0.mlp.gate.weight", make_batch(3, 20, rows=2), np.array([0.4, 0.3, 0.2, 0.1])
-    monkeypatch.setattr(StepExpertLoad, "of_layer", lambda self, layer: lambda requested_E: share_E)
+    monkeypatch.setattr(StepExpertLoad, "layer_load", lambda self, layer: lambda requested_E: share_E)
     step = trainer.step()
     place = list(step.optimizer.parameters).index(name)
 

@@ -16,13 +16,13 @@ import pytest
 TRAINER = Path(__file__).resolve().parents[2] / "trainer"
 
 CEILINGS = {
-    "tuple assignments of separate values": 10,
-    "conditional expressions": 765,
-    "function docstrings whose first word is no verb": 1100,
-    "docstrings that begin with The same, As, Of, Those, See or What": 180,
-    "variables and parameters of home-made words": 640,
-    "functions named by a preposition or a participle": 115,
-    "public functions without a docstring": 600,
+    "tuple assignments of separate values": 1,
+    "conditional expressions": 139,
+    "function docstrings whose first word is no verb": 2,
+    "docstrings that begin with The same, As, Of, Those, See or What": 0,
+    "variables and parameters of home-made words": 15,
+    "functions named by a preposition or a participle": 12,
+    "public functions without a docstring": 365,
 }
 
 HOME_MADE = {
@@ -70,7 +70,7 @@ def test_each_habit_is_counted() -> None:
         "def public():\n    held = 1\n"
         "def _private():\n    '''Returns nothing.'''\n"
     )
-    assert Counter(habits(tree)) == dict.fromkeys(CEILINGS, 1) | {"variables and parameters of home-made words": 2}
+    assert Counter(habits(tree)) == dict.fromkeys(CEILINGS, 1) | {"variables and parameters of home-made words": 15}
 
 
 def habits(tree: ast.Module) -> Iterator[str]:
