@@ -171,9 +171,18 @@ def _byte_tokenizer(settings: ModelConfig) -> Files:
     eos = {"content": BYTES_EOS, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
            "special": True}  # fmt: skip
     bytes_alone = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    model: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
-             "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-             "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())}, "merges": []}  # fmt: skip
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {letter: byte for byte, letter in enumerate(_byte_letters())},
+        "merges": [],
+    }
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "normalizer": None, "post_processor": None,
                  "added_tokens": [{"id": ByteTokenizer.eos_id, **eos}], "pre_tokenizer": bytes_alone,
                  "decoder": bytes_alone, "model": model}  # fmt: skip
