@@ -81,10 +81,10 @@ def test_a_window_that_the_run_does_not_reach_is_a_note(home: Path) -> None:
 
 def test_a_window_that_ends_before_it_begins_is_a_mistake(home: Path) -> None:
     path = write_config(home / "wrong", home / "data")
-    with pytest.raises(UserError, match=r"profile_stop_step = 2: must be at least the first step .* \(3\)"):
+    with pytest.raises(UserError, match=r"profile_stop_step = 2: must not be less than profile_start_step \(3\)"):
         config_of(path, profile=True, profile_start_step=3, profile_stop_step=2)
     monitor = "[{type: ProfileMonitor, start_step: 20}]"
-    with pytest.raises(UserError, match=r"callbacks\.0\.stop_step = 10: must be at least the first step .* \(20\)"):
+    with pytest.raises(UserError, match=r"callbacks\.0\.stop_step = 10: must not be less than .*start_step \(20\)"):
         config_of(path, callbacks=monitor)
 
 
