@@ -422,3 +422,20 @@ def test_outside_a_job_nothing_happens(tmp_path: Path) -> None:
     assert run_worker("fail").returncode == -signal.SIGUSR1  # nothing was registered
     done = run_worker(RUN_TRAINER_JOB=str(tmp_path / "absent"))  # a folder that is gone does not end a run
     assert done.returncode == 0 and not done.stderr
+
+
+def test_an_announcement_imports_nothing(tmp_path: Path) -> None:
+    """A signal handler announces: it may interrupt any import, and its own import of the same module would fail."""
+    program = (
+        "import signal, sys\n"
+        "from trainer.launch import heartbeat\n"
+        "before = set(sys.modules)\n"
+        "heartbeat.announce_signal(signal.SIGTERM)\n"
+        "print(sorted(set(sys.modules) - before))"
+    )
+    environment = os.environ | {heartbeat.JOB_VARIABLE: str(tmp_path)}
+    command = [sys.executable, "-c", program]
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+    assert [path.name for path in tmp_path.iterdir()]

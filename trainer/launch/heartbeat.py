@@ -117,7 +117,8 @@ def _announce(kind: AnnouncementKind, number: int) -> None:
         path = announcement_file(Path(job), _rank(), kind)
         unfinished = path.with_name(f"{path.name}.new")
         with contextlib.suppress(OSError):
-            unfinished.write_text(json.dumps(Announcement(number, time.monotonic())), encoding="ascii")
+            # Bytes: a text file looks its codec up, which fails in a signal handler that interrupts that very import.
+            unfinished.write_bytes(json.dumps(Announcement(number, time.monotonic())).encode())
             os.replace(unfinished, path)
 
 
