@@ -33,7 +33,7 @@ SECONDS = {
     "parity/test_ascend_audit.py": 43, "parallel/test_launched_training.py": 27,
     "semi_auto/test_sharded_numbers.py": 40, "parallel/test_collectives.py": 14, "parity/test_moe_training.py": 23,
     "integration/test_signals.py": 25, "parity/test_lora.py": 20, "parity/test_recompute.py": 18,
-    "semi_auto/test_semi_auto.py": 25, "integration/test_mnist_run.py": 14,
+    "semi_auto/test_semi_auto.py": 25, "integration/test_tutorial_run.py": 14,
     "parallel/test_launcher_supervision.py": 20, "integration/test_configs.py": 20, "parallel/test_two_hosts.py": 16,
     "parity/test_mixed_precision.py": 15, "unit/test_scripts_setup.py": 12, "integration/test_training.py": 20,
     "integration/test_predict.py": 9, "parallel/test_launcher_nodes.py": 12, "parity/test_moe_models.py": 16,
@@ -59,7 +59,7 @@ SHORT = 2
 # Files that one process runs because they share a job.
 TOGETHER = (("parallel/test_collectives.py", "parallel/test_data_parallel.py"),)
 # Tests that start jobs of several processes: one core would be too little for these.
-JOBS = ("parallel/", "semi_auto/test_sharded_numbers.py", "integration/test_mnist_run.py")
+JOBS = ("parallel/", "semi_auto/test_sharded_numbers.py", "integration/test_tutorial_run.py")
 # Those of them that compute next to nothing.
 WAITING = ("parallel/test_launcher_", "parallel/test_two_hosts.py")
 WORDS = ("passed", "failed", "skipped", "error", "xfailed", "deselected")

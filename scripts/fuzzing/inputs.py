@@ -22,6 +22,7 @@ from fuzzing.mutate import changed_bytes, json_bytes
 from fuzzing.stored import write_tokenizer
 from trainer.cli.main import dispatch
 from trainer.config import parse_config
+from trainer.config.schema.data import IMAGES
 from trainer.data.datasets import build_train_dataset
 from trainer.data.source.indexed import write_indexed
 from trainer.errors import UserError
@@ -168,7 +169,7 @@ def _as_nobody() -> Iterator[None]:
 
 _LOADERS = {
     "TextDataset": "a.txt", "JsonlDataset": "a.jsonl", "MindDataset": "a.mindrecord", "HFDataLoader": "a.parquet",
-    "BlendedMegatronDatasetDataLoader": "a", "MnistDataset": "mnist",
+    "BlendedMegatronDatasetDataLoader": "a", IMAGES: "images",
 }  # fmt: skip
 _ADAPTED = {"model": {"model_config": {"pet_config": {"target_modules": ".*q_proj"}}}}
 _TEXT = {"data_loader": {"type": "TextDataset", "dataset_dir": "stdlib"}}

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from trainer.config.schema.data import IMAGES
 from trainer.dryrun.process import TRAIN, Case
 
 LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradients with it"}
@@ -52,7 +53,7 @@ SEMI: dict[str, Any] = DENSE | {
 
 CLASSIFIER: dict[str, Any] = {name: DENSE[name] for name in ("context", "runner_config", "optimizer")} | {
     "model": {"arch": {"type": "MlpClassifier"}, "classifier": {"hidden_sizes": [32]}},
-    "train_dataset": {"data_loader": {"type": "MnistDataset", "dataset_dir": "digits"}},
+    "train_dataset": {"data_loader": {"type": IMAGES, "dataset_dir": "digits"}},
 }
 """The classifier of images."""
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from ascend_cases import DENSE, EXPERTS, LEGACY, on_ascend
 
+from trainer.config.schema.data import IMAGES
 from trainer.dryrun.process import Measurement
 
 Bench = Callable[[str], Measurement]
@@ -57,11 +58,11 @@ OTHERS = {
     "nesterov": on_ascend(PLAIN, {"optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True}}),
     "classifier": on_ascend({
         "context": {"device_target": "Ascend"}, "model": {"arch": {"type": "MlpClassifier"}},
-        "train_dataset": {"data_loader": {"type": "MnistDataset"}},
+        "train_dataset": {"data_loader": {"type": IMAGES}},
     }),
     "classifier evaluated": on_ascend({
         "context": {"device_target": "Ascend"}, "model": {"arch": {"type": "MlpClassifier"}},
-        "train_dataset": {"data_loader": {"type": "MnistDataset"}},
+        "train_dataset": {"data_loader": {"type": IMAGES}},
     }, task="trainer.dryrun.tasks:evaluation"),
 }  # fmt: skip
 CASES = WITH_EXPERTS | OTHERS

@@ -1,5 +1,5 @@
 """Trainings started with `run_trainer.py launch` and MindSpore's own msrun: the same results as one process, uneven
-data, signals, failures, a hang, prediction. A job of msrun_launcher.sh, as users start it: test_mnist_run.py.
+data, signals, failures, a hang, prediction. A job of msrun_launcher.sh, as users start it: test_tutorial_run.py.
 
 Promised: loss and norm of the first step are those of one process with the same global batch but for rounding
 (tolerances.py), and those of every later step within 1e-4.

@@ -16,6 +16,7 @@ from trainer.audit.graph import Node, export_step, trained_names
 from trainer.audit.report import Audit, audit_ascend, audit_sections
 from trainer.cli import main as cli
 from trainer.config import Config, parse_config
+from trainer.config.schema.data import IMAGES
 from trainer.dryrun import report as dryrun
 from trainer.errors import UserError
 from trainer.models.spec.names import layer_prefix
@@ -321,7 +322,7 @@ def test_the_command_exits_with_1_where_an_operator_is_missing(
 
 
 def test_a_classifier_has_nothing_to_audit(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    images = {"data_loader": {"type": "MnistDataset", "dataset_dir": "digits"}}
+    images = {"data_loader": {"type": IMAGES, "dataset_dir": "digits"}}
     config = {"model": {"arch": {"type": "MlpClassifier"}}, "train_dataset": images}
     code, _, errors = run_plan(tmp_path, capsys, config, "ascend")
     assert code == 2 and "a.json:1: model.arch.type = 'MlpClassifier': has no fused operators" in errors

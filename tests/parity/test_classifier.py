@@ -14,8 +14,9 @@ from numpy_kernels import distance
 from tolerances import rounding_limit
 
 from trainer.config import Config, parse_config
+from trainer.config.schema.data import IMAGES
 from trainer.data.batches.batch import IGNORE_INDEX, concatenate
-from trainer.data.source.mnist import ImageBatch
+from trainer.data.source.images import ImageBatch
 from trainer.ops.kernel_set import load_kernels
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
@@ -28,7 +29,7 @@ from trainer.step.evaluate import evaluate
 from trainer.step.train_step import TrainStep
 
 PIXELS, CLASSES = 20, 5
-IMAGES = {"train_dataset": {"data_loader": {"type": "MnistDataset"}}}
+DATA = {"train_dataset": {"data_loader": {"type": IMAGES}}}
 SIZES = {"pixels": PIXELS, "hidden_sizes": [12, 7], "classes": CLASSES, "initializer_range": 0.4}
 DEPTH = PIXELS + 12 + 7 + CLASSES + 12  # twelve single operations: the image, biases, ReLU, log-sum-exp
 OF_LOSSES, OF_GRADIENTS = rounding_limit(DEPTH, 24), rounding_limit(2 * DEPTH, 24, scale=2)  # up to 24 images
@@ -36,7 +37,7 @@ OF_LOSSES, OF_GRADIENTS = rounding_limit(DEPTH, 24), rounding_limit(2 * DEPTH, 2
 
 def config_of(**sections) -> Config:
     model = {"arch": {"type": "MlpClassifier"}, "classifier": SIZES}
-    return parse_config("tiny", json.dumps({"model": model, "optimizer": {"type": "SGD"}} | IMAGES | sections))
+    return parse_config("tiny", json.dumps({"model": model, "optimizer": {"type": "SGD"}} | DATA | sections))
 
 
 def trainer_of(config: Config) -> TrainStep:
@@ -103,7 +104,7 @@ def test_losses_and_gradients(step: TrainStep, padding: int) -> None:
 
 
 def test_initial_weights_are_those_of_the_tutorial() -> None:
-    config = parse_config("tutorial", json.dumps({"model": {"arch": {"type": "MlpClassifier"}}} | IMAGES))
+    config = parse_config("tutorial", json.dumps({"model": {"arch": {"type": "MlpClassifier"}}} | DATA))
     weights = weights_of(trainer_of(config))
     shapes = [(512, 784), (512,), (512, 512), (512,), (10, 512), (10,)]
     assert [array.shape for array in weights.values()] == shapes

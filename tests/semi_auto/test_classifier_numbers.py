@@ -13,7 +13,7 @@ from tolerances import rounding_limit
 
 from trainer.config import Config, parse_config
 from trainer.data.batches.batch import IGNORE_INDEX
-from trainer.data.source.mnist import ImageBatch
+from trainer.data.source.images import ImageBatch
 from trainer.errors import RunError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.run.session import open_training

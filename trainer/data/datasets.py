@@ -124,8 +124,8 @@ def _build_section(
     loader = getattr(config, section).data_loader
     if loader.type == "SyntheticDataset":
         return _synthetic(config, section)
-    if loader.type == "MnistDataset":
-        from trainer.data.source.mnist import build_images
+    if loader.reads_images:
+        from trainer.data.source.images import build_images
 
         return cast(SequenceDataset, build_images(config, section)), None  # its batches are images
     if loader.type == "BlendedMegatronDatasetDataLoader":

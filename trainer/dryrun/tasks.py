@@ -19,7 +19,7 @@ from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.state import Position, load_weights, save_checkpoint
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, runs_semi_auto
 from trainer.data.batches.batch import Batch
-from trainer.data.source.mnist import ImageBatch
+from trainer.data.source.images import ImageBatch
 from trainer.dryrun.weights import leave_weights_empty
 from trainer.models.generate import Generator, Sampling
 from trainer.ops import dispatch

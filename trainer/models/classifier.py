@@ -16,7 +16,7 @@ from mindspore import dtype as mstype
 from mindspore.ops import operations as P
 
 from trainer.data.batches.batch import IGNORE_INDEX
-from trainer.data.source.mnist import MEAN, STANDARD_DEVIATION, ImageBatch
+from trainer.data.source.images import ImageBatch
 from trainer.models.compute_weights import ModelParams
 from trainer.models.inputs import LossSums
 from trainer.models.recompute import Compiled, Differentiable, compile_cell
@@ -35,7 +35,7 @@ class ImageInputs(NamedTuple):
     """One micro-batch on the device."""
 
     pixels_BP: Tensor
-    """float32, of mean 0 and standard deviation 1 over MNIST."""
+    """float32, normalized by the settings `pixel_mean` and `pixel_std`."""
     targets_BC: Tensor
     """float32, one-hot; zeros where there is no loss."""
 
@@ -44,6 +44,7 @@ class ImageInputBuilder:
     """Turns an `ImageBatch` into `ImageInputs`."""
 
     def __init__(self, settings: ClassifierConfig) -> None:
+        self.settings = settings
         self.rows_CC = np.eye(settings.classes, dtype=np.float32)
 
     def __call__(self, batch: ImageBatch) -> ImageInputs:
@@ -52,7 +53,7 @@ class ImageInputBuilder:
     def arrays(self, batch: ImageBatch) -> tuple[np.ndarray, np.ndarray]:
         """Returns the fields of `ImageInputs` as arrays on the host."""
         valid_B1 = (batch.labels != IGNORE_INDEX)[:, None]
-        pixels_BP = (batch.pixels.astype(np.float32) / 255 - MEAN) / STANDARD_DEVIATION
+        pixels_BP = (batch.pixels.astype(np.float32) / 255 - self.settings.pixel_mean) / self.settings.pixel_std
         targets_BC = self.rows_CC[np.where(valid_B1[:, 0], batch.labels, 0)] * valid_B1
         return pixels_BP.astype(np.float32), targets_BC.astype(np.float32)
 

@@ -187,8 +187,8 @@ def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
         values = loader.model_dump(include=set(keys))
         paths = _paths([values[key] for key in keys if key in values])
         paths += [item.path for item in getattr(loader, "sources", ())]
-        if loader.type == "MnistDataset":
-            from trainer.data.source.mnist import PATH_VARIABLE
+        if loader.reads_images:
+            from trainer.data.source.images import PATH_VARIABLE
 
             paths.append(os.environ.get(PATH_VARIABLE, ""))
         if loader.type != "SyntheticDataset" and not any(_dataset_exists(path) for path in paths if path):

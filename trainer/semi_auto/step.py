@@ -17,7 +17,7 @@ from mindspore import Tensor, nn
 from trainer.config.checks.parallel import parallel_degrees
 from trainer.config.schema.classifier import ClassifierConfig
 from trainer.data.batches.batch import Batch, padding_batch
-from trainer.data.source.mnist import ImageBatch, padding_images
+from trainer.data.source.images import ImageBatch, padding_images
 from trainer.models.classifier import ImageInputBuilder
 from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed

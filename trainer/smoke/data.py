@@ -119,7 +119,7 @@ def _file_changes(config: Config, key: str, folder: Path, why: str) -> Iterator[
         yield from change_key(config, f"{key}.data_dir", None)
         yield from change_key(config, f"{key}.dataset_dir", "")
         yield from _handlers(config, key)
-    elif loader.type == "MnistDataset":
+    elif loader.reads_images:
         yield from change_key(config, f"{key}.dataset_dir", str(folder), why)
     else:
         ending = "jsonl"

@@ -47,7 +47,7 @@ def write_synthetic_data(config: Config, section: str) -> None:
         for prefix in _prefixes(loader):
             _folder(Path(prefix))
             write_indexed(Path(prefix), _documents(config, loader), config.decoder.vocab_size)
-    elif loader.type == "MnistDataset":
+    elif loader.reads_images:
         _write_images(config, section)
     else:
         rows = loader.num_samples or 1
@@ -222,10 +222,10 @@ def _form(config: Config, section: str) -> str:
 
 
 def _write_images(config: Config, section: str) -> None:
-    """Writes random images of the classifier's size in the format of MNIST."""
+    """Writes random images of the classifier's size as idx files."""
     import struct
 
-    from trainer.data.source.mnist import IMAGES_MAGIC, LABELS_MAGIC
+    from trainer.data.source.images import IMAGES_MAGIC, LABELS_MAGIC
 
     assert config.classifier is not None, "images are for a classifier"
     pixels = config.classifier.pixels

@@ -10,7 +10,7 @@ from trainer.config.checks.problem import ConfigError, problem, value_of
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
-from trainer.config.schema.data import TokenizerConfig
+from trainer.config.schema.data import IMAGES, TokenizerConfig
 from trainer.config.schema.fields import beside_of
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.root import CLASSIFIER, Config
@@ -22,7 +22,6 @@ BYTE_VOCABULARY = 257
 _KEY = "model.model_config"
 _EXPERTS = f"{_KEY}.moe_config"
 _CLASS = "model.arch.type"
-_IMAGES = "MnistDataset"
 _ONE = "remove one of the two"
 _EVEN = "rotary embedding requires a positive, even number"
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -34,10 +33,10 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     for section in ("train_dataset", "eval_dataset"):
         dataset = getattr(config, section)
         key = f"{section}.data_loader.type"
-        if dataset is None or (dataset.data_loader.type == _IMAGES) == classifier:
+        if dataset is None or dataset.data_loader.reads_images == classifier:
             continue
         if classifier:
-            yield problem(config, key, f"an {CLASSIFIER} takes images", f"write {_IMAGES}")
+            yield problem(config, key, f"an {CLASSIFIER} takes images", f"write {IMAGES}")
         else:
             fix = f"write {_CLASS}: {CLASSIFIER}, or use TextDataset, JsonlDataset or SyntheticDataset"
             yield problem(config, key, f"{config.model.arch.type} takes text, not images", fix)

@@ -11,6 +11,8 @@ _Field: TypeAlias = Literal[
     "tools"]
 TRAIN = "train_dataset"
 EVAL = "eval_dataset"
+IMAGES = "MnistDataset"
+"""The `data_loader.type` of images: the name of MindSpore's data set of the same file format."""
 _MEANWHILE = "use TextDataset, JsonlDataset or SyntheticDataset"
 
 
@@ -19,6 +21,7 @@ class _Loader(Section):
 
     default_type: ClassVar[str] = "TextDataset"
     reads_text: ClassVar[bool] = True  # False if the files contain tokens or images, which are not tokenized
+    reads_images: ClassVar[bool] = False
 
     dataset_dir: FilePath = setting(
         "", 'A file, a folder, or "stdlib" (the standard library of this Python). Default empty: none.',
@@ -78,9 +81,10 @@ class SyntheticLoader(_Loader):
     type: Literal["SyntheticDataset"] = setting(REQUIRED, "Kind of data.")
 
 
-class MnistLoader(_Loader):
-    """Images of digits in the files of MNIST, for an MlpClassifier."""
+class ImageLoader(_Loader):
+    """Images and their labels in the file format of MNIST, for an MlpClassifier."""
     reads_text = False
+    reads_images = True
     type: Literal["MnistDataset"] = setting(REQUIRED, "Kind of data.")
     dataset_dir: FilePath = setting(
         "", "Folder of the files. Default empty: the folder in the environment variable DATA_PATH.",
@@ -174,7 +178,7 @@ class OtherLoader(_Loader):
 
 
 DataLoader = Annotated[
-    TextLoader | JsonlLoader | SyntheticLoader | MnistLoader | MindLoader | MegatronLoader | HuggingFaceLoader
+    TextLoader | JsonlLoader | SyntheticLoader | ImageLoader | MindLoader | MegatronLoader | HuggingFaceLoader
     | OtherLoader,
     Field(discriminator="type"),
 ]  # fmt: skip

@@ -1,7 +1,6 @@
-"""Reads images of MNIST, or of any data set in its file format.
+"""Reads images and their labels from idx files.
 
-An idx file, plain or gzipped, has a big-endian header (magic number, length of each axis), then bytes. The end of
-http://yann.lecun.com/exdb/mnist/ describes the format.
+An idx file, plain or gzipped, has a big-endian header (magic number, length of each axis), then bytes.
 
 Shape legend: B images of a micro-batch, P pixels of an image.
 """
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-MEAN = 0.1307
-STANDARD_DEVIATION = 0.3081
-"""Mean and standard deviation of the pixels of MNIST's training images, from 0 to 1."""
 PATH_VARIABLE = "DATA_PATH"
 """The environment variable that names the folder if the YAML does not, as in MindSpore's tutorials."""
 
@@ -105,7 +101,7 @@ def build_images(config: Config, section: str) -> ImageDataset:
     """
     images = []
     labels = []
-    assert config.classifier is not None, "only a classifier has an MnistDataset"
+    assert config.classifier is not None, "only a classifier reads images"
     classes = config.classifier.classes
     pairs = [_read_headers(config, section, *pair) for pair in _find_files(config, section)]
     for image_file, label_file in pairs:
@@ -128,7 +124,7 @@ def _find_files(config: Config, section: str) -> Iterator[tuple[Path, Path]]:
         raise _error(config, section, rule, f"set it, or the environment variable {PATH_VARIABLE}; {_DRAW}")
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        raise _error(config, section, f"{folder} is not a folder", f"name the folder of MNIST's files; {_DRAW}")
+        raise _error(config, section, f"{folder} is not a folder", f"name the folder of the idx files; {_DRAW}")
     for part in _PARTS[usage]:
         images = _find_file(config, section, folder, part, "images", "idx3")
         yield images, _find_file(config, section, folder, part, "labels", "idx1")
@@ -142,12 +138,12 @@ def _find_file(config: Config, section: str, folder: Path, part: str, kind: str,
             if (where / name).is_file():
                 return where / name
     rule = f"{folder} has neither {names[0]} nor {names[0]}.gz"
-    raise _error(config, section, rule, f"copy MNIST's four files there; {_DRAW}")
+    raise _error(config, section, rule, f"copy the idx files there; {_DRAW}")
 
 
 def _read_headers(config: Config, section: str, images: Path, labels: Path) -> tuple[IdxFile, IdxFile]:
     """Reads both headers and checks that they fit each other and the classifier."""
-    assert config.classifier is not None, "only a classifier has an MnistDataset"
+    assert config.classifier is not None, "only a classifier reads images"
     image_file = _read_located(config, section, read_header, images, IMAGES_MAGIC)
     label_file = _read_located(config, section, read_header, labels, LABELS_MAGIC)
     count, height, width = image_file.shape
