@@ -35,7 +35,7 @@ SECONDS = {
     "integration/test_signals.py": 25, "parity/test_lora.py": 20, "parity/test_recompute.py": 18,
     "semi_auto/test_semi_auto.py": 25, "integration/test_tutorial_run.py": 14,
     "parallel/test_launcher_supervision.py": 20, "integration/test_configs.py": 20, "parallel/test_two_hosts.py": 16,
-    "parity/test_mixed_precision.py": 15, "unit/test_scripts_setup.py": 12, "integration/test_training.py": 20,
+    "parity/test_mixed_precision.py": 15, "unit/scripts/test_scripts_setup.py": 12, "integration/test_training.py": 20,
     "integration/test_predict.py": 9, "parallel/test_launcher_nodes.py": 12, "parity/test_moe_models.py": 16,
     "parity/test_loss_scaling.py": 9, "integration/test_moe_checkpoints.py": 5, "integration/test_lora_run.py": 10,
     "parity/test_kernels.py": 19, "integration/test_moe_run.py": 8, "parity/test_freezing.py": 14,
@@ -47,9 +47,10 @@ SECONDS = {
     "integration/test_bad_input.py": 8, "parity/test_muon.py": 7, "parallel/test_launcher_script.py": 4,
     "parity/test_ascend_kernels.py": 6, "parity/test_dropout_training.py": 5,
     "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 4, "parity/test_telechat.py": 3,
-    "unit/test_newer_schema.py": 4, "unit/test_report_page.py": 12, "unit/test_report_compare.py": 6,
-    "ascend/test_explicit.py": 27, "ascend/test_semi_auto.py": 27, "ascend/test_step.py": 5,
-    "ascend/test_semi_auto_settings.py": 45, "ascend/test_kernels.py": 8, "unit/test_fuzz.py": 8,
+    "unit/config/test_newer_schema.py": 4, "unit/report/test_report_page.py": 12,
+    "unit/report/test_report_compare.py": 6, "ascend/test_explicit.py": 27, "ascend/test_semi_auto.py": 27,
+    "ascend/test_step.py": 5, "ascend/test_semi_auto_settings.py": 45, "ascend/test_kernels.py": 8,
+    "unit/scripts/test_fuzz.py": 8,
     "parallel/test_tensor_parallel.py": 50, "parallel/test_layouts.py": 80, "parallel/test_pipeline.py": 40,
     "parallel/test_context_parallel.py": 14,
     "parallel/test_expert_parallel.py": 6, "parallel/test_sharing_levels.py": 28, "parallel/test_traffic.py": 15,
@@ -88,8 +89,9 @@ class Running(NamedTuple):
 def batches(tests: Path = TESTS) -> list[Batch]:
     """Returns every test file once; the longest batches come first, so that all cores end at about the same time."""
     found = []
-    for folder in {path.parent.name for path in tests.glob("*/test_*.py")}:
-        every = {f"{folder}/{path.name}" for path in (tests / folder).glob("test_*.py")}
+    names = [path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")]
+    for folder in {name.partition("/")[0] for name in names}:
+        every = {name for name in names if name.startswith(f"{folder}/")}
         kept_together = [files for files in TOGETHER if every.issuperset(files)]
         alone = every.difference(*kept_together)
         found += [Batch(files, files[0].startswith(JOBS)) for files in kept_together]

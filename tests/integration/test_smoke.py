@@ -1,4 +1,4 @@
-"""The command `smoke` from the file to its exit code; tests/unit/test_smoke_changes.py has what it changes."""
+"""The command `smoke` from the file to its exit code; tests/unit/smoke/test_smoke_changes.py has what it changes."""
 
 from __future__ import annotations
 

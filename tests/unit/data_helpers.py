@@ -1,10 +1,12 @@
-"""What the tests of trainer.data share: real configurations, real corpora, and a tokenizer made on the spot."""
+"""What the tests of trainer.data share: real configurations, real corpora, images, and a tokenizer made on the spot."""
 
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from trainer.config import Config, load_config
@@ -78,3 +80,18 @@ def write_tokenizer(path: Path, *specials: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(path))
     return path
+
+
+def idx(magic: int, array: np.ndarray) -> bytes:
+    return struct.pack(f">{1 + array.ndim}i", magic, *array.shape) + array.tobytes()
+
+
+def write_set(folder: Path, train: int = 12, test: int = 5, side: int = 4) -> Path:
+    """Returns a set whose image number n is all n, and whose labels count from 0 to 9."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, count in (("train", train), ("t10k", test)):
+        numbers = np.arange(count).astype(np.uint8)
+        images = np.broadcast_to(numbers[:, None, None], (count, side, side))
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(idx(2051, np.ascontiguousarray(images)))
+        (folder / f"{part}-labels-idx1-ubyte").write_bytes(idx(2049, numbers % 10))
+    return folder

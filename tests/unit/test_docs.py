@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from data_helpers import write_set
 from fork_server import FORKED, ensure_server
 from safetensors.numpy import save_file
-from test_mnist_files import write_set
 
 from trainer.checkpoint.hugging_face import folder_files
 from trainer.cli.flags import FLAGS, split_arguments

@@ -33,10 +33,10 @@ def test_files_that_share_a_job_share_a_process() -> None:
 
 
 def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
-    for name in ("unit/test_a.py", "new/test_b.py"):
-        (tmp_path / name).parent.mkdir()
+    for name in ("unit/data/test_a.py", "new/test_b.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
-    assert batches(tmp_path) == [Batch(("tests/new/test_b.py",), False), Batch(("tests/unit/test_a.py",), False)]
+    assert batches(tmp_path) == [Batch(("tests/new/test_b.py",), False), Batch(("tests/unit/data/test_a.py",), False)]
 
 
 def test_a_job_and_what_waits_run_beside_the_cores_and_in_the_end_on_them() -> None:

@@ -1,0 +1,330 @@
+"""Files of MindSpore Transformers' newer schema (`--mode 1`): translated with their lines, names and defaults."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from config_helpers import BASE, error_of, failure, load, notes
+from fork_server import FORKED, ensure_server
+
+from trainer.config import Override, convert_schema, dump_config, parse_config
+from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.read.nodes import plain
+from trainer.config.read.yaml_reader import parse_document
+from trainer.config.recompute import recomputed_parts
+from trainer.config.schema.callbacks import CheckpointMonitor
+from trainer.errors import UserError
+from trainer.parallel.world import SINGLE_PROCESS, world_of
+from trainer.run.plan_file import plan_file, world_from_degrees
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+MODEL = """\
+model:
+  model_type: qwen3
+  architectures: Qwen3ForCausalLM
+  vocab_size: 300
+  seq_length: 32
+  hidden_size: 64
+  intermediate_size: 96
+  num_hidden_layers: 4
+  num_attention_heads: 4
+  num_key_value_heads: 2
+  rms_norm_eps: 1.e-5
+  compute_dtype: "float32"
+  params_dtype: "float32"
+"""
+SMALL = f"""\
+context: {{device_target: CPU}}
+training: {{steps: 6, local_batch_size: 2, global_batch_size: 8}}
+lr_scheduler: {{type: ConstantWarmUpLR, warmup_steps: 0}}
+train_dataset:
+  dataloader: {{type: TextDataset, dataset_dir: stdlib}}
+{MODEL}"""
+FULL = f"""\
+checkpoint:
+  enable_save: True
+  save_path: "out/run"
+  save_max: 2
+  save_interleaved_steps: 50
+  no_save_optim: True
+  async_save: True
+  prefix: null
+  load_path: ""
+training:
+  steps: 100
+  local_batch_size: 2
+  global_batch_size: 32
+  max_norm: 0.5
+  seed: 7
+  deterministic: True
+parallelism:
+  data_parallel_shard: 2
+  data_parallel_shard_strategy: "optim_grads_params"
+  tensor_parallel: 2
+  context_parallel: 1
+  pipeline_parallel: 2
+  pipeline_parallel_schedule: "1f1b"
+  pipeline_parallel_interleave_num: 1
+  pipeline_parallel_layers_per_stage: null
+  sequence_parallel: True
+  expert_parallel: 1
+  moe_token_dispatcher_type: alltoall
+optimizer:
+  type: AdamW
+  betas: [0.9, 0.98]
+  eps: 1.e-7
+  weight_decay: 0.1
+lr_scheduler:
+  type: CosineWithWarmUpLR
+  learning_rate: 1.e-4
+  warmup_ratio: 0.1
+  total_steps: 5
+recompute:
+  mode: full
+  full_recompute_layer: [0-1, 3]
+recompute_comm: {{enable: False}}
+swap: {{enable: False, default_prefetch: 2}}
+train_dataset:
+  dataloader:
+    type: MindDataset
+    dataset_files: "/data/on/another/machine"
+    column_names: ["input_ids", "labels", "loss_mask", "position_ids"]
+    shuffle: true
+  drop_remainder: True
+  num_parallel_workers: 4
+  numa_enable: True
+monitor:
+  health_checkpoint: {{global_norm_skip_time: 3}}
+  train_state: {{local_norm: True, device_loss: True}}
+  tensorboard: {{output_dir: "tb", log_interval: 5}}
+callbacks:
+  - {{type: MaxLogitsMonitor}}
+context: {{mode: 1, device_target: "Ascend", max_device_memory: "58GB"}}
+profiler: {{enable_profiling: True, start_step: 7, end_step: 8, profiler_rank: [1], profile_cpu: False}}
+{MODEL}"""
+
+
+def test_every_section_becomes_ours():
+    config = load(FULL)
+    runner, wrapper, parallel = config.runner_config, config.runner_wrapper, config.parallel_config
+    assert (runner.max_steps, runner.batch_size, runner.global_batch_size, config.seed) == (100, 2, 32, 7)
+    assert (wrapper.use_clip_grad, wrapper.max_grad_norm, wrapper.local_norm) == (True, 0.5, True)
+    assert (parallel.model_parallel, parallel.pipeline_stage, parallel.data_parallel) == (2, 2, None)
+    assert (config.use_parallel, config.parallel.parallel_mode) == (True, 1)
+    assert config.parallel.enable_parallel_optimizer and config.output_dir == "out/run"
+    assert (config.optimizer.betas, config.optimizer.eps, config.optimizer.weight_decay) == ([0.9, 0.98], 1e-7, 0.1)
+    schedule = config.lr_schedule
+    assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
+    assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
+    assert config.checkpoint_monitor.async_save
+    window = config.profile_monitor
+    assert (window.start_step, window.stop_step, window.profile_rank_ids, window.with_stack) == (7, 8, [1], True)
+    tensorboard = config.tensorboard
+    assert (tensorboard.tensorboard_dir, tensorboard.log_interval) == ("tb", 5)
+    assert tensorboard.tensorboard_queue_size == 1000
+    assert tensorboard.log_timers_to_tensorboard and tensorboard.log_loss_scale_to_tensorboard
+    assert (config.checkpoint_monitor.save_checkpoint_steps, config.checkpoint_monitor.keep_checkpoint_max) == (50, 2)
+    data = config.train_dataset
+    assert data.input_columns == ["input_ids", "labels", "loss_mask", "position_ids"] and data.data_loader.shuffle
+    assert (config.decoder.num_layers, config.model.arch.type) == (4, "Qwen3ForCausalLM") and config.decoder.use_qk_norm
+    assert recomputed_parts(config) == ("block", "block", "", "block")
+    assert (config.context.deterministic, config.context.max_device_memory, config.context.mode) == ("ON", "58GB", 0)
+
+
+def test_what_is_left_out_has_the_defaults_of_that_schema():
+    config = load(SMALL)
+    assert (config.seed, config.optimizer.type, config.optimizer.betas) == (42, "AdamW", [0.9, 0.95])
+    assert (config.optimizer.weight_decay, config.lr_schedule.learning_rate) == (0.01, 1e-5)
+    assert (config.runner_wrapper.use_clip_grad, config.runner_wrapper.max_grad_norm) == (True, 1.0)
+    assert not config.train_dataset.data_loader.shuffle and config.use_parallel is None
+    assert config.checkpoint_monitor == CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=1000)
+    off = load(SMALL.replace("steps: 6", "max_norm: 0, steps: 6") + "checkpoint: {enable_save: False}\n")
+    assert not off.runner_wrapper.use_clip_grad and off.checkpoint_monitor.save_checkpoint_steps == 0
+    context = load(SMALL.replace("context: {device_target: CPU}", "context: {mode: 1}")).context
+    assert (context.device_target, context.max_device_memory) == ("Ascend", "59GB")
+    mindrecord = SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: MindDataset, dataset_files: x")
+    assert load(mindrecord).train_dataset.input_columns == ["input_ids", "labels"]
+
+
+def test_weights_are_loaded_or_a_run_is_resumed():
+    resumed = load(f"checkpoint: {{load_path: some/folder}}\n{SMALL}")
+    assert (resumed.load_checkpoint, resumed.resume_training) == ("some/folder", True)
+    weights = load(f"checkpoint: {{load_path: some/folder, no_load_optim: True}}\n{SMALL}")
+    assert (weights.load_checkpoint, weights.resume_training) == ("some/folder", False)
+
+
+def test_adapters_are_those_of_the_modules_that_the_expression_finds():
+    lora = "lora_config: {target_modules: 'linear_qkv|linear_fc1', lora_rank: 4, lora_alpha: 8}\n"
+    pet = load(SMALL + lora).decoder.pet_config
+    assert (pet.lora_rank, pet.lora_alpha, pet.target_modules) == (4, 8, ".*(q_proj|k_proj|v_proj|gate_proj|up_proj)")
+    assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notes(SMALL + lora)
+    assert "target_modules = '(': it is not a regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
+    assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
+
+
+def test_keys_of_muon_that_change_nothing_and_those_that_would():
+    muon = "optimizer: {type: Muon, adamw_betas: [0.9, 0.95], adamw_include: ['*word_embeddings*', '*output_layer*']}\n"
+    config = load(SMALL + muon)
+    assert (config.optimizer.betas, config.optimizer.weight_decay) == ([0.9, 0.95], 0.01)
+    assert config.parallel.enable_parallel_optimizer
+    assert "optimizer.adamw_include" in error_of(SMALL + muon.replace("'*output_layer*'", "'*router*'"))
+    message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 8]], qk_clip_enabled: True}\n")
+    assert "optimizer.ns_coefficients = " in message and "optimizer.qk_clip_enabled = True: not yet" in message
+
+
+def test_select_recomputation_names_modules():
+    text = "recompute: {mode: select, select_module: {'layers.*.self_attention.*': [0-2], 'layers.*.mlp.*': [1]}}\n"
+    assert recomputed_parts(load(SMALL + text)) == ("attention", "block", "attention", "")
+    assert recomputed_parts(load(SMALL + "recompute: {mode: None, full_recompute_layer: [0]}\n")) == ("",) * 4
+
+
+def test_keys_without_a_counterpart_are_notes_with_their_lines():
+    told = notes(FULL)
+    assert "a.yaml: a file of MindSpore Transformers' newer schema" in told
+    for key, line in (
+        ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
+        ("train_dataset.num_parallel_workers", 51), ("monitor.train_state.device_loss", 55),
+        ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.profile_cpu", 60),
+    ):  # fmt: skip
+        assert f"{key} (a.yaml:{line})" in told, key
+    assert "checkpoint.enable_save False: a checkpoint is still saved" in notes(
+        f"checkpoint: {{enable_save: False}}\n{SMALL}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "into", "parts"),
+    [
+        ("  steps: 100", "  step: 100", ["a.yaml:11: training.step: unknown key", "training.steps"]),
+        ("  steps: 100", "  steps: many", ["a.yaml:11: training.steps = 'many': must be an integer"]),
+        ("  steps: 100", "  steps: 0", ["a.yaml:11: training.steps = 0: must be at least 1"]),
+        ("tensor_parallel: 2", "tensor_paralel: 2", ["a.yaml:20: parallelism.tensor_paralel: unknown"]),
+        ("profiler:", "profilr:", ["a.yaml:60: profilr: unknown key at the top level", "you probably mean profiler"]),
+        ("hidden_size: 64", "hiden_size: 64", ["a.yaml:66: model.hiden_size: unknown key in model", "hidden_size"]),
+        ("weight_decay: 0.1", "weight_decay: -1", ["a.yaml:33: optimizer.weight_decay = -1"]),
+        ("learning_rate: 1.e-4", "learning_rat: 1", ["a.yaml:36: lr_scheduler.learning_rat: ", "in lr_scheduler"]),
+        ("type: CosineWithWarmUpLR", "type: null", ["a.yaml:34: lr_scheduler.type: this key is required"]),
+        ("num_attention_heads: 4", "num_attention_heads: 5", ["model.num_attention_heads = 5"]),
+        ("shuffle: true", "shufle: true", ["a.yaml:49: train_dataset.dataloader.shufle: unknown key"]),
+        ("seed: 7", "rampup_batch_size: [16, 4, 200]", ["a.yaml:15: training.rampup_batch_size", "translated"]),
+        ("mode: full", "mode: all", ["a.yaml:40: recompute.mode = 'all': must be None, full"]),
+        ("full_recompute_layer: [0-1, 3]", "select_module: null", ["recompute.mode full needs it"]),
+    ],
+)  # fmt: skip
+def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts: list[str]):
+    assert change in FULL
+    message = error_of(FULL.replace(change, into, 1))
+    for part in parts:
+        assert part in message, message
+
+
+def test_a_file_with_sections_of_both_is_of_the_older_one():
+    for text in (SMALL + "runner_config: {epochs: 2}\n", BASE + "training: {steps: 3}\n"):
+        assert "training: unknown key at the top level" in error_of(text)
+
+
+def test_keys_of_both_schemas_are_flags():
+    flags = "training.steps=9 train_dataset.dataloader.shuffle=True optimizer.weight_decay=0.5"
+    more = "runner_config.batch_size=1 model.num_hidden_layers=3 lr_scheduler.learning_rate=1e-3"
+    config = load(SMALL, *flags.split(), *more.split())
+    assert (config.runner_config.max_steps, config.runner_config.batch_size) == (9, 1)
+    assert config.train_dataset.data_loader.shuffle and config.decoder.num_layers == 3
+    assert (config.optimizer.weight_decay, config.lr_schedule.learning_rate) == (0.5, 1e-3)
+    assert "flag --training.stepz: training.stepz: unknown key" in error_of(SMALL, "training.stepz=9")
+    assert load(SMALL + "unheard_of: {a: 1}\n", "unheard_of=null") == load(SMALL)
+    mode = [Override("context.mode", "1", "flag --mode")]
+    assert parse_config("a.yaml", SMALL, mode).context.mode == 0  # it names the schema there
+    assert load(SMALL, "context.mode=1").context.mode == 1
+
+
+def test_a_step_has_the_sequences_of_the_global_batch_in_any_job():
+    config = load(SMALL)
+    in_jobs = [resolve_for_job(config, world_of(ranks)).runner_config for ranks in (1, 2, 4)]
+    assert [runner.gradient_accumulation_steps for runner in in_jobs] == [4, 2, 1]
+    staged = resolve_for_job(load(FULL), world_of(16))
+    assert (staged.parallel_config.micro_batch_num, staged.runner_config.gradient_accumulation_steps) == (4, 1)
+    message = failure(lambda: plan_file(config, world_of(3), []))
+    assert "training.global_batch_size = 8: must be a multiple of batch_size x data_parallel = 2 x 3" in message
+    again = parse_config("config.yaml", dump_config(resolve_for_job(config, world_of(2))))
+    assert resolve_for_job(again, world_of(4)).runner_config.gradient_accumulation_steps == 1
+
+
+def test_a_run_has_the_steps_that_the_file_says():
+    config = load(SMALL, "train_dataset.dataloader.num_samples=24")
+    plan = plan_file(config, SINGLE_PROCESS, [])
+    assert (plan.steps.steps_per_epoch, plan.steps.total_steps, plan.steps.last_step, plan.steps.epochs) == (3, 6, 6, 2)
+    five = plan_file(load(SMALL, "train_dataset.dataloader.num_samples=24", "training.steps=5"), SINGLE_PROCESS, [])
+    assert (five.steps.total_steps, five.steps.last_step, five.steps.epochs) == (5, 5, 2)
+
+
+def test_the_plan_is_that_of_the_smallest_job_of_its_degrees():
+    config = load(FULL)
+    plan = plan_file(config, world_from_degrees(config, SINGLE_PROCESS), [])
+    assert (plan.ranks, plan.steps.micro_batches) == (4, 16)
+    assert plan.degrees == {"pipeline_stage": 2, "model_parallel": 2}
+
+
+def test_a_model_without_sizes_is_planned_as_far_as_it_goes():
+    text = SMALL.replace(MODEL, MODEL.partition("  vocab_size")[0])
+    text = text.replace("device_target: CPU", "device_target: Ascend")
+    plan = plan_file(load(text), world_from_degrees(load(text), SINGLE_PROCESS), [])
+    notes = "\n".join(plan.notes)
+    assert not plan.memory_bytes and "weights and memory are unknown: the model sizes are not in the file" in notes
+    assert "not on this machine: model" not in notes
+
+
+@pytest.mark.parametrize("text", [SMALL, FULL])
+def test_the_conversion_is_the_same_configuration(text: str):
+    written, told = convert_schema("a.yaml", text)
+    assert parse_config("b.yaml", written) == load(text)
+    assert "newer schema" not in notes(written) and told
+
+
+def test_convert_writes_a_file_once(tmp_path):
+    source, target = tmp_path / "new.yaml", tmp_path / "ours.yaml"
+    source.write_text(FULL)
+    ensure_server()
+
+    def convert(*arguments: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, FORKED, REPOSITORY / "run_trainer.py", "convert", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    done = convert(source, "--output", target)
+    assert done.returncode == 0 and "note: " in done.stderr, done.stderr
+    assert parse_config("ours.yaml", target.read_text()) == load(FULL)
+    again = convert(source, "--output", target)
+    assert again.returncode == 2 and "is there already" in again.stderr
+    older = convert(target)
+    assert older.returncode == 2 and "does not use the newer schema" in older.stderr
+
+
+def _keys(section: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for key, value in section.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from _keys(value, (*path, key))
+
+
+def test_whatever_a_key_holds_is_refused_or_converted():
+    root, _ = parse_document("a.yaml", FULL)
+    accepted, values = 0, itertools.cycle([None, "x", {"a": 1}, []])
+    for path, value in zip(_keys(plain(root)), values, strict=False):
+        changed = section = plain(root)
+        for key in path[:-1]:
+            section = section[key]
+        section[path[-1]] = value
+        text = json.dumps(changed)
+        try:
+            config = parse_config("a.yaml", text)
+        except UserError as error:
+            assert "a.yaml" in str(error)
+        else:
+            assert parse_config("b.yaml", convert_schema("a.yaml", text)[0]) == config, path
+            accepted += 1
+    assert accepted

@@ -1,0 +1,106 @@
+"""Model FLOPs against the literal formulas of papers, and the peak that they are compared with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config import Override, load_config, parse_config
+from trainer.plan.flops import flops_per_sequence, keys_seen
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+L, H, HEADS, KV, D, FFN, V, T = 3, 64, 4, 2, 16, 96, 128, 32
+DENSE = f"""
+model:
+  arch: {{type: LlamaForCausalLM}}
+  model_config: {{num_layers: {L}, hidden_size: {H}, num_heads: {HEADS}, n_kv_heads: {KV}, intermediate_size: {FFN},
+                 vocab_size: {V}, seq_length: {T}}}
+train_dataset: {{data_loader: {{type: SyntheticDataset, num_samples: 7}}}}
+"""
+PROJECTIONS = H * (HEADS * D + 2 * KV * D) + HEADS * D * H
+LAYER = PROJECTIONS + 3 * H * FFN
+PAIRS = (T + 1) / 2  # keys that a query sees, mean
+ATTENTION = 2 * HEADS * D * PAIRS  # numbers of queries and keys, and of scores and values, that are multiplied
+
+
+def flops(**keys: object) -> float:
+    """Returns the operations per token."""
+    overrides = [Override(name.replace("__", "."), str(value)) for name, value in keys.items()]
+    return flops_per_sequence(parse_config("a.yaml", DENSE, overrides)) / T
+
+
+def test_a_dense_decoder_takes_6_n_and_attention() -> None:
+    found = flops()
+    assert found == 6 * (L * LAYER + V * H) + L * 6 * ATTENTION
+    # PaLM, appendix B: 6 N + 12 L H Q T, of which the half that a causal mask leaves, and the diagonal.
+    palm = 12 * L * HEADS * D * T
+    assert found == 6 * (L * LAYER + V * H) + palm / 2 * (T + 1) / T
+    assert flops(model__model_config__tie_word_embeddings=True) == found  # the head is the embedding
+    assert flops(run_mode="eval", eval_dataset="{data_loader: {type: SyntheticDataset, num_samples: 7}}") == found / 3
+
+
+def test_recomputation_is_not_counted() -> None:
+    assert flops(recompute_config__recompute=True) == flops()
+
+
+def test_a_window_is_seen_as_far_as_it_reaches() -> None:
+    windowed = flops(model__model_config__sliding_window=8)
+    pairs = sum(min(query + 1, 8) for query in range(T)) / T
+    assert windowed == pytest.approx(6 * (L * LAYER + V * H) + L * 6 * 2 * HEADS * D * pairs)
+    assert keys_seen(T, None) == keys_seen(T, T + 1) == sum(range(1, T + 1)) / T
+
+
+def test_experts_count_with_those_that_are_chosen() -> None:
+    moe = "{expert_num: 8, num_experts_chosen: 2, shared_expert_num: 1, moe_intermediate_size: 48}"
+    layer = PROJECTIONS + 8 * H + 2 * 3 * H * 48 + 3 * H * 48
+    assert flops(model__model_config__moe_config=moe) == 6 * (L * layer + V * H) + L * 6 * ATTENTION
+
+
+def test_each_multi_token_module_is_a_layer_with_a_merge_and_a_head() -> None:
+    one = 6 * (LAYER + 2 * H * H + V * H) + 6 * ATTENTION
+    assert flops(model__model_config__mtp_depth=2) == pytest.approx(flops() + 2 * one)
+
+
+def test_latent_attention_has_keys_and_values_of_unequal_width() -> None:
+    keys = "multi_latent_attention: True, q_lora_rank: 24, kv_lora_rank: 16, qk_nope_head_dim: 8, qk_rope_head_dim: 4"
+    text = DENSE.replace(f"n_kv_heads: {KV}", f"{keys}, v_head_dim: 12")
+    found = flops_per_sequence(parse_config("a.yaml", text, [])) / T
+    queries, keys = H * 24 + 24 * HEADS * 12, H * (16 + 4) + 16 * HEADS * (8 + 12)
+    layer = queries + keys + HEADS * 12 * H + 3 * H * FFN
+    assert found == pytest.approx(6 * (L * layer + V * H) + L * 6 * HEADS * (12 + 12) * PAIRS)
+
+
+def test_what_is_frozen_has_no_gradient() -> None:
+    every = flops()
+    # The gradient of the weights is left out, that of what goes through them is not: the embedding below is trained.
+    mlp = flops(freeze__include='["*.mlp.*"]')
+    assert mlp == every - 2 * L * 3 * H * FFN
+    # Below the first trained layer there is no backward pass.
+    upper = flops(freeze__include='["model.embed_tokens.*", "layers: 0-1"]')
+    assert upper == pytest.approx(every - 4 * 2 * LAYER - 4 * 2 * ATTENTION)
+
+
+def test_adapters_leave_the_gradients_of_the_weights_below_them_out() -> None:
+    found = flops(model__model_config__pet_config='{pet_type: lora, lora_rank: 4, target_modules: ".*q_proj"}')
+    assert found == pytest.approx(4 * (L * LAYER + V * H) + L * 6 * (4 * H + HEADS * D * 4) + L * 6 * ATTENTION)
+
+
+def test_images_need_no_gradient() -> None:
+    config = load_config(str(REPOSITORY / "configs" / "mnist_accumulation.yaml"), [])
+    sizes = config.classifier.sizes
+    weights = [a * b for a, b in zip(sizes, sizes[1:], strict=False)]
+    assert flops_per_sequence(config) == 6 * sum(weights) - 2 * weights[0]
+
+
+# ---- the peak --------------------------------------------------------------------------------------------------------
+
+
+def test_an_ascend_has_its_published_peak_and_an_unknown_device_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.ops import peak
+
+    monkeypatch.setattr(peak, "_device_name", lambda: "Ascend910B3")
+    assert peak.peak_flops("Ascend", "bfloat16", 8) == pytest.approx(8 * 20 * 8192 * 1.8e9)
+    assert peak.peak_flops("Ascend", "float32", 8) is None and peak.peak_flops("CPU", "bfloat16", 8) is None
+    monkeypatch.setattr(peak, "_device_name", lambda: "Ascend990")
+    assert peak.peak_flops("Ascend", "bfloat16", 8) is None
