@@ -18,7 +18,7 @@ from trainer.checkpoint.store import newest_complete
 from trainer.data import IGNORE_INDEX, build_eval_dataset
 from trainer.errors import EXIT_SIGTERM, RunError, UserError
 from trainer.monitors.metrics import Monitor
-from trainer.report.curves import read_metrics
+from trainer.report.curves import MetricsReader
 from trainer.run.loop import run
 
 pytestmark = pytest.mark.slow
@@ -123,7 +123,7 @@ def test_samples_change_no_number_and_are_what_run_mode_predict_gives(home: Path
     train(path, runner_config__stop_step=3, sample_prompt="a", do_eval=False)
     assert samples(output)[0][:2] == (3, "a") and len(samples(output)) == 1
     assert (output / "samples-1.jsonl").exists()
-    pauses = [one for one in read_metrics(output / "metrics-1.jsonl").pauses if one.kind == "sampling"]
+    pauses = [one for one in MetricsReader(output / "metrics-1.jsonl").read().pauses if one.kind == "sampling"]
     assert [pause.step for pause in pauses] == [5, 10, 12] and all(pause.seconds > 0 for pause in pauses)
 
 

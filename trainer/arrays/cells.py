@@ -115,6 +115,7 @@ class _PartCell(nn.Cell):
         self.saved: dict[str, Any] | None = None
 
     def construct(self, *inputs_and_trained: Tensor) -> Results:
+        """Returns the results of the part; with `save`, keeps the arrays that `bprop` needs."""
         inputs = self.arguments(inputs_and_trained)
         with self.unsharded_weights():
             call = SublayerCall(self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained)

@@ -118,6 +118,7 @@ class CpuMapping:
         dtype = call.weights[MAPPING_IN].dtype
 
         def compute(tile: Tile) -> None:
+            """Multiplies the rows of a tile by the matrix."""
             self.linear.forward(call, tile.cast(x_NE[tile.rows], dtype), out_ND[tile.rows], tile)
 
         self.scratch.run(len(x_NE), compute)
@@ -147,6 +148,7 @@ class CpuMerge:
         dtype = call.weights[self.linear.weight].dtype
 
         def compute(tile: Tile) -> None:
+            """Multiplies the joined rows of a tile, [n, 2 D], by the projection."""
             both_nC = tile.cast(self._both(call.weights, embedded_ND, x_ND, tile), dtype)
             self.linear.forward(call, both_nC, out_ND[tile.rows], tile)
 
@@ -172,6 +174,7 @@ class CpuMerge:
         factor_ND = empty(*grad_ND.shape, dtype=dtype)[1]
 
         def compute(tile: Tile) -> None:
+            """Computes the gradients of the embeddings and of x for a tile, through their norms."""
             store(self._both(call.weights, embedded_ND, x_ND, tile), both_NC[tile.rows])
             store(grad_ND[tile.rows], factor_ND[tile.rows])
             grad_nC = tile.take(2 * self.hidden)

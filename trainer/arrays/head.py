@@ -68,6 +68,7 @@ class FusedLinearCrossEntropy:
         """Writes the input of the output projection to `y_nE`, float32 [n, E], and returns it."""
 
         def compute(tile: Tile) -> None:
+            """Maps and normalizes the rows of a tile."""
             z_nE = self._mapped(call, x_nD[tile.rows], tile)
             self.norm(z_nE, call.weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows])
 
@@ -179,9 +180,11 @@ class FusedLinearCrossEntropy:
         place_n = place_n * inside_n
 
         def multiply(columns: slice, thread: int) -> None:
+            """Computes the logits of some tokens of the vocabulary, for all rows."""
             operators().matmul(y_nE, weight_VE[columns].T, logits_nV[:, columns])
 
         def normalise(rows: slice, thread: int) -> None:
+            """Turns the logits of some rows into probabilities over this rank's tokens."""
             logits = logits_nV[rows]
             largest_n[rows] = logits.max(1)
             label_n[rows] = logits[np.arange(len(logits)), place_n[rows]] * inside_n[rows]
@@ -193,6 +196,7 @@ class FusedLinearCrossEntropy:
                 finish(rows, thread)
 
         def finish(rows: slice, thread: int) -> None:
+            """Computes the losses of some rows and the gradients of their logits."""
             logits = logits_nV[rows]
             losses_n[rows] = above_n[rows] - np.log(inverse_sum_n[rows], dtype=np.float64)
             if grad_nV is None:
@@ -203,6 +207,7 @@ class FusedLinearCrossEntropy:
             to_bfloat16_if_needed(logits, grad_nV[rows])
 
         def scale_shard(rows: slice, thread: int) -> None:
+            """Turns probabilities over this rank's tokens into those over the vocabulary."""
             logits_nV[rows] *= share_n[rows, None]
             finish(rows, thread)
 
@@ -243,11 +248,13 @@ class FusedLinearCrossEntropy:
         is_scaled = grad_nV.dtype == np.float16
 
         def compute_input_rows(rows: slice, thread: int) -> None:
+            """Computes the gradients of some rows of the input."""
             operators().matmul(grad_nV[rows], weight_VE, out_nE[rows])
             if is_scaled:
                 out_nE[rows] /= _SMALL_GRADIENTS
 
         def compute_weight_rows(columns: slice, thread: int) -> None:
+            """Adds the gradients of some rows of the weight."""
             assert out_VE is not None
             if not is_scaled:
                 operators().matmul(grad_nV[:, columns].T, y_nE, out_VE[columns], not first)
@@ -273,6 +280,7 @@ class FusedLinearCrossEntropy:
             mapped_grad_nE = grad_nE
 
         def compute(tile: Tile) -> None:
+            """Takes the gradients of a tile back through the norm."""
             into_nE = mapped_grad_nE[tile.rows]
             if not maps:
                 into_nE[...] = grad_nE[tile.rows]

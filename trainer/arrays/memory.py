@@ -123,6 +123,7 @@ def combine_expert_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray 
     scratch = np.empty((threads.threads, MOST_MOVED, y.shape[1]), np.float32)
 
     def add(tokens: slice, thread: int) -> None:
+        """Sums the expert rows of some tokens, in the order of the choices."""
         total = out[tokens]
         row = scratch[thread, : tokens.stop - tokens.start]
         for choice in range(row_Nk.shape[1]):

@@ -120,6 +120,7 @@ class CpuMlp:
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, linears)
 
         def compute(tile: Tile) -> None:
+            """Computes the gradients of gate and up for a tile, and of the down projection's adapter."""
             gate_nF = gate_NF[tile.rows]
             up_nF = up_NF[tile.rows]
             inner_nF = None

@@ -207,6 +207,7 @@ class OneDnnOperators:
         self.wide = [np.empty(0, np.float32)] * 3
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
+        """Multiplies with oneDNN's gemm or a cached primitive; emulated half precision goes through float32."""
         emulates = a.dtype == np.float16 or (a.dtype == BFLOAT16 and self.emulates)
         # Primitives, unlike gemm, write bfloat16 and take several matrices at once: between two calls a thread would
         # wait for Python's lock. They misread views with an axis of length 1 (oneDNN 3.10).
@@ -265,6 +266,7 @@ class OneDnnOperators:
         primitive.run(self.stream, a, b, out)
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Casts with a cached reorder primitive, or with NumPy where oneDNN lacks the dtype."""
         if not self.casts or not x.size or np.float16 in (x.dtype, out.dtype):
             NumpyOperators().cast(x, out)
             return
@@ -279,6 +281,7 @@ class OneDnnOperators:
         primitive.run(self.stream, x, out)
 
     def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+        """Multiplies by a bfloat16 array with a cached primitive, otherwise with NumPy."""
         if y.dtype != BFLOAT16 or not self.casts or not x.size:
             NumpyOperators().multiply(x, y, out)
             return
@@ -290,6 +293,7 @@ class OneDnnOperators:
         primitive.run(self.stream, x, y, out)
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
+        """Computes the softmax with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
         if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
             NumpyOperators().softmax(x, out)
             return
@@ -304,6 +308,7 @@ class OneDnnOperators:
         primitive.run(self.stream, x, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
+        """Computes the gradient with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
         if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
             NumpyOperators().softmax_gradient(y, grad, out)
             return

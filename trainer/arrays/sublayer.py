@@ -137,6 +137,7 @@ class Linear:
             input_NI = empty(*x_NI.shape, dtype=dtype)[1]
 
         def compute(tile: Tile) -> None:
+            """Keeps the inputs and the gradients of a tile for the weight's gradient, and computes that of x."""
             to_bfloat16_if_needed(x_NI[tile.rows], input_NI[tile.rows])
             factor_nO = to_bfloat16_if_needed(grad_NO[tile.rows], factor_NO[tile.rows])
             self.backward(call, factor_nO, out_NI[tile.rows], tile)
@@ -339,6 +340,7 @@ class NormedInput:
         sums_nD = self.tensor.reduce_partial(into_ND)
 
         def compute(tile: Tile) -> None:
+            """Takes the summed gradients of a tile back through the norm."""
             out_ND[tile.rows] = sums_nD[tile.rows]
             if self.norm is not None:
                 self._norm_gradient(call, x_ND, grad_ND, tile, out_ND)

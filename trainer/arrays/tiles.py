@@ -143,6 +143,7 @@ def shared_product(
     """
 
     def multiply(columns: slice, thread: int) -> None:
+        """Computes some columns of the result."""
         if len(x_nI) > 1 or x_nI.dtype != np.float32:
             operators().matmul(x_nI, weight_OI[columns].T, out_nO[:, columns], accumulate)
         elif accumulate:
@@ -282,6 +283,7 @@ class WeightGradients:
             np.sum([by_row[first] for first in sorted(by_row)], 0, out=array)
 
         def multiply(product: tuple[np.ndarray, np.ndarray, np.ndarray], thread: int) -> None:
+            """Computes the gradient of one matrix, grad_NO^T x_NI."""
             grad_NO, x_NI, out_OI = product
             operators().matmul(grad_NO.T, x_NI, out_OI)
 

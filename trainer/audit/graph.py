@@ -138,6 +138,7 @@ class _Layer(nn.Cell):
             self.capacity = settings.experts.capacity(tokens)
 
     def construct(self, x_ND: Tensor, shared: tuple, dropped: tuple, block: tuple, experts: tuple) -> Tensor:
+        """Returns x_ND after the layer, and the auxiliary loss and the z-loss of a MoE layer."""
         tables, masks, sequence_weights = shared
         if not self.has_experts:
             x_ND = self.block(x_ND, *tables, *masks, dropped[0], dropped[1], dropped[2], *block, *dropped[3:])
@@ -203,6 +204,7 @@ def flat_arguments(
     argnums: dict[str, int] = {}
 
     def put(item: Any) -> Any:
+        """Returns the structure of `item`, with the place of each tensor in `arguments`."""
         if isinstance(item, Tensor):
             arguments.append(item)
             return len(arguments) - 1

@@ -271,6 +271,7 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
     entries = {name: TensorInfo(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
 
     def converted() -> Iterator[np.ndarray]:
+        """Yields the arrays in `dtype`; raises UserError for numbers beyond the range of float16."""
         for name, array in arrays.items():
             if dtype == "float16" and np.abs(array).max(initial=0) > _LARGEST_FLOAT16:
                 rule = f"{name} has numbers beyond the range of float16"

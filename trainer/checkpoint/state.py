@@ -332,6 +332,7 @@ def _optimizer_arrays(checkpoint: Checkpoint, config: Config) -> dict[str, LazyA
             raise damaged_checkpoint(checkpoint.path, rule)
 
     def read(name: str, part: ShardSpec) -> np.ndarray:
+        """Reads a shard of an array; raises UserError if it has NaN or infinity."""
         numbers = stored.array(name).read(part)
         if not is_finite(numbers):
             rule = f"the optimizer's state is not finite: {name} has NaN or infinity"

@@ -338,6 +338,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         parts, (_, shape) = [file.tensor(name) for file in self._files_with(name)], self.about(name)
 
         def read(part: ShardSpec) -> np.ndarray:
+            """Reads a shard of the array from the files of the ranks that saved it."""
             try:
                 if len(parts) == 1:
                     return parts[0].read(part)

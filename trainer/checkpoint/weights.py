@@ -352,6 +352,7 @@ def read_safetensors(
         raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
 
     def read(name: str, part: ShardSpec) -> np.ndarray:
+        """Reads a shard of a tensor as float32; raises UserError if the file cannot be read."""
         try:
             return tensors.tensor(name).read(part).astype(np.float32, copy=False)
         except OSError as error:

@@ -187,6 +187,7 @@ def checkpoint_stages(
     agreed = partial(_agreed, rank=rank, ranks=ranks, folder=folder, needed_bytes=needed_bytes)
 
     def prepare() -> str:
+        """Returns the name of the unfinished folder, which rank 0 makes; other ranks return ""."""
         if first:
             return _begin(path, {part: shards[part] for part in shared}, needed_bytes, stage)
         return ""
@@ -194,6 +195,7 @@ def checkpoint_stages(
     unfinished = folder / agreed((yield StageWork(prepare)))[0]
 
     def write() -> dict[str, _Written]:
+        """Writes this rank's shards, and returns the size and checksum of each file."""
         if not unfinished.is_dir():
             raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
         for part in shared:
@@ -203,6 +205,7 @@ def checkpoint_stages(
         return _write_files(unfinished, alone, files if first else {}, stage)
 
     def read_back() -> dict[str, _Written]:
+        """Computes the checksums of files that several ranks wrote; the ranks share the files."""
         names = [f"{part}{ENDING}" for number, part in enumerate(shared) if number % ranks == rank]
         return {name: _read_back(unfinished / name) for name in names}
 
@@ -212,6 +215,7 @@ def checkpoint_stages(
     written = dict(sorted(files_of_all))
 
     def complete() -> None:
+        """Moves the folder in place, marks it complete and removes older checkpoints (rank 0)."""
         if first:
             _flush_to_disk(unfinished)
             _move_in_place(unfinished, path, step, written, stage)

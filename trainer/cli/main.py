@@ -62,6 +62,7 @@ def program() -> None:
     code: int | str | None = EXIT_RUN_FAILED  # of an exception that Python shows
 
     def exit_at_once() -> None:
+        """Ends the process without waiting for threads and without Python's cleanup."""
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -139,12 +139,10 @@ def _build_section(
 
         return build_mindrecord(config, section)
     opened = open_token_files(config, section, progress, note)
-    limit = None
     if len(opened) == 1:
-        limit = loader.num_samples
-    built = [_build_source(config, section, source, file, limit, note) for source, _, file in opened]
-    if len(opened) == 1:
-        return built[0]
+        source, _, file = opened[0]
+        return _build_source(config, section, source, file, loader.num_samples, note)
+    built = [_build_source(config, section, source, file, None, note) for source, _, file in opened]
     return _blend(config, section, [(source, weight) for source, weight, _ in opened], built, note)
 
 
@@ -210,6 +208,7 @@ def _build_source(
         documents, held_out = _hold_out(config, documents, packing, note)
 
     def dataset_of(spans: DocumentSpans, keep_tail: bool, limit: int | None) -> SequenceDataset:
+        """Returns the documents as running text, or packed, as the configuration says."""
         if packing == "cut":
             return TokenDataset(token_file, spans, seq_length, keep_tail=keep_tail, limit=limit)
         return PackedDataset(token_file, spans, seq_length, packing=packing, limit=limit, fitted=fitted)

@@ -89,6 +89,7 @@ def receive_signals_in_a_thread(ended: threading.Event | None = None) -> threadi
         wait_seconds = _FOREVER
 
     def forward() -> None:
+        """Turns received stop signals into interrupts of the main thread."""
         while ended is None or not ended.is_set():
             received = signal.sigtimedwait(EXIT_CODES, wait_seconds)
             if received is not None:

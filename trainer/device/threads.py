@@ -102,6 +102,7 @@ class HostThreads:
         left = iter(items)
 
         def take(thread: int) -> None:
+            """Runs the function on the remaining items, one after the other."""
             self.at_work.number = thread
             try:
                 with np.errstate(all="ignore"):  # what is not finite is found in the results, without warnings

@@ -37,6 +37,7 @@ def host_reads() -> Iterator[dict[str, tuple[int, int]]]:
     originals = {name: getattr(mindspore.Tensor, name) for name in _READERS}
 
     def counting(original: Callable) -> Callable:
+        """Wraps a method of tensors to count its calls and bytes for each line of the program."""
         def read(tensor: mindspore.Tensor, *args: Any, **kwargs: Any) -> Any:
             if getattr(inside, "reader", False):
                 return original(tensor, *args, **kwargs)

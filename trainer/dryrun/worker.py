@@ -28,6 +28,7 @@ def end_with_parent() -> None:
     parent = os.getppid()
 
     def watch() -> None:
+        """Ends the process when its parent is gone."""
         while os.getppid() == parent:
             time.sleep(1)
         os._exit(1)

@@ -83,6 +83,7 @@ def start_session(command: Sequence[str], environment: Mapping[str, str], output
     parent = os.getpid()
 
     def die_with_parent() -> None:
+        """Lets the kernel kill this process when its parent dies."""
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it has gone already
             os._exit(1)

@@ -37,6 +37,7 @@ def make_restart_plan(options: LaunchOptions, config: Config | None, plan_of: Pl
     before = _saved(folder)  # of an earlier training, which may have used the folder too
 
     def find_newest() -> str:
+        """Returns the newest intact checkpoint that this job saved, or ""."""
         new = [path.name for path in _saved(folder) - before]
         for path in reversed([path for path in complete_checkpoints(folder) if path.name in new]):
             try:
@@ -51,6 +52,7 @@ def make_restart_plan(options: LaunchOptions, config: Config | None, plan_of: Pl
         key = "adapter_id"
 
     def resume_from(options: LaunchOptions, name: str) -> LaunchOptions:
+        """Returns the options of a job that resumes from the checkpoint; without one, the options as they are."""
         if not name:
             return options
         # The job may have begun at the first row after an earlier checkpoint; it continues where this one is.
@@ -58,6 +60,7 @@ def make_restart_plan(options: LaunchOptions, config: Config | None, plan_of: Pl
         return _add_arguments(options, *words)
 
     def shrink(options: LaunchOptions, name: str) -> LaunchOptions | None:
+        """Returns the options of a resumed job on fewer ranks, or None if none fits."""
         return _shrink(options, lambda smaller: resume_from(smaller, name), plan_of)
 
     return RestartPlan(Path(config.output_dir), find_newest, resume_from, shrink)

@@ -160,6 +160,7 @@ def tail_file(path: Path) -> Callable[[], bytes]:
     offset = 0
 
     def read() -> bytes:
+        """Returns at most `_READ_BYTES` bytes that were appended since the last call."""
         nonlocal offset
         try:
             with path.open("rb") as log:
@@ -180,6 +181,7 @@ def tail_pipe(path: Path) -> Callable[[], bytes]:
     os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # stays open: without a writer, reading would find the end
 
     def read() -> bytes:
+        """Returns at most `_READ_BYTES` bytes that are in the pipe."""
         with contextlib.suppress(BlockingIOError):
             return os.read(reading, _READ_BYTES)
         return b""

@@ -341,6 +341,7 @@ class ArrayParts:
         width = len(x_ND) // rows
 
         def run(sequences: slice, thread: int) -> None:
+            """Runs the layers on some of the sequences, with their tables, masks and cache."""
             tokens = slice(sequences.start * width, sequences.stop * width)
             masks = [mask if mask is None else mask[sequences] for mask in call.masks]
             thread_call = PredictionCall(call.tables[tokens], masks, call.cache.select(sequences))

@@ -126,6 +126,7 @@ class CellParts:
         def head_loss(
             x_ND: Tensor, norm_E: Tensor, weight_VE: Tensor, labels_N: Tensor, valid_N1: Tensor, *mapping: Tensor
         ) -> Tensor:
+            """Returns the sum of the losses over the loss tokens."""
             return loss(normed(x_ND, norm_E, *mapping), weight_VE, labels_N, valid_N1)
 
         return head_loss
@@ -142,6 +143,7 @@ class CellParts:
 
         @functools.cache
         def function(name: str, window: int | None) -> Differentiable:
+            """Returns the block, or one of its sublayers, for a window."""
             if name == "block" and window is None:
                 return Differentiable(self.block, compiled)
             return Differentiable(Block(settings, kernels, name, window, self.tensor), compiled)
@@ -252,6 +254,7 @@ class CellParts:
             draw: Callable, sublayer: str, site: str, shape: tuple[int, ...], rate: float,
             shard: MaskShard | LocalHeads | None,
         ) -> Tensor | None:  # fmt: skip
+            """Draws the mask of a place, or returns None without dropout there."""
             if rate > 0 and part in ("block", sublayer):
                 return draw(key, sites[site], shape, rate, shard)
             return None

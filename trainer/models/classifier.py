@@ -69,6 +69,7 @@ class FullyConnected(nn.Cell):
         self.relu = P.ReLU()
 
     def construct(self, x_BP: Tensor, *weights: Tensor) -> Tensor:
+        """Returns the logits; a ReLU follows each layer but the last."""
         x = x_BP
         for layer, linear in enumerate(self.linears):
             x = linear(x, weights[2 * layer], weights[2 * layer + 1])

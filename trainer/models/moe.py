@@ -130,6 +130,7 @@ class RouterLosses(nn.Cell):
         self, logits_NE: Tensor, scores_NE: Tensor, load: Tensor, mean_BN: Tensor, mean_BR: Tensor, tokens_B1: Tensor,
         valid_N1: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Returns both sums; no gradient flows through the experts' loads."""
         if self.of_step:
             load_BE = ops.stop_gradient(load * self.experts)
         else:
@@ -484,6 +485,7 @@ class _RecomputedExperts(nn.Cell):
         self.gradients = ops.GradOperation(get_all=True, sens_param=True)
 
     def construct(self, x_ND: Tensor, *trained: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Runs the experts without recording them, and keeps the routing for `bprop`."""
         x_ND, aux_loss, z_loss, self.routing, self.scores_NE = self.compute(x_ND, self.views)
         # A new tensor: a result leads to this cell's `bprop`, and without a z-loss all calls share one tensor for it.
         return x_ND, aux_loss, z_loss + 0

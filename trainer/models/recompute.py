@@ -78,6 +78,7 @@ def compile_cell(cell: nn.Cell, compiled: Compiled) -> Callable:
     run = mindspore.jit(cell.construct, **options)
 
     def call(*arguments: Any) -> Any:
+        """Runs the compiled cell, and removes the references that `jit` leaves on its arguments."""
         result = run(*arguments)
         for argument in arguments:
             if argument is not None:
@@ -136,6 +137,7 @@ class RecomputedCall(nn.Cell):
         self.constants = constants
 
     def construct(self, x_ND: Tensor, *trained: Tensor) -> Tensor:
+        """Runs the part without recording it."""
         before, after = self.constants()
         return self.part.function.plain(x_ND, *before, *self.views, *after)
 

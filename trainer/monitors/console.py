@@ -55,6 +55,7 @@ class LineMonitor(Monitor):
         self._write(formatting.start_line(info))
 
     def on_step(self, metrics: StepMetrics) -> None:
+        """Prints each `per_print_times`-th step, and every step that overflowed."""
         self._eta.add(metrics)
         if self._is_printed(metrics.step) or metrics.overflow:
             self._write(self._step_line(metrics, self._eta.seconds(metrics)))
@@ -113,6 +114,7 @@ class ProgressMonitor(LineMonitor):
         self._line.start()
 
     def on_step(self, metrics: StepMetrics) -> None:
+        """Updates the progress line, and prints a line for a step that overflowed."""
         self._state.add(metrics)
         self._line.refresh()
         if metrics.overflow:

@@ -34,6 +34,7 @@ class JsonlMonitor(Monitor):
         self._file: TextIO | None = None
 
     def on_start(self, info: RunInfo) -> None:
+        """Opens the file: a resumed run continues it, a new run renames an old one."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if info.start_step > 0:
@@ -93,6 +94,7 @@ class SamplesMonitor(Monitor):
             raise write_failure(self._path, error, "samples", "samples file") from error
 
     def on_samples(self, step: int, samples: Sequence[tuple[str, str]], seconds: float) -> None:
+        """Appends a line of JSON for each prompt."""
         try:
             # A prompt that is not UTF-8 has lone surrogates; as backslash escapes they are valid JSON.
             with self._path.open("a", encoding="utf-8", errors="backslashreplace") as file:

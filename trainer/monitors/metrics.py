@@ -216,6 +216,7 @@ class Totals(Monitor):
         self._started_at = time.perf_counter()
 
     def on_step(self, metrics: StepMetrics) -> None:
+        """Adds the step to the totals."""
         self._rates.append(metrics.tokens_per_second)
         self._input_rates.append(metrics.input_tokens_per_second)
         if metrics.skipped:

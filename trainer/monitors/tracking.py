@@ -70,6 +70,7 @@ class TrackerMonitor(Monitor):
         self._thread.start()
 
     def on_step(self, metrics: StepMetrics) -> None:
+        """Queues each `every`-th step, and the first and last one, for the tracker's thread."""
         if metrics.step % self._every == 0 or metrics.step in self._always:
             self._put("step", metrics)
 
@@ -80,6 +81,7 @@ class TrackerMonitor(Monitor):
         self._put("wait", {"step": step, "sample_seconds": seconds})
 
     def close(self, summary: RunSummary | None) -> None:
+        """Lets the thread empty its queue, and waits at most `_END_SECONDS` for it."""
         if self._thread is None:
             return
         if summary is not None and summary.save_wait_seconds:

@@ -44,6 +44,7 @@ class InDtype(nn.Cell):
         self.cast = P.Cast()
 
     def construct(self, *tensors: Tensor) -> Tensor:
+        """Runs the kernel between the casts."""
         if self.first:
             result = self.kernel(self.cast(tensors[0], self.inside), *tensors[1:])
         else:

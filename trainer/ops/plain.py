@@ -110,6 +110,7 @@ class RmsNorm(nn.Cell):
         self.weigh = P.Mul()
 
     def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+        """Computes the norm in the dtype of x."""
         rstd_N1 = self.rsqrt(self.add(self.mean(self.square(x_ND), (-1,), True), self.eps))
         return self.weigh(self.scale(x_ND, rstd_N1), weight_D)
 
@@ -174,6 +175,7 @@ class Rotary(Sharded):
         self.join = P.Concat(self.axis)
 
     def construct(self, x_NC: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
+        """Rotates each head of x_NC; no gradient flows into the tables."""
         cos_BT1d = ops.stop_gradient(cos_BT1d)
         sin_BT1d = ops.stop_gradient(sin_BT1d)
         rows = cos_BT1d.shape[0]
@@ -212,6 +214,7 @@ class SplitHeads(Sharded):
         self.same = P.Mul()
 
     def construct(self, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the first columns of every head, [N, heads * first], and its other columns."""
         tokens = x_NC.shape[0]
         width = x_NC.shape[1] // self.heads
         x_NHw = self.reshape(x_NC, (tokens, self.heads, width))
@@ -237,6 +240,7 @@ class JoinHeads(Sharded):
         self.concat = P.Concat(2)
 
     def construct(self, x_NA: Tensor, y_NB: Tensor) -> Tensor:
+        """Joins the columns of x and y head by head."""
         tokens = x_NA.shape[0]
         x_NHa = self.reshape(x_NA, (tokens, self.heads, x_NA.shape[1] // self.heads))
         if self.shared:
@@ -262,6 +266,7 @@ class SwiGLU(Sharded):
         return self.multiply(self.silu(gate_NF), up_NF)
 
     def bprop(self, gate_NF: Tensor, up_NF: Tensor, out: Tensor, grad_NF: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the gradients of gate and up, which are computed from the saved inputs."""
         return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
 
 
@@ -417,6 +422,7 @@ class CrossEntropy(Sharded):
         self.off = Tensor(0.0, mstype.float32)
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> Tensor:
+        """Returns the sum of the losses, weighted by valid_N1, in float32."""
         logits_NV = self.logits(self.cast(x_ND, self.dtype), self.cast(weight_VD, self.dtype))
         logits_NV = self.cast(logits_NV, mstype.float32)
         # A constant shift: no gradient goes through it.

@@ -54,6 +54,7 @@ class GroupedMatmul(nn.Cell):
     def bprop(
         self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, out: Tensor, grad_RO: Tensor
     ) -> tuple[Tensor, Tensor, None]:
+        """Returns the gradients of x and the weight, expert by expert."""
         x = host_array(x_RI)
         weight = host_array(weight_EOI, x_RI.dtype)
         grad = host_array(grad_RO)
@@ -94,6 +95,7 @@ class Unpermute(nn.Cell):
     def bprop(
         self, y_RD: Tensor, gates_Nk: Tensor, token_R: Tensor, row_Nk: Tensor, out: Tensor, grad_ND: Tensor
     ) -> tuple[Tensor, Tensor, None, None]:
+        """Returns the gradients of the rows and the gates."""
         y = host_array(y_RD)
         row = row_Nk.asnumpy()
         gate_R = np.zeros(len(y), np.float32)

@@ -81,6 +81,7 @@ def resolve_precision(
     )
 
     def part(key: str) -> PartDtype:
+        """Returns the dtype of a part on this device, and why."""
         dtype = requested_dtype(settings, amp_level, key)
         why = _DEFAULT.why
         if getattr(settings, key) is not None:

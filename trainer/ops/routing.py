@@ -338,6 +338,7 @@ class StepExpertLoad:
         known: list[Any] = []
 
         def shares(requested_E: Any) -> Any:
+            """Returns the shares of the assignments; only the first call adds its counts."""
             if not known:
                 [total_E] = self.sums([requested_E * 1.0])
                 self.requested[layer] = total_E = total_E + self.requested.get(layer, 0.0)

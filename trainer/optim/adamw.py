@@ -38,11 +38,13 @@ class AdamW(Optimizer):
         super().__init__(parameters, groups, STATE_NAMES["AdamW"], shards)
 
     def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
+        """Returns zeros: a NumPy array if the kernel updates arrays."""
         if self.apply.takes_arrays:
             return np.zeros(shape, np.float32)
         return super().new_array(shape, name)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
+        """Updates all weights of this rank, then gathers sharded ones."""
         self.updates += 1
         if self.apply.takes_arrays:
             items = self._arrays(gradients, scale)

@@ -72,6 +72,7 @@ class Muon(Optimizer):
         self.coefficients = tuple(scalar(coefficient) for coefficient in _COEFFICIENTS)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
+        """Updates the matrices by Muon, and the other weights by AdamW."""
         self.updates += 1
         gradient_of = dict(zip(self.parameters, gradients, strict=True))
         scale_of = dict(zip(self.parameters, expand_scale(scale, len(gradients)), strict=True))

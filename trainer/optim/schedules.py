@@ -92,6 +92,7 @@ def _warm_up(inputs: _Inputs, after: Schedule) -> Schedule:
     rise = section.learning_rate - section.warmup_lr_init
 
     def learning_rate(step: int) -> float:
+        """Returns the rate of the warm-up, then that of `after`."""
         if step < steps:
             return start + rise * step / steps
         return after(step)
@@ -226,6 +227,7 @@ def _warm_up_stable_decay(inputs: _Inputs) -> Schedule:
     steps = max(1, total - start)
 
     def stable_then_decay(step: int) -> float:
+        """Returns the peak until the decay starts, then decays linearly."""
         progress = min(1.0, max(0.0, (step - start) / steps))
         if progress == 1.0:
             return end
@@ -257,6 +259,7 @@ def _constant_with_cool_down(inputs: _Inputs) -> Schedule:
         last = end
 
     def phases(step: int) -> float:
+        """Returns the rate of the phase: peak, decay, end, and last after the final phase."""
         if step < decay_start:
             return peak
         if step < decay_end:
@@ -290,6 +293,7 @@ def _cosine_annealing_warm_restarts(inputs: _Inputs) -> Schedule:
     fall = section.base_lr - low
 
     def learning_rate(step: int) -> float:
+        """Returns the rate of a cosine that restarts after each period."""
         since = step
         period = section.t_0
         if section.t_mult == 1:

@@ -223,6 +223,7 @@ class GradientReducer:
         pending: list[PendingResult] = []
 
         def on_gradient(place: int, gradient: Tensor) -> None:
+            """Adds a gradient to the sum of earlier micro-batches, and starts each bucket that is complete."""
             if place not in places:
                 reduced[place] = gradient
                 return
@@ -364,6 +365,7 @@ def run_with_grad_hooks(
     placeholder = ops.zeros(1)  # the backward pass returns it instead of a gradient, whose memory is then free
 
     def hook(gradient: Tensor, place: int) -> Tensor:
+        """Passes the gradient on, and returns the placeholder instead of it."""
         assert place not in computed, "the hook of a parameter gets the sum over all of its uses, once"
         computed.add(place)
         on_gradient(place, gradient)

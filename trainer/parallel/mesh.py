@@ -274,6 +274,7 @@ def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = 
     fixed = {name: size for name, size in degrees._asdict().items() if name not in may_change}
 
     def distance(choice: Degrees) -> tuple[int, float, bool]:
+        """Returns the sort key of a choice, smaller if it changes less."""
         pairs = list(zip(choice, degrees, strict=True))
         changed = sum(new != old for new, old in pairs)
         return changed, round(sum(abs(math.log(new / old)) for new, old in pairs), 9), pairs[1][0] == pairs[1][1]

@@ -116,6 +116,7 @@ class RowParallelOutputAfter(nn.Cell):
         return self.row_parallel_output(x)
 
     def bprop(self, x: Tensor, made_from: Tensor, out: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Gathers the gradient after `made_from` is computed, and returns zeros for `made_from`."""
         if self.sequence_parallel:
             grad = self.gather(self.depend(grad, made_from))
         return grad, ops.zeros(made_from.shape, made_from.dtype)

@@ -107,6 +107,7 @@ def _stage_memory(
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
+        """Returns the bytes of a rank's shard of a parameter."""
         threshold = None
         if shared:
             threshold = least
@@ -203,6 +204,7 @@ def _semi_auto_names(config: Config, stage: int, stages: int) -> list[str]:
         layers |= set(spec.module_layers)
 
     def belongs(name: str) -> bool:
+        """Returns whether the stage has a parameter."""
         layer = _layer_of(name)
         if layer is not None:
             return layer in layers

@@ -85,6 +85,7 @@ def _step_time(stages: int, micro_batches: int, chunks: int, costs: Sequence[Seq
     """
 
     def simulated_time(number: int) -> float:
+        """Returns the time of a step with this number of micro-batches, in the unit of `costs`."""
         return simulate(one_forward_one_backward(stages, number, chunks), lambda s, c: costs[s][c]).end
 
     most = _MOST_SIMULATED * stages + micro_batches % stages
@@ -107,6 +108,7 @@ def _chunk_costs(config: Config) -> list[list[Cost]]:
     modules = sizes[spec.num_layers :]
 
     def chunk_cost(layers: list[int]) -> Cost:
+        """Returns the forward and backward cost of some layers; recomputation adds a forward pass."""
         forward = sum(sizes[layer] for layer in layers)
         return Cost(forward, 2 * forward + sum(sizes[layer] for layer in layers if again[layer]))
 

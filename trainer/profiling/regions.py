@@ -137,6 +137,7 @@ class RegionTimer:
 
         @functools.wraps(function)
         def timed(*arguments: Any, **named: Any) -> Any:
+            """Times a call of the function, except one that it makes of itself."""
             running = self.now.running
             if id(function) in running:
                 return function(*arguments, **named)
@@ -161,6 +162,7 @@ class RegionTimer:
 
         @functools.wraps(run)
         def timed(threads: Any, items: Any, function: Callable) -> None:
+            """Times the items on each thread, and counts idle threads as waiting."""
             items = list(items)  # making them is work of the caller; inside `run` it would count as waiting, too
             caller = self.now
             busy = [0.0] * threads.threads

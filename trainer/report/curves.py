@@ -316,8 +316,3 @@ class MetricsReader:
         self._inode = inode
         self._read_bytes = 0
         self._read_lines = 0
-
-
-def read_metrics(path: Path) -> Metrics:
-    """Returns the content of a metrics file; empty if it is missing. Raises OSError if it cannot be read."""
-    return MetricsReader(path).read()

@@ -103,6 +103,7 @@ class StartMonitor(Monitor):
         self._step = 0
 
     def on_start(self, info: RunInfo) -> None:
+        """Records the start of this run after those of the runs that it resumes."""
         earlier: tuple[RunStart, ...] = ()
         if info.start_step > 0:
             earlier = read_starts(self._folder)[0]
@@ -114,6 +115,7 @@ class StartMonitor(Monitor):
         self._step += 1
 
     def close(self, summary: RunSummary | None) -> None:
+        """Records how the run ended, also when it failed."""
         if not self._starts:  # the run ended before the first step
             return
         if summary is not None:

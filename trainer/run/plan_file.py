@@ -93,6 +93,7 @@ def plan_file(
         problems += degree_problems
 
     def collect(check: Callable[[], Any]) -> None:
+        """Runs a check, and collects its error instead of raising it."""
         try:
             check()
         except UserError as error:

@@ -247,6 +247,7 @@ def _predict(config: Config, should_stop: Callable[[], bool], world: World, devi
     replica = predictor.replica
 
     def stream(batch: slice) -> Iterator[list[str]]:
+        """Yields the text of each token; raises _Stopped on all ranks of a replica together."""
         for pieces in predictor.stream(batch):
             # The ranks of a replica stop together: one that stops alone would leave the others waiting.
             if replica.any(should_stop()):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from trainer.config.checks.rules import evaluation_data_error
 from trainer.data import IGNORE_INDEX, Batch, SequenceDataset, Tokenizer, build_eval_dataset, build_train_dataset
 from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
@@ -110,10 +111,7 @@ def preview(config: Config, num_rows: int, notes: list[str]) -> Preview:
         dataset, _ = build_train_dataset(config, BuildProgress(), notes.append)
         shuffle = config.train_dataset.data_loader.shuffle
     if dataset is None:
-        fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
-        raise UserError(
-            "there is nothing to evaluate on", where=config.source.where("run_mode"), key="run_mode", fix=fix
-        )
+        raise evaluation_data_error(config, "run_mode").error
     data_section = getattr(config, section)
     tokenizer: Tokenizer | TokenIds = TokenIds()
     if data_section.data_loader.reads_text or data_section.tokenizer.type != "bytes":

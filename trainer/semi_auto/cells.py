@@ -32,6 +32,7 @@ class GradientCell(nn.Cell):
         self.sums = self.weights.clone("accu_grads", init="zeros") if accumulates_in_graph else ()
 
     def construct(self, *batch: Tensor) -> tuple:
+        """Returns the loss, and the gradients unless they are in `sums`."""
         loss, gradients = self.differentiated(*batch)
         if not self.accumulates_in_graph:
             return loss, gradients

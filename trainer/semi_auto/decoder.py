@@ -66,6 +66,7 @@ class SemiAutoDecoder(DecoderForward):
         self.matrix: Any = MatrixCell(weight, kernels.compute_dtype) if self.passes_matrix else None
 
         def layer_cell(layer: int) -> LayerCell:
+            """Returns the cell of a layer, with its weights."""
             weights, expert_weights = parts.layers[layer]
             sites = mask_sites(settings, layer)
             if experts is None or not spec.layers[layer].is_moe:

@@ -101,6 +101,7 @@ def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Cha
     settings = config.recompute_config
 
     def renumbered(layers: Collection[int]) -> list[int] | list[str]:
+        """Returns the new numbers of the layers that are left."""
         numbers = [new for new, old in enumerate(kept) if old in layers]
         if stages == 1:
             return numbers

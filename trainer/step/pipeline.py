@@ -103,6 +103,7 @@ class ChunkCell(nn.Cell):
         self.set_grad(trains)
 
     def construct(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the layers of a chunk; returns its result, and the losses so far if there are any."""
         part = self.part
         assert self.call is not None
         modules = 0 if self.call.statistics is None else self.model.mtp_modules

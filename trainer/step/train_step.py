@@ -168,6 +168,7 @@ class TrainStep:
 
         # Without arguments: MindSpore converts each argument that is not a tensor to text, arrays included.
         def minimised() -> Tensor:
+            """Returns the loss of `current_call`, and leaves the other sums in `current_sums`."""
             assert self.current_call is not None
             sums = model(*self.current_call)
             self.current_sums = sums._replace(total=None)
@@ -244,6 +245,7 @@ class TrainStep:
             return self.decoder_call(batches[place], numbers[place])
 
         def on_forward(place: int, sums: LossSums, call: DecoderCall, is_last: bool) -> None:
+            """Adds the losses and the routing of a forward pass to the results."""
             reports_losses = self.communicator.reports_losses and sums.tokens is not None
             others = self.other_sums(batches[place], sums, reports_losses)
             token_losses = None

@@ -147,7 +147,7 @@ def test_text_of_the_data_does_not_control_the_terminal(tmp_path):
         (("--rows", "-1"), "--rows = -1: must be at least 0"),
         (("--rows", "x"), "--rows: must be an integer"),
         (("--train_dataset_dir", "/nowhere"), "dataset_dir = '/nowhere': "),
-        (("--run_mode", "eval"), "there is nothing to evaluate on"),
+        (("--run_mode", "eval"), "run_mode = 'eval': there is no evaluation data"),
         (("--nonsense", "1"), "nonsense"),
     ],
 )

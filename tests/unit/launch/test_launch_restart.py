@@ -27,7 +27,7 @@ from trainer.launch.restart import make_restart_plan
 from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.metrics import RunInfo
 from trainer.parallel.world import World
-from trainer.report.curves import read_metrics
+from trainer.report.curves import MetricsReader
 
 QUICKSTART = str(Path(__file__).resolve().parents[3] / "configs" / "quickstart.yaml")
 
@@ -268,7 +268,7 @@ def test_a_restart_is_in_the_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [record["step"] for record in records] == [1, 2, 3, 3, 3]
     again = {"number": 1, "most": 3, "reason": "rank 1 failed: exit code 7", "ranks": 2}
     assert records[-1] == {"step": 3, "restart": again}
-    assert read_metrics(path).curves.steps == [1, 2, 3]
+    assert MetricsReader(path).read().curves.steps == [1, 2, 3]
     for nonsense in ("[1]", '{"x": 1}', json.dumps({**again, "number": "1"}), "[" * 90_000, ""):
         monkeypatch.setenv("RUN_TRAINER_RESTART", nonsense)
         assert heartbeat.restart_info() == {}

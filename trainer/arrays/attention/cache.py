@@ -89,6 +89,7 @@ def attend_cached(
         out = np.empty((*q.shape[:3], values.shape[-1]), np.float32)
 
         def attend_one(place: tuple[int, ...], thread: int) -> None:
+            """Writes the attention of the query heads that share a key head, for one sequence."""
             sequence_mask = None
             if mask is not None:
                 sequence_mask = mask[place[0], 0]

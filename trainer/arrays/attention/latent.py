@@ -77,6 +77,7 @@ class LatentProjections:
         if not self.gathers:
 
             def compute(tile: Tile) -> None:
+                """Computes the queries, keys and values of a tile's tokens."""
                 made = self._latents(call, x_ND, tile, dtype)
                 self._heads(call, *made, positions.rotation_N1h, q_NC, k_NC, v_NV, tile)
 
@@ -85,6 +86,7 @@ class LatentProjections:
         gathered_NG = self._gather(call, x_ND, dtype)
 
         def compute_heads(tile: Tile) -> None:
+            """Computes queries, keys and values from the gathered latent vectors."""
             latents = self._split(gathered_NG[tile.rows])
             self._heads(call, *latents, positions.rotation_N1h, q_NC, k_NC, v_NV, tile)
 
@@ -127,6 +129,7 @@ class LatentProjections:
         local_nG = empty(len(x_ND), self.query_width + self.rank + self.rope_size, dtype=dtype)[1]
 
         def compute(tile: Tile) -> None:
+            """Writes the latent vectors of a tile of this rank's tokens."""
             for part_nX, made_nX in zip(
                 self._split(local_nG[tile.rows]), self._latents(call, x_ND, tile, dtype), strict=True
             ):
@@ -221,6 +224,7 @@ class LatentProjections:
         if self.tensor is None:
 
             def compute(tile: Tile) -> None:
+                """Computes the gradient of x for a tile, from its heads back to its rows."""
                 latents = pass_.recompute_inputs(tile)
                 grad_nG = tile.take(self.query_width + self.rank + self.rope_size)
                 pass_.backward_heads(positions, grads, latents[:2], grad_nG, tile)
@@ -232,6 +236,7 @@ class LatentProjections:
             grad_NG = empty(len(grads[0]), self.query_width + self.rank + self.rope_size)[1]
 
             def compute_heads(tile: Tile) -> None:
+                """Computes the gradients of a tile's latent vectors."""
                 if gathered_NG is None:
                     latents = pass_.recompute_inputs(tile)
                 else:
@@ -239,6 +244,7 @@ class LatentProjections:
                 pass_.backward_heads(positions, grads, latents[:2], grad_NG[tile.rows], tile)
 
             def compute_latents(tile: Tile) -> None:
+                """Computes the gradient of x for a tile from the summed gradients of its latent vectors."""
                 latents = pass_.recompute_inputs(tile)
                 pass_.backward_latents(sums_nG[tile.rows], latents[2], grad_ND, out_ND, tile)
 

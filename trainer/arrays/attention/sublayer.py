@@ -223,6 +223,7 @@ class CpuAttention:
         self.output.begin_forward(call, x_ND, tokens)
 
         def attend(task: tuple[SequenceBlocks, QueryBlock], thread: int) -> None:
+            """Computes the attention of a block of queries, then their output projection."""
             sequence, block = task
             tile = self.scratch.tile(block.queries, thread)
             inputs = arrays["q"], arrays["k"], arrays["v"]
@@ -299,6 +300,7 @@ class CpuAttention:
         grads = [empty(*saved[name].shape)[1] for name in "qkv"]
 
         def attend(task: tuple[SequenceBlocks, slice], thread: int) -> None:
+            """Computes the gradients of queries, keys and values for some heads of a sequence."""
             sequence, heads = task
             tile = self.scratch.tile(sequence.keys, thread)
             self.attention.backward(
@@ -321,6 +323,7 @@ class CpuAttention:
         grad = self.output.begin_backward(call, grad_ND, heads_NV.dtype)
 
         def compute(tile: Tile) -> None:
+            """Computes the gradients of a tile's heads and of the output projection's adapter."""
             low_Rn = self.output.backward(call, grad, grad_heads_NV[tile.rows], tile)
             factor_nD = grad.factor_ND[tile.rows]
             self.output.linear.add_adapter_gradients(call, low_Rn, factor_nD, heads_NV[tile.rows], tile)

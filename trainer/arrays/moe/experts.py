@@ -145,6 +145,7 @@ class CpuExperts:
         most = _most_rows(weights)
 
         def compute(segment: tuple[int, int, slice], thread: int) -> None:
+            """Computes the gradients of some rows of one expert, block by block."""
             expert, _, every = segment
             run = operators()
             for rows in row_blocks(every, most):

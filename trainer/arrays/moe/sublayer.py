@@ -111,6 +111,7 @@ class CpuMoe:
         dropout = self._dropout(call)
 
         def add(tile: Tile) -> None:
+            """Adds the experts' results to the residual stream, with dropout."""
             added_nD = added_ND[tile.rows]
             if dropout is not None:
                 mask_nD = dropout.rows("mlp_output", tile.rows, added_nD.shape[1])
@@ -164,6 +165,7 @@ class CpuMoe:
         bias_E = call.weights.get(EXPERT_BIAS)
 
         def decide(scores_NE: np.ndarray) -> Routing:
+            """Returns the routing of the forward pass, or decides it."""
             if inputs.routing is not None:
                 return inputs.routing
             return route(self.rule, scores_NE, bias_E, inputs.capacity, self.drop_policy, shared)
@@ -220,6 +222,7 @@ class CpuMoe:
         result, out_ND = empty(*grad_ND.shape)
 
         def through_norm(tile: Tile) -> None:
+            """Takes the gradients of a tile back through the norm."""
             grad_nD = grad_y_ND[tile.rows]
             self.norm.backward(call, MLP_NORM, passed.rows_ND[tile.rows], grad_nD, tile, passed.scale_N[tile.rows])
             if self.row_ranks is None:

@@ -180,8 +180,13 @@ def _evaluation_data(config: Config) -> Iterator[ConfigError]:
     elif config.trains and config.do_eval:
         key = "do_eval"
     if key and config.eval_dataset is None and not config.train_dataset.held_out:
-        fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
-        yield problem(config, key, "there is no evaluation data", fix)
+        yield evaluation_data_error(config, key)
+
+
+def evaluation_data_error(config: Config, key: str) -> ConfigError:
+    """Returns the error for a key that asks for an evaluation without data."""
+    fix = "set train_dataset.held_out, for example to 0.05, or write an eval_dataset"
+    return problem(config, key, "there is no evaluation data", fix)
 
 
 def _output_dir(config: Config) -> Iterator[ConfigError]:

@@ -105,6 +105,7 @@ def _loading(work: TranslationState, key: str) -> None:
 
 def _degree(new: str) -> Transform:
     def transform(work: TranslationState, key: str) -> None:
+        """Sets the new key; a degree above 1 also turns on parallelism."""
         degree = work.values[key]
         if degree is None:
             return

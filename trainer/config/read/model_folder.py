@@ -347,6 +347,7 @@ def _add(resolved: Resolved, more: Resolved) -> None:
     """Adds the values of `more` that `resolved` lacks, or has as null, with their locations."""
 
     def add(target: dict[str, Any], source: dict[str, Any], path: str) -> None:
+        """Adds the keys of `source` that `target` does not have, also in nested sections."""
         for name, value in source.items():
             key = f"{path}{name}"
             if isinstance(value, dict) and isinstance(target.get(name), dict):

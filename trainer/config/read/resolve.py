@@ -166,6 +166,7 @@ def _keys_by_name() -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
     keys: dict[str, list[tuple[str, FieldInfo, type[Section]]]] = {}
 
     def walk(section: type[Section], path: str) -> None:
+        """Collects the keys of a section and of the sections in it."""
         for main, info in fields_by_yaml_name(section).items():
             if path:
                 for name in (main, *aliases_of(info)):

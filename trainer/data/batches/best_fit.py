@@ -57,6 +57,7 @@ def _place(counts: np.ndarray, seq_length: int) -> tuple[list[tuple[int, int, in
     num_sequences = 0
 
     def keep(space: int, first: int, end: int) -> None:
+        """Records that the sequences `first` to `end` have this much free space."""
         if first < end and space:
             if space not in ranges:
                 ranges[space] = []

@@ -204,6 +204,7 @@ def _prefetch(batches: Iterator[Batch], size: int) -> Generator[Batch, None, Non
     stop = threading.Event()
 
     def produce() -> None:
+        """Puts all batches into the queue, then the error that ended them, or None."""
         last: BaseException | None = None
         try:
             for batch in batches:

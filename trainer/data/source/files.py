@@ -61,6 +61,7 @@ class DataSource:
 
     @property
     def size_bytes(self) -> int:
+        """Returns the sum of the sizes of the files."""
         return sum(file.size_bytes for file in self.files)
 
     @property
@@ -88,6 +89,7 @@ def matching_files(root: Path, patterns: Sequence[str], key: str, where: str) ->
     """
 
     def keep_file(name: str) -> bool:
+        """Returns whether a file name matches a pattern and is not hidden."""
         is_data = not name.startswith(".") and not any(fnmatch(name, pattern) for pattern in _BESIDE_DATA)
         return is_data and any(fnmatch(name, pattern) for pattern in patterns)
 

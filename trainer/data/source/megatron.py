@@ -64,6 +64,7 @@ def build_megatron(config: Config, section: str) -> MegatronDataset:
     keep_partial = phase == "valid" and not settings.drop_last_partial_validation_sequence
 
     def order(number: int, samples: int | None) -> SampleOrder:
+        """Returns the order of the samples of one file."""
         return SampleOrder(
             files[number], documents[number], config.decoder.seq_length, samples, settings.seed,
             extra=int(settings.add_extra_token_to_sequence), keep_partial=keep_partial,

@@ -206,6 +206,7 @@ class ChatTemplate:
 
     def _renderer(self, tools: Sequence[Any] | None) -> loss_spans.Render:
         def render(messages: Sequence[dict], add_generation_prompt: bool) -> str | None:
+            """Returns the text of a conversation, or None if the template refuses it."""
             try:
                 return self._render(messages, tools, add_generation_prompt, "")[0]
             except _Refused:

@@ -84,6 +84,7 @@ def encode_samples(
     """
 
     def documents() -> Iterator[_UnencodedDocument]:
+        """Yields the documents, and reports each record that cannot become one."""
         for sample, source_bytes in samples:
             try:
                 yield _document(sample, template, train_on, source_bytes)

@@ -175,6 +175,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return numbers
 
     def getattr(self, obj: Any, attribute: str) -> Any:
+        """Returns an attribute or key as the sandbox does; counts the access and checks the length of texts."""
         self.count(1)
         # A shortcut: the checks of the sandbox would take most of the time of a rendering.
         kind = type(obj)
@@ -190,6 +191,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return value
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        """Calls a function as the sandbox does; counts the call and refuses huge integer arguments."""
         __self.count(1)
         for argument in args:  # for example "x".ljust(10 ** 12)
             if isinstance(argument, int):
@@ -197,6 +199,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Computes a binary operation, and refuses results that would be too large."""
         for sequence, times in ((left, right), (right, left)):
             if operator == "*" and isinstance(sequence, (str, list, tuple)) and isinstance(times, int):
                 _check_length(len(sequence) * times)
@@ -214,6 +217,7 @@ class _Generation(Extension):
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Parses `{% generation %}` to `{% endgeneration %}`, and puts marks around the text."""
         assert isinstance(self.environment, _Environment)
         self.environment.has_generation = True
         line = next(parser.stream).lineno

@@ -35,6 +35,7 @@ class TokenizerModel(LenientModel):
 
     @model_validator(mode="after")
     def has_prefixes(self) -> TokenizerModel:
+        """Checks that the second token of every merge begins with the prefix of continuing subwords."""
         prefix = self.continuing_subword_prefix
         if not prefix or not isinstance(self.merges, list):
             return self

@@ -107,6 +107,7 @@ class _LinkedNodes(Nodes):
         return [link.channel for link in self._links.values() if not link.channel.closed]
 
     def poll(self, now: float) -> list[NodeMessage]:
+        """Joins new connections, handles all messages, notices lost nodes and sends a heartbeat when due."""
         events = self._join(now)
         for node, link in self._links.items():
             for message in link.channel.receive():
@@ -262,6 +263,7 @@ class NodeServer(_LinkedNodes):
             self._send(NodeMessage(kind="done"))
 
     def close(self) -> None:
+        """Closes the port and the connections, and removes the secret if this node made it."""
         self.listener.close()
         super().close()
         if self.secret_path is not None:

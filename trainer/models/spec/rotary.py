@@ -61,6 +61,7 @@ def _yarn(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling, 
     size = settings.rotary_size
 
     def dimension_of(rotations: float) -> float:
+        """Returns the dimension that makes this many rotations over the trained length."""
         return size * math.log(trained_length / (rotations * 2 * math.pi)) / (2 * math.log(settings.rope_base))
 
     low = max(math.floor(dimension_of(scaling.beta_fast)), 0)

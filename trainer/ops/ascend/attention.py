@@ -177,6 +177,7 @@ class Attention(Sharded):
     def construct(
         self, q_NC: Tensor, k_NK: Tensor, v_NK: Tensor, mask: Tensor, ends: Tensor | None, dropout: Tensor | None
     ) -> Tensor:
+        """Casts q, k and v, widens the values if needed, and attends within documents or sequences."""
         if self.missing:
             zeros_NKw = self.repeat(self.cast(self.zeros_11w, v_NK.dtype), (v_NK.shape[0], self.kv_heads, 1))
             v_NK = self.fill_up(v_NK, self.reshape(zeros_NKw, (v_NK.shape[0], self.kv_heads * self.missing)))

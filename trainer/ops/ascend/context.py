@@ -57,6 +57,7 @@ class GatheredAttention(nn.Cell):
     def construct(
         self, q_NC: Tensor, k_NK: Tensor, v_NK: Tensor, mask: Tensor, late_mask: Tensor, dropout: None
     ) -> Tensor:
+        """Gathers keys and values of all ranks, and attends with this rank's two chunks of queries."""
         width = k_NK.shape[1]
         kv = self.gather(ops.concat((k_NK.astype(self.dtype), v_NK.astype(self.dtype)), -1))
         # Rank r has chunks r and 2 R - 1 - r. The result is [B, T, 2 K] in the order of the sequence.

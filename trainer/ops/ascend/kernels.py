@@ -64,6 +64,7 @@ class _NormAndFactor(nn.Cell):
         self.grad = RmsNormGrad()
 
     def construct(self, x_ND: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes in `inside` and rounds y to `outside`; the factor stays as the operator returns it."""
         y_ND, rstd_N1 = self.norm(self.cast(x_ND), self.cast(weight_D))
         return y_ND if self.outside is None else y_ND.astype(self.outside), rstd_N1
 
@@ -115,6 +116,7 @@ class Rotary(nn.Cell):
         self.reshape = P.Reshape()
 
     def construct(self, x_NC: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
+        """Rotates each head of x_NC by its angles in the tables."""
         rows = cos_BT1d.shape[0]
         length = cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
@@ -139,6 +141,7 @@ class _RotaryCore(Sharded):
     def bprop(
         self, x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, out: Tensor, grad_BTHd: Tensor
     ) -> tuple[Tensor, ...]:
+        """Returns the gradient of x, and zeros for the tables."""
         grad_x = self.grad(grad_BTHd, cos_BT1d, sin_BT1d, None, 0)[0]  # None: no gradients of the tables
         no_grad = ops.zeros(cos_BT1d.shape, cos_BT1d.dtype)
         return grad_x, no_grad, no_grad

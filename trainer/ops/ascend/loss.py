@@ -67,6 +67,7 @@ class _LossAndLogSum(nn.Cell):
         self.trained = trained
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes logsumexp piece by piece and joins the pieces, then the shards of the ranks."""
         sums = []
         label_logit_N1 = _zeros(valid_N1)
         for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
@@ -95,6 +96,7 @@ class _LossAndLogSum(nn.Cell):
         out: tuple[Tensor, ...],
         grads: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
+        """Returns the gradients of x and the weight, piece by piece, and zeros for the others."""
         factor_N1 = valid_N1 * grads[0]
         grad_x_ND = ops.zeros(x_ND.shape, mstype.float32)
         weight_gradients = []

@@ -79,6 +79,7 @@ def pad_to_all_layers(counts: RoutingCounts | None, layers: Sequence[int], exper
     indices = Tensor(np.array([numbers.get(layer, len(numbers)) for layer in layers], np.int32))
 
     def pad(values: Tensor, *shape: int) -> Tensor:
+        """Inserts zeros for the MoE layers of other stages."""
         return mint.index_select(mint.cat([values, mint.zeros((1, *shape))]), 0, indices)
 
     return RoutingCounts(

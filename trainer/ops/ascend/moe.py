@@ -33,6 +33,7 @@ class Route(nn.Cell):
     def construct(
         self, scores_NE: Tensor, bias_E: Tensor | None, capacity: int | None, drop_policy: DropPolicy
     ) -> tuple[Tensor, ...]:
+        """Chooses the experts, drops assignments over the capacity, and sorts the rest by expert."""
         rule = self.rule
         scores_NE = ops.stop_gradient(scores_NE)
         choice_NE = scores_NE if bias_E is None else scores_NE + ops.stop_gradient(bias_E)
@@ -129,6 +130,7 @@ class GroupedMatmul(nn.Cell):
         self.frozen = _GroupedProduct(False, reaches_all)
 
     def construct(self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+        """Casts the weight to the dtype of x, and sets rows without an expert to zero."""
         cast_EOI = weight_EOI.astype(x_RI.dtype)
         is_frozen = isinstance(weight_EOI, Parameter) and not weight_EOI.requires_grad
         product = self.frozen if is_frozen else self.trained
@@ -158,6 +160,7 @@ class _GroupedProduct(nn.Cell):
     def bprop(
         self, x_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor, out: Tensor, grad_RO: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of x and the weight, and zeros for the counts."""
         grad_x = _grouped_product(grad_RO, weight_EOI, counts_E, 0)
         no_grad_E = ops.zeros(counts_E.shape, counts_E.dtype)
         if not self.is_trained:
@@ -215,6 +218,7 @@ class Permute(_TokenRows):
         return self.rows_of_tokens(x_ND, token_R, row_Nk)
 
     def bprop(self, x_ND: Tensor, token_R: Tensor, row_Nk: Tensor, out: Tensor, grad_RD: Tensor) -> tuple[Tensor, ...]:
+        """Sums the gradients of each token's rows."""
         grad_ND = mint.index_select(grad_RD, 0, row_Nk.reshape(-1)).reshape(*row_Nk.shape, -1).sum(1)
         return grad_ND, *_no_gradients(token_R, row_Nk)
 
@@ -229,6 +233,7 @@ class Unpermute(_TokenRows):
     def bprop(
         self, y_RD: Tensor, gates_Nk: Tensor, token_R: Tensor, row_Nk: Tensor, out: Tensor, grad_ND: Tensor
     ) -> tuple[Tensor, ...]:
+        """Returns the gradients of the rows and the gates."""
         grad_RD = self.rows_of_tokens(grad_ND, token_R, row_Nk)
         row_A = row_Nk.reshape(-1)
         products_R = (y_RD.astype(mstype.float32) * grad_RD.astype(mstype.float32)).sum(-1)

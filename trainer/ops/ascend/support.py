@@ -89,6 +89,7 @@ def kernel_sources(operators: Collection[str], libraries: Path | None = None) ->
     kernels, known = _names_in(folder)
 
     def source(operator: str) -> str:
+        """Returns where an operator runs: on the host, in a kernel, in CANN, or nowhere."""
         if operator in _ON_HOST:
             return HOST
         # A view (SplitWithSizeView) computes nothing; if it must copy, it uses the kernel of its operator.

@@ -68,6 +68,7 @@ class HostAdamW:
         eps = self.eps * root2
 
         def run(block: tuple[AdamWItem, int], thread: int) -> None:
+            """Updates one block of a parameter."""
             item, start = block
             keep = 1 - lr * item.decay
             _update_block(item, slice(start, start + _BLOCK), self.scratch[thread], rate, eps, self.betas, keep)

@@ -25,6 +25,7 @@ def load_momentum(momentum: float, nesterov: bool) -> Callable[[Parameter, Param
     apply = P.ApplyMomentum()
 
     def update(parameter: Parameter, buffer: Parameter, gradient: Tensor, lr: float, decay: float) -> None:
+        """Updates a weight and its momentum buffer in place."""
         rate = Tensor(lr, mstype.float32)
         if decay:
             gradient = gradient + parameter * decay
