@@ -15,7 +15,7 @@ LEGACY = {"AddN": "MindSpore's differentiation of a compiled block adds gradient
 
 LEGACY_OF_GRAPH = frozenset(("AddN", "Gather", "OneHot", "RealDiv", "StridedSlice", "UnsortedSegmentSum"))
 LEGACY_OF_STAGES = frozenset(("Assign", "AssignAdd", "TensorMove", "ZerosLike"))
-"""Those of dense models and of the classifier in semi-automatic mode, and beside them of its pipelines and sums over
+"""Those of dense models in semi-automatic mode, and beside them of its pipelines and sums over
 micro-batches."""
 
 _SWITCHES = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from ascend_cases import (
-    CLASSIFIER,
     LEGACY_OF_GRAPH,
     LEGACY_OF_STAGES,
     SEMI,
@@ -46,14 +45,21 @@ PLAIN = {
 
 
 def sharded(
-    degrees: str, parallel: dict[str, Any], model: dict[str, Any], rank: int = 0, level: str = "O0"
+    degrees: str,
+    parallel: dict[str, Any],
+    model: dict[str, Any],
+    rank: int = 0,
+    level: str = "O0",
+    top: dict[str, Any] | None = None,
+    **options: Any,
 ) -> OnAscend:
     """Returns a case that says the shapes of its parameters and its operators. The dtype and the attention are the
     defaults of an Ascend."""
-    top = {"parallel_config": DEGREES[degrees], "parallel": parallel, "context": {"jit_config": {"jit_level": level}}}
+    context = {"jit_config": {"jit_level": level}}
+    top = (top or {}) | {"parallel_config": DEGREES[degrees], "parallel": parallel, "context": context}
     process = f"{degrees if 'pipeline' in degrees else ''}{bool(parallel.get('enable_parallel_optimizer'))}"
     model = {"compute_dtype": None, "use_flash_attention": None} | model
-    return on_ascend(SEMI, top, model=model, ranks=RANKS, rank=rank, process=process, task=SHAPES)
+    return on_ascend(SEMI, top, model=model, ranks=RANKS, rank=rank, process=process, task=SHAPES, **options)
 
 
 CASES = {
@@ -64,21 +70,14 @@ CASES = {
     "pipeline 2, first stage": sharded("pipeline 2", {}, SIZES),
     "pipeline 2, hsdp, last stage": sharded("pipeline 2", SHARED, SIZES, rank=7),
 }
-IMAGES = {
-    "use_parallel": True, "parallel_config": {"data_parallel": 8},
-    "parallel": {"parallel_mode": 1, "enable_parallel_optimizer": False},
-}  # fmt: skip
-SHARED_SUMS = {"parallel_optimizer_threshold": 0, "optimizer_level": "level2"}
-CASES |= {  # in processes that run anyway
-    "classifier, rank 0": on_ascend(
-        CLASSIFIER, IMAGES, ranks=8, rank=0, process="False", task=SHAPES, evaluates=True
+TWO = {"runner_config": {"batch_size": 1, "gradient_accumulation_steps": 2}}
+SHARED_SUMS = SHARED["parallel_optimizer_config"] | {"optimizer_level": "level2"}
+CASES |= {
+    "accumulation": sharded("data 8", {}, ONE, top=TWO, evaluates=True),
+    "accumulation, hsdp": sharded(
+        "data 8", SHARED | {"parallel_optimizer_config": SHARED_SUMS}, ONE, rank=7, top=TWO
     ),
-    "classifier, hsdp, rank 7": on_ascend(
-        CLASSIFIER,
-        IMAGES | {"parallel": SHARED | {"parallel_mode": 1, "parallel_optimizer_config": SHARED_SUMS}},
-        ranks=8, rank=7, process="pipeline 2True",
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -86,7 +85,7 @@ def test_it_runs(bench: Bench, name: str) -> None:
     found = bench(name)
     assert found.failure is None
     assert found.found.get("updated", True)
-    sums_up = "pipeline" in name or "classifier" in name
+    sums_up = "pipeline" in name or "accumulation" in name
     allowed = LEGACY_OF_GRAPH | LEGACY_OF_STAGES if sums_up else LEGACY_OF_GRAPH
     assert found.legacy.keys() | set(found.found.get("legacy", ())) <= allowed
 
@@ -162,9 +161,8 @@ def test_ranks_that_share_optimizer_state_have_a_shard_of_every_shard(bench: Ben
     assert calls["AllGather"] == calls["ReduceScatter"] == len(weights)
 
 
-def test_a_classifier_sums_its_gradients_or_shares_them(bench: Bench) -> None:
-    """The gradients of two micro-batches are added up here and summed over ranks once."""
-    whole, shared = bench("classifier, rank 0"), bench("classifier, hsdp, rank 7")
+def test_gradients_of_micro_batches_are_summed_before_ranks_sum_or_share_them(bench: Bench) -> None:
+    whole, shared = bench("accumulation"), bench("accumulation, hsdp")
     shapes = whole.found["shapes"]
     weights = {name: shape for name, shape in shapes.items() if not name.startswith("accu_grads.")}
     assert {f"accu_grads.{weight}" for weight in weights} < set(shapes)
@@ -172,7 +170,8 @@ def test_a_classifier_sums_its_gradients_or_shares_them(bench: Bench) -> None:
     summed = sum(each.bytes for each in whole.collectives if each.name == "AllReduce")
     assert summed == pytest.approx(4 * numbers, abs=100)  # and some numbers beside them
     assert "AllGather" in names_of(shared)
-    assert shared.found["parameters"] < numbers / 7
+    shards = [shape for name, shape in shared.found["shapes"].items() if name in weights]
+    assert len(shards) == len(weights) and sum(map(math.prod, shards)) < numbers / 7
 
 
 def test_tensor_parallelism_communicates_in_the_default_of_an_ascend(bench: Bench) -> None:

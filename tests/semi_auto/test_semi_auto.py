@@ -28,8 +28,9 @@ from trainer.cli.main import dispatch
 from trainer.config import Config, parse_config
 from trainer.config.checks.parallel import zero_level
 from trainer.data import Batch
+from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.dryrun import report as dryrun
-from trainer.errors import UserError
+from trainer.errors import RunError, UserError
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops import dropout, plain
 from trainer.ops.ascend import dropout as ascend_dropout
@@ -331,6 +332,27 @@ def test_steps_are_those_of_a_run() -> None:
     for mine, right in ((saved.weights, expected.weights), (saved.optimizer, expected.optimizer)):
         assert set(mine) == set(right)
         assert max(distance(mine[name], right[name].array) for name in right) < 1e-4
+
+
+def test_a_step_that_is_not_to_be_learned_from_changes_nothing() -> None:
+    wrapper = {"use_skip_data_by_global_norm": True, "global_norm_spike_threshold": 1e-6, "scale_sense": 16.0}
+    config = config_of({"runner_wrapper": wrapper}, num_layers=1)
+    step = open_semi_auto_training(config, lambda update: 0.1, None, SINGLE_PROCESS, "CPU")
+    before = {name: array.copy() for name, array in step.state_dict_shard().weights.items()}
+    spike = step([batch()])
+    assert not spike.updated and spike.skipped.startswith("spike: norm")
+    empty = step([batch()._replace(labels=np.full((ROWS, TOKENS), IGNORE_INDEX, np.int32))])
+    assert (empty.updated, empty.skipped, empty.tokens) == (False, "no token with a loss", 0)
+    last = "lm_head.weight"
+    step.parameters.local[last].set_data(Tensor(before[last] * np.float32(np.inf)))
+    overflow = step([batch()])
+    assert (overflow.updated, overflow.overflow, step.optimizer.updates) == (False, True, 0)
+    for name, array in step.state_dict_shard().weights.items():
+        assert name == last or np.array_equal(array, before[name]), name
+    step.guards.wrapper = step.guards.wrapper.model_copy(update={"use_skip_data_by_global_norm": False})
+    step.guards.loss_scale.value = 1.0
+    with pytest.raises(RunError, match="first non-finite gradient: "):
+        step([batch()])
 
 
 class Product(nn.Cell):

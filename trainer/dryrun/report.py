@@ -169,7 +169,7 @@ def _with_collectives(audit: dict[str, Any], config: Config, world: World, step:
 def group_names(config: Config, world: World) -> dict[tuple[int, ...], str]:
     """Returns for the ranks of each group of this rank the name of the group in the plan."""
     degrees = parallel_degrees(config, world)
-    if config.classifier is not None or degrees.ranks != world.size:
+    if degrees.ranks != world.size:
         return {}
     names = {tuple(range(world.size)): "all"}
     for name, ranks in rank_groups(config, world, world.rank).items():
@@ -206,9 +206,8 @@ def _text_without_files(config: Config) -> str:
 
 
 def _check_memory(config: Config, world: World, left_bytes: int) -> None:
-    one_graph = config.classifier is None and runs_semi_auto(config, world)
     layers = 0
-    if one_graph:
+    if runs_semi_auto(config, world):
         layers = config.decoder.num_layers
     needed = _HOST_BYTES + layers * _GRAPH_LAYER_BYTES
     if needed > left_bytes:

@@ -48,14 +48,10 @@ class ImageInputBuilder:
         self.rows_CC = np.eye(settings.classes, dtype=np.float32)
 
     def __call__(self, batch: ImageBatch) -> ImageInputs:
-        return ImageInputs(*map(Tensor, self.arrays(batch)))
-
-    def arrays(self, batch: ImageBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the fields of `ImageInputs` as arrays on the host."""
         valid_B1 = (batch.labels != IGNORE_INDEX)[:, None]
         pixels_BP = (batch.pixels.astype(np.float32) / 255 - self.settings.pixel_mean) / self.settings.pixel_std
         targets_BC = self.rows_CC[np.where(valid_B1[:, 0], batch.labels, 0)] * valid_B1
-        return pixels_BP.astype(np.float32), targets_BC.astype(np.float32)
+        return ImageInputs(Tensor(pixels_BP.astype(np.float32)), Tensor(targets_BC.astype(np.float32)))
 
 
 class FullyConnected(nn.Cell):

@@ -50,4 +50,4 @@ class SemiAuto(NamedTuple):
     """The outermost cell; its arguments are those of `LossCell`, for the whole batch of a step."""
     step: GradientCell
     loss: nn.Cell
-    """A `LossCell` or an `ImageLossCell`."""
+    """The `LossCell`."""

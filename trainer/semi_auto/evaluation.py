@@ -18,23 +18,22 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.data.batches.batch import Batch
     from trainer.parallel.world import World
-    from trainer.semi_auto.classifier import ImageLossCell
     from trainer.semi_auto.network import LossCell
 
 
 class MainLoss(nn.Cell):
     """(batch of the loss cell) -> the result of its `evaluated`: the losses without MTP modules."""
 
-    def __init__(self, loss: LossCell | ImageLossCell) -> None:
+    def __init__(self, loss: LossCell) -> None:
         super().__init__(auto_prefix=False)
         self.loss = loss
 
-    def construct(self, *batch: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def construct(self, *batch: Tensor) -> Tensor:
         return self.loss.evaluated(*batch)
 
 
 class GraphEvaluator:
-    """batch -> the sum of its losses, and for a classifier the number of correct labels.
+    """batch -> the sum of its losses.
 
     All ranks call it with the same batch. The first call compiles the graph for the number of sequences of its batch;
     shorter batches are padded.
@@ -43,7 +42,7 @@ class GraphEvaluator:
         loss: The loss cell of a compiled training.
     """
 
-    def __init__(self, loss: LossCell | ImageLossCell, config: Config, world: World) -> None:
+    def __init__(self, loss: LossCell, config: Config, world: World) -> None:
         self.loss = loss
         self.config = config
         self.world = world
@@ -63,12 +62,9 @@ class GraphEvaluator:
         if self.batch is None:
             data = self.degrees.data_parallel
             rows = -(-len(batch.labels) // data) * data
-            self.batch = GraphBatch(rows, self.config.network, local_rows(self.config, self.world, rows, 1))
+            self.batch = GraphBatch(rows, self.config.decoder, local_rows(self.config, self.world, rows, 1))
         with graph_mode():
             result = self.network(*self.batch.tensors([batch], 1.0))
-        if self.config.classifier is not None:
-            loss, correct = result
-            return LossSums(loss, loss, correct=correct)
         stages = self.degrees.pipeline_stage
         total = contribution_to_mean(result, self.world.rank // (self.world.size // stages), stages)
         return LossSums(total, total)

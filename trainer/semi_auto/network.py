@@ -1,6 +1,6 @@
 """MindSpore's semi-automatic parallelism: one graph, which MindSpore shards by the strategies of its operators.
 
-    AutoParallel( GradientCell( GradAccumulation | Pipeline( LossCell( SemiAutoDecoder ) | ImageLossCell ) ) )
+    AutoParallel( GradientCell( GradAccumulation | Pipeline( LossCell( SemiAutoDecoder ) ) ) )
 
 MindSpore runs this on Ascend and GPU only. Tests on a CPU check the order of the cells and their settings, compare the
 numbers with those of explicit mode, and check the shards that MindSpore's parallel pass makes, which needs only the
@@ -43,7 +43,6 @@ from trainer.ops.select import select_kernels
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.world import World, world_of
 from trainer.semi_auto.cells import GradientCell, SemiAuto
-from trainer.semi_auto.classifier import ImageLossCell, LazyImageLossCell
 from trainer.semi_auto.decoder import SemiAutoDecoder
 from trainer.semi_auto.experts import ExpertCells, expert_cells
 from trainer.semi_auto.positions import AttentionMask, RotaryTables
@@ -58,8 +57,7 @@ if TYPE_CHECKING:
 
 _KIB = 1024
 _BATCH_INPUTS = 5
-_IMAGE_INPUTS = 3
-"""The numbers of inputs of `LossCell`, without the seeds of dropout masks, and of `ImageLossCell`."""
+"""The number of inputs of `LossCell`, without the seeds of dropout masks."""
 
 
 def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> SemiAuto:
@@ -71,15 +69,12 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     raise_problems(semi_auto_problems(config, world))
     degrees = parallel_degrees(config, world)
     steps = config.runner_config.gradient_accumulation_steps
-    build_loss = _classifier
-    if config.classifier is None:
-        build_loss = _decoder
     # MindSpore shards a parameter when it compiles: a rank allocates nothing before, and only its shard after that.
     allocation = contextlib.nullcontext()
     if world.size > 1:
         allocation = no_init_parameters()
     with allocation:
-        inner = loss = build_loss(config, world, device)
+        inner = loss = _loss_cell(config, world, device)
         if degrees.pipeline_stage > 1:
             inner = Pipeline(loss, config.parallel_config.micro_batch_num, stage_config=stages(config))
         elif steps > 1:
@@ -102,20 +97,8 @@ def build_semi_auto(config: Config, world: World, device: str = "Ascend") -> Sem
     return SemiAuto(network, step, loss)
 
 
-def _classifier(config: Config, world: World, device: str) -> ImageLossCell:
-    """Builds the sharded loss cell of a classifier."""
-    degrees = parallel_degrees(config, world)
-    kernels = load_kernels((), is_sharded=True)
-    cell_class = ImageLossCell
-    if _calls_one_graph(config, degrees):
-        cell_class = LazyImageLossCell
-    loss = cell_class(config, kernels)
-    loss.shard_over(degrees.data_parallel)
-    return loss
-
-
-def _decoder(config: Config, world: World, device: str) -> LossCell:
-    """Builds the loss cell of a decoder, with strategies, recomputation and groups of gradients."""
+def _loss_cell(config: Config, world: World, device: str) -> LossCell:
+    """Builds the loss cell, with strategies, recomputation and groups of gradients."""
     settings = config.decoder
     degrees = parallel_degrees(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
@@ -152,8 +135,6 @@ def set_parallelism(network: AutoParallel, config: Config, world: World, *, trai
     degrees = parallel_degrees(config, world)
     if world.size > 1:
         inputs = _BATCH_INPUTS
-        if config.classifier is not None:
-            inputs = _IMAGE_INPUTS
         if trains and uses_dropout(config.decoder):
             inputs += 1
         strategy: str | tuple = ((degrees.data_parallel, 1),) * inputs
@@ -200,8 +181,6 @@ def differentiated_names(config: Config) -> list[str]:
     at least 1 trainable parameter"), because no cell would receive the gradient from the next stage.
     """
     names = list(trained_shapes(config))
-    if config.classifier is not None:
-        return names
     layers_of_stages = stage_layers(config)
     last = len(layers_of_stages) - 1
     for stage, layers in enumerate(layers_of_stages):

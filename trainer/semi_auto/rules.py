@@ -45,14 +45,13 @@ def semi_auto_notes(config: Config) -> Iterator[str]:
         yield Note("context.mode 1: no effect in semi-automatic mode, which is one graph", "ignored")
     if config.decoder.experts is not None and config.decoder.experts.moe_token_dispatcher_type == "allgather":
         yield Note("moe_token_dispatcher_type allgather: no effect, this mode sends tokens by alltoall", "ignored")
-    if config.network.labels_text == "tokens":
-        parts = []
-        if model_spec(config.decoder).mtp_modules:
-            parts.append("losses of MTP modules")
-        if config.decoder.moe_layers:
-            parts.append("losses of the routers")
-        if parts:
-            yield f"the loss of a training step includes the {' and the '.join(parts)}"
+    parts = []
+    if model_spec(config.decoder).mtp_modules:
+        parts.append("losses of MTP modules")
+    if config.decoder.moe_layers:
+        parts.append("losses of the routers")
+    if parts:
+        yield f"the loss of a training step includes the {' and the '.join(parts)}"
 
 
 def semi_auto_problems(config: Config, world: World) -> list[ConfigError]:
@@ -90,22 +89,15 @@ def _unsupported(config: Config, world: World) -> Iterator[ConfigError]:
         fix = "run it alone, without launch, or add --parallel_fallback explicit"
         yield problem(config, "run_mode", "semi-automatic mode supports train and finetune only", fix)
         return
+    if config.classifier is not None:
+        fix = "write 0 (explicit mode), which trains it on data-parallel ranks, too"
+        yield problem(config, "parallel.parallel_mode", "semi-automatic mode supports decoders only", fix)
+        return
     yield from _communication(config, parallel_degrees(config, world))
     yield from _not_in_one_graph(config)
-    if config.classifier is not None:
-        yield from _only_data_parallel(config)
-        return
     yield from _degrees(config)
     yield from _expert_parallel(config)
     yield from _pipeline(config)
-
-
-def _only_data_parallel(config: Config) -> Iterator[ConfigError]:
-    """Yields an error for each parallel degree of a classifier except data_parallel."""
-    for name in sorted({*Degrees._fields} - {"data_parallel"}):
-        if getattr(config.parallel_config, name) > 1:
-            rule = "a classifier supports data parallelism only"
-            yield problem(config, f"parallel_config.{name}", rule, "set it to 1, and raise data_parallel instead")
 
 
 def _degrees(config: Config) -> Iterator[ConfigError]:

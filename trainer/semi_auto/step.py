@@ -7,18 +7,15 @@ explicit mode, for the shards; sums of squares are summed over the ranks.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import mindspore
 import numpy as np
 from mindspore import Tensor, nn
 
 from trainer.config.checks.parallel import parallel_degrees
-from trainer.config.schema.classifier import ClassifierConfig
 from trainer.data.batches.batch import Batch, padding_batch
-from trainer.data.source.images import ImageBatch, padding_images
-from trainer.models.classifier import ImageInputBuilder
 from trainer.models.spec.adapters import adapter_spec
 from trainer.ops.dropout import DropoutKey, mask_seed
 from trainer.ops.measures import metric_functions, read_together
@@ -84,26 +81,17 @@ class GraphBatch(NamedTuple):
     """Makes the input of the graph for a step: all micro-batches in one batch, padded with sequences without labels."""
 
     rows: int
-    settings: ModelConfig | ClassifierConfig
+    settings: ModelConfig
     local_rows: slice | np.ndarray = slice(None)
     """The sequences that this rank passes to the graph: all, or with `full_batch: False` those of its data-parallel
     rank."""
     mask_seeds: MaskSeeds | None = None
     """The seeds of a model with dropout."""
 
-    def padding(self, size: int) -> Batch | ImageBatch:
-        """Returns `size` sequences without labels."""
-        if isinstance(self.settings, ClassifierConfig):
-            return padding_images(size, self.settings.pixels)
-        return padding_batch(size, self.settings.seq_length)
-
-    def tensors(self, micro_batches: Sequence[Batch | ImageBatch], share: float, step: int = 0) -> list[Tensor]:
+    def tensors(self, micro_batches: Sequence[Batch], share: float, step: int = 0) -> list[Tensor]:
         """Returns the inputs of the loss cell for a step (from 0), with `share` repeated for every sequence."""
-        batches: Iterable[Any] = (
-            *micro_batches, self.padding(self.rows - sum(len(batch.labels) for batch in micro_batches))
-        )  # fmt: skip
-        if isinstance(self.settings, ClassifierConfig):
-            batches = map(ImageInputBuilder(self.settings).arrays, batches)
+        missing = self.rows - sum(len(batch.labels) for batch in micro_batches)
+        batches = (*micro_batches, padding_batch(missing, self.settings.seq_length))
         arrays = [np.concatenate(pieces) for pieces in zip(*batches, strict=True)]
         arrays.append(np.full((self.rows, 1), share, np.float32))
         if self.mask_seeds is not None:

@@ -63,7 +63,7 @@ def open_semi_auto_training(
     trained = {name: parameter for name, parameter in parameters.local.items() if name in shapes}
     stages = degrees.pipeline_stage
     routers = None
-    if config.network.moe_layers:
+    if config.decoder.moe_layers:
         sends_counts = None
         if stages > 1:
             sends_counts = world.rank % (world.size // stages) == 0
@@ -92,7 +92,7 @@ def graph_batch(config: Config, world: World) -> GraphBatch:
     seeds = None
     if uses_dropout(config.decoder):
         seeds = MaskSeeds(config.seed, micro_batches, parallel_degrees(config, world).data_parallel)
-    return GraphBatch(rows, config.network, local_rows(config, world, rows, micro_batches), seeds)
+    return GraphBatch(rows, config.decoder, local_rows(config, world, rows, micro_batches), seeds)
 
 
 def _place_in_group(group: str) -> tuple[int, int]:

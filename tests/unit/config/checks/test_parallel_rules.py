@@ -10,6 +10,7 @@ from config_helpers import BASE, error_of, failure, load
 from trainer.cli.flags import split_arguments
 from trainer.config import config_notes, dump_config, parse_config, preflight
 from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, shard_threshold_bytes, shards_optimizer
+from trainer.config.schema.data import IMAGES
 from trainer.errors import UserError
 from trainer.ops.select import on_arrays
 from trainer.parallel.mesh import Degrees
@@ -255,15 +256,11 @@ def test_what_semi_automatic_mode_cannot_do_is_an_error(text: str, parts: list[s
     assert "Fix: " in message
 
 
-def test_a_classifier_is_data_parallel_alone_in_semi_automatic_mode() -> None:
-    text = (
-        "model: {arch: {type: MlpClassifier}}\nparallel: {parallel_mode: 1}\n"
-        "train_dataset: {data_loader: {type: MnistDataset}}\n"
-    )
-    assert semi_auto_problems(parse_config("a.yaml", text), EIGHT) == []
-    for degree in ("model_parallel", "pipeline_stage"):
-        [found] = semi_auto_problems(parse_config("a.yaml", f"{text}parallel_config: {{{degree}: 2}}\n"), EIGHT)
-        assert f"{degree} = 2: a classifier supports data parallelism only" in str(found.error)
+def test_semi_automatic_mode_is_for_decoders() -> None:
+    text = "model: {arch: {type: MlpClassifier}}\nparallel: {parallel_mode: 1}\n"
+    text += f"train_dataset: {{data_loader: {{type: {IMAGES}}}}}\n"
+    [found] = semi_auto_problems(parse_config("a.yaml", text), EIGHT)
+    assert "a.yaml:2: parallel.parallel_mode = 1: semi-automatic mode supports decoders only" in str(found.error)
 
 
 def test_what_mindspore_documents_of_joined_collectives_is_taken() -> None:
