@@ -174,7 +174,7 @@ def test_what_is_computed_again() -> None:
     assert not layers[1].block.mlp._has_config_recompute
     first, last = (layer.block.mlp.down.linear.product.attrs for layer in (layers[0], layers[2]))
     assert first["recompute_comm_op"] is False and "recompute_comm_op" not in last
-    assert layers[3].block.mlp.norm.kernel.norm.norm.attrs["recompute_comm_op"] is True
+    assert layers[3].block.mlp.norm.norm.attrs["recompute_comm_op"] is True
 
 
 def test_sequence_parallelism_shards_what_is_between_the_products() -> None:

@@ -132,6 +132,7 @@ def load_kernels(
     precision: Precision = FLOAT32,
     *,
     is_sharded: bool = False,
+    recomputes_norms: bool = False,
     host_layers: bool = False,
 ) -> KernelSet:
     """Returns the chosen kernels, each in its dtype. Without half precision no kernel contains a cast.
@@ -139,6 +140,7 @@ def load_kernels(
     Args:
         choices: The result of `select_kernels`; none for a classifier.
         is_sharded: Whether the kernels are for a graph that MindSpore shards.
+        recomputes_norms: Whether this graph may recompute the norms of the residual stream.
         host_layers: Whether native CPU layers compute instead of these kernels; see `trainer.ops.select.on_arrays`.
     """
     fused = {choice.kernel for choice in choices if choice.fused}
@@ -175,16 +177,19 @@ def load_kernels(
         draw_attention_mask = ascend_dropout.draw_attention_mask
 
     elementwise = partial(_elementwise, fused, compute=compute)
-    rms_norm: MakeCell = partial(_ascend_norm, inside=norm, outside=compute, is_sharded=is_sharded)
-    if not on_ascend:
-        rms_norm = elementwise("rms_norm", "RmsNorm", norm)
+    norm_of_heads: MakeCell = elementwise("rms_norm", "RmsNorm", norm)
+    rms_norm = norm_of_heads
+    if on_ascend:
+        make_norm = partial(_ascend_norm, inside=norm, outside=compute, is_sharded=is_sharded)
+        norm_of_heads = make_norm
+        rms_norm = partial(make_norm, is_recomputed=recomputes_norms)
     linear: MakeCell = plain.Linear
     if compute != mstype.float32:
         linear = partial(_linear_in, compute)
     return KernelSet(
         linear=linear,
         rms_norm=rms_norm,
-        head_norm=lambda size, eps: plain.HeadNorm(rms_norm(size, eps), size),
+        head_norm=lambda size, eps: plain.HeadNorm(norm_of_heads(size, eps), size),
         rotary=elementwise("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=elementwise("swiglu", "SwiGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
@@ -231,11 +236,13 @@ def _linear_in(dtype: mstype.Type) -> nn.Cell:
     return InDtype(plain.Linear(), dtype, dtype)
 
 
-def _ascend_norm(size: int, eps: float, *, inside: mstype.Type, outside: mstype.Type, is_sharded: bool) -> nn.Cell:
+def _ascend_norm(
+    size: int, eps: float, *, inside: mstype.Type, outside: mstype.Type, is_sharded: bool, is_recomputed: bool = False
+) -> nn.Cell:
     """Returns an Ascend's norm that computes in `inside` and gives `outside`."""
     if not is_sharded:
         return ascend.RmsNorm(size, eps, inside, outside)
-    norm = ascend.RmsNorm(size, eps, is_sharded=True)
+    norm = ascend.RmsNorm(size, eps, outside=outside, is_sharded=True, is_recomputed=is_recomputed)
     if inside == outside == mstype.float32:
         return norm
     return InDtype(norm, inside, outside)

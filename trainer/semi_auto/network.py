@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindspore import JitConfig, Parameter, Tensor, lazy_inline, nn
@@ -35,8 +34,7 @@ from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
-from trainer.ops.ascend.kernels import RmsNorm, SeparateNorm
-from trainer.ops.kernel_set import InDtype, load_kernels
+from trainer.ops.kernel_set import load_kernels
 from trainer.ops.plain import shard_operators
 from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
@@ -103,16 +101,8 @@ def _loss_cell(config: Config, world: World, device: str) -> LossCell:
     degrees = parallel_degrees(config, world)
     precision = resolve_precision(settings, config.amp_level, device)
     choices = select_kernels(settings, device, precision)
-    kernels = load_kernels(choices, precision, is_sharded=True)
+    kernels = load_kernels(choices, precision, is_sharded=True, recomputes_norms=any(recomputed_parts(config)))
     fused = {choice.kernel for choice in choices if choice.fused}
-    if "rms_norm" in fused and any(recomputed_parts(config)):
-        inside = getattr(mstype, precision.norm.dtype)
-        outside = kernels.compute_dtype
-
-        def separate_norm(size: int, eps: float) -> nn.Cell:
-            return InDtype(SeparateNorm(RmsNorm(size, eps, is_sharded=True), outside), inside, outside)
-
-        kernels = replace(kernels, rms_norm=separate_norm)
     tables = RotaryTables("rotary_embedding" in fused, getattr(mstype, precision.rotary.dtype))
     windows: list[int | None] = [None]
     if settings.window_layers:

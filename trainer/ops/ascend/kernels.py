@@ -35,21 +35,36 @@ class RmsNorm(nn.Cell):
         inside: Dtype of the computation. Default None: that of the inputs.
         outside: Dtype of the result. Default None: `inside`.
         is_sharded: Whether MindSpore shards the graph. MindSpore then derives the gradient, because it sums a weight's
-            gradient over the ranks only if it has derived it; the dtypes are those of the inputs.
+            gradient over the ranks only if it has derived it; the dtype of the computation is that of the inputs.
+        is_recomputed: Whether a sharded graph recomputes the norm. MindSpore 2.10 fuses an addition and the norm of its
+            result into one operator, AddRmsNorm. Then the addition would wait for the gradients ("Graph cycle exists").
+            Two reshapes prevent the fusion. The cast to `outside` is before the second one, after which MindSpore
+            gathers the tokens of other ranks.
     """
 
     def __init__(
         self, size: int, eps: float, inside: mstype.Type | None = None, outside: mstype.Type | None = None, *,
-        is_sharded: bool = False,
+        is_sharded: bool = False, is_recomputed: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()
         self.norm = FusedNorm(eps) if is_sharded else _NormAndFactor(eps, inside, outside or inside)
+        self.is_recomputed = is_recomputed
+        self.outside = outside
+        self.cast = P.Cast()
+        self.reshape = P.Reshape()
 
     def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        return self.norm(x_ND, weight_D)[0]
+        """Returns y, [N, D]; unless `is_recomputed`, x may have more axes."""
+        if not self.is_recomputed:
+            return self.norm(x_ND, weight_D)[0]
+        tokens, features = x_ND.shape
+        y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)[0]
+        return self.reshape(self.cast(y_N1D, self.outside), (tokens, features))
 
     def shard_over(self, *degrees: int) -> None:
         """Shards all axes except the last; `degrees` has the number of ranks for each."""
+        if self.is_recomputed:
+            degrees = (*degrees, 1)
         shard_operators(self, {"norm": "dt"[: len(degrees)] + ".,."}, **dict(zip("dt", degrees, strict=False)))
 
 
@@ -75,31 +90,6 @@ class _NormAndFactor(nn.Cell):
     def cast(self, x: Tensor) -> Tensor:
         """Casts to the dtype of the computation."""
         return x if self.inside is None else x.astype(self.inside)
-
-
-class SeparateNorm(nn.Cell):
-    """Computes a norm of [N, D], with its result in dtype `outside`, for a graph that recomputes norms.
-
-    MindSpore 2.10 fuses an addition and the norm of its result into one operator, AddRmsNorm. If the norm is
-    recomputed, the addition would wait for the gradients ("Graph cycle exists"). The reshapes prevent the fusion. The
-    cast is before the second reshape, after which MindSpore gathers the tokens of other ranks.
-    """
-
-    def __init__(self, norm: nn.Cell, outside: mstype.Type) -> None:
-        super().__init__()
-        self.norm = norm
-        self.outside = outside
-        self.cast = P.Cast()
-        self.reshape = P.Reshape()
-
-    def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
-        tokens, features = x_ND.shape
-        y_N1D = self.norm(self.reshape(x_ND, (tokens, 1, features)), weight_D)
-        return self.reshape(self.cast(y_N1D, self.outside), (tokens, features))
-
-    def shard_over(self, data: int) -> None:
-        """Shards N over `data` ranks."""
-        self.norm.shard_over(data, 1)
 
 
 class Rotary(nn.Cell):
