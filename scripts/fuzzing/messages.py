@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import random
 import re
@@ -15,9 +13,11 @@ from fuzz import Attempt, check
 
 from fuzzing.mutate import changed_bytes, json_bytes
 from trainer.errors import UserError
+from trainer.launch.arguments import LaunchOptions
 from trainer.launch.control.messages import NodeMessage, failure_message, parse
-from trainer.launch.control.signed import ControlListener, SignedChannel
-from trainer.launch.wire import Channel
+from trainer.launch.control.nodes import NodeServer
+from trainer.launch.control.signed import SignedChannel
+from trainer.launch.wire import Channel, ListeningSocket
 
 _SECRET = b"s" * 32
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -73,11 +73,10 @@ def _strangers(folder: Path) -> Attempt:
                 other = SignedChannel(theirs, _SECRET if rng.random() < 0.7 else b"t" * 32, called=not channel._called)
                 read()
                 other.receive()
-                key = other._key or b""
                 data = rng.choice(_RIGHT).model_dump_json().encode()
                 wrong = changed_bytes(data, rng)
-                mac = hmac.digest(key, (b">" if channel._called else b"<") + bytes(8) + data, hashlib.sha256).hex()
-                _send(theirs, mac.encode() + b" " + wrong.replace(b"\n", b" ") + b"\n", read)
+                mac = other._sign(data, from_caller=channel._called)
+                _send(theirs, mac + b" " + wrong.replace(b"\n", b" ") + b"\n", read)
                 if wrong == data and other._secret == _SECRET:
                     return
             for _ in range(5):
@@ -93,20 +92,22 @@ def _listener(folder: Path) -> Attempt:
     once."""
 
     def attempt(rng: random.Random) -> None:
-        with socket.socket() as listening:
-            listening.bind(("127.0.0.1", 0))
-            listener = ControlListener(listening, _SECRET)
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            server = NodeServer(
+                options=LaunchOptions(worker_num=8, local_worker_num=4),
+                listening=ListeningSocket(listening),
+                secret=_SECRET,
+                secret_path=None,
+            )
             address = listening.getsockname()
             callers = [socket.create_connection(address) for _ in range(rng.choice((1, 3)))]
             node = SignedChannel(socket.create_connection(address), _SECRET, called=False)
             node.send(_RIGHT[0])
-            found, named = [], []
+            named: list[NodeMessage] = []
 
-            def accept() -> bool:
-                nodes, strangers = listener.accept(time.monotonic())
-                found.extend(nodes)
-                named.extend(strangers)
-                return True
+            def accept() -> None:
+                events = server.poll(time.monotonic())
+                named.extend(event for event in events if "called the control port" in str(event.lines))
 
             for caller in callers:
                 for _ in range(2):
@@ -117,12 +118,12 @@ def _listener(folder: Path) -> Attempt:
                         pass
                     accept()
             end = time.monotonic() + 10
-            while not found and time.monotonic() < end:
+            while not server.links and time.monotonic() < end:
                 node.receive()
                 accept()
-            check([hello for _, hello in found] == [_RIGHT[0]], f"nodes that came in: {found}")
+            check(list(server.links) == [1], f"nodes that came in: {server.links}")
             check(len(named) <= 1, f"strangers are named more than once: {named}")
-            for one in (*callers, node, listener, *(channel for channel, _ in found)):
+            for one in (*callers, node, server):
                 one.close()
 
     return attempt

@@ -218,7 +218,7 @@ def _supervise(
 
 def _nodes(options: LaunchOptions, restart_plan: RestartPlan | None, attempt: int, resume: str) -> Nodes:
     if options.nodes == 1:
-        return Nodes(resume=resume)
+        return Nodes(options=options, resume=resume)
     assert restart_plan is not None
     if attempt:
         longest = min(_GATHER_SECONDS, options.start_limit or _GATHER_SECONDS, options.cluster_time_out)

@@ -18,9 +18,9 @@ from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
 from trainer.launch.control.messages import NodeMessage, failure_message, parse
-from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes
+from trainer.launch.control.nodes import NodeClient, NodeServer, connect_nodes, network
 from trainer.launch.control.secret import make_secret, read_secret
-from trainer.launch.control.signed import SignedChannel, _Caller
+from trainer.launch.control.signed import SignedChannel
 from trainer.launch.job import job_files
 from trainer.launch.msrun import pick_free_port
 from trainer.launch.terminal import printable
@@ -162,7 +162,7 @@ def heard(hub: NodeServer, data: bytes, now: float) -> bytes:
 
 
 EVENTS: list[NodeMessage] = []
-HELLO = b"run_trainer-2 " + b"0" * 32 + b"\n"
+HELLO = b"run_trainer-3 " + b"0" * 32 + b"\n"
 FORGED = b"0" * 64 + b' {"kind":"hello","node":1,"worker_num":4,"attempt":0}\n'
 
 
@@ -187,7 +187,7 @@ def test_a_stranger_is_dropped_and_named_once(
     EVENTS.clear()
     for _ in range(3):
         answer = heard(hub, data, time.monotonic())
-        assert answer == b"" or (answer.startswith(b"run_trainer-2 ") and answer.count(b"\n") == 1), "it learns nothing"
+        assert answer == b"" or (answer.startswith(b"run_trainer-3 ") and answer.count(b"\n") == 1), "it learns nothing"
     while not EVENTS:
         EVENTS.extend(hub.poll(time.monotonic()))
     assert [event.kind for event in EVENTS] == ["note"] and "127.0.0.1 called the control port" in EVENTS[0].lines[0]
@@ -203,7 +203,7 @@ def test_who_says_nothing_is_dropped_after_some_seconds(hub: NodeServer) -> None
         while len(hub.sources) < 2:
             hub.poll(now)
         assert not hub.poll(now + 4) and hub.poll(now + 6)
-        assert silent.recv(1 << 10).startswith(b"run_trainer-2 ") and not silent.recv(1 << 10)
+        assert silent.recv(1 << 10).startswith(b"run_trainer-3 ") and not silent.recv(1 << 10)
 
 
 def test_of_very_many_callers_the_last_are_kept(hub: NodeServer, options: LaunchOptions, tmp_path: Path) -> None:
@@ -238,9 +238,8 @@ def test_a_flood_from_one_address_keeps_no_other_one_out(hub: NodeServer, option
     channel.close()
 
 
-def test_networks_of_callers(tmp_path: Path) -> None:
-    callers = [_Caller(None, address, 0.0) for address in ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")]
-    networks = [caller.network for caller in callers]
+def test_networks_of_callers() -> None:
+    networks = [network(address) for address in ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")]
     assert networks == ["10.0.0.1", "fe80::/64", "2001:db8::/64", "2001:db8::/64"]
 
 
@@ -252,7 +251,7 @@ def test_a_lack_of_file_descriptors_is_no_failure(hub: NodeServer, options: Laun
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 10, before[1]))
     try:
         assert not [event for event in hub.poll(time.monotonic()) if event.kind == "failed"]
-        assert hub.listener._listening.starved and not hub.listener._listening.sources, "it would not wait for them"
+        assert hub.listening.starved and not hub.listening.sources, "it would not wait for them"
         os.close(os.dup(0))  # the launcher has some left for itself
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -10,10 +10,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from trainer.launch.terminal import printable
 
-_LONGEST_LINE = 2000
+LONGEST_LINE = 2000
 _MOST_LINES = 100
 
-Line = Annotated[str, Field(max_length=_LONGEST_LINE), AfterValidator(printable)]
+Line = Annotated[str, Field(max_length=LONGEST_LINE), AfterValidator(printable)]
 Count = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
@@ -56,11 +56,6 @@ def parse(data: bytes) -> NodeMessage | None:
         return None
 
 
-def note_message(line: str) -> NodeMessage:
-    """Returns a message that prints one line."""
-    return NodeMessage(kind="note", lines=[line[:_LONGEST_LINE]])
-
-
 def failure_message(exit_code: int, lines: Sequence[str]) -> NodeMessage:
     """Returns the message about a failure; long reports are cut."""
-    return NodeMessage(kind="failed", number=exit_code, lines=[line[:_LONGEST_LINE] for line in lines[:_MOST_LINES]])
+    return NodeMessage(kind="failed", number=exit_code, lines=[line[:LONGEST_LINE] for line in lines[:_MOST_LINES]])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-import tempfile
 from pathlib import Path
 
 from trainer.errors import RunError, UserError
@@ -44,14 +43,9 @@ def make_secret(path: Path) -> bytes:
     secret = secrets.token_hex(32).encode("ascii")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, unfinished = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # of mode 600
-        try:
-            with open(descriptor, "wb") as file:
-                file.write(secret)
-            os.replace(unfinished, path)
-        except OSError:
-            os.unlink(unfinished)
-            raise
+        path.unlink(missing_ok=True)  # of an earlier job
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secret)
     except OSError as error:
         rule = f"the launchers' secret cannot be written there: {error.strerror or error}"
         fix = f"choose a folder you may write to, or set {SECRET_VARIABLE} to the same secret on all nodes"
