@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from run_helpers import REPOSITORY, column, config_of, step_records, train
+from tolerances import FRESH_LOSSES
 
 from trainer.checkpoint.hugging_face import folder_files
 from trainer.plan.render import plan_text
@@ -92,4 +93,4 @@ def test_it_trains(path: Path, cache: Path, tmp_path: Path, model_folder: Path) 
     losses, config = column(step_records(output), "loss"), config_of(path, **changes_of(path, model_folder))
     assert len(losses) == 2 and all(math.isfinite(loss) for loss in losses)
     outcomes = config.decoder.vocab_size if config.classifier is None else config.classifier.classes
-    assert abs(losses[0] - math.log(outcomes)) < 0.5
+    assert abs(losses[0] - math.log(outcomes)) < FRESH_LOSSES

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from run_helpers import arrays_of, assert_same_bits, column, figures, step_records, train, train_and_read, write_config
+from tolerances import FEW_OPERATIONS, RUN_MOVES, WHOLE_NUMBER
 
 MOE = "model.model_config.moe_config."
 EXPERTS = {
@@ -68,9 +69,9 @@ def test_the_drop_rate_counts_whole_assignments_of_the_window(capacity: tuple[Pa
         assert record["tokens"] <= 128
         for rate, imbalance in zip(record["drop_rate"], record["load_imbalance"], strict=True):
             dropped = rate * 256
-            assert abs(dropped - round(dropped)) < 1e-9
-            assert 1 <= imbalance <= 2 and abs(imbalance * 64 - round(imbalance * 64)) < 1e-9
-        assert all(0 < entropy <= math.log(4) + 1e-6 for entropy in record["router_entropy"])
+            assert abs(dropped - round(dropped)) < WHOLE_NUMBER
+            assert 1 <= imbalance <= 2 and abs(imbalance * 64 - round(imbalance * 64)) < WHOLE_NUMBER
+        assert all(0 < entropy <= math.log(4) + FEW_OPERATIONS for entropy in record["router_entropy"])
         assert record["aux_loss"] > 0.9 and "mtp_loss" not in record and "z_loss" not in record
         assert math.isfinite(record["loss"])
 
@@ -113,7 +114,8 @@ def test_a_deepseek_like_model_logs_zero_and_says_why_and_resumes(home: Path) ->
     assert figures(parts / "output") == figures(whole / "output")
     assert_same_bits(arrays_of(parts / "output"), arrays_of(whole / "output"))
     biases = [array for name, array in arrays_of(whole / "output").items() if "e_score_correction_bias" in name]
-    assert len(biases) == 2 and all(np.any(bias) and np.all(np.abs(bias) <= 0.0401) for bias in biases)
+    farthest = 4 * 0.01 + RUN_MOVES  # four updates
+    assert len(biases) == 2 and all(np.any(bias) and np.all(np.abs(bias) <= farthest) for bias in biases)
 
 
 def test_a_trained_mixture_is_evaluated_and_continues_a_text(home: Path, capacity: tuple[Path, str]) -> None:

@@ -23,7 +23,7 @@ from run_helpers import (
     write_config,
     write_instructions,
 )
-from tolerances import decoder_limits, rounding_limit
+from tolerances import FRESH_LOSS, RATE_NEAR_ZERO, U_BFLOAT16, U_FLOAT16, decoder_limits, rounding_limit
 
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.cli.main import dispatch
@@ -97,7 +97,7 @@ def test_metrics_hold_every_step_with_all_its_fields(first_run: tuple[Path, str,
 
 def test_the_loss_falls(first_run: tuple[Path, str, str]) -> None:
     losses = column(step_records(first_run[0]), "loss")
-    assert abs(losses[0] - math.log(257)) < 0.1  # a fresh model knows nothing
+    assert abs(losses[0] - math.log(257)) < FRESH_LOSS  # a fresh model knows nothing
     assert losses[-1] < losses[0] - 1
     evaluations = column(eval_records(first_run[0]), "eval_loss")
     assert evaluations == sorted(evaluations, reverse=True)
@@ -195,7 +195,8 @@ def test_the_learning_rate_follows_the_schedule(home: Path, capsys: pytest.Captu
             return 0.01 * step / 4
         return 0.001 + (0.01 - 0.001) * (1 + math.cos(math.pi * (step - 4) / (total - 4))) / 2
 
-    np.testing.assert_allclose(rates, [expected(step) for step in range(12)], rtol=rounding_limit(4), atol=1e-12)
+    right = [expected(step) for step in range(12)]
+    np.testing.assert_allclose(rates, right, rtol=rounding_limit(4), atol=RATE_NEAR_ZERO)
 
 
 def test_dropout_changes_training_repeatably_and_not_evaluation(home: Path, first_run: tuple[Path, str, str]) -> None:
@@ -281,13 +282,13 @@ def test_finetuning_starts_from_weights_in_every_form(home: Path, first_run: tup
         (newest, 0),
         (newest / "model.safetensors", 0),
         (hugging_face, 0),
-        (home / "half.safetensors", 2**-11),
-        (home / "brain.safetensors", 2**-8),
+        (home / "half.safetensors", U_FLOAT16),
+        (home / "brain.safetensors", U_BFLOAT16),
     ):
         config = config_of(path, load_checkpoint=place)
         model = open_session(config, load_initial_weights(config)).model
         for name, parameter in model.parameters_by_name.items():
-            np.testing.assert_allclose(parameter.asnumpy(), weights[name], rtol=tolerance, atol=tolerance * 1e-2)
+            np.testing.assert_allclose(parameter.asnumpy(), weights[name], rtol=tolerance, atol=tolerance / 100)
 
     tuned = step_records(train(path, load_checkpoint=first_run[0], runner_config__stop_step=2))
     trained = step_records(first_run[0])

@@ -26,7 +26,7 @@ from run_helpers import (
     step_records,
     train,
 )
-from tolerances import rounding_limit
+from tolerances import ACCURACY, rounding_limit
 
 from trainer.launch.msrun import MSRUN_VARIABLE
 
@@ -146,7 +146,7 @@ def test_two_workers_do_what_one_process_does(
     losses = column(step_records(together), "loss")
     assert losses == pytest.approx(column(step_records(alone), "loss"), rel=rounding_limit(20 * DEPTH))
     accuracies = [eval_records(output)[-1]["eval_accuracy"] for output in (together, alone)]
-    assert accuracies[0] == pytest.approx(accuracies[1], abs=0.01)
+    assert accuracies[0] == pytest.approx(accuracies[1], abs=ACCURACY)
     for rank in range(2):
         log = (tmp_path / "log_output" / f"worker_{rank}.log").read_text()
         assert [(epoch, step) for epoch, step, _ in LOSS.findall(log)] == [("1", "1"), ("1", "10"), ("1", "20")]

@@ -21,6 +21,7 @@ from collective_cases import (
     shared_tensors,
     text_of,
 )
+from tolerances import FEW_OPERATIONS, FLOAT16_SUMS, SEVERAL_OPERATORS, SHORT_SUMS
 
 from trainer.checkpoint.store import read_checkpoint
 from trainer.parallel.sharding import shard_range
@@ -74,7 +75,7 @@ def test_sums_during_a_backward_pass_are_those_after_it(found: Found, way: str) 
             if place in SHARDED:
                 right = right.reshape(-1)[shard_range(right.size, number, len(found))]
             ours, is_half = rank[f"on a device {way} {place}"], way == "in their dtype" and place in SUBLAYERS
-            limit = 2e-3 if is_half else 2e-6
+            limit = FLOAT16_SUMS if is_half else SHORT_SUMS
             assert ours.dtype == (np.float16 if is_half else np.float32) and ours.shape == right.shape
             np.testing.assert_allclose(ours, right, limit, limit)
 
@@ -115,15 +116,15 @@ def test_a_pair_gives_what_numpy_gives_forward_and_backward(found: Found, name: 
     ranks = len(found)
     every_x = np.stack([pair_input(rank, ranks) for rank in range(ranks)])
     for rank, arrays in enumerate(found):
-        np.testing.assert_allclose(arrays[f"{name} out"], pair_output(name, every_x, rank), 1e-6, 1e-6)
-        np.testing.assert_allclose(arrays[f"{name} gradient"], pair_gradient(name, ranks, rank), 1e-6, 1e-6)
+        close(arrays[f"{name} out"], pair_output(name, every_x, rank))
+        close(arrays[f"{name} gradient"], pair_gradient(name, ranks, rank))
 
 
 def test_experts_over_ranks_give_what_one_rank_with_all_of_them_gives(found: Found) -> None:
     for rank in found:
         for name in ("out", "y", "gates", "gate", "up", "down"):
             mine, right = rank[f"experts {name}"]
-            assert np.abs(mine - right).max() < 1e-5 * np.abs(right).max(), name
+            assert np.abs(mine - right).max() < SEVERAL_OPERATORS * np.abs(right).max(), name
 
 
 def test_groups_keep_to_themselves(found: Found) -> None:
@@ -134,9 +135,9 @@ def test_groups_keep_to_themselves(found: Found) -> None:
         xs = [pair_input(each, ranks) for each in members]
         gathered_shape = (2 * ranks * len(members), 3)
         gradients = sum(factors_of(each, gathered_shape) for each in members).reshape(len(members), 2 * ranks, 3)
-        np.testing.assert_allclose(arrays["parity AllReduce out"], sum(xs), 1e-6, 1e-6)
+        close(arrays["parity AllReduce out"], sum(xs))
         np.testing.assert_array_equal(arrays["parity AllGather out"], np.concatenate(xs))
-        np.testing.assert_allclose(arrays["parity AllGather gradient"], gradients[rank // 2], 1e-6, 1e-6)
+        close(arrays["parity AllGather gradient"], gradients[rank // 2])
 
 
 def test_a_device_with_all_operators_gets_them(found: Found) -> None:
@@ -155,3 +156,7 @@ def test_a_device_with_all_operators_gets_them(found: Found) -> None:
 def test_float16_travels_too(found: Found) -> None:
     expected = np.concatenate([pair_input(rank, len(found)) for rank in range(len(found))]).astype(np.float16)
     assert all((arrays["half AllGather"] == expected).all() for arrays in found)
+
+
+def close(ours: np.ndarray, right: np.ndarray) -> None:
+    np.testing.assert_allclose(ours, right, FEW_OPERATIONS, FEW_OPERATIONS)

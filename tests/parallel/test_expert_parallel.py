@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from expert_parallel_cases import CASES, RANKS, computed, settings_of
 from rank_job import on_rank_processes
+from tolerances import SEVERAL_OPERATORS
 
 from trainer.models.spec.shapes import moe_shapes
 
@@ -44,4 +45,5 @@ def test_ranks_compute_what_one_rank_does(found: list, way: str, name: str, size
 
 
 def close(ours: np.ndarray, right: np.ndarray) -> None:
-    np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5 * max(1e-3, np.abs(right).max()))
+    largest = max(1e-3, np.abs(right).max())
+    np.testing.assert_allclose(ours, right, rtol=SEVERAL_OPERATORS, atol=SEVERAL_OPERATORS * largest)

@@ -277,8 +277,8 @@ def test_a_machine_that_stands_still_is_no_hang(tmp_path: Path) -> None:
 
 def test_a_slow_first_step_is_no_hang(tmp_path: Path) -> None:
     """The start has a limit of its own, which is also that of what comes before the first step."""
-    limits = ("--hang_timeout", 0.5, "--start_timeout", 4)
-    job = launch(tmp_path, 1000, "0@1:tokenize", "0@1:hang", "1@1:hang", options=limits, **SHORT)
+    given = ("--hang_timeout", 0.5, "--start_timeout", 4)
+    job = launch(tmp_path, 1000, "0@1:tokenize", "0@1:hang", "1@1:hang", options=given, **SHORT)
     job.wait_until(lambda: "facts" in job.log(0) and "facts" in job.log(1))
     psutil.Process(job.facts(1)["pid"]).suspend()
     assert job.end() == EXIT_HANG

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from pipeline_cases import CASES, MUTATIONS, PREDICTING, SAME, config_of_case, steps_of, trained
 from rank_job import on_rank_processes
+from tolerances import NEAR_ZERO, RUN_LOSSES, RUN_NORMS, RUN_STAGE_WEIGHTS
 
 from trainer.config import preflight
 from trainer.device.threads import set_up_cpu_threads
@@ -42,11 +43,11 @@ def test_a_pipeline_trains_what_one_process_trains(name: str) -> None:
         assert all(0 <= share < 1 for share in found["bubble"]) and found["bubble"] == ranks[0][name]["bubble"]
         assert found.keys() == right.keys() - (set() if name in PREDICTING else {"new tokens"})
         for key in found.keys() - {"weights", "bubble"}:
-            limit = 1e-4 if "norm" in key else 1e-5
-            np.testing.assert_allclose(found[key], right[key], rtol=limit, atol=1e-7, err_msg=key)
+            limit = RUN_NORMS if "norm" in key else RUN_LOSSES
+            np.testing.assert_allclose(found[key], right[key], rtol=limit, atol=NEAR_ZERO, err_msg=key)
         for key, (part, weight) in found["weights"].items():
             _, whole = right["weights"][key]
-            np.testing.assert_allclose(weight, whole[part], rtol=1e-4, atol=1e-5, err_msg=key)
+            np.testing.assert_allclose(weight, whole[part], rtol=RUN_NORMS, atol=RUN_STAGE_WEIGHTS, err_msg=key)
     assert {key for rank in ranks for key in rank[name]["weights"]} == right["weights"].keys()
     for mistake in MUTATIONS.get(name, ()):
         assert all(abs(rank[mistake]["norm"][0] / right["norm"][0] - 1) > 1e-3 for rank in ranks), mistake

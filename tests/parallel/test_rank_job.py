@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from group_cases import whole
 from rank_job import on_rank_processes
+from tolerances import SEVERAL_OPERATORS
 
 
 def test_sharded_layers_compute_what_whole_ones_do() -> None:
@@ -26,7 +27,7 @@ def test_sharded_layers_compute_what_whole_ones_do() -> None:
             gradient = through @ a.T
         columns = slice(rank % 2 * 6, rank % 2 * 6 + 6)
         for ours, right in ((out, hidden[-1]), (dx, gradient), (da, right_a[:, columns]), (db, right_b[columns])):
-            np.testing.assert_allclose(ours, right, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(ours, right, rtol=SEVERAL_OPERATORS, atol=SEVERAL_OPERATORS)
 
 
 def test_a_rank_that_fails_ends_all() -> None:

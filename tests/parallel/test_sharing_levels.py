@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from rank_job import on_rank_processes
 from sharing_cases import CASES, RESUMED_AT, STEPS, Trained, trained
+from tolerances import RUN_LOCAL_NORMS, RUN_LOSSES, RUN_NORMS, RUN_WEIGHTS
 
 from trainer.device.threads import set_up_cpu_threads
 from trainer.parallel.connections import Connections
@@ -83,16 +84,16 @@ def test_mistakes_are_seen() -> None:
 def compare(ours: Trained, one: Trained) -> None:
     """Compares all steps, and the state after them unless the one rank has done more steps."""
     steps = len(ours.losses)
-    close(ours.losses, one.losses[:steps], 1e-5)
-    close(ours.norms, one.norms[:steps], 1e-4)
+    close(ours.losses, one.losses[:steps], RUN_LOSSES)
+    close(ours.norms, one.norms[:steps], RUN_NORMS)
     assert ours.overflows == one.overflows[:steps] and ours.local_norms.keys() == one.local_norms.keys()
     if steps < len(one.losses):
         return
-    close(ours.evaluated, one.evaluated, 1e-5)
-    close(list(ours.local_norms.values()), list(one.local_norms.values()), 1e-3)
+    close(ours.evaluated, one.evaluated, RUN_LOSSES)
+    close(list(ours.local_norms.values()), list(one.local_norms.values()), RUN_LOCAL_NORMS)
     assert ours.weights.keys() == one.weights.keys()
     for name, weight in one.weights.items():
-        np.testing.assert_allclose(ours.weights[name], weight, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(ours.weights[name], weight, atol=RUN_WEIGHTS, err_msg=name)
 
 
 def same(ours: Trained, theirs: Trained) -> None:

@@ -10,12 +10,19 @@ import numpy as np
 import pytest
 from rank_job import on_rank_processes
 from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config, every_parted, whole
+from tolerances import (
+    RUN_LOCAL_NORMS,
+    RUN_LOSSES,
+    RUN_LOSSES_BFLOAT16,
+    RUN_NORMS,
+    RUN_NORMS_BFLOAT16,
+    RUN_TENSOR_WEIGHTS,
+)
 
 from trainer.parallel.world import World
 from trainer.plan.division import model_layout_for
 
 LONG, SHORT = 20, 2
-BFLOAT16_ROUNDING = 2.0**-9
 DENSE, MIXTRAL = "dense", "Mixtral, shared gate, frozen"
 DEEPSEEK, RECOMPUTED = "DeepSeek", "DeepSeek, recomputed"
 ADAPTERS, LATENT_ADAPTERS = "one key head, adapters", "latent attention, adapters"
@@ -122,36 +129,36 @@ def compare_steps(name: str, one: Trained, parts: list[Trained]) -> None:
     """Compares the steps that the ranks have done."""
     steps = len(parts[0].losses)
     for part in parts:
-        close(part.losses, one.losses[:steps], 1e-5, name)
-        close(part.norms, one.norms[:steps], 1e-4, name)
-        close(part.others, one.others[:steps], 1e-5, name)
-        close(part.routers, one.routers[:steps], 1e-5, name)
+        close(part.losses, one.losses[:steps], RUN_LOSSES, name)
+        close(part.norms, one.norms[:steps], RUN_NORMS, name)
+        close(part.others, one.others[:steps], RUN_LOSSES, name)
+        close(part.routers, one.routers[:steps], RUN_LOSSES, name)
         for ours, right in zip(part.local_norms, one.local_norms[:steps], strict=True):
             assert ours.keys() == right.keys()
-            close(list(ours.values()), list(right.values()), 1e-3, name)
+            close(list(ours.values()), list(right.values()), RUN_LOCAL_NORMS, name)
 
 
 def compare_narrow(name: str, one: Trained, parts: list[Trained]) -> None:
     for part in parts:
         assert part.losses == parts[0].losses
-        close(part.losses, one.losses, BFLOAT16_ROUNDING, name)
-        close(part.evaluated, one.evaluated, BFLOAT16_ROUNDING, name)
-        close(part.norms, one.norms, 4 * BFLOAT16_ROUNDING, name)
+        close(part.losses, one.losses, RUN_LOSSES_BFLOAT16, name)
+        close(part.evaluated, one.evaluated, RUN_LOSSES_BFLOAT16, name)
+        close(part.norms, one.norms, RUN_NORMS_BFLOAT16, name)
 
 
 def compare_ends(name: str, one: Trained, parts: list[Trained], suite: Suite) -> None:
     how = config(name, Layout(**suite.layout), suite.ranks)
     layout = model_layout_for(how, World(0, suite.ranks, 0, suite.ranks))
-    close([part.evaluated for part in parts], one.evaluated, 1e-5, name)
+    close([part.evaluated for part in parts], one.evaluated, RUN_LOSSES, name)
     found, saved = assembled(layout, parts), parts[0].saved
     assert saved.keys() == one.saved.keys()
     for key, array in saved.items():
         assert array.shape == one.saved[key].shape
-        np.testing.assert_allclose(array, one.saved[key], atol=2e-4, err_msg=f"{name}: {key}")
+        np.testing.assert_allclose(array, one.saved[key], atol=RUN_TENSOR_WEIGHTS, err_msg=f"{name}: {key}")
     assert all(np.array_equal(array, saved[weight]) for weight, array in found.items())
     assert found.keys() == one.weights.keys()
     for weight, array in found.items():
-        np.testing.assert_allclose(array, one.weights[weight], atol=2e-4, err_msg=f"{name}: {weight}")
+        np.testing.assert_allclose(array, one.weights[weight], atol=RUN_TENSOR_WEIGHTS, err_msg=f"{name}: {weight}")
 
 
 def close(ours: Any, theirs: Any, tolerance: float, name: str) -> None:

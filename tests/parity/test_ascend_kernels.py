@@ -17,6 +17,7 @@ import pytest
 from exported_graphs import FLOAT, export
 from mindspore import Tensor, nn, ops
 from numpy_kernels import distance
+from tolerances import OPERATOR
 
 from trainer.config import parse_config
 from trainer.config.schema.model import ModelConfig
@@ -225,7 +226,7 @@ def test_documented_operator_computes_what_the_reference_does(name: str, documen
     arrays = [Tensor(array) for array in case.arrays]
     ours, right = case.fused(*arrays, *case.extra), case.plain(*arrays, *case.reference_extra)
     assert ours.dtype == right.dtype == mindspore.float32
-    assert distance(ours.asnumpy(), right.asnumpy()) < 3e-6  # float32, as in test_kernels.py
+    assert distance(ours.asnumpy(), right.asnumpy()) < OPERATOR
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -238,7 +239,7 @@ def test_gradients_with_the_documented_operators(name: str, documented: dict[str
         for kernel, extra in ((case.fused, case.extra), (case.plain, case.reference_extra))
     )
     for mine, exact in zip(ours, right, strict=True):
-        assert distance(mine.asnumpy(), exact.asnumpy()) < 3e-6
+        assert distance(mine.asnumpy(), exact.asnumpy()) < OPERATOR
 
 
 def chosen(device: str, **changes) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor
 from numpy_kernels import distance
-from tolerances import rounding_limit
+from tolerances import DEVIATION, MEAN, rounding_limit
 
 from trainer.config import Config, parse_config
 from trainer.config.schema.data import IMAGES
@@ -112,7 +112,7 @@ def test_initial_weights_are_those_of_the_tutorial() -> None:
         if name.endswith("bias"):
             assert not array.any()
         else:  # Normal(0.01), as mindspore.common.initializer says of "normal"
-            assert array.std() == pytest.approx(0.01, rel=0.05) and abs(array.mean()) < 0.001
+            assert array.std() == pytest.approx(0.01, rel=DEVIATION) and abs(array.mean()) < MEAN
 
 
 def test_a_window_is_one_large_batch(step: TrainStep) -> None:

@@ -7,7 +7,7 @@ import pytest
 from mindspore import Tensor
 from numpy_kernels import distance
 from tiny_trainer import VOCABULARY, TinyTrainer
-from tolerances import decoder_limits
+from tolerances import U_FLOAT16, decoder_limits
 
 from trainer.arrays import tiles
 from trainer.arrays.attention import cache as kv_cache
@@ -46,7 +46,6 @@ MODELS = {
                 "rotary_dtype": "float16"},
     "float16 experts": {"compute_dtype": "float16", "moe_config": EXPERTS},
 }  # fmt: skip
-HALF = 2.0**-11
 LENGTHS, LONGEST, NEW = np.array([9, 2, 5]), 9, 3
 
 
@@ -86,5 +85,5 @@ def test_a_pass_on_arrays_gives_the_numbers_of_tensors(name: str, monkeypatch: p
         pieces = logits_of(made, ArrayParts)
     right = logits_of(with_large_weights(TinyTrainer(compiled=False, **MODELS[name])), CellParts)
     assert right.std() > 0.1
-    limit = 12 * HALF if "float16" in name else decoder_limits(made.model.settings, rows=3).loss
+    limit = 12 * U_FLOAT16 if "float16" in name else decoder_limits(made.model.settings, rows=3).loss
     assert distance(whole, right) < limit and distance(pieces, right) < limit

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor
+from tolerances import SEVERAL_OPERATORS
 
 from trainer.arrays import measures as of_host
 from trainer.ops.ascend import measures as of_device
@@ -16,7 +17,6 @@ from trainer.ops.measures import read_together
 from trainer.ops.routing import Routing, RoutingCounts
 
 RANDOM = np.random.default_rng(5)
-LIMIT = 1e-5  # sums of some hundred float32 numbers
 
 
 def with_numpy(function: Callable) -> Callable:
@@ -61,7 +61,7 @@ def test_norms_of_gradients(bad: float | None) -> None:
         [sums, spread] = read_together([module.square_sums(squares, [[0, 2], [1, 3]], True), spread])
         found.append(np.concatenate([sums, spread]))
     assert found[0][1] == (0 if bad is None else 3)
-    np.testing.assert_allclose(found[1], found[0], LIMIT)
+    np.testing.assert_allclose(found[1], found[0], SEVERAL_OPERATORS)
 
 
 def test_routing_of_micro_batches_and_the_bias_that_balances() -> None:
@@ -85,8 +85,8 @@ def test_routing_of_micro_batches_and_the_bias_that_balances() -> None:
         found.append([*read_together([module.router_rates(total)]), bias.asnumpy()])
     rates, moved = found[0]
     assert rates[0, 0] > 0 and rates[1, 0] > 1 and rates[0, 1] == 0 and rates[1, 1] == 1
-    np.testing.assert_allclose(found[1][0], rates, LIMIT, LIMIT)
-    np.testing.assert_allclose(found[1][1], moved, LIMIT)
+    np.testing.assert_allclose(found[1][0], rates, SEVERAL_OPERATORS, SEVERAL_OPERATORS)
+    np.testing.assert_allclose(found[1][1], moved, SEVERAL_OPERATORS)
     assert (moved != np.array([0.1, -0.2, 0.0, 0.3], np.float32)).any()
 
 

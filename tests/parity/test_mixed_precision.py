@@ -2,11 +2,7 @@
 
 As in context.mode 1, and compiled as on an Ascend; native layers are in test_native_half_precision.py.
 
-Tolerances. float16 rounds to 11 bits, u = 2^-11 = 4.9e-4. Rounding the weights of the tiny model once, with all
-arithmetic in float32, already moves its gradients by up to 2.2 u of their largest value. A gradient in mixed precision
-passes some thirty such roundings, of weights, inputs and products, forward and back; their random signs add up to
-sqrt(30) = 5.5 u, and the largest distance seen is 7 u; TOLERANCE leaves a factor of 2. LEAST, far above what float32
-does to the same gradients (2e-3 u), shows that a part is in half precision at all.
+LEAST, far above what float32 does to the same gradients (2e-3 u), shows that a part is in half precision at all.
 """
 
 from __future__ import annotations
@@ -22,6 +18,7 @@ from mindspore import Parameter, Tensor, nn
 from mindspore import dtype as mstype
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, VOCABULARY, config_of, make_batch
+from tolerances import GRADIENTS_FLOAT16, U_FLOAT16
 
 from trainer.models.compute_weights import ModelParams, cast_to_float32
 from trainer.models.decoder import Decoder
@@ -37,8 +34,7 @@ from trainer.ops.precision import resolve_precision
 from trainer.ops.select import select_kernels
 from trainer.ops.updates.adamw import AdamWItem
 
-U = 2.0**-11
-TOLERANCE, LEAST = 16 * U, U / 8
+LEAST = U_FLOAT16 / 8
 MODES = pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "eager"])
 HALF, FULL = mstype.float16, mstype.float32
 # amp_level -> dtypes of matrix products, norms, softmax, rotary
@@ -107,8 +103,8 @@ def furthest(found: Result, right: Result, factor: float = 1.0) -> float:
 def test_loss_and_gradients_of_a_level(level: str, compiled: bool, right: Result) -> None:
     model = build(level, compiled)
     found = differentiate(model)
-    assert found.loss == pytest.approx(right.loss, rel=2 * U)
-    assert LEAST < furthest(found, right) < TOLERANCE
+    assert found.loss == pytest.approx(right.loss, rel=2 * U_FLOAT16)
+    assert LEAST < furthest(found, right) < GRADIENTS_FLOAT16
     for name, gradient in found.gradients.items():
         assert gradient.dtype == model.decoder.parameters_by_name[name].dtype == FULL
     assert model.decoder.hidden_states(model.build_inputs(BATCH)).dtype == FULL  # the residual stream
@@ -145,7 +141,7 @@ def test_the_fused_update_gets_gradients_in_float32(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("key", KEYS)
 def test_the_dtype_of_one_part_alone_is_felt(key: str, right: Result) -> None:
     found = differentiate(build(**{key: "float16"}))
-    assert LEAST < furthest(found, right) < TOLERANCE
+    assert LEAST < furthest(found, right) < GRADIENTS_FLOAT16
 
 
 def test_half_precision_and_dropout_on_the_attention_weights() -> None:
@@ -155,7 +151,7 @@ def test_half_precision_and_dropout_on_the_attention_weights() -> None:
         found = differentiate(build(level, **drop), dropout=key)
         # Masks leave few terms, and in a gradient whose terms cancel, such as the key bias's, roundings do not: the
         # largest distance seen is 33 u. What dropout is in float32 is held to numpy in test_kernels.py.
-        assert LEAST < furthest(found, right) < 3 * TOLERANCE
+        assert LEAST < furthest(found, right) < 3 * GRADIENTS_FLOAT16
 
 
 def cells_of(decoder: Decoder) -> list[tuple[str, nn.Cell]]:
@@ -230,8 +226,8 @@ def test_range_of_the_residual_stream_and_the_norms() -> None:
         embedding = model.decoder.parameters_by_name[EMBEDDING]
         embedding.set_data(Tensor(embedding.asnumpy() * np.float32(3e5)))
         losses[level] = float(model.decoder(model.build_inputs(BATCH)).tokens.asnumpy())
-    assert losses["O1"] == pytest.approx(losses[None], rel=2 * U)
-    assert losses["O2"] == pytest.approx(losses[None], rel=2 * U)
+    assert losses["O1"] == pytest.approx(losses[None], rel=2 * U_FLOAT16)
+    assert losses["O2"] == pytest.approx(losses[None], rel=2 * U_FLOAT16)
     assert not np.isfinite(losses["O3"])
 
 
@@ -244,7 +240,7 @@ def test_sum_of_losses_is_beyond_float16() -> None:
         for dtype in (FULL, HALF)
     ]
     assert losses[0] > 65504
-    assert losses[1] == pytest.approx(losses[0], rel=U)
+    assert losses[1] == pytest.approx(losses[0], rel=U_FLOAT16)
 
 
 @MODES
@@ -262,7 +258,7 @@ def test_small_gradients_are_lost_without_a_loss_scale_and_kept_with_one(compile
     assert np.median(far) > 0.5
     zeros = np.mean([np.mean(g.asnumpy() == 0) for g in lost.gradients.values()])
     assert zeros > 0.5
-    assert furthest(kept, right, scale / tokens) < TOLERANCE
+    assert furthest(kept, right, scale / tokens) < GRADIENTS_FLOAT16
 
 
 @pytest.mark.parametrize(("factor", "kept"), [(1.0, False), (65536.0, True)])
@@ -274,7 +270,7 @@ def test_the_loss_scale_reaches_the_gradients_of_unlikely_tokens(factor: float, 
     gradient = mindspore.grad(lambda weight: cell(Tensor(x_ND), weight, labels, valid) * Tensor(np.float32(factor)))
     p = np.exp(-20) / (1 + np.exp(-20) + np.exp(-1))
     found = gradient(Tensor(weight_VD)).asnumpy()[1, 0]
-    assert found == pytest.approx(p * factor if kept else 0.0, rel=2 * U, abs=0.0)
+    assert found == pytest.approx(p * factor if kept else 0.0, rel=2 * U_FLOAT16, abs=0.0)
 
 
 def test_a_scale_that_is_too_large_overflows_and_shows(right: Result) -> None:
@@ -325,5 +321,5 @@ def test_generation_computes_in_the_same_dtypes(level: str, monkeypatch: pytest.
     whole, exact = (m.decoder.logits(m.build_inputs(batch)) for m in (model, single))
     assert whole.dtype == FULL
     used = slice(len(prompt) - 1, TOKENS - 1)
-    assert distance(np.array(rows), whole.asnumpy()[used]) < 8 * U
-    assert LEAST < distance(np.array(rows), exact.asnumpy()[used]) < TOLERANCE
+    assert distance(np.array(rows), whole.asnumpy()[used]) < 8 * U_FLOAT16
+    assert LEAST < distance(np.array(rows), exact.asnumpy()[used]) < GRADIENTS_FLOAT16

@@ -11,6 +11,7 @@ import pytest
 from exported_graphs import FLOAT, Graph, export
 from mindspore import Tensor, mint, nn, ops
 from numpy_kernels import distance
+from tolerances import OPERATOR
 
 from trainer.ops import plain_moe as moe_reference
 from trainer.ops.ascend import moe as moe_ascend
@@ -19,7 +20,7 @@ from trainer.ops.routing import Routing, RoutingRule, route
 from trainer.ops.select import KernelChoice
 
 TOKENS, EXPERTS, CHOSEN, HIDDEN, WIDTH = 12, 8, 2, 6, 5
-ROWS, TOLERANCE = TOKENS * CHOSEN, 3e-6
+ROWS = TOKENS * CHOSEN
 RANDOM = np.random.default_rng(3)
 
 
@@ -184,7 +185,7 @@ def test_grouped_matmul_is_that_of_the_reference(counts: list[int], operators_as
         gradients = mindspore.grad(weighted, (0, 1))(x, weight)
         results.append([array.asnumpy() for array in (weighted(x, weight), *gradients)])
     for mine, expected in zip(*results, strict=True):
-        assert distance(mine, expected) < TOLERANCE
+        assert distance(mine, expected) < OPERATOR
         np.testing.assert_array_equal(mine[expected == 0], 0)
 
 
@@ -209,7 +210,7 @@ def test_gathers_are_those_of_the_reference(
         result += mindspore.grad(lambda *args: unpermute(*args, *sorting) * above_N, (0, 1))(y, gates)  # noqa: B023
         results.append([array.asnumpy() for array in result])
     for mine, expected in zip(*results, strict=True):
-        assert distance(mine, expected) < TOLERANCE
+        assert distance(mine, expected) < OPERATOR
 
 
 def permute_as_documented(tokens: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,7 +236,7 @@ def test_fused_sorting_is_that_of_the_reference(capacity: int | None, monkeypatc
     ours = moe_ascend.FusedPermute()(x, *sorting), moe_ascend.FusedUnpermute()(y, gates, *sorting)
     right = moe_reference.Permute()(x, *sorting), moe_reference.Unpermute()(y, gates, *sorting)
     for mine, expected in zip(ours, right, strict=True):
-        assert distance(mine.asnumpy(), expected.asnumpy()) < TOLERANCE
+        assert distance(mine.asnumpy(), expected.asnumpy()) < OPERATOR
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,15 @@ import numpy as np
 import pytest
 from numpy_kernels import distance
 from tiny_trainer import TOKENS, config_of, make_batch
-from tolerances import GRADIENTS_BFLOAT16, SAME_ROUNDINGS, U_BFLOAT16, decoder_limits, rounding_limit
+from tolerances import (
+    GRADIENTS_BFLOAT16,
+    GRADIENTS_FLOAT16,
+    SAME_ROUNDINGS,
+    U_BFLOAT16,
+    U_FLOAT16,
+    decoder_limits,
+    rounding_limit,
+)
 
 from trainer.arrays import onednn
 from trainer.arrays.memory import narrow_weight
@@ -142,9 +150,8 @@ VARIANTS: dict[str, dict] = {
     "further predictions": {"mtp_depth": 2},
     "mapped embedding": {"embedding_size": 8},
 }
-U_FLOAT16 = 2.0**-11
 # float16 as in test_mixed_precision.py.
-NARROW = {"bfloat16": (U_BFLOAT16, GRADIENTS_BFLOAT16), "float16": (U_FLOAT16, 16 * U_FLOAT16)}
+NARROW = {"bfloat16": (U_BFLOAT16, GRADIENTS_BFLOAT16), "float16": (U_FLOAT16, GRADIENTS_FLOAT16)}
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import pytest
 from mindspore import Tensor
 from native_layers import HIDDEN, KEY, VOCABULARY, Case, attention_of, check_saved, mlp_of, normal
 from thread_ranks import on_groups
-from tolerances import SAME_ROUNDINGS, U_BFLOAT16
+from tolerances import SAME_ROUNDINGS, U_BFLOAT16, U_FLOAT16
 
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.embedding import CpuEmbedding
@@ -37,7 +37,7 @@ from trainer.parallel.sharding import shard_range
 from trainer.parallel.tensor import RankModelShard, TensorParallel
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
-RANKS, U_FLOAT16 = 2, 2.0**-11
+RANKS = 2
 KINDS = ("stream", "tokens", "queries", "keys")  # of rows of what is kept
 LAYER = "model.layers.0."
 ROWS = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole stream", "own rows"])

@@ -22,12 +22,12 @@ import pytest
 from mindspore import Tensor, nn, ops
 from mindspore.ops.auto_generate import gen_ops_def
 from numpy_kernels import central_differences, distance
+from tolerances import FEW_OPERATIONS, OPERATOR
 
 from trainer.ops import plain as plain_kernels
 from trainer.ops import plain_moe as moe_reference
 
 RANDOM = np.random.default_rng(11)
-TOLERANCE = 3e-6  # float32, as in test_kernels.py
 B, T, H, K, SIZE, EPS = 2, 4, 4, 2, 16, 1e-5
 N = B * T
 
@@ -138,10 +138,10 @@ def test_the_documentation_says_so(operator: str, sentences: list[str]) -> None:
 def test_documented_examples_of_norm_and_swiglu() -> None:
     assert "[[0.46290997 0.92581993 1.3887299]" in documentation("rms_norm")
     found = rms_norm(np.array([[1, 2, 3], [1, 2, 3]]), np.ones(3), 1e-6)
-    np.testing.assert_allclose(found, [[0.46290997, 0.92581993, 1.3887299]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(found, [[0.46290997, 0.92581993, 1.3887299]] * 2, rtol=FEW_OPERATIONS)
     assert "[[-0.11970687 0.2690224 9.7194]]" in documentation("swiglu")
     found = swiglu(np.array([[-0.12, 0.123, 31.122], [2.1223, 4.1212121217, 0.3123]]), 0)
-    np.testing.assert_allclose(found, [[-0.11970687, 0.2690224, 9.7194]], rtol=1e-6)
+    np.testing.assert_allclose(found, [[-0.11970687, 0.2690224, 9.7194]], rtol=FEW_OPERATIONS)
 
 
 def test_documented_example_of_the_grouped_product() -> None:
@@ -170,8 +170,8 @@ def test_documented_example_of_sorting() -> None:
 def test_swiglu_is_the_formula_of_its_documentation_in_mindspore() -> None:
     x = normal(N, 10)
     a, b = ops.split(Tensor(x), 5, 1)
-    assert distance((ops.silu(a) * b).asnumpy(), swiglu(x, -1)) < TOLERANCE
-    assert distance((a * ops.sigmoid(a) * b).asnumpy(), swiglu(x, -1)) < TOLERANCE
+    assert distance((ops.silu(a) * b).asnumpy(), swiglu(x, -1)) < OPERATOR
+    assert distance((a * ops.sigmoid(a) * b).asnumpy(), swiglu(x, -1)) < OPERATOR
 
 
 def test_attention_is_mindspores_own_composition_of_it() -> None:
@@ -184,7 +184,7 @@ def test_attention_is_mindspores_own_composition_of_it() -> None:
     mask = ~np.tri(T, dtype=bool)
     found = layer(Tensor(q), Tensor(k), Tensor(v), attn_mask=Tensor(mask), need_weights=False)[0]
     expected = flash_attention_score(q, k, v, H, np.broadcast_to(mask, (B, 1, T, T)), SIZE**-0.5)
-    assert distance(found.asnumpy(), expected) < TOLERANCE
+    assert distance(found.asnumpy(), expected) < OPERATOR
 
 
 # ---- the plain kernels keep the contracts ----------------------------------------------------------------------------
@@ -195,13 +195,13 @@ def same_forward_and_backward(
 ) -> None:
     """Compares results and gradients; `contract` takes and returns the kernel's layouts."""
     out = kernel(*map(Tensor, arrays))
-    assert distance(out.asnumpy(), contract(*arrays)) < TOLERANCE
+    assert distance(out.asnumpy(), contract(*arrays)) < OPERATOR
     upstream = normal(*out.shape)
     places = tuple(range(len(arrays)))
     found = mindspore.grad(lambda *args: (kernel(*args) * Tensor(upstream)).sum(), places)(*map(Tensor, arrays))
     expected = central_differences(contract, arrays, upstream)
     for mine, right in zip(found if isinstance(found, tuple) else (found,), expected, strict=True):
-        assert distance(mine.asnumpy(), right) < TOLERANCE
+        assert distance(mine.asnumpy(), right) < OPERATOR
 
 
 def test_rms_norm_keeps_it() -> None:

@@ -16,6 +16,7 @@ import safetensors
 from config_helpers import BASE, failure, load
 from golden_files import load_model_case, model_case_names
 from safetensors.numpy import load_file, save_file
+from tolerances import U_BFLOAT16, U_FLOAT16
 
 from trainer.checkpoint.adapters import adapter_config, load_initial_weights
 from trainer.checkpoint.hugging_face import class_on_disk, folder_files, parse_size, split_into_files, write_weights
@@ -208,7 +209,7 @@ def test_bfloat16_rounds_to_nearest_even() -> None:
     assert np.isnan(as_float32(as_bfloat16(not_numbers))).all()
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 0), ("bfloat16", 2**-8), ("float16", 2**-10)])
+@pytest.mark.parametrize(("dtype", "limit"), [("float32", 0), ("bfloat16", U_BFLOAT16), ("float16", 2 * U_FLOAT16)])
 def test_every_dtype_reads_back(tmp_path: Path, dtype: str, limit: float) -> None:
     arrays = {"b": np.random.RandomState(1).standard_normal((3, 5)).astype(np.float32), "a": np.ones(1, np.float32)}
     arrays["view"] = arrays["b"].T

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from golden_files import load_model_case, model_case_names, model_settings
+from tolerances import FEW_OPERATIONS, NEAR_ZERO, SEVERAL_OPERATORS, VISIBLE
 
 from trainer.checkpoint.tensor_names import split_fused_tensors
 from trainer.config import parse_config
@@ -112,8 +113,8 @@ def test_rotary_tables_by_their_formula() -> None:
     for position in (0, 1, 31):
         for i in range(8):
             angle = position * 500.0 ** (-2 * i / 16)
-            assert cos[position, i] == cos[position, i + 8] == pytest.approx(math.cos(angle), abs=1e-7)
-            assert sin[position, i] == sin[position, i + 8] == pytest.approx(math.sin(angle), abs=1e-7)
+            assert cos[position, i] == cos[position, i + 8] == pytest.approx(math.cos(angle), abs=NEAR_ZERO)
+            assert sin[position, i] == sin[position, i + 8] == pytest.approx(math.sin(angle), abs=NEAR_ZERO)
 
 
 def test_neighbours_have_the_angle_of_their_pair() -> None:
@@ -156,8 +157,8 @@ def test_a_score_depends_on_the_distance_of_two_positions_only(scaling: dict | N
         return x * cos[position] + np.concatenate([-x[8:], x[:8]]) * sin[position]
 
     near = [turned(query, 9 + start) @ turned(key, start) for start in (0, 1, 100, 240)]
-    np.testing.assert_allclose(near, near[0], rtol=1e-5)
-    assert turned(query, 10) @ turned(key, 0) != pytest.approx(near[0], rel=1e-3)
+    np.testing.assert_allclose(near, near[0], rtol=SEVERAL_OPERATORS)
+    assert turned(query, 10) @ turned(key, 0) != pytest.approx(near[0], rel=VISIBLE)
 
 
 def frequencies(**changes) -> np.ndarray:
@@ -172,7 +173,7 @@ PLAIN = THETA ** (-np.arange(8) / 8)
 
 def test_linear_scaling_divides_every_frequency() -> None:
     scaled = frequencies(rope_theta=THETA, rope_scaling={"rope_type": "linear", "factor": 4.0})
-    np.testing.assert_allclose(scaled, PLAIN / 4, rtol=1e-6)
+    np.testing.assert_allclose(scaled, PLAIN / 4, rtol=FEW_OPERATIONS)
 
 
 def test_llama3_scaling_by_wavelength() -> None:
@@ -193,7 +194,7 @@ def test_llama3_scaling_by_wavelength() -> None:
         "original_max_position_embeddings": trained,
     }
     scaled = frequencies(rope_theta=THETA, max_position_embeddings=512, rope_scaling=section)
-    np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+    np.testing.assert_allclose(scaled, expected, rtol=FEW_OPERATIONS)
     changed = np.isclose(scaled, PLAIN), np.isclose(scaled, PLAIN / factor)
     assert changed[0].any() and changed[1].any() and not (changed[0] | changed[1]).all()  # all three cases occur
 
@@ -213,7 +214,7 @@ def test_yarn_scaling_by_rotations_in_the_trained_length() -> None:
         expected.append(frequency * (1 - divided) + frequency / 4 * divided)
     section = yarn(beta_fast=fast, beta_slow=slow)
     scaled = frequencies(rope_theta=THETA, max_position_embeddings=256, rope_scaling=section)
-    np.testing.assert_allclose(scaled, expected, rtol=1e-6)
+    np.testing.assert_allclose(scaled, expected, rtol=FEW_OPERATIONS)
     assert low == 0 and 0 < high < 8  # the ramp starts and ends within the head
 
 
@@ -230,7 +231,7 @@ def test_yarn_scaling_by_rotations_in_the_trained_length() -> None:
 )
 def test_yarn_attention_factor(section: dict, factor: float) -> None:
     cos, sin = rotary_angles(settings_of(max_position_embeddings=256, rope_scaling=section), 200)
-    np.testing.assert_allclose(np.hypot(cos, sin), factor, rtol=1e-6)
+    np.testing.assert_allclose(np.hypot(cos, sin), factor, rtol=FEW_OPERATIONS)
 
 
 def test_trained_length_defaults_to_the_longest_context() -> None:

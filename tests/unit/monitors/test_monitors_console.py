@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from monitor_helpers import EVALUATION, run_info, run_on_terminal, step_metrics
 from rich.console import Console
+from tolerances import SECONDS_LEFT
 
 from trainer.errors import RunError
 from trainer.monitors import formatting
@@ -136,7 +137,7 @@ def test_eta_ignores_the_first_step_and_counts_to_the_last_step_of_the_run() -> 
     assert eta.seconds(step_metrics(4, last_step=52)) == pytest.approx(48 * 0.5)
     for step in range(5, 200):
         eta.add(step_metrics(step, step_seconds=2.0))
-    assert eta.seconds(step_metrics(50, last_step=52)) == pytest.approx(2 * 2.0, rel=0.01)
+    assert eta.seconds(step_metrics(50, last_step=52)) == pytest.approx(2 * 2.0, rel=SECONDS_LEFT)
     assert eta.seconds(step_metrics(52, last_step=52)) is None and eta.seconds(step_metrics(60, last_step=52)) is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tolerances import ADAMW_NEAR_ZERO, FEW_OPERATIONS
 
 from trainer.ops.updates.adamw import AdamWItem, HostAdamW
 
@@ -35,7 +36,8 @@ def test_it_is_the_formula_for_any_number_of_threads(scale: float, decay: float)
         for item, right, gradient in zip(found, expected, before, strict=True):
             for name in ("weight", "first", "second"):
                 # Where m is near zero, its error is that of the larger numbers that it is the sum of.
-                np.testing.assert_allclose(getattr(item, name), getattr(right, name), rtol=1e-6, atol=2e-7)
+                ours, expected_array = getattr(item, name), getattr(right, name)
+                np.testing.assert_allclose(ours, expected_array, rtol=FEW_OPERATIONS, atol=ADAMW_NEAR_ZERO)
             np.testing.assert_array_equal(item.gradient, gradient)
         bits = [np.concatenate([item.weight, item.first, item.second]) for item in found]
         alone = bits if alone is None else alone

@@ -7,6 +7,7 @@ import math
 
 import numpy as np
 import pytest
+from tolerances import FLOAT64
 
 from trainer.config import parse_config
 from trainer.models.spec.names import is_buffer
@@ -75,7 +76,7 @@ def test_up_to_the_threshold_the_coefficient_is_exactly_one(norm: float) -> None
 def test_above_the_threshold_the_norm_becomes_the_threshold(norm: float, max_norm: float) -> None:
     coefficient = clip_coefficient(norm, max_norm)
     assert 0 < coefficient < 1
-    assert norm * coefficient == pytest.approx(max_norm, rel=1e-15)
+    assert norm * coefficient == pytest.approx(max_norm, rel=FLOAT64)
 
 
 # What `runner_wrapper` asks for; the gradients here are never looked into

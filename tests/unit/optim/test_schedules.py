@@ -7,6 +7,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from tolerances import BETWEEN_STEPS, FLOAT64, PRINTED, SCHEDULE, SCHEDULE_NEAR_ZERO
 
 from trainer.config.schema.optimizer import LrSchedule
 from trainer.errors import UserError
@@ -55,7 +56,7 @@ def progress(start: int, end: int) -> np.ndarray:
 
 
 def close(actual: np.ndarray, expected: np.ndarray) -> None:
-    np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=1e-18)
+    np.testing.assert_allclose(actual, expected, rtol=SCHEDULE, atol=SCHEDULE_NEAR_ZERO)
 
 
 # --- the shapes ---------------------------------------------------------------------------------------------------
@@ -79,7 +80,8 @@ def test_cosine_with_more_waves_rises_again_within_the_run():
     inside = (STEPS >= WARM) & (STEPS < TOTAL)
     expected = END + (LR - END) * (np.cos(3 * np.pi * progress(WARM, TOTAL)) + 1) / 2
     close(lr[inside], expected[inside])
-    assert lr[WARM + 33] == pytest.approx(LR, rel=1e-3)  # the second peak, at two thirds of the 50 steps after warm-up
+    # The second peak, at two thirds of the 50 steps after warm-up.
+    assert lr[WARM + 33] == pytest.approx(LR, rel=BETWEEN_STEPS)
 
 
 @pytest.mark.parametrize(("keys", "cut"), [({"decay_steps": 35}, 35), ({"decay_ratio": 0.5}, 30),
@@ -198,14 +200,14 @@ def test_warm_restarts_without_eta_min_fall_towards_zero(eta_min):
 ])
 def test_documented_values_of_mindspore_transformers(type_, keys, step, printed):
     config = section(type_, learning_rate=0.005, warmup_lr_init=0.0, **keys)
-    assert build_schedule(config, 20)(step) == pytest.approx(printed, rel=5e-7)
+    assert build_schedule(config, 20)(step) == pytest.approx(printed, rel=PRINTED)
 
 
 def test_documented_annealing_values_of_mindspore_transformers():
     annealing = build_schedule(SimpleNamespace(**{**ANNEALING, "base_lr": 0.005, "t_max": 10, "eta_min": 1e-7}), 20)
-    assert [annealing(1), annealing(15)] == pytest.approx([0.0048776437, 0.0025000498], rel=5e-7)
+    assert [annealing(1), annealing(15)] == pytest.approx([0.0048776437, 0.0025000498], rel=PRINTED)
     restarts = build_schedule(SimpleNamespace(**{**RESTARTS, "base_lr": 0.005, "t_0": 10, "eta_min": 1e-7}), 20)
-    assert [restarts(1), restarts(15)] == pytest.approx([0.0048776437, 0.0042677815], rel=5e-7)
+    assert [restarts(1), restarts(15)] == pytest.approx([0.0048776437, 0.0042677815], rel=PRINTED)
 
 
 # --- borders, common to all with warm-up ----------------------------------------------------------------------------
@@ -216,7 +218,7 @@ def test_borders(type_):
     lr = build_schedule(section(type_), TOTAL)
     assert lr(0) == INIT
     assert INIT < lr(WARM - 1) < LR
-    assert lr(WARM) == pytest.approx(LR, rel=1e-15)
+    assert lr(WARM) == pytest.approx(LR, rel=FLOAT64)
     end = END_VALUE.get(type_, END)
     assert [lr(TOTAL), lr(TOTAL + 1), lr(10 * TOTAL)] == [end] * 3
     if type_ not in ("ConstantWarmUpLR", "ConstantWithCoolDownLR"):
@@ -233,7 +235,7 @@ def test_rises_during_warm_up_and_never_after_it(type_):
 
 @pytest.mark.parametrize("type_", OWN)
 def test_without_warm_up_the_first_step_has_the_full_learning_rate(type_):
-    assert build_schedule(section(type_, warmup_steps=None), TOTAL)(0) == pytest.approx(LR, rel=1e-15)
+    assert build_schedule(section(type_, warmup_steps=None), TOTAL)(0) == pytest.approx(LR, rel=FLOAT64)
 
 
 @pytest.mark.parametrize("type_", sorted(set(OWN) - {"WarmUpStableDecayLR"}))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from config_helpers import BASE, load
 from thread_ranks import on_groups
+from tolerances import FEW_OPERATIONS
 
 from trainer.arrays.attention.context import ContextParallel
 from trainer.config.checks.degrees import context_problems
@@ -139,6 +140,6 @@ def test_what_ranks_exchange(ranks: int, ulysses: int, kv_heads: int) -> None:
         np.testing.assert_array_equal(keys, heads_BTc.reshape(keys.shape))
         members = ranks // ulysses
         sums = context.reduce_keys(keys * np.float32(1 + part.ring.rank), sequences)
-        np.testing.assert_allclose(sums, heads * (members * (members + 1) // 2), rtol=1e-6)
+        np.testing.assert_allclose(sums, heads * (members * (members + 1) // 2), rtol=FEW_OPERATIONS)
 
     on_groups(ranks, work)

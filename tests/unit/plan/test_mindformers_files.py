@@ -7,6 +7,7 @@ import re
 import pytest
 from config_helpers import failure, load, notes
 from data_helpers import write_tokenizer
+from tolerances import FOUR_DECIMALS, SMALL_ARRAYS, SMALLER_ARRAYS
 
 from trainer.config import parse_config
 from trainer.config.checks.problem import ConfigError, ConfigErrors
@@ -125,9 +126,9 @@ def test_memory_is_that_of_the_rank_that_needs_most():
     layers, hidden, width, vocabulary = 4, 1024, 2816, 32000
     per_layer = 2 * hidden * hidden + 2 * hidden * hidden // 4 + 3 * hidden * width
     matrices = (layers * per_layer + vocabulary * hidden) // 2  # of the last stage, which has the logits
-    assert memory["gradients"] == pytest.approx(4 * matrices, rel=1e-3)
-    assert memory["weights"] == pytest.approx(memory["gradients"] / 4, rel=1e-2)
-    assert memory["optimizer state"] == pytest.approx(2 * memory["weights"], rel=1e-3)
+    assert memory["gradients"] == pytest.approx(4 * matrices, rel=SMALLER_ARRAYS)
+    assert memory["weights"] == pytest.approx(memory["gradients"] / 4, rel=SMALL_ARRAYS)
+    assert memory["optimizer state"] == pytest.approx(2 * memory["weights"], rel=SMALLER_ARRAYS)
     whole = plan_of(FINETUNE.replace("recompute_config: {", "swap_config: {swap: False}\nmetric: {")).memory_bytes
     assert memory["total"] < whole["total"]
 
@@ -305,7 +306,7 @@ def test_flat_yarn_becomes_rope_scaling():
     assert (scaling.rope_type, scaling.factor, scaling.mscale, scaling.attention_factor) == ("yarn", 40, 1, None)
     # Without mscale_all_dim MindSpore Transformers divides by 1.
     alone = load("model_config: {position_embedding_type: yarn, rotary_scaling_factor: 40, mscale: 0.5}\n").decoder
-    assert alone.rope_scaling.attention_factor == pytest.approx(1.1844, abs=1e-4)
+    assert alone.rope_scaling.attention_factor == pytest.approx(1.1844, abs=FOUR_DECIMALS)
     unused = "model_config: {position_embedding_type: rope, rotary_scaling_factor: 40, beta_fast: 32}\n"
     assert load(unused).decoder.rope_scaling is None and "they act with position_embedding_type yarn" in notes(unused)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from config_helpers import BASE, load
 from safetensors.numpy import save_file
+from tolerances import PLANNED_MEMORY
 
 from trainer.config import Override, load_config
 from trainer.config.note import Note
@@ -263,7 +264,7 @@ def test_the_memory_estimate_is_near_what_was_measured(
     keys = {"num_layers": layers, **keys}
     flags = {"runner_config__batch_size": batch, **flags}
     found = plan_of(name, **flags, **{f"model__model_config__{key}": value for key, value in keys.items()})
-    assert found.memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=0.1)
+    assert found.memory_bytes["total"] / MIB == pytest.approx(measured_mib, rel=PLANNED_MEMORY)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ def test_the_memory_of_a_training_operator_by_operator_is_roughly_what_was_measu
 def test_the_memory_of_an_evaluation_is_near_what_was_measured() -> None:
     overrides = [Override("run_mode", "eval"), Override("model.model_config.vocab_size", "32768")]
     config = load_config(str(REPOSITORY / "configs" / "bench_dense.yaml"), overrides)
-    assert memory_estimate(config, trains=False, device="CPU")["total"] / MIB == pytest.approx(698, rel=0.1)
+    assert memory_estimate(config, trains=False, device="CPU")["total"] / MIB == pytest.approx(698, rel=PLANNED_MEMORY)
 
 
 def test_a_run_that_does_not_fit_is_told_so() -> None:

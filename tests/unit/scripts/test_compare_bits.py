@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tolerances import DIFFERENCE_FROM_ONE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "scripts"))
 from compare_bits import Numbers, judge, relative_difference  # noqa: E402
@@ -24,7 +25,7 @@ def test_equal_numbers_have_the_same_bits() -> None:
 
 def test_the_tensor_that_differs_most_is_named() -> None:
     size, text = judge(OLD, changed(1.001))
-    assert size == pytest.approx(1e-3, rel=1e-3)
+    assert size == pytest.approx(1e-3, rel=DIFFERENCE_FROM_ONE)
     assert text == "loss 0.0e+00, tensors 1.0e-03 (model a; 1 of 2 differ)"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from smoke_files import ALPACA, DENSE, EXPERTS
+from tolerances import SIZES_OF_TWO_ROUNDINGS, SMALL_SIZE
 
 from trainer.config import Config, Override, parse_config
 from trainer.config.families import FAMILIES
@@ -36,7 +37,7 @@ def test_a_dense_model_keeps_its_ratios_and_everything_about_the_step():
     sizes = config.decoder
     assert (sizes.num_heads // sizes.kv_heads, sizes.kv_heads, sizes.qkv_has_bias) == (7, 2, True)
     assert sizes.hidden_size % sizes.num_heads == 0 and sizes.hidden_size <= 128 and sizes.seq_length == 128
-    assert sizes.intermediate_size / sizes.hidden_size == pytest.approx(18944 / 3584, rel=0.05)
+    assert sizes.intermediate_size / sizes.hidden_size == pytest.approx(18944 / 3584, rel=SIZES_OF_TWO_ROUNDINGS)
     assert (sizes.compute_dtype, sizes.softmax_compute_type, sizes.rope_theta) == ("bfloat16", "float16", 1e6)
     assert "model.model_config.compute_dtype" not in told
     wrapper, optimizer = config.runner_wrapper, config.optimizer
@@ -191,7 +192,7 @@ def test_experts_keep_their_groups_and_the_layers_their_pattern():
     assert moe.expert_num % 8 == 0 and moe.num_experts_chosen < 4 * moe.expert_num // 8
     assert decoder.shared_expert_size == 2 * decoder.expert_size
     assert (decoder.num_heads, decoder.kv_heads, decoder.head_size) == (16, 2, 8)
-    assert decoder.hidden_size / 128 == pytest.approx(4096 / (64 * 128), rel=0.1)
+    assert decoder.hidden_size / 128 == pytest.approx(4096 / (64 * 128), rel=SMALL_SIZE)
     balance, rate = config.callbacks[0], config.callbacks[1]
     assert balance.expert_num == rate.expert_num == moe.expert_num and (rate.num_layers, rate.mtp_depth) == (3, 1)
     assert (config.lr_schedule.warmup_steps, config.lr_schedule.total_steps) == (1, 3)

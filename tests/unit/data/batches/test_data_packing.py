@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from data_helpers import cache_of, jsonl, source_of
+from tolerances import HALF_OF_200_000
 
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.packing import TokenDataset
@@ -207,7 +208,7 @@ def test_synthetic_tokens_are_even_over_the_vocabulary(vocab_size):
     counts = np.histogram(tokens, bins=2, range=(0, vocab_size))[0]
     lower_half = -(-vocab_size // 2) / vocab_size  # an odd vocabulary has its middle token in the upper bin
     lower_half = lower_half if vocab_size % 2 == 0 else (vocab_size // 2 + 1) / vocab_size
-    assert abs(counts[0] / counts.sum() - lower_half) < 0.01
+    assert abs(counts[0] / counts.sum() - lower_half) < HALF_OF_200_000
 
 
 def test_synthetic_data_counts_its_tokens():

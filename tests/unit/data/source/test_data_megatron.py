@@ -16,6 +16,7 @@ from command_lines import answers_of
 from data_helpers import jsonl, line_of, make_config
 from fork_server import FORKED, ensure_server
 from megatron_cases import CASES, DOCUMENTS, EOD, documents_of
+from tolerances import EPOCH_PASSES
 
 from trainer.data import IGNORE_INDEX
 from trainer.data.datasets import build_datasets, build_eval_dataset, data_layout
@@ -98,7 +99,7 @@ def test_shares_say_what_each_file_gives_to_an_epoch(tmp_path, files):
     first, second = dataset.shares
     assert (first.epoch_sequences, second.epoch_sequences) == (15, 45)
     assert first.name == str(files / "a") and first.sequences == 43
-    assert first.epoch_passes == pytest.approx(15 / 43, rel=0.03) and second.epoch_passes > 1
+    assert first.epoch_passes == pytest.approx(15 / 43, rel=EPOCH_PASSES) and second.epoch_passes > 1
 
 
 def test_an_epoch_is_as_long_as_sizes_or_num_samples_say(tmp_path, files):

@@ -13,6 +13,7 @@ import pyarrow
 import pytest
 from data_helpers import make_config, source_of
 from pyarrow import parquet
+from tolerances import RECORD_BYTES
 
 from trainer.data.source.documents import read_text_chunks
 from trainer.data.source.find import find_sources
@@ -74,7 +75,7 @@ def test_every_format_gives_the_same_records(tmp_path, name):
     is_lines = "json" in name.lower() and ".json." not in f"{name}."
     assert records[6].where == (f"{path}:7" if is_lines else f"{path}: record 7")
     size_bytes = path.stat().st_size
-    assert sum(record.source_bytes for record in records) == pytest.approx(size_bytes, rel=0.02)
+    assert sum(record.source_bytes for record in records) == pytest.approx(size_bytes, rel=RECORD_BYTES)
 
 
 def test_a_json_file_may_hold_an_object_on_each_line(tmp_path):
