@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mindspore import Tensor, nn
 from mindspore import dtype as mstype
@@ -144,15 +144,6 @@ def load_kernels(
         host_layers: Whether native CPU layers compute instead of these kernels; see `trainer.ops.select.on_arrays`.
     """
     fused = {choice.kernel for choice in choices if choice.fused}
-    # A dense model has no choices for experts and uses none of their kernels.
-    experts: ModuleType = plain_moe
-    if "grouped_matmul" in fused:
-        experts = moe_ascend
-    permute: MakeCell = experts.Permute
-    unpermute: MakeCell = experts.Unpermute
-    if "token_permute" in fused:
-        permute = moe_ascend.FusedPermute
-        unpermute = moe_ascend.FusedUnpermute
     host_dtype = "float32"
     if host_layers:
         host_dtype = precision.compute.dtype
@@ -196,10 +187,7 @@ def load_kernels(
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
         piecewise_loss=piecewise_loss,
         router_linear=plain.Linear,
-        route=experts.Route,
-        grouped_matmul=experts.GroupedMatmul,
-        permute=permute,
-        unpermute=unpermute,
+        **_expert_kernels(fused),
         gather_rows=rows.gather_rows,
         vocabulary_rows=partial(VocabShardRows, gather_rows=rows.gather_rows),
         one_hot=plain.OneHot,
@@ -218,6 +206,21 @@ def load_kernels(
         host_layers=host_layers,
         host_dtype=host_dtype,
     )
+
+
+def _expert_kernels(fused: Collection[str]) -> dict[str, Any]:
+    """Returns the kernels of experts; a dense model, which has no choices for them, uses none."""
+    experts: ModuleType = plain_moe
+    if "grouped_matmul" in fused:
+        experts = moe_ascend
+    permute = experts.Permute
+    unpermute = experts.Unpermute
+    if "token_permute" in fused:
+        permute = moe_ascend.FusedPermute
+        unpermute = moe_ascend.FusedUnpermute
+    return {
+        "route": experts.Route, "grouped_matmul": experts.GroupedMatmul, "permute": permute, "unpermute": unpermute,
+    }  # fmt: skip
 
 
 def _attention_options(is_fused: bool, is_sharded: bool) -> Callable:
