@@ -86,6 +86,10 @@ class TrainerError(Exception):
         """Returns a copy of the error with its location, and optionally its key, which only the caller knows."""
         return type(self)(self.rule, where=where, key=key or self.key, value=self._value_or_absent, fix=self.fix)
 
+    def replace_texts(self: _Error, rule: str, fix: str) -> _Error:
+        """Returns a copy of the error with another rule and fix."""
+        return type(self)(rule, where=self.where, key=self.key, value=self._value_or_absent, fix=fix)
+
 
 class UserError(TrainerError):
     """Bad input, found before the run starts: exit code 2."""

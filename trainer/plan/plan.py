@@ -362,14 +362,14 @@ def _open_data(
 def _notes(
     config: Config, world: World, backend: ExecutionMode, device: str, memory_bytes: Mapping[str, int]
 ) -> list[str]:
-    notes = [*config_notes(config, world, device), *backend.notes(), *device_notes(config, device)]
+    notes = [*backend.notes(), *device_notes(config, device)]
     notes += [*dtype_notes(config, precision_of(config, device, world), device), *freeze_notes(config)]
     notes += _unmatched_pattern_notes(config)
     if on_arrays(config, device, world) and find_onednn().library is None:
         notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     if device == "CPU":
         notes += memory_notes(memory_bytes["total"], ranks=world.local_size)
-    return notes
+    return config_notes(config, world, device, notes)
 
 
 def _unmatched_pattern_notes(config: Config) -> Iterator[Note]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.parallel import fit_problems, parallel_degrees, resolve_for_job, zero_level
-from trainer.config.checks.problem import ConfigError, problem, raise_problems, value_of
+from trainer.config.checks.problem import ConfigError, problem, raise_problems, rename_keys, value_of
 from trainer.config.checks.rules import rule_problems, run_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.location import SourceLocation
@@ -170,7 +170,7 @@ def _with_place(config: Config, error: UserError) -> ConfigError:
         order = int(line[1])
     if type(error) is UserError:
         error = error.with_location(error.where, config.source.name(error.key))
-    return ConfigError(SourceLocation(order, error.where), error)
+    return rename_keys(ConfigError(SourceLocation(order, error.where), error), config.source)
 
 
 def _not_implemented_note(problems: list[ConfigError]) -> Note:

@@ -79,7 +79,7 @@ def missing_files(config: Config) -> list[ConfigError]:
 def semi_auto_without_device(config: Config) -> UserError:
     """Returns the error for a run in semi-automatic mode on a CPU."""
     rule = "semi-automatic mode requires Ascend or GPU; this run uses the CPU"
-    fix = "add --parallel_fallback explicit, or set it to 0 (explicit mode)"
+    fix = "add --parallel_fallback explicit, or set parallel.parallel_mode to 0 (explicit mode)"
     return problem(config, "parallel.parallel_mode", rule, fix).error
 
 

@@ -167,7 +167,7 @@ def test_flat_expert_keys_complete_their_section():
     config = load("model_config: {moe_config: {use_gmm: True}, n_shared_experts: 2}\n")
     assert (config.decoder.moe_config.use_gmm, config.decoder.moe_config.shared_expert_num) == (True, 2)
     message = error_of("model_config:\n  moe_config: {use_gmm: True}\n  moe_grouped_gemm: False\n")
-    assert "a.yaml:3: model.model_config.moe_config.use_gmm = " in message and "a.yaml:2" in message
+    assert "a.yaml:3: model_config.moe_grouped_gemm = " in message and "a.yaml:2" in message
 
 
 def test_a_merged_model_section_is_completed_by_the_top_level():
@@ -192,13 +192,13 @@ def test_both_places_of_a_section_complete_each_other():
 def test_places_that_disagree_are_an_error_with_both_lines():
     text = "model:\n  model_config:\n    moe_config:\n      use_gmm: True\nmoe_config:\n  use_gmm: False\n"
     message = error_of(text)
-    assert "a.yaml:6: model.model_config.moe_config.use_gmm = False" in message
+    assert "a.yaml:6: moe_config.use_gmm = False" in message
     assert "a.yaml:4" in message and "remove one of the two" in message
 
 
 def test_callback_and_callbacks_that_disagree_are_an_error():
     message = error_of("callbacks:\n  - type: MFLossMonitor\ncallback:\n  - type: CheckpointMonitor\n")
-    assert "a.yaml:3: callbacks" in message and "a.yaml:1" in message
+    assert "a.yaml:3: callback = " in message and "a.yaml:1" in message
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ def test_two_names_with_one_value_agree():
 
 def test_two_names_that_disagree_are_an_error_with_both_lines():
     message = error_of("model_config:\n  num_layers: 3\n  num_hidden_layers: 4\n")
-    assert "a.yaml:3: model.model_config.num_layers = 4: disagrees with a.yaml:2" in message
+    assert "a.yaml:3: model_config.num_hidden_layers = 4: disagrees with a.yaml:2" in message
 
 
 def test_a_data_set_inside_its_task():
@@ -259,7 +259,7 @@ def test_a_data_set_inside_its_task():
     alone = load("train_dataset_task:\n  type: CausalLanguageModelDataset\n  dataset_config: {held_out: 0.1}\n")
     assert alone.train_dataset.held_out == 0.1
     message = error_of(text + "  dataset_config: {held_out: 0.2}\n")
-    assert "a.yaml:5: train_dataset.held_out = 0.2: disagrees with a.yaml:2" in message
+    assert "a.yaml:5: train_dataset_task.dataset_config.held_out = 0.2: disagrees with a.yaml:2" in message
 
 
 def test_a_section_of_the_wrong_kind():
@@ -280,7 +280,7 @@ def test_empty_sections_mean_their_defaults():
         ("runner_confg: {}\n", "runner_confg", "you probably mean runner_config"),
         ("runner_config:\n  epoch: 1\n", "runner_config.epoch", "runner_config.epochs"),
         ("model:\n  archi: {}\n", "model.archi", "model.arch"),
-        ("model_config:\n  num_layer: 3\n", "model.model_config.num_layer", "model.model_config.num_layers"),
+        ("model_config:\n  num_layer: 3\n", "model_config.num_layer", "model_config.num_layers"),
         ("callbacks:\n  - type: CheckpointMonitor\n    keep_max: 3\n", "callbacks.0.keep_max", "keep_checkpoint_max"),
         ("runner_wrapper:\n  use_clip_gard: True\n", "runner_wrapper.use_clip_gard", "use_clip_grad"),
         ("lr_schedule:\n  warmup_step_: 3\n", "lr_schedule.warmup_step_", "lr_schedule.warmup_step"),
@@ -288,7 +288,7 @@ def test_empty_sections_mean_their_defaults():
         ("lr_schedule:\n  type: ConstantWarmUpLR\n  zzz: 0.1\n", "lr_schedule.zzz", "warmup_steps, warmup_ratio"),
         ("epochs: 3\n", "epochs", "runner_config.epochs"),
         ("optimizer:\n  warmup_steps: 3\n", "optimizer.warmup_steps", "in its section: lr_schedule.warmup_steps"),
-        ("model_config: {max_grad_norm: 3}\n", "model.model_config.max_grad_norm", "runner_wrapper.max_grad_norm"),
+        ("model_config: {max_grad_norm: 3}\n", "model_config.max_grad_norm", "runner_wrapper.max_grad_norm"),
         ("zzz: 3\n", "zzz", "remove it"),
         ("model: {settings: {}}\n", "model.settings", "remove it"),
     ],
@@ -405,7 +405,7 @@ def test_rope_parameters_of_transformers_5():
     flagged = load(text, "model.model_config.rope_parameters.factor=8", "model_config.rope_parameters.rope_theta=9.0")
     assert (flagged.decoder.rope_scaling.factor, flagged.decoder.rope_theta) == (8, 9.0)
     message = error_of(text + "  rope_theta: 1e6\n")
-    assert "a.yaml:3: model.model_config.rope_theta = 1000000.0: disagrees with a.yaml:2" in message
+    assert "a.yaml:3: model_config.rope_theta = 1000000.0: disagrees with a.yaml:2" in message
     partial = load("model_config: {head_dim: 16, rope_parameters: {partial_rotary_factor: 0.5}}\n").decoder
     assert (partial.rotary_pct, partial.rotary_size) == (0.5, 8)
 
@@ -427,7 +427,7 @@ def test_a_sliding_window_that_contradicts_itself():
 
 def test_the_dtype_of_a_hugging_face_file_is_told():
     for name in ("dtype", "torch_dtype"):
-        assert f"ignored: model.model_config.{name}" in notes(f"model_config: {{{name}: bfloat16}}\n")
+        assert f"ignored: model_config.{name}" in notes(f"model_config: {{{name}: bfloat16}}\n")
 
 
 def test_beta1_and_beta2_are_the_betas():

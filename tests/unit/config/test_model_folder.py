@@ -142,7 +142,7 @@ def test_experts_that_contradict_the_folder(tmp_path: Path) -> None:
         ("{\n'a': 1}", ["config.json:2", "is not valid JSON"]),
         ("[1]", ["config.json:1", "must be a JSON object"]),
         ("{}", ["config.json", "names no family"]),
-        ('{"model_type": "llama",\n "hidden_size": "64"}', ["config.json:2: model.model_config", "integer"]),
+        ('{"model_type": "llama",\n "hidden_size": "64"}', ["config.json:2: hidden_size", "integer"]),
         ('{"model_type": "llama",\n\t"hidden_act": "gelu"}', ["config.json:2: hidden_act = 'gelu': not yet supported"]),
         ('{"model_type": "llama",\n "rope_scaling": {"type": "dynamic"}}', ["config.json:2: rope_scaling.type"]),
         ('{"model_type": "llama",\n "rope_scaling": {"mrope_section": [1]}}', ["rope_scaling.mrope_section"]),

@@ -224,6 +224,37 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
         assert part in message, message
 
 
+@pytest.mark.parametrize(
+    ("text", "ranks", "parts"),
+    [
+        (
+            SMALL + "parallelism: {tensor_parallel: 2}\n", 2,
+            ["a.yaml:19: parallelism.tensor_parallel = 2: semi-auto", "set parallel.parallel_mode to 0"],
+        ),
+        (
+            SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: SyntheticDataset"), 1,
+            ["a.yaml:5: train_dataset.dataloader.num_samples = None: ", "set train_dataset.dataloader.num_samples to"],
+        ),
+        (
+            SMALL.replace("steps: 6", "steps: 6, deterministic: True"), 1,
+            ["training.deterministic (a.yaml:2): only Ascend",
+             "parallelism.data_parallel_shard -1: not used, the run has one device"],
+        ),
+        (SMALL + "parallelism: {pipeline_parallel: 2}\n", 1, ["a.yaml:19: parallelism.pipeline_parallel = 2: "]),
+        (SMALL + "profiler: {profile_communication: 1}\n", 1, ["a.yaml:19: profiler.profile_communication: unknown"]),
+    ],
+)  # fmt: skip
+def test_rules_fixes_and_notes_name_the_keys_and_values_of_the_file(text: str, ranks: int, parts: list[str]):
+    try:
+        message = "\n".join(plan_file(load(text), world_of(ranks), []).notes)
+    except UserError as error:
+        message = str(error)
+    for part in parts:
+        assert part in message, message
+    for older in ("use_parallel True", "data_loader", "context.deterministic", "parallel_config."):
+        assert older not in message
+
+
 def test_a_file_with_sections_of_both_is_of_the_older_one():
     for text in (SMALL + "runner_config: {epochs: 2}\n", BASE + "training: {steps: 3}\n"):
         assert "training: unknown key at the top level" in error_of(text)

@@ -191,7 +191,7 @@ def test_notes_come_by_importance_and_name_their_file_once() -> None:
 def test_a_note_has_the_kind_of_what_differs() -> None:
     notes = plan_of("mindformers_llama", parallel_config__data_parallel=8, do_eval=True, context__mode=1).notes
     kinds = {note.split(":")[0].split(" (")[0]: note.kind for note in notes if isinstance(note, Note)}
-    assert kinds["ignored"] == "ignored" and kinds["parallel_config"] == "parallel"
+    assert kinds["ignored"] == "ignored" and kinds["parallel_config.data_parallel 8"] == "parallel"
     assert kinds["model.model_config.compute_dtype"] == "dtype"
     (other,) = (note for note in plan_of("quickstart", optimizer__momentum=0.5).notes)
     assert other.startswith("optimizer.momentum 0.5: not used") and other.kind == "ignored"

@@ -274,7 +274,7 @@ def _mixture(config: Config) -> Iterator[str]:
             yield f"callbacks.{number} MoEDropRateCallback: no effect, the model has no experts"
         return
     if moe.effective_capacity is not None and (config.do_eval or not config.trains):
-        yield (f"moe_config: capacity_factor {moe.effective_capacity:g} applies to training only: evaluation and"
+        yield (f"moe_config.capacity_factor {moe.effective_capacity:g} applies to training only: evaluation and"
                " prediction drop no tokens")
     if moe.balance_via_topk_bias and not moe.topk_bias_update_rate:
         yield "moe_config.balance_via_topk_bias: no effect, topk_bias_update_rate is 0"
@@ -322,18 +322,19 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
         return
     section = config.parallel_config
     names = (*Degrees._fields, "micro_batch_num")
-    used = [f"{name} {value}" for name in names if (value := getattr(section, name)) is not None and value > 1]
+    degrees = {name: getattr(section, name) for name in names}
+    used = [f"parallel_config.{name} {value}" for name, value in degrees.items() if value is not None and value > 1]
     if used and not config.use_parallel:
-        yield f"parallel_config ({', '.join(used)}): not used, the run has one device: {_single_device_reason(config)}"
+        yield f"{', '.join(used)}: not used, the run has one device: {_single_device_reason(config)}"
     if config.use_parallel:
         yield "use_parallel True: the job has one rank; `run_trainer.py launch --nproc 8` starts eight"
     keys = []
     if not semi_auto and parallel.parallel_mode not in (*DATA_PARALLEL, "stand_alone"):
-        keys.append(f"parallel_mode {parallel.parallel_mode}")
+        keys.append(f"parallel.parallel_mode {parallel.parallel_mode}")
     if parallel.enable_parallel_optimizer:
-        keys.append("enable_parallel_optimizer")
+        keys.append("parallel.enable_parallel_optimizer True")
     if keys:
-        yield f"parallel ({', '.join(keys)}): not used, the run has one device"
+        yield f"{', '.join(keys)}: not used, the run has one device"
 
 
 def _single_device_reason(config: Config) -> str:

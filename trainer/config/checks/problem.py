@@ -11,7 +11,7 @@ from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.errors import UserError
 
 if TYPE_CHECKING:
-    from trainer.config.schema.root import Config
+    from trainer.config.schema.root import Config, ConfigSource
 
 _SHOWN = 20
 _FILES = 3
@@ -45,13 +45,22 @@ def problem(config: Config, key: str, rule: str, fix: str, *, value: Any = _FIND
     """
     source = config.source
     place_of_key = source.place(key)
-    if value is _FIND:
+    if value is _FIND and place_of_key.value is not ...:
+        value = place_of_key.value
+    elif value is _FIND:
         value = value_of(config, key)
         if value is None and place_of_key == NO_LOCATION:
             value = NO_VALUE
     places = (place_of_key, source.place(because), SourceLocation(0, source.path))
     place = next((place for place in places if place != NO_LOCATION), NO_LOCATION)
-    return problem_at(place, source.name(key), rule, fix, value)
+    return problem_at(place, source.name(key), source.name_keys(rule), source.name_keys(fix, is_fix=True), value)
+
+
+def rename_keys(problem: ConfigError, source: ConfigSource) -> ConfigError:
+    """Returns an error in which rule and fix name the keys that the file has; its own key is the file's already."""
+    error = problem.error
+    texts = source.name_keys(error.rule), source.name_keys(error.fix, is_fix=True)
+    return problem._replace(error=error.replace_texts(*texts))
 
 
 def data_error(config: Config, key: str, rule: str, fix: str) -> UserError:

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at
-from trainer.config.location import NO_LOCATION, SourceLocation
+from trainer.config.location import NO_LOCATION
 from trainer.config.other_models import unsupported_features
 from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, shape_of, types_of
-from trainer.config.schema.root import Config
+from trainer.config.schema.root import Config, ConfigSource
 
 _KINDS = {
     "int_type": "an integer", "int_from_float": "an integer", "float_type": "a number", "bool_type": "True or False",
@@ -32,18 +32,13 @@ _BOUNDS = {
 
 
 def validate(
-    data: dict[str, Any],
-    positions: dict[str, SourceLocation],
-    written: dict[str, str],
-    *,
-    has_problems: bool = False,
+    data: dict[str, Any], source: ConfigSource, *, has_problems: bool = False
 ) -> tuple[Config | None, list[ConfigError]]:
     """Validates plain values against the schema.
 
     Args:
         data: The values under their main names; wrong ones are removed.
-        positions: The location of each dotted key.
-        written: The name in the file of each dotted key that is written under another name.
+        source: The locations and names of the keys in the file.
         has_problems: Whether there are earlier problems. They may have emptied a section, which is then not reported.
 
     Returns:
@@ -61,7 +56,7 @@ def validate(
         # Pydantic reports a value for every member of a union: the deepest problems are those of the nearest member.
         parents = {path[:length] for path in items_by_path for length in range(len(path))}
         deepest = [path for path in items_by_path if path not in parents]
-        problems = [_problem(path, items_by_path[path], positions, written) for path in deepest]
+        problems = [_problem(path, items_by_path[path], source) for path in deepest]
     for path in deepest:
         _remove(data, path)
     try:
@@ -102,21 +97,17 @@ def _path(location: tuple[int | str, ...], data: Any, absent: bool) -> tuple[str
     return tuple(path)
 
 
-def _problem(
-    path: tuple[str, ...],
-    items: list[Any],
-    positions: dict[str, SourceLocation],
-    written: dict[str, str],
-) -> ConfigError:
+def _problem(path: tuple[str, ...], items: list[Any], source: ConfigSource) -> ConfigError:
     key = ".".join(path)
     sections = (".".join(path[:length]) for length in range(len(path), 0, -1))
-    place = next((positions[section] for section in sections if section in positions), NO_LOCATION)
-    if key in written:
-        key = written[key]
+    place = next((source.place(section) for section in sections if section in source.positions), NO_LOCATION)
+    name = source.name(key)
     if items[0]["type"] == "missing":
-        return problem_at(place, key, "this key is required", f"add {path[-1]}: to it")
+        return problem_at(place, name, "this key is required", f"add {path[-1]}: to it")
     value = items[0]["input"]
-    return problem_at(place, key, _rule(items, path), _fix(path, items, value), value)
+    if source.place(key).value is not ...:
+        value = source.place(key).value
+    return problem_at(place, name, _rule(items, path), _fix(path, items, value), value)
 
 
 def _rule(items: list[Any], path: tuple[str, ...]) -> str:

@@ -17,6 +17,7 @@ from trainer.config.note import Note
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.work import TranslationState
 from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
+from trainer.config.read.relocate import find_entry
 
 Transform: TypeAlias = Callable[[TranslationState, str], None]
 """Sets target keys from a source key; it is called with the source key even if the file does not have it."""
@@ -91,7 +92,6 @@ def _saving(work: TranslationState, key: str) -> None:
         settings["async_save"] = (True, "checkpoint.async_save")
     for name, (value, source) in settings.items():
         saver.explicit[name] = Entry(tree(value), work.place(source))
-        work.translation.source_keys[f"callbacks.{len(entries)}.{name}"] = source
     entries.append(Entry(saver, work.place(key)))
     work.set_key("callbacks", Items(entries), "callbacks")
 
@@ -112,7 +112,7 @@ def _degree(new: str) -> Transform:
         work.set_key(new, degree, key)
         if degree > 1:
             for name, value in (("use_parallel", True), ("parallel.parallel_mode", 1)):
-                if name not in work.translation.source_keys:
+                if find_entry(work.translation.root, name) is None:
                     work.set_key(name, value, key)
 
     return transform

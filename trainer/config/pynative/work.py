@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +9,9 @@ from trainer.config.checks.problem import NO_VALUE, ConfigError, problem_at
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, tree
 from trainer.config.read.relocate import parent
-from trainer.errors import UserError
 
 _MODEL = "model.model_config"
-_SOURCE_SECTION = {
+SOURCE_PLACES = {
     f"{_MODEL}.moe_config": "model",
     f"{_MODEL}.pet_config": "lora_config",
     _MODEL: "model",
@@ -22,7 +19,7 @@ _SOURCE_SECTION = {
     "train_dataset.data_loader": "train_dataset.dataloader",
     "train_dataset.input_columns": "train_dataset.dataloader.column_names",
 }
-"""Target section -> source section with its keys."""
+"""Target sections -> source sections with their keys."""
 
 
 @dataclass
@@ -30,43 +27,8 @@ class Translation:
     """The target tree, with problems and notes."""
 
     root: Table = field(default_factory=Table)
-    source_keys: dict[str, str] = field(default_factory=dict)
-    """Target keys -> source keys, for values that the translation computes."""
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def with_source_names(self, problem: ConfigError) -> ConfigError:
-        """Returns a problem with source names for keys; a problem of a flag keeps the names of the flag."""
-        where = problem.place.text
-        error = problem.error
-        is_target_flag = where.startswith(("flag ", "--")) and not where.endswith(f"--{self.source_name(error.key)}")
-        if not where or is_target_flag:
-            return problem
-        targets = "|".join(rf"\b{section}\b" for section in _SOURCE_SECTION)
-        rule, fix = (re.sub(targets, lambda match: _SOURCE_SECTION[match[0]], text) for text in (error.rule, error.fix))
-        key = self.source_name(error.key)
-        if error.value is None:
-            return problem._replace(error=UserError(rule, where=error.where, key=key, fix=fix))
-        return problem._replace(error=UserError(rule, where=error.where, key=key, value=error.value, fix=fix))
-
-    def written(self, names: Mapping[str, str], positions: Mapping[str, SourceLocation]) -> dict[str, str]:
-        """Returns the source names of all target keys; `names` are those that differ from the main names."""
-        keys = {key: names.get(key, key) for key, place in positions.items()}
-        flags = ("flag ", "--")
-        return {key: name if positions[key].text.startswith(flags) else self.source_name(name)
-                for key, name in keys.items()}  # fmt: skip
-
-    def source_name(self, key: str) -> str:
-        """Returns the source name of a target key."""
-        if key in self.source_keys:
-            return self.source_keys[key]
-        parent, _, number = key.rpartition(".")
-        if number.isdecimal() and parent in self.source_keys:
-            return f"{self.source_keys[parent]}.{number}"
-        for target, source in _SOURCE_SECTION.items():
-            if f"{key}.".startswith(f"{target}."):
-                return source + key[len(target) :]
-        return key
 
 
 @dataclass
@@ -84,7 +46,7 @@ class TranslationState:
         """Returns the location of a source key; for a default, the file."""
         if key in self.entries:
             return self.entries[key].place
-        return SourceLocation(0, f"{self.name} ({key} by default)")
+        return SourceLocation(0, f"{self.name} ({key} by default)", key)
 
     def node(self, key: str) -> Node:
         """Returns the node of a source key; an empty section if the file lacks it."""
@@ -116,9 +78,9 @@ class TranslationState:
             node = value
         else:
             node = tree(value, place)
+            if source in self.values and value is not self.values[source]:
+                place = place._replace(value=self.values[source])
         table.explicit[key.rpartition(".")[2]] = Entry(node, place)
-        if not isinstance(value, Table):
-            self.translation.source_keys[key] = source
 
     def set_default(self, table: Table, key: str, value: Any, source: str) -> None:
         """Adds MindSpore Transformers' default to a section if the file leaves the key out."""

@@ -56,7 +56,7 @@ def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> None
     if name not in data:
         data[name] = value
         place = resolved.positions[because]
-        resolved.positions[key] = SourceLocation(place.order, f"{place.text} ({because})")
+        resolved.positions[key] = SourceLocation(place.order, f"{place.text} ({place.key or because})")
 
 
 def _from_records(resolved: Resolved) -> None:
@@ -98,7 +98,7 @@ def _from_family(resolved: Resolved) -> None:
     has_output_bias = not architecture
     if family:
         has_output_bias = family.has_output_bias
-    is_attention_bias = resolved.written.get(key) == f"{_MODEL}.attention_bias"
+    is_attention_bias = resolved.name_in_file(key) == "attention_bias"
     if is_attention_bias and has_output_bias and _section(resolved, _MODEL).get("qkv_has_bias") is True:
         _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
 
@@ -174,11 +174,11 @@ def _from_aliases(resolved: Resolved) -> None:
         _set_default(resolved, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
     settings = _section(resolved, _MODEL)
     heads = f"{_MODEL}.n_kv_heads"
-    is_group_number = resolved.written.get(heads) == f"{_MODEL}.multi_query_group_num"
+    is_group_number = resolved.name_in_file(heads) == "multi_query_group_num"
     if settings.get("multi_query_attention") is False and is_group_number:
         settings["n_kv_heads"] = None
     because = f"{_MODEL}.mlp_has_bias"
-    if settings.get("mlp_has_bias") is True and resolved.written.get(because) == f"{_MODEL}.add_bias_linear":
+    if settings.get("mlp_has_bias") is True and resolved.name_in_file(because) == "add_bias_linear":
         # Megatron-LM's key is about all matrices of a layer.
         _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, because)
         settings.pop("qkv_has_bias", None)

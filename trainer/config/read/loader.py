@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.notes import mode_notes, parallel_notes, rule_notes
-from trainer.config.checks.problem import ConfigError, raise_problems
+from trainer.config.checks.problem import ConfigError, raise_problems, rename_keys
 from trainer.config.checks.rules import rule_problems
 from trainer.config.checks.unsupported import ignored_notes, not_yet_problems
 from trainer.config.checks.validation import validate
@@ -52,33 +52,36 @@ def parse_config(
     """Reads a configuration from the text of a file, which messages call ``name``; see `load_config`."""
     root, notes = parse_document(name, text)
     translation = None
+    source_places: Mapping[str, str] = {}
     if is_newer_schema(root):
+        from trainer.config.pynative.work import SOURCE_PLACES
+
         translation, overrides = _translate(name, root, overrides)
         root = translation.root
+        source_places = SOURCE_PLACES
         notes += translation.notes
     notes += move_to_canonical_sections(root)
     errors, override_notes = apply_overrides(root, overrides)
     resolved = resolve(root)
     add_model_folder(resolved)
     errors += resolved.problems
-    if translation is not None:
-        resolved.written = translation.written(resolved.written, resolved.positions)
     apply_derived_defaults(resolved)
-    config, invalid = validate(resolved.data, resolved.positions, resolved.written, has_problems=bool(errors))
-    errors += invalid
+    all_notes = tuple(notes + override_notes + resolved.notes)
+    source = ConfigSource(
+        name, resolved.positions, all_notes, source_places, is_of_run=text.startswith(RESOLVED)
+    )
+    config, invalid = validate(resolved.data, source, has_problems=bool(errors))
+    errors = [rename_keys(error, source) for error in errors + invalid]
     if config is None:
         raise_problems(errors)
     assert config is not None, "a configuration without problems is valid"
-    all_notes = tuple(notes + override_notes + resolved.notes)
-    config = config.with_source(
-        ConfigSource(name, resolved.positions, all_notes, resolved.written, is_of_run=text.startswith(RESOLVED))
-    )
+    config = config.with_source(source)
     broken_rules = rule_problems(config)
     if errors:
         broken_rules = _independent(broken_rules, errors)
     errors += not_yet_problems(config) + broken_rules
     if translation is not None:
-        errors = [*translation.problems, *map(translation.with_source_names, errors)]
+        errors = [*translation.problems, *errors]
     if problems is None:
         raise_problems(errors)
     else:
@@ -150,16 +153,20 @@ def _independent(broken_rules: list[ConfigError], problems: list[ConfigError]) -
     ]
 
 
-def config_notes(config: Config, world: World = SINGLE_PROCESS, device: str | None = None) -> list[str]:
+def config_notes(
+    config: Config, world: World = SINGLE_PROCESS, device: str | None = None, others: Sequence[str] = ()
+) -> list[str]:
     """Returns the notes about a configuration: keys without effect, guesses, and differences from other trainers.
 
     Args:
         config: A configuration without errors.
         world: The rank of this process and the number of ranks.
         device: The device of the run. None: the one that the file names, or a CPU.
+        others: Notes of later parts of the program, which name the keys of this schema.
     """
     device = device or config.context.device_target or "CPU"
     ignored = [Note(text, "ignored") for text in ignored_notes(config)]
     parallel = [Note(text, "parallel") for text in parallel_notes(config, world)]
     modes = mode_notes(config, world, device)
-    return [*config.source.notes, *ignored, *rule_notes(config, device), *modes, *parallel]
+    notes = [*config.source.notes, *ignored, *rule_notes(config, device), *modes, *parallel, *others]
+    return [Note(config.source.name_keys(note), getattr(note, "kind", "results")) for note in notes]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
@@ -54,7 +54,6 @@ _HARMLESS = frozenset(
 """Keys that do not change what a model computes, or that other code checks."""
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 _FIX = "name a folder with config.json, as Hugging Face publishes it or `export` writes it"
-_Fact = TypeVar("_Fact")
 
 
 def add_model_folder(resolved: Resolved) -> None:
@@ -356,13 +355,12 @@ def _add(resolved: Resolved, more: Resolved) -> None:
             elif target.get(name) is None and value is not None:
                 target[name] = value
                 resolved.positions.update(_below(more.positions, key))
-                resolved.written.update(_below(more.written, key))
 
     add(resolved.data, more.data, "")
     resolved.positions |= {key: place for key, place in more.positions.items() if key not in resolved.positions}
 
 
-def _below(table: Mapping[str, _Fact], key: str) -> dict[str, _Fact]:
+def _below(table: Mapping[str, SourceLocation], key: str) -> dict[str, SourceLocation]:
     """Returns the items of a dotted key and of the keys below it."""
     return {name: value for name, value in table.items() if f"{name}.".startswith(f"{key}.")}
 
@@ -375,7 +373,7 @@ def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:
         folder_value = _value(facts.data, key)
         if value is None or folder_value is None or value == folder_value:
             continue
-        name = resolved.written.get(key, key)
+        name = resolved.positions[key].key or key
         if resolved.data.get("run_mode", "train") == "train" and not resolved.data.get("load_checkpoint"):
             differing.append(f"{name.rpartition('.')[2]} {value} instead of {folder_value}")
         else:

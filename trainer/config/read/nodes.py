@@ -47,7 +47,7 @@ class Table:
         merged: dict[str, Entry] = {}
         for base in reversed(self.bases):
             for key, entry in base.entries().items():
-                merged[key] = Entry(entry.node, entry.place, is_alias=True)
+                merged[key] = Entry(entry.node, entry.place._replace(key=""), is_alias=True)
         merged.update(self.explicit)
         return merged
 
@@ -86,7 +86,9 @@ def writable_node(entry: Entry) -> Node:
     """Returns the entry's node for changes: for an alias a copy, whose children are aliases in turn."""
     node = entry.node
     if entry.is_alias:
-        aliases = {key: Entry(child.node, child.place, is_alias=True) for key, child in children(node)}
+        aliases = {
+            key: Entry(child.node, child.place._replace(key=""), is_alias=True) for key, child in children(node)
+        }
         if isinstance(node, Scalar):
             entry.node = Scalar(node.value)
         elif isinstance(node, Items):
@@ -109,10 +111,15 @@ def plain(node: Node) -> Any:
 def tree(value: Any, place: SourceLocation = NO_LOCATION) -> Node:
     """Makes a node of Python values, the reverse of `plain`; `place` is where all of them are written."""
     if isinstance(value, dict):
-        return Table({key: Entry(tree(below, place), place) for key, below in value.items()})
+        return Table({key: _tree_entry(below, place, key) for key, below in value.items()})
     if isinstance(value, list):
-        return Items([Entry(tree(item, place), place) for item in value])
+        return Items([_tree_entry(item, place, str(number)) for number, item in enumerate(value)])
     return Scalar(value)
+
+
+def _tree_entry(value: Any, place: SourceLocation, name: str) -> Entry:
+    below = place._replace(key=f"{place.key}.{name}".lstrip("."))
+    return Entry(tree(value, below), below)
 
 
 def is_null(node: Node) -> bool:

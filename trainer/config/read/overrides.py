@@ -63,7 +63,7 @@ def apply_overrides(root: Table, overrides: Sequence[Override]) -> tuple[list[Co
     notes: list[str] = []
     remaining = MAX_VALUES
     for number, override in enumerate(overrides):
-        place = SourceLocation(_AFTER_FILE + number, override.source)
+        place = SourceLocation(_AFTER_FILE + number, override.source, override.key)
         try:
             _check_key(override, place)
             value = _parse(override, place, remaining)
@@ -200,7 +200,7 @@ def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceL
         if present:
             node.explicit[name] = entries[name]
         else:
-            node.explicit[name] = Entry(absent, place)
+            node.explicit[name] = Entry(absent, place._replace(key=""))
     return name, node.explicit[name], shape
 
 
@@ -225,12 +225,10 @@ def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:
         uses = []
     else:
         uses = [(path, other) for path, other in _uses(root, "") if other.node is old]
-    entry.node = value.node
-    entry.place = value.place
     entry.is_alias = False
-    for _, other in uses:
+    for path, other in [*reversed(uses), (key, entry)]:  # an alias of the section has the same entries
         other.node = value.node
-        other.place = value.place
+        other.place = value.place._replace(key=path)
     followers = [path for path, _ in uses if path != key]
     if followers:
         return [f"{value.place.text}: {key} is anchored, {', '.join(followers)} follows"]

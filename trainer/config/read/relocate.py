@@ -136,7 +136,7 @@ def parent(root: Table, key: str, place: SourceLocation) -> Table:
     for part in key.split(".")[:-1]:
         entries = table.entries()
         if part not in entries or is_null(entries[part].node):
-            table.explicit[part] = Entry(Table(), place)
+            table.explicit[part] = Entry(Table(), place._replace(key=""))
         elif part not in table.explicit:
             table.explicit[part] = entries[part]
         section = writable_node(table.explicit[part])
@@ -188,7 +188,8 @@ def disagreement(key: str, first: Entry, second: Entry) -> UserError:
     """Returns the error for a key that has different values in two places."""
     earlier, later = sorted((first, second), key=lambda entry: entry.place.order)
     rule = f"disagrees with {earlier.place.text}, where the same setting is {plain(earlier.node)!r}"
-    return UserError(rule, where=later.place.text, key=key, value=plain(later.node), fix="remove one of the two")
+    fix = "remove one of the two"
+    return UserError(rule, where=later.place.text, key=later.place.key or key, value=plain(later.node), fix=fix)
 
 
 def _join_betas(root: Table) -> None:
@@ -202,7 +203,7 @@ def _join_betas(root: Table) -> None:
         return
     defaults = OptimizerConfig.model_fields["betas"].get_default(call_default_factory=True)
     pair = [written.get(name, Entry(Scalar(value))) for name, value in zip(_BETAS, defaults, strict=True)]
-    both = Entry(Items(pair), next(iter(written.values())).place)
+    both = Entry(Items(pair), next(iter(written.values())).place._replace(key=""))
     if "betas" in entries:
         merge(entries["betas"], both, "optimizer.betas")
     optimizer.node = Table({name: entry for name, entry in entries.items() if name not in written} | {"betas": both})

@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at
-from trainer.config.location import SourceLocation
+from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of, problem_at
+from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
@@ -53,40 +53,66 @@ class Resolved:
 
     data: dict[str, Any] = field(default_factory=dict)
     positions: dict[str, SourceLocation] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)
-    """Dotted keys -> the names that the file uses, if they are not the main names."""
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    def name_in_file(self, key: str) -> str:
+        """Returns the name of a key in its section of the file; empty if the file does not have it."""
+        if key not in self.positions:
+            return ""
+        return self.positions[key].key.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class _Path:
+    """The path of a value: its dotted key here, and where the file writes it."""
+
+    key: str
+    place: SourceLocation
+    is_in_alias: bool = False
+    """Whether the value belongs to an alias: its node is written elsewhere, under another key."""
+
+    def child(self, name: str, written_name: str, entry: Entry) -> _Path:
+        """Returns the path of an entry of this section, whose key in the file is `written_name`."""
+        place = entry.place
+        if self.is_in_alias or (entry.is_alias and not place.key):
+            place = place._replace(key=f"{self.place.key}.{written_name}".lstrip("."))
+        return _Path(f"{self.key}.{name}".lstrip("."), place, self.is_in_alias or entry.is_alias)
+
+    def problem(self, rule: str, fix: str, value: Any = NO_VALUE) -> ConfigError:
+        """Makes the error for this value."""
+        return problem_at(self.place, self.place.key or self.key, rule, fix, value)
 
 
 def resolve(root: Table) -> Resolved:
     """Converts a tree into plain values, which are validated against the schema later."""
     resolved = Resolved()
-    resolved.data = _section(root, Config, "", resolved)
+    resolved.data = _section(root, Config, _Path("", NO_LOCATION), resolved)
     return resolved
 
 
-def _section(table: Table, section: type[Section], path: str, resolved: Resolved) -> dict[str, Any]:
+def _section(table: Table, section: type[Section], path: _Path, resolved: Resolved) -> dict[str, Any]:
     names = yaml_names(section)
     chosen: dict[str, Entry] = {}
+    paths: dict[str, _Path] = {}
     for name, entry in table.entries().items():
-        if name not in names and path == "model.model_config." and is_known_effect(name):
+        below = path.child(names.get(name, name), name, entry)
+        if name not in names and path.key == "model.model_config" and is_known_effect(name):
             if effect := effect_of(name, plain(table)):
                 rule = f"not yet supported: {effect}"
-                resolved.problems.append(problem_at(entry.place, f"{path}{name}", rule, NOT_BUILT, plain(entry.node)))
+                resolved.problems.append(below.problem(rule, NOT_BUILT, plain(entry.node)))
         elif name not in names:
-            resolved.problems.append(_unknown(name, section, path, entry.place, resolved))
+            resolved.problems.append(_unknown(name, section, path, below, resolved))
         elif names[name] not in chosen:
             chosen[names[name]] = entry
-            if name != names[name]:
-                resolved.written[f"{path}{names[name]}"] = f"{path}{name}"
+            paths[names[name]] = below
         else:
-            chosen[names[name]] = _merged(f"{path}{names[name]}", chosen[names[name]], entry, resolved)
+            chosen[names[name]] = _merged(below.key, chosen[names[name]], entry, resolved)
     fields = fields_by_yaml_name(section)
     data = {}
     for name, entry in chosen.items():
-        resolved.positions[f"{path}{name}"] = entry.place
-        value = _value(entry, fields[name], f"{path}{name}", resolved)
+        resolved.positions[paths[name].key] = paths[name].place
+        value = _value(entry, fields[name], paths[name], resolved)
         if value is not _ABSENT:
             data[name] = value
     return data
@@ -101,7 +127,7 @@ def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
         return first
 
 
-def _unknown(name: str, section: type[Section], path: str, place: SourceLocation, resolved: Resolved) -> ConfigError:
+def _unknown(name: str, section: type[Section], path: _Path, below: _Path, resolved: Resolved) -> ConfigError:
     """Returns the problem of an unknown key, with the key that was probably meant or the sections that have it."""
     is_one_of_many = len(resolved.problems) > _GUESSED
     names = yaml_names(section)
@@ -110,23 +136,24 @@ def _unknown(name: str, section: type[Section], path: str, place: SourceLocation
         guess = _ELSEWHERE[name]
     elif not is_one_of_many:
         guess = nearest(name, list(names))
-    elsewhere = [other for other in sections_with(name) if f"{other}." != re.sub(r"\.\d+\.", ".N.", path)]
+    elsewhere = [other for other in sections_with(name) if other != re.sub(r"\.\d+(?=\.|$)", ".N", path.key)]
+    written_section = (below.place.key or below.key).rpartition(".")[0]
     if elsewhere and guess.lower() != name.lower():
         fix = f"write it in its section: {in_sections(name, elsewhere)}"
-    elif path and name in yaml_names(Config):
+    elif path.key and name in yaml_names(Config):
         fix = f"write {name} at the top level"
     elif guess:
-        fix = f"you probably mean {path}{guess}"
+        fix = f"you probably mean {f'{written_section}.{guess}'.lstrip('.')}"
     else:
         acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]
         fix = "remove it; `run_trainer.py schema` lists all keys"
         if len(acting) <= _LISTED:
             fix = f"remove it; the keys here are {', '.join(acting)}"
     rule = "unknown key at the top level"
-    if path:
-        rule = f"unknown key in {path.rstrip('.')}"
+    if written_section:
+        rule = f"unknown key in {written_section}"
     is_extra = not elsewhere and not guess and not is_one_of_many
-    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=is_extra)
+    return below.problem(rule, fix)._replace(is_extra=is_extra)
 
 
 def sections_with(name: str) -> list[str]:
@@ -183,22 +210,24 @@ def _keys_by_name() -> dict[str, list[tuple[str, FieldInfo, type[Section]]]]:
     return keys
 
 
-def _value(entry: Entry, info: FieldInfo, path: str, resolved: Resolved) -> Any:
+def _value(entry: Entry, info: FieldInfo, path: _Path, resolved: Resolved) -> Any:
     """Returns the value of a key; `_ABSENT` for an empty section, or a wrong one, which is a problem then."""
     shape = shape_of(info)
     node = entry.node
+    items: list[tuple[Entry, _Path]] = []
+    if isinstance(node, Items):
+        items = [(item, path.child(str(number), str(number), item)) for number, item in enumerate(node.entries)]
     if not shape.kinds:
-        if isinstance(node, Items):
-            resolved.positions |= {f"{path}.{number}": item.place for number, item in enumerate(node.entries)}
+        resolved.positions |= {below.key: below.place for _, below in items}
         return plain(node)
     if is_null(node):
         if shape.nullable:
             return None
         return _ABSENT
     if shape.is_list and isinstance(node, Items):
-        return [_item(item, shape.kinds, f"{path}.{number}", resolved) for number, item in enumerate(node.entries)]
+        return [_item(item, shape.kinds, below, resolved) for item, below in items]
     if isinstance(node, Table) and not shape.is_list:
-        return _typed_section(entry, node, shape.kinds, path, resolved)
+        return _typed_section(node, shape.kinds, path, resolved)
     if shape.is_list:
         rule = "must be a list"
         fix = "start each item with '- '"
@@ -206,51 +235,50 @@ def _value(entry: Entry, info: FieldInfo, path: str, resolved: Resolved) -> Any:
         return plain(node)
     else:
         rule = "must be a section"
-        fix = f"write {path.split('.')[-1]}: and its keys indented below"
-    resolved.problems.append(problem_at(entry.place, path, rule, fix, plain(node)))
+        fix = f"write {(path.place.key or path.key).split('.')[-1]}: and its keys indented below"
+    resolved.problems.append(path.problem(rule, fix, plain(node)))
     return _ABSENT
 
 
-def _item(entry: Entry, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
-    resolved.positions[path] = entry.place
+def _item(entry: Entry, kinds: tuple[type[Section], ...], path: _Path, resolved: Resolved) -> Any:
+    resolved.positions[path.key] = path.place
     if isinstance(entry.node, Table):
-        value = _typed_section(entry, entry.node, kinds, path, resolved)
+        value = _typed_section(entry.node, kinds, path, resolved)
         if value is _ABSENT:
             return {}
         return value
     fix = "write '- type: ...' and its keys below"
-    resolved.problems.append(problem_at(entry.place, path, "must be a section", fix, plain(entry.node)))
+    resolved.problems.append(path.problem("must be a section", fix, plain(entry.node)))
     return {}
 
 
-def _typed_section(entry: Entry, table: Table, kinds: tuple[type[Section], ...], path: str, resolved: Resolved) -> Any:
+def _typed_section(table: Table, kinds: tuple[type[Section], ...], path: _Path, resolved: Resolved) -> Any:
     """Resolves a section; if there are several classes for it, its ``type`` selects one."""
     entries = table.entries()
+    type_path = path
+    name: Any = kinds[0].default_type
     if "type" in entries:
-        place = entries["type"].place
+        type_path = path.child("type", "type", entries["type"])
         name = plain(entries["type"].node)
-    else:
-        place = entry.place
-        name = kinds[0].default_type
     other_names = {other: main for kind in kinds for other, main in kind.type_aliases.items()}
     if isinstance(name, str) and name in other_names:
-        text = f"{place.text}: {path}.type {name} is taken as {other_names[name]}"
+        text = f"{type_path.place.text}: {type_path.place.key} {name} is taken as {other_names[name]}"
         resolved.notes.append(Note(text, "ignored"))
         name = other_names[name]
-        table = Table({**entries, "type": Entry(Scalar(name), place)})
+        table = Table({**entries, "type": Entry(Scalar(name), type_path.place)})
     if len(kinds) == 1:
-        return _section(table, kinds[0], f"{path}.", resolved)
+        return _section(table, kinds[0], path, resolved)
     by_type = {name: kind for kind in kinds for name in types_of(kind)}
     if isinstance(name, str) and name in by_type:
-        return {"type": name, **_section(table, by_type[name], f"{path}.", resolved)}
+        return {"type": name, **_section(table, by_type[name], path, resolved)}
     guess = nearest(str(name or ""), list(by_type))
     fix = "write one of these"
     if guess:
         fix = f"you probably mean {guess}"
     if name:
         rule = f"unknown type, which must be {one_of(list(by_type))}"
-        resolved.problems.append(problem_at(place, f"{path}.type", rule, fix, name))
+        resolved.problems.append(type_path.problem(rule, fix, name))
     else:
         rule = f"the key type is missing; it must be {one_of(list(by_type))}"
-        resolved.problems.append(problem_at(entry.place, path, rule, fix))
+        resolved.problems.append(path.problem(rule, fix))
     return _ABSENT

@@ -54,6 +54,8 @@ for _name, _pattern, _letters in _PATTERNS:
         _first = [*_letters]
     ScalarResolver.add_implicit_resolver(_TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first)
 
+_LONGEST_PART = 100
+"""Characters of each part of a dotted key in a location, of which there is one for each value."""
 _LONGEST_INTEGER = 100
 """Characters, leading zeros included; Python takes quadratic time to read an integer."""
 
@@ -146,6 +148,8 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         self.level = 0
         self.keys: list[str] = []
         """The parts of the dotted key that is being read."""
+        if place is not None:
+            self.keys.append(place.key)
         self.text_lines: set[int] = set()
         """Lines (from 0) inside quoted and block scalars, where ``...`` is text."""
 
@@ -160,12 +164,15 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             self.get_event()
         return roots
 
-    def _place_of(self, event: events.Event) -> SourceLocation:
+    def _place_of(self, event: events.Event, key: str = "") -> SourceLocation:
+        """Returns the location of an event; `key` is the last part of the dotted key that begins with it."""
+        parts = [*self.keys, key[:_LONGEST_PART]]
+        dotted = ".".join(filter(None, parts))
         if self.place is not None:
-            return self.place
+            return self.place._replace(key=dotted)
         assert event.start_mark is not None, "the parser gives every event its position"
         line = event.start_mark.line + 1
-        return SourceLocation(line, f"{self.file}:{line}")
+        return SourceLocation(line, f"{self.file}:{line}", dotted)
 
     def _entry(self, place: SourceLocation | None = None) -> Entry:
         """Reads the next value; ``place`` is the location of its key."""
@@ -197,7 +204,9 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             return self._table()
         items = Items()
         while not self.check_event(events.SequenceEndEvent):
+            self.keys.append(str(len(items.entries)))
             items.entries.append(self._entry())
+            self.keys.pop()
         self.get_event()
         return items
 
@@ -233,7 +242,10 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
         table = Table()
         while not self.check_event(events.MappingEndEvent):
             event = self.peek_event()
-            place = self._place_of(event)
+            if isinstance(event, events.ScalarEvent):
+                place = self._place_of(event, event.value)
+            else:
+                place = self._place_of(event)
             if isinstance(event, events.ScalarEvent) and event.value == "<<" and event.implicit[0]:
                 self.get_event()
                 table.bases.extend(self._bases(place))
@@ -248,7 +260,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 first = table.explicit[key].place.text
                 rule = f"the key {key!r} stands here and at {first}; a section may have it once"
                 raise UserError(rule, where=place.text, key=key, fix="remove one of the two")
-            self.keys.append(key)
+            self.keys.append(key[:_LONGEST_PART])
             table.explicit[key] = self._entry(place)
             self.keys.pop()
         self.get_event()

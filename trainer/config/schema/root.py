@@ -1,5 +1,7 @@
 """The root of the configuration: one attribute for each key at the top of a YAML file."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -29,6 +31,11 @@ _PROFILE_KEYS = {
     "start_step": "profile_start_step", "stop_step": "profile_stop_step", "output_path": "profile_output",
 }  # fmt: skip
 """Keys of a ProfileMonitor that have another name at the top level."""
+_MODEL = "model.model_config"
+_DOTTED_KEY = re.compile(
+    r"(?<![\w./'\"-])((?=\w*[._])[a-z]\w*(?:\.\w+)*)(?:( = | is | )(True|False|ON|OFF|-?[0-9.]+))?(?![\w/-]|\.\w)"
+)
+"""A key in a text, and its value if that follows."""
 CLASSIFIER = "MlpClassifier"
 """The value of ``model.arch.type`` that selects the classifier of images instead of a decoder."""
 _CLASSES = (*FAMILIES, CLASSIFIER)
@@ -65,7 +72,8 @@ class ConfigSource:
     path: str = field(default="", compare=False)
     positions: dict[str, SourceLocation] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
-    written: dict[str, str] = field(default_factory=dict, compare=False)
+    source_places: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Places in this schema -> in that of the file, if it has another one."""
     is_of_run: bool = field(default=False, compare=False)
     """Whether the file is the resolved config.yaml of a run."""
 
@@ -74,8 +82,38 @@ class ConfigSource:
         return self.place(key).text
 
     def name(self, key: str) -> str:
-        """Returns the name under which a dotted key was written."""
-        return self.written.get(key, key)
+        """Returns a dotted key as the file or a flag writes it; if neither sets it, as the file would write it."""
+        section = key
+        while section:
+            place = self.place(section)
+            if place.key:
+                return place.key + key[len(section) :]
+            if section in self.source_places:
+                return self.source_places[section] + key[len(section) :]
+            section = section.rpartition(".")[0]
+        return key
+
+    def name_keys(self, text: str, *, is_fix: bool = False) -> str:
+        """Returns a text with the keys, and the values behind them, that the file has instead of those of this schema.
+
+        Args:
+            text: A rule or a note; its keys are dotted, or have an underscore.
+            is_fix: Whether the text says what to write: a key whose value is computed then keeps its name.
+        """
+
+        def rename(match: re.Match[str]) -> str:
+            """Returns the key of the file for a match of `_DOTTED_KEY`."""
+            key, separator, value = match.groups(default="")
+            if "." in key and f"{_MODEL}.{key}" in self.positions:
+                key = f"{_MODEL}.{key}"  # texts leave this section out
+            place = self.place(key)
+            if place.value is not ... and value and not is_fix:
+                return f"{place.key}{separator}{place.value}"
+            if place.key == key or (place.value is not ... and is_fix):
+                return match[0]
+            return self.name(key) + separator + value
+
+        return _DOTTED_KEY.sub(rename, text)
 
     def place(self, key: str) -> SourceLocation:
         """Returns the location of a dotted key, or `NO_LOCATION` for a default."""

@@ -85,7 +85,7 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
             ["num_heads = 5: must divide hidden_size (64)", "use 4 heads"],
         ),
         ("model_config: {hidden_size: 12, num_heads: 4}\n", ["the head size is 3", "even number"]),
-        ("model_config: {head_dim: 5}\n", ["model.model_config.head_dim = 5", "even number"]),
+        ("model_config: {head_dim: 5}\n", ["a.yaml:1: model_config.head_dim = 5", "even number"]),
         (
             "model_config: {head_dim: 24, rotary_pct: 0.55}\n",
             ["rotary_pct = 0.55: gives 13 rotary dimensions of 24", "write 0.5 for 12 of them"],
@@ -142,11 +142,11 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
         ("moe_config: {aux_loss_factors: [1.0]}\n", ["one factor for each of aux_loss_types (0)"]),
         (
             SIZES + "callbacks: [{type: MoEDropRateCallback, num_layers: 3}]\n",
-            ["callbacks.0.num_layers = 3: disagrees with model.model_config.num_layers = 2 (a.yaml:1)"],
+            ["callbacks.0.num_layers = 3: disagrees with model_config.num_layers = 2 (a.yaml:1)"],
         ),
         (
             SIZES + "callbacks: [{type: MoEDropRateCallback, expert_num: 4}]\n",
-            ["disagrees with model.model_config.moe_config.expert_num = 1, its default"],
+            ["disagrees with model_config.moe_config.expert_num = 1, its default"],
         ),
         (
             "runner_wrapper: {scale_sense: {type: AdaptiveLossScaleUpdateCell}}\n",
@@ -223,12 +223,15 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ("tensorboard: {log_timers_to_tensorboard: True}\n", ["to_tensorboard True: not used, tensorboard_dir is"]),
         ("monitor_config: {weight_state_format: log}\n", ["weight_state_format: not used, monitor_config.mon"]),
         ("monitor_config: {local_loss_format: log}\n", ["ignored: monitor_config.local_loss_format (a.yaml:1)"]),
-        ("monitor_config: {global_norm_spike_threshold: 3.0}\n", ["wrapper.global_norm_spike_threshold 3.0: not"]),
+        (
+            "monitor_config: {global_norm_spike_threshold: 3.0}\n",
+            ["monitor_config.global_norm_spike_threshold 3.0: not"],
+        ),
         ("callbacks: [{type: ObsMonitor}]\n", ["callbacks.0", "nothing is uploaded"]),
         ("callbacks: [{type: CheckpointMonitor, prefix: x}]\n", ["callbacks.0.prefix"]),
         (
             "parallel_config: {data_parallel: 8, model_parallel: 2}\n",
-            ["data_parallel 8, model_parallel 2", "one device"],
+            ["parallel_config.data_parallel 8, parallel_config.model_parallel 2", "one device"],
         ),
         ("model_config: {seq_length: 64, max_position_embeddings: 32}\n", ["seq_length 64 exceeds"]),
         ("optimizer: {type: SGD, betas: [0.9, 0.95]}\n", ["optimizer.betas: not used, optimizer.type is SGD"]),

@@ -80,8 +80,8 @@ DROP_RATE = "callbacks: [{type: MoEDropRateCallback, %s}]\n"
     ("keys", "callback", "parts"),
     [
         ("", "expert_num: 4", ["callbacks.0.expert_num = 4: disagrees with", "moe_config.expert_num = 8 (a.yaml:2)"]),
-        ("", "num_layers: 3", ["num_layers = 3", "model.model_config.num_layers = 4 (a.yaml:1)"]),
-        ("", "mtp_depth: 1", ["mtp_depth = 1", "model.model_config.mtp_depth = 0, its default"]),
+        ("", "num_layers: 3", ["num_layers = 3", "disagrees with model_config.num_layers = 4 (a.yaml:1)"]),
+        ("", "mtp_depth: 1", ["mtp_depth = 1", "disagrees with model_config.mtp_depth = 0, its default"]),
         ("capacity_factor: 1.5", "capacity_factor: 1.25", ["capacity_factor = 1.25", "capacity_factor = 1.5 (a.yaml"]),
         ("", "capacity_factor: 1.1", ["capacity_factor = 1.1", "= null, no limit", "write capacity_factor: 1.1 in"]),
         ("enable_sdrop: True", "capacity_factor: 1.5", ["capacity_factor = 1.5", "= 1.1, its default"]),
@@ -130,7 +130,7 @@ def test_what_is_right_at_the_edge_loads(text: str) -> None:
         (moe("capacity_factor: 1.5"), ""),
         (
             moe("capacity_factor: 1.5", "do_eval: True\n"),
-            "moe_config: capacity_factor 1.5 applies to training only: evaluation and prediction drop no tokens",
+            "moe_config.capacity_factor 1.5 applies to training only: evaluation and prediction drop no tokens",
         ),
         (moe("use_gmm: True, capacity_factor: 1.5"), "capacity_factor 1.5: not used, use_gmm drops no tokens"),
         (moe("use_gmm: True, capacity_factor: -1"), ""),

@@ -139,12 +139,13 @@ def test_a_file_for_several_ranks_says_how_to_start_them(text: str, parts: list[
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("parallel_config: {data_parallel: 8, model_parallel: 2}\n", "(data_parallel 8, model_parallel 2): not used"),
+        ("parallel_config: {data_parallel: 8, model_parallel: 2}\n",
+         "parallel_config.data_parallel 8, parallel_config.model_parallel 2: not used"),
         ("parallel_config: {data_parallel: 8}\n", "the run has one device: start several with `launch --nproc`"),
         ("use_parallel: False\nparallel_config: {data_parallel: 8}\n", "the run has one device: use_parallel is False"),
         ("use_parallel: True\n", "the job has one rank; `run_trainer.py launch --nproc 8` starts eight"),
         ("parallel: {parallel_mode: 1, enable_parallel_optimizer: True}\n",
-         "parallel (parallel_mode 1, enable_parallel_optimizer): not used, the run has one"),
+         "parallel.parallel_mode 1, parallel.enable_parallel_optimizer True: not used, the run has one"),
     ],
 )  # fmt: skip
 def test_what_does_not_count_alone_is_told(text: str, note: str) -> None:
