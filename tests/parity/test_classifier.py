@@ -42,7 +42,7 @@ def config_of(**sections) -> Config:
 
 def trainer_of(config: Config) -> TrainStep:
     """Returns a step with a constant rate, over a model of its own."""
-    precision = resolve_precision(config.network, None, "CPU")
+    precision = resolve_precision(config.decoder, None, "CPU")
     model, build_inputs = build_model(config, load_kernels(select_kernels(config.network, "CPU", precision), precision))
     shapes = trained_shapes(config)
     trained = {name: model.parameters_by_name[name] for name in shapes}

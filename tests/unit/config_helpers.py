@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from trainer.config import Config, Override, config_notes, parse_config
+from trainer.config.schema.data import IMAGES
 from trainer.errors import UserError
 
 BASE = """\
@@ -26,6 +27,7 @@ callbacks:
   - type: CheckpointMonitor
     save_checkpoint_steps: 100
 """
+CLASSIFIER = f"model: {{arch: {{type: MlpClassifier}}}}\ntrain_dataset: {{data_loader: {{type: {IMAGES}}}}}\n"
 
 
 def load(text: str, *pairs: str) -> Config:

@@ -135,10 +135,6 @@ def _fitting_model(
     path = Path(config.load_checkpoint).expanduser()
     where = config.source.where("load_checkpoint")
     weights = read_weights(path, where, numbers=numbers, world=world)
-    compare = numbers
-    if config.classifier is not None:
-        shapes = parameter_shapes(config.network)
-        return _fitting(weights, shapes, config.network, path, where, compare=compare), set(), set()
     settings = config.decoder
     weights = split_fused_tensors(weights, settings)
     unused, *notes = unused_modules(weights, settings)
@@ -151,8 +147,8 @@ def _fitting_model(
         if text and note is not None:
             note(text)
     used = {name: array for name, array in weights.items() if name not in unused}
-    shapes = {name: shape for name, shape in parameter_shapes(settings).items() if name not in absent}
-    return _fitting(used, shapes, settings, path, where, compare=compare), absent, biases
+    shapes = {name: shape for name, shape in parameter_shapes(config.network).items() if name not in absent}
+    return _fitting(used, shapes, config.network, path, where, compare=numbers), absent, biases
 
 
 def fitting_weights(

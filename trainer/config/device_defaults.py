@@ -49,7 +49,7 @@ def device_default_note(config: Config, device: str) -> str:
 
     `config` is a result of `apply_device_defaults`.
     """
-    if device != "Ascend" or config.classifier is not None:
+    if device != "Ascend":
         return ""
     settings = config.decoder
     moe = config.decoder.experts

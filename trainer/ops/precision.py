@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.precision import requested_dtype
-from trainer.config.schema.classifier import ClassifierConfig
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
@@ -66,15 +65,13 @@ FLOAT32 = Precision()
 
 
 def resolve_precision(
-    settings: ModelConfig | ClassifierConfig, amp_level: str | None, device: str, narrow: NarrowProducts | None = None
+    settings: ModelConfig, amp_level: str | None, device: str, narrow: NarrowProducts | None = None
 ) -> Precision:
     """Returns the dtype of each part, from `amp_level` and the keys of the parts.
 
     On a CPU, only the matrix products of native layers have half precision (`narrow.by`). All other parts are then
     float32. Without such products, a CPU computes parts with bfloat16 in float32.
     """
-    if isinstance(settings, ClassifierConfig):
-        return FLOAT32
     narrow = narrow or NarrowProducts()
     has_narrow_products = (
         device == "CPU" and bool(narrow.by) and requested_dtype(settings, amp_level, "compute_dtype") != "float32"

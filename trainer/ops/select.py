@@ -143,9 +143,9 @@ def on_arrays(config: Config, device: str, world: World = SINGLE_PROCESS) -> boo
 
 def precision_of(config: Config, device: str, world: World = SINGLE_PROCESS) -> Precision:
     """Returns the dtype of each part for a run of this configuration on a device."""
-    if device == "CPU" and config.classifier is None:
+    if device == "CPU":
         return precision_on_cpu(config, on_arrays(config, device, world))
-    return resolve_precision(config.network, config.amp_level, device)
+    return resolve_precision(config.decoder, config.amp_level, device)
 
 
 def precision_on_cpu(config: Config, native: bool) -> Precision:
@@ -154,7 +154,7 @@ def precision_on_cpu(config: Config, native: bool) -> Precision:
     narrow = _narrow_products(requested, native, config.context.mode == 0)
     if config.run_mode in ("predict", "chat"):
         narrow = NarrowProducts("", "and a CPU predicts in float32", nothing_else=True)
-    return resolve_precision(config.network, config.amp_level, "CPU", narrow)
+    return resolve_precision(config.decoder, config.amp_level, "CPU", narrow)
 
 
 def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts:
@@ -177,8 +177,6 @@ def _narrow_products(dtype: str, native: bool, compiled: bool) -> NarrowProducts
 
 def _requested_dtypes(config: Config) -> dict[str, str]:
     """Returns the requested dtype of each part, by its key."""
-    if config.classifier is not None:
-        return {}
     return {key: requested_dtype(config.decoder, config.amp_level, key) for key in PART_KEYS}
 
 

@@ -24,8 +24,6 @@ _MODEL = "model.model_config"
 
 def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """Yields the configuration errors of a job with these parallel degrees in explicit mode on an Ascend."""
-    if config.classifier is not None:
-        return
     divided = [name for name, size in degrees._asdict().items() if size > 1 and name != "data_parallel"]
     if divided and config.run_mode in ("predict", "chat"):
         fix = "set it to 1, or add --use_parallel False to run alone"

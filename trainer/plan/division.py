@@ -89,7 +89,7 @@ class ShardingPlan:
 def sharding_plan(config: Config, world: World) -> ShardingPlan | None:
     """Returns how the ranks shard the model, or None if each rank has all of it."""
     degrees = parallel_degrees(config, world)
-    if not degrees.shards_model or config.classifier is not None:
+    if not degrees.shards_model:
         return None
     mesh = Mesh(degrees)
     layout = model_layout_for(config, world)

@@ -65,7 +65,7 @@ class PipelinePlan:
 
 def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
     """Returns the plan of the pipeline, or None for a job without one."""
-    if stages == 1 or config.classifier is not None:
+    if stages == 1:
         return None
     chunks = config.decoder.pp_interleave_num
     micro_batches = config.parallel_config.micro_batch_num

@@ -251,9 +251,7 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
     precision = precision_of(config, device, world)
     kernels = select_kernels(settings, device, precision)
     every = all_shapes(settings)
-    inactive = 0
-    if config.classifier is None:
-        inactive = inactive_weights(model_spec(config.decoder))
+    inactive = inactive_weights(model_spec(config.decoder))
     shapes = every
     groups: tuple[ParameterGroup, ...] = ()
     recomputed: tuple[Part, ...] = ()

@@ -127,7 +127,7 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     parts: dict[str, str] = {}
     if model.weights + model.frozen.weights:  # otherwise its sizes are not known
         parts = {"attention": _attention(settings), "adapters": _adapters(settings)}
-        if plan.config.trains and plan.config.classifier is None:
+        if plan.config.trains:
             parts["dropout"] = _dropout(settings)
     parts["recompute"] = recompute_text(model.recomputed)
     rows += [(name, text) for name, text in parts.items() if text]

@@ -127,7 +127,7 @@ class ShardedParameters:
     ) -> None:
         self.config = config
         self.communicator = communicator
-        self.shapes = all_shapes(config.network)
+        self.shapes = all_shapes(config.decoder)
         by_name = {parameter.name: parameter for parameter in built.network.get_parameters()}
         if world.size == 1:
             shards = {name: Shard((0,) * each.ndim, each.shape) for name, each in by_name.items()}
@@ -155,7 +155,7 @@ class ShardedParameters:
         Raises:
             RunError: The ranks have different values of the same weights.
         """
-        settings = self.config.network
+        settings = self.config.decoder
         seed = self.config.seed
         checksums = {}
         specs = parameter_specs(settings)

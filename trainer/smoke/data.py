@@ -32,8 +32,6 @@ def _evaluates(config: Config) -> bool:
 
 def vocabulary(config: Config, setup: Setup) -> int:
     """Returns the vocabulary size of the small model: that of the file if real tokens are read."""
-    if config.classifier is not None:
-        return config.decoder.vocab_size
     for section in sections_read(config):
         loader = getattr(config, section).data_loader
         real = loader.type in TOKEN_FILES and section not in setup.missing
@@ -184,8 +182,6 @@ def _special_ids(config: Config, vocab_size: int) -> Iterator[Change]:
 
     The byte tokenizer has special tokens of its own.
     """
-    if config.classifier is not None:
-        return
     decoder = config.decoder
     train = config.train_dataset
     names = [f"{_MODEL}.{name}" for name in ("eos_token_id", "bos_token_id", "pad_token_id")]

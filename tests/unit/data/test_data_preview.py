@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from config_helpers import CLASSIFIER
 from data_helpers import jsonl, make_config
 from monitor_helpers import run_on_terminal
 
@@ -158,9 +159,10 @@ def test_bad_input_is_one_message(tmp_path, flags, words, capsys):
     assert words in str(caught.value) and capsys.readouterr().out == ""
 
 
-def test_images_have_no_tokens():
+def test_images_have_no_tokens(tmp_path):
+    (tmp_path / "run.yaml").write_text(CLASSIFIER)
     with pytest.raises(UserError, match="model.classifier: images have no tokens to show"):
-        dispatch(["data", "--config", str(REPOSITORY / "configs/mnist_accumulation.yaml")])
+        dispatch(["data", "--config", str(tmp_path / "run.yaml")])
 
 
 def test_an_evaluation_shows_what_it_reads(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from config_helpers import load
+from config_helpers import CLASSIFIER, load
 
 from trainer.checkpoint.state import changed_settings, settings_record
 from trainer.config import Config, config_notes, dump_config, parse_config
@@ -35,7 +35,7 @@ def on_ascend(text: str) -> Config:
         ),
         (EXPERTS % ", use_gmm: False", {"compute_dtype": "bfloat16", "use_flash_attention": True}),
         (EXPERTS % ", capacity_factor: 1.5", {"compute_dtype": "bfloat16", "use_flash_attention": True}),
-        ("model: {arch: {type: MlpClassifier}}\ntrain_dataset: {data_loader: {type: MnistDataset}}\n", {}),
+        (CLASSIFIER, {}),
     ],
 )
 def test_an_ascend_has_defaults_where_nothing_is_written(text: str, expected: dict) -> None:

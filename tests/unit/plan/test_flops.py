@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from config_helpers import CLASSIFIER
 
-from trainer.config import Override, load_config, parse_config
+from trainer.config import Override, parse_config
 from trainer.plan.flops import flops_per_sequence, keys_seen
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -87,7 +88,7 @@ def test_adapters_leave_the_gradients_of_the_weights_below_them_out() -> None:
 
 
 def test_images_need_no_gradient() -> None:
-    config = load_config(str(REPOSITORY / "configs" / "mnist_accumulation.yaml"), [])
+    config = parse_config("a.yaml", CLASSIFIER)
     sizes = config.classifier.sizes
     weights = [a * b for a, b in zip(sizes, sizes[1:], strict=False)]
     assert flops_per_sequence(config) == 6 * sum(weights) - 2 * weights[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from config_helpers import CLASSIFIER
 from smoke_files import ALPACA, EXPERTS
 
 from trainer.config import Config, load_config
@@ -78,8 +79,7 @@ def test_megatron_files_are_blended_as_the_file_says(tmp_path):
 
 
 def test_images(tmp_path):
-    loader = "train_dataset: {data_loader: {type: MnistDataset, dataset_dir: /nowhere}}\n"
-    config = prepared(tmp_path, "model: {arch: {type: MlpClassifier}}\n" + loader)
+    config = prepared(tmp_path, CLASSIFIER)
     dataset, _ = build_datasets(config)
     assert dataset.num_sequences == 3 and dataset.batch([0]).pixels.shape == (1, 784)
 

@@ -57,6 +57,7 @@ def _classifier(config: Config) -> Iterator[ConfigError]:
         _KEY: config.decoder != ModelConfig(),
         "recompute_config": config.recompute_config != RecomputeConfig() or config.recompute,
         "train_dataset.tokenizer": config.train_dataset.tokenizer != TokenizerConfig(),
+        "sample_prompt": config.sample_prompt is not None,
     }
     for key in (key for key, is_set in decoder_sections.items() if is_set):
         yield problem(config, key, f"does not apply to {CLASSIFIER}", "remove it", value="...")

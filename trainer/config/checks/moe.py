@@ -18,7 +18,7 @@ _ONE = "remove one of the two"
 def moe_problems(config: Config) -> Iterator[ConfigError]:
     """Yields errors for keys of moe_config that contradict each other or are not yet supported."""
     moe = config.decoder.moe_config
-    if moe is None or config.classifier is not None:
+    if moe is None:
         return
     yield from _routing(config, moe)
     yield from _groups(config, moe)

@@ -65,14 +65,12 @@ def _is_resume_recorded(config: Config) -> bool:
 
 
 def _has_float32_products(config: Config) -> bool:
-    if config.classifier is not None:
-        return True
     return requested_dtype(config.decoder, config.amp_level, "compute_dtype") == "float32"
 
 
 def _recomputes(config: Config) -> bool:
-    """Returns False for a training of a decoder without recomputation."""
-    return not config.trains or config.classifier is not None or any(recomputed_parts(config))
+    """Returns False for a training without recomputation."""
+    return not config.trains or any(recomputed_parts(config))
 
 
 _SEMI_AUTO_ONLY = "only semi-automatic mode uses it"

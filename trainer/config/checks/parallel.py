@@ -132,25 +132,29 @@ def parallel_problems(config: Config, world: World) -> list[ConfigError]:
     if not _is_parallel(config, world) or is_semi_auto(config):  # semi_auto/rules.py has the rules of that mode
         return problems
     mismatch = fit_problems(config, world)
+    degrees = parallel_degrees(config, world)
     if mismatch:
         problems += mismatch
+    elif config.classifier is not None:
+        problems += _only_data_parallel(config, degrees)
     else:
-        degrees = parallel_degrees(config, world)
         problems += [*_explicit_pipeline(config, degrees), *_explicit_sharding(config, degrees)]
     if world.size > 1:
         problems += _several_ranks(config, world)
     return problems
 
 
+def _only_data_parallel(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
+    """Yields an error for each other parallel degree than data_parallel."""
+    for name, degree in degrees._asdict().items():
+        if degree > 1 and name != "data_parallel":
+            rule = f"{CLASSIFIER} supports data parallelism only"
+            yield problem(config, f"parallel_config.{name}", rule, "set it to 1")
+
+
 def _explicit_sharding(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """Yields errors about tensor, context and expert parallelism in explicit mode."""
-    names = ("model_parallel", "context_parallel", "expert_parallel")
-    sharding = [name for name in names if getattr(degrees, name) > 1]
-    if not sharding:
-        return
-    key = f"parallel_config.{sharding[0]}"
-    if config.classifier is not None:
-        yield problem(config, key, f"{CLASSIFIER} supports data parallelism only", "set it to 1")
+    if max(degrees.model_parallel, degrees.context_parallel, degrees.expert_parallel) == 1:
         return
     if degrees.model_parallel > 1:
         yield from tensor_problems(config, repeats_heads=True)
@@ -161,11 +165,6 @@ def _explicit_sharding(config: Config, degrees: Degrees) -> Iterator[ConfigError
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
     """Yields errors about pipeline parallelism in explicit mode."""
     if degrees.pipeline_stage == 1:
-        return
-    key = "parallel_config.pipeline_stage"
-    if config.classifier is not None:
-        fix = "set it to 1, or add --use_parallel False to run one process"
-        yield problem(config, key, f"{CLASSIFIER} supports data parallelism only", fix)
         return
     if config.parallel.pipeline_config.pipeline_scheduler != "1f1b":
         rule = "explicit mode supports 1f1b only, interleaved with pp_interleave_num"

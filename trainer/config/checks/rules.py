@@ -17,7 +17,7 @@ from trainer.config.precision import requested_dtype
 from trainer.config.schema.callbacks import CheckpointMonitor, EarlyStop
 from trainer.config.schema.data import TokenizerConfig
 from trainer.config.schema.fields import support_of
-from trainer.config.schema.root import CLASSIFIER, Config
+from trainer.config.schema.root import Config
 from trainer.config.schema.runner import LossScaleSection
 from trainer.config.stages import stage_problems
 from trainer.input_files import missing_path_reason
@@ -83,7 +83,7 @@ def _training(config: Config) -> Iterator[ConfigError]:
         rule = f"the loss scale exceeds the largest float32 number ({_LARGEST_FLOAT32:.3g})"
         yield problem(config, key, rule, "write a smaller one, for example 65536")
     key = "runner_wrapper.accumulate_allreduce_grads_in_fp32"
-    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32 and config.classifier is None:
+    if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         if requested_dtype(config.decoder, config.amp_level, "compute_dtype") == "float16":
             rule = "is not supported with compute_dtype float16, in which sums of gradients overflow"
             yield problem(config, key, rule, "leave it out, or use compute_dtype bfloat16")
@@ -251,9 +251,7 @@ def _samples(config: Config, world: World) -> Iterator[ConfigError]:
     if config.sample_prompt is None:
         return
     names_tokenizer = dataset.tokenizer != TokenizerConfig() or config.source.where("train_dataset.tokenizer.type")
-    if config.classifier is not None:
-        yield problem(config, key, f"an {CLASSIFIER} generates no text", "leave it out")
-    elif not config.sample_prompt:
+    if not config.sample_prompt:
         yield problem(config, key, "a prompt is empty", 'give a text, for example "Once upon a time", or leave it out')
     elif not dataset.data_loader.reads_text and not names_tokenizer:
         rule = f"requires train_dataset.tokenizer, because {dataset.data_loader.type} contains token ids"

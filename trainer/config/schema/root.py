@@ -234,7 +234,7 @@ class Config(Section):
 
     @property
     def decoder(self) -> ModelConfig:
-        """Returns the decoder's sizes and options."""
+        """Returns the decoder's sizes and options; of a classifier the defaults: dense, float32, without dropout."""
         return self.model.settings
 
     @property

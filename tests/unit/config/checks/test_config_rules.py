@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notes
+from config_helpers import BASE, CLASSIFIER, error_of, failure, load, notes
 
 from trainer.config import preflight
 
@@ -393,6 +393,5 @@ def test_where_text_can_be_sampled():
 
 
 def test_a_classifier_samples_no_text():
-    text = "model: {arch: {type: MlpClassifier}}\ntrain_dataset: {data_loader: {type: MnistDataset}}\n"
-    message = failure(lambda: preflight(load(f"{text}sample_prompt: a\n")))
-    assert "a.yaml:3: sample_prompt = 'a': an MlpClassifier generates no text" in message
+    message = error_of(f"{CLASSIFIER}sample_prompt: a\n")
+    assert "a.yaml:3: sample_prompt = '...': does not apply to MlpClassifier" in message

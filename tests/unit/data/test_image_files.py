@@ -1,4 +1,4 @@
-"""MNIST's files: what is read, and what is said about files that are missing, damaged or something else."""
+"""Files of images and labels: what is read, and what is said about missing, damaged and other files."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from config_helpers import failure, load
 from data_helpers import idx, write_set
 
 from trainer.config import Config
+from trainer.config.schema.data import IMAGES
 from trainer.data import build_datasets
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.data.batches.loader import eval_batches, training_batches
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
-TEST_IMAGES = "t10k-images-idx3-ubyte"
+IMAGE_FILE, LABEL_FILE = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+TEST_IMAGE_FILE = "t10k-images-idx3-ubyte"
 
 
 def config_of(folder: Path | str, *pairs: str) -> Config:
     text = "model: {arch: {type: MlpClassifier}, classifier: {pixels: 16, hidden_sizes: [8]}}\n"
-    text += f"train_dataset: {{data_loader: {{type: MnistDataset, dataset_dir: '{folder}', shuffle: False}}}}\n"
-    text += f"eval_dataset: {{data_loader: {{type: MnistDataset, dataset_dir: '{folder}'}}}}\n"
+    text += f"train_dataset: {{data_loader: {{type: {IMAGES}, dataset_dir: '{folder}', shuffle: False}}}}\n"
+    text += f"eval_dataset: {{data_loader: {{type: {IMAGES}, dataset_dir: '{folder}'}}}}\n"
     return load(text, "runner_config.batch_size=5", "do_eval=True", *pairs)
 
 
@@ -85,7 +86,7 @@ def test_the_environment_names_the_folder(files: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("DATA_PATH", str(files))
     assert build_datasets(config_of(""))[0].num_sequences == 12
     eval_batches(config_of("", "run_mode=eval"), (0, 1), lambda *_: None, print)
-    (files / IMAGES).unlink()
+    (files / IMAGE_FILE).unlink()
     assert failure(lambda: build_datasets(config_of(""))).startswith(f"environment: DATA_PATH = '{files}': ")
 
 
@@ -94,37 +95,37 @@ def cut(name: str, keep: int) -> Callable[[Path], None]:
 
 
 def zipped_and_cut(folder: Path) -> None:
-    data = gzip.compress((folder / IMAGES).read_bytes())
-    (folder / IMAGES).write_bytes(data[:-12])
+    data = gzip.compress((folder / IMAGE_FILE).read_bytes())
+    (folder / IMAGE_FILE).write_bytes(data[:-12])
 
 
 def swapped(folder: Path) -> None:
-    (folder / IMAGES).write_bytes((folder / LABELS).read_bytes())
+    (folder / IMAGE_FILE).write_bytes((folder / LABEL_FILE).read_bytes())
 
 
 def other_count(folder: Path) -> None:
-    (folder / LABELS).write_bytes(idx(2049, np.zeros(11, np.uint8)))
+    (folder / LABEL_FILE).write_bytes(idx(2049, np.zeros(11, np.uint8)))
 
 
 def other_label(folder: Path) -> None:
-    (folder / LABELS).write_bytes(idx(2049, np.full(12, 10, np.uint8)))
+    (folder / LABEL_FILE).write_bytes(idx(2049, np.full(12, 10, np.uint8)))
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
-    "missing": (lambda folder: (folder / IMAGES).unlink(), [f"has neither {IMAGES} nor", "make_digits.py"]),
-    "test missing": (lambda folder: (folder / TEST_IMAGES).unlink(), ["eval_dataset.data_loader", TEST_IMAGES]),
-    "truncated": (cut(IMAGES, 100), ["it is cut short: 12 x 4 x 4 take 208 bytes, and it has 100", "copy"]),
-    "header": (cut(LABELS, 6), [LABELS, "ends within its header of 8 bytes"]),
-    "empty": (cut(LABELS, 0), [LABELS, "0 bytes are too few for an idx file of labels"]),
+    "missing": (lambda folder: (folder / IMAGE_FILE).unlink(), [f"has neither {IMAGE_FILE} nor", "make_digits.py"]),
+    "test missing": (lambda folder: (folder / TEST_IMAGE_FILE).unlink(), ["eval_dataset.data_loader", TEST_IMAGE_FILE]),
+    "truncated": (cut(IMAGE_FILE, 100), ["it is cut short: 12 x 4 x 4 take 208 bytes, and it has 100", "copy"]),
+    "header": (cut(LABEL_FILE, 6), [LABEL_FILE, "ends within its header of 8 bytes"]),
+    "empty": (cut(LABEL_FILE, 0), [LABEL_FILE, "0 bytes are too few for an idx file of labels"]),
     "too long": (
-        lambda folder: (folder / LABELS).write_bytes((folder / LABELS).read_bytes() + b"x"),
+        lambda folder: (folder / LABEL_FILE).write_bytes((folder / LABEL_FILE).read_bytes() + b"x"),
         ["it is too long: 12 take 20 bytes, and it has 21"],
     ),
-    "gzip cut": (zipped_and_cut, [IMAGES, "cut short or damaged"]),
-    "swapped": (swapped, [IMAGES, "number of a file of labels (2049), and images have 2051"]),
-    "a text": (lambda folder: (folder / IMAGES).write_text("<html>"), ["not an idx file, and images have 2051"]),
+    "gzip cut": (zipped_and_cut, [IMAGE_FILE, "cut short or damaged"]),
+    "swapped": (swapped, [IMAGE_FILE, "number of a file of labels (2049), and images have 2051"]),
+    "a text": (lambda folder: (folder / IMAGE_FILE).write_text("<html>"), ["not an idx file, and images have 2051"]),
     "nothing in it": (
-        lambda folder: (folder / LABELS).write_bytes(idx(2049, np.zeros(0, np.uint8))), ["says 0: there is nothing"]
+        lambda folder: (folder / LABEL_FILE).write_bytes(idx(2049, np.zeros(0, np.uint8))), ["says 0: there is nothing"]
     ),
     "other count": (other_count, ["has 12 images, and train-labels-idx1-ubyte 11 labels"]),
     "other label": (other_label, ["has the label 10, and the classes are 0 to 9", "classifier.classes to 11"]),
@@ -167,7 +168,7 @@ def test_too_few_images_and_no_folder_named(files: Path, monkeypatch: pytest.Mon
         (["run_mode=predict"], ["run_mode = 'predict'", "generates no text", "--run_mode eval"]),
         (["amp_level=O2"], ["amp_level = 'O2'", "float32"]),
         (["train_dataset.held_out=0.1"], ["held_out", "not supported for images", "eval_dataset"]),
-        (["train_dataset.data_loader.type=SyntheticDataset"], ["takes images", "write MnistDataset"]),
+        (["train_dataset.data_loader.type=SyntheticDataset"], ["takes images", f"write {IMAGES}"]),
         (["model.arch.type=LlamaForCausalLM"], ["only an MlpClassifier has it", "takes text, not images"]),
     ],
 )
@@ -198,7 +199,7 @@ def test_drawn_digits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     train, test = build_datasets(config)
     batch = train.batch(np.arange(300))
     assert np.bincount(batch.labels, minlength=10).min() > 10
-    assert 0.05 < batch.pixels.mean() / 255 < 0.3  # ink on black, about as much as MNIST's
+    assert 0.05 < batch.pixels.mean() / 255 < 0.3  # ink on black, about as much as written digits have
     # An image is nearer to the mean of its own digit than to those of others, mostly; other images than in the test.
     means = np.stack([batch.pixels[batch.labels == digit].mean(0) for digit in range(10)])
     shown = test.batch(np.arange(40))
