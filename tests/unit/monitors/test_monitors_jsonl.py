@@ -14,7 +14,7 @@ from trainer.errors import RunError
 from trainer.monitors import jsonl
 from trainer.monitors.jsonl import JsonlMonitor, read_metrics_records
 from trainer.monitors.metrics import EvalMetrics, RunInfo, StepMetrics, Totals
-from trainer.report.curves import read_metrics
+from trainer.report.curves import MetricsReader
 
 
 def step_metrics(step: int, **changes) -> StepMetrics:
@@ -67,7 +67,7 @@ def test_the_wait_for_the_last_checkpoint_has_a_line_of_its_own(tmp_path: Path) 
     monitor.close(totals.summary("finished", {}, 1.5))
     *_, last = read_metrics_records(path)
     assert last == {"step": 3, "save_wait_seconds": 1.5}
-    curves = read_metrics(path).curves
+    curves = MetricsReader(path).read().curves
     assert curves.steps == [1, 2, 3] and "save_wait_seconds" not in curves.fields
     run_steps(path, 3, 4)
     assert steps_of(path) == [1, 2, 3, 3, 4]

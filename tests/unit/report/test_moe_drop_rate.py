@@ -17,7 +17,7 @@ from trainer.monitors.jsonl import JsonlMonitor
 from trainer.monitors.live import LiveState, TerminalLine
 from trainer.monitors.metrics import routing_details
 from trainer.ops.routing import RoutingCounts
-from trainer.report.curves import Curves, read_metrics
+from trainer.report.curves import Curves, MetricsReader
 from trainer.report.picture import Panel, _draw_panel, choose_panels, draw_report
 from trainer.report.record import read_run
 
@@ -104,7 +104,7 @@ def test_metrics_have_a_list_and_the_report_a_panel(tmp_path: Path) -> None:
     monitor.close(None)
     record = json.loads(path.read_text().splitlines()[0])
     assert (record["aux_loss"], record["drop_rate"]) == (1.5, [0.0, 0.25, 0.75])
-    curves = read_metrics(path).curves
+    curves = MetricsReader(path).read().curves
     shown = {panel.title: panel.fields for panel in choose_panels(curves)}
     assert shown["drop rate"] == ["drop_rate.0", "drop_rate.1", "drop_rate.2"]
     assert shown["busiest expert / mean"] == ["load_imbalance.0", "load_imbalance.1", "load_imbalance.2"]

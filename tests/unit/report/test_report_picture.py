@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from tolerances import FEW_OPERATIONS
 
-from trainer.report.curves import read_metrics
+from trainer.report.curves import MetricsReader
 from trainer.report.monitor import ReportMonitor
 from trainer.report.picture import choose_panels, draw_figure, draw_report, smooth
 from trainer.report.record import read_run
@@ -38,7 +38,7 @@ def test_panels(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_metrics(path, 20, **{"drop_rate": [0.1, 0.2], "other.a": 0.1, "other.b": 0.2, "balance": 0.3})
     # No panel for a norm nobody asked for; one for each name before a dot.
-    assert [(panel.title, panel.fields) for panel in choose_panels(read_metrics(path).curves)] == [
+    assert [(panel.title, panel.fields) for panel in choose_panels(MetricsReader(path).read().curves)] == [
         ("learning rate", ["lr"]),
         ("tokens/s", ["input_tokens_per_second"]),
         ("drop rate", ["drop_rate.0", "drop_rate.1"]),

@@ -16,7 +16,7 @@ from trainer.config.read.dump import flatten
 from trainer.errors import RunError
 from trainer.monitors.metrics import Totals
 from trainer.report import curves as curves_module
-from trainer.report.curves import MetricsReader, Pause, Skipped, read_metrics
+from trainer.report.curves import MetricsReader, Pause, Skipped
 from trainer.report.record import RunReader, is_run_folder, read_run
 from trainer.report.starts import RunStart, StartMonitor, git_commit, process_start, read_starts
 
@@ -41,7 +41,7 @@ def test_a_short_run_keeps_every_step(tmp_path: Path) -> None:
     write_lines(path, *steps(1, 3), {"step": 4, "loss": None, "lr": 0.5, "epoch": 1, "overflow": True})
     with path.open("a") as file:
         file.write('{"step": 5, "torn')
-    found = read_metrics(path).curves
+    found = MetricsReader(path).read().curves
     assert found.steps == [1, 2, 3, 4] and found.tokens == [10, 20, 30, 30] and found.seconds == [0.5, 1.0, 1.5, 1.5]
     assert list(found.means("loss"))[:3] == [1.0, 2.0, 3.0] and math.isnan(found.means("loss")[3])
     # A field that begins later keeps its place.
@@ -57,7 +57,7 @@ def test_a_long_run_is_thinned_and_keeps_means_and_extremes(
     count = 101
     write_lines(path, *steps(1, count))
     write_lines(path, {"step": 102, "loss": 1e9, "tokens": 10})
-    found = read_metrics(path).curves
+    found = MetricsReader(path).read().curves
     assert found.stride == 16 and found.steps == [16, 32, 48, 64, 80, 96, 102]
     assert found.tokens == [160, 320, 480, 640, 800, 960, 1020]
     loss = found.fields["loss"]
@@ -72,13 +72,13 @@ def test_points_with_and_without_a_value_have_the_mean_of_those_with_one(
 ) -> None:
     monkeypatch.setattr(curves_module, "MAX_POINTS", 2)
     write_lines(tmp_path / "m", *({"step": step, "loss": value} for step, value in enumerate([1, None, None, None, 7])))
-    loss = read_metrics(tmp_path / "m").curves.fields["loss"]
+    loss = MetricsReader(tmp_path / "m").read().curves.fields["loss"]
     assert list(loss.counts) == [1, 1] and list(loss.means) == [1.0, 7.0]
 
 
 def test_lists_over_layers_are_a_curve_for_each(tmp_path: Path) -> None:
     write_lines(tmp_path / "m", *steps(1, 2, drop_rate=[0.25, None], other=[1, 2], local_norm={"a": 1.0}))
-    fields = read_metrics(tmp_path / "m").curves.fields
+    fields = MetricsReader(tmp_path / "m").read().curves.fields
     assert list(fields["drop_rate.0"].means) == [0.25, 0.25] and not fields["drop_rate.1"].has_values
     assert "other" not in fields and "local_norm" not in fields
 
@@ -98,7 +98,7 @@ def test_what_is_no_step(tmp_path: Path) -> None:
         {"step": 4, "save_wait_seconds": 0.25},
         {"step": 4, "something": "of a later version"},
     )
-    found = read_metrics(path)
+    found = MetricsReader(path).read()
     assert found.skipped == [Skipped(2, "overflow"), Skipped(3, "norm 9 above 5")]
     assert found.pauses == [
         Pause(2, "checkpoint", 0.75), Pause(3, "evaluation", 1.5), Pause(4, "evaluation", 1.0),
