@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
@@ -46,6 +45,7 @@ from trainer.launch.job import (
     refuse_running,
     stopped_outcome,
     write_job_state,
+    write_outcome,
 )
 from trainer.launch.msrun import (
     ENCODING_VARIABLE,
@@ -119,14 +119,19 @@ def _start_and_restart(
     while True:
         nodes = _nodes(options, restart_plan, restart.number, name)
         try:
-            outcome = None
-            if restart.number:
-                outcome = _gather(nodes, signals)
-            if outcome is None:
-                attempt = options
+            attempt = options
+            if options.master_port is None:
+                attempt = replace(options, master_port=pick_free_port(options.master_addr))
+            state = _prepare(attempt, files, restart)
+            outcome = _gather(nodes, signals)
+            if outcome is not None:
+                write_outcome(files, state, outcome)
+                _print_status(f"{outcome.words}.")
+            else:
                 if restart_plan is not None:
-                    attempt = restart_plan.resume_from(options, nodes.resume)
-                outcome = _supervise(attempt, files, nodes, restart, signals)
+                    attempt = restart_plan.resume_from(attempt, nodes.resume)
+                    state.command = [attempt.script_name, *attempt.arguments]
+                outcome = _supervise(attempt, files, state, nodes, restart, signals)
         finally:
             nodes.close()
         if restart.number >= options.max_restarts or restart_plan is None or not may_restart(outcome):
@@ -168,7 +173,9 @@ def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
 
 
 def _gather(nodes: Nodes, signals: deque[int]) -> Outcome | None:
-    """Waits before a restart until the workers of all nodes have ended and their launchers are connected again.
+    """Waits until the launchers of all nodes are connected; before a restart their workers have ended then.
+
+    MindSpore alone would accept the workers of a node whose launcher does not know the secret or does not run.
 
     Returns None, or the outcome of the job if that fails.
     """
@@ -181,22 +188,32 @@ def _gather(nodes: Nodes, signals: deque[int]) -> Outcome | None:
             for line in event.lines:
                 _print_status(line)
             if event.kind == "failed":
-                return Outcome(event.number, "the launchers did not find each other again")
+                return Outcome(event.number, "the launchers of all nodes did not connect")
             if event.kind == "stop":
                 return stopped_outcome(event.number)
         time.sleep(_POLL_SECONDS)
     return None
 
 
-def _supervise(
-    options: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart, signals: deque[int]
-) -> Outcome:
-    if options.master_port is None:
-        options = replace(options, master_port=pick_free_port(options.master_addr))
+def _prepare(options: LaunchOptions, files: JobFiles, restart: Restart) -> JobState:
+    """Makes the job's folder with the state of the job, which it returns."""
     prepare_folder(files, options.ranks, is_single_node=options.nodes == 1)
-    adopt_orphans()
     state = new_state(options, files, restart.number)
     write_job_state(files, state)
+    count = "1 worker"
+    if options.local_worker_num > 1:
+        count = f"{options.local_worker_num} workers"
+    if options.nodes > 1:
+        count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
+    cores = len(os.sched_getaffinity(0))
+    _print_status(f"launching {count} on {cores} cores; logs: {files.log_dir}/rank-<n>.log")
+    return state
+
+
+def _supervise(
+    options: LaunchOptions, files: JobFiles, state: JobState, nodes: Nodes, restart: Restart, signals: deque[int]
+) -> Outcome:
+    adopt_orphans()
     specs = worker_specs(options, files, restart)
     workers = {rank: WorkerHandle(rank) for rank in options.ranks}
     with scratch_folder() as folder, socket.socket(socket.AF_UNIX) as listening:
@@ -204,16 +221,8 @@ def _supervise(
         listening.bind(os.fspath(socket_path(scratch)))  # only this user's processes reach it: its folder is private
         pool = WorkerPool(workers, WorkerHandle(None), ListeningSocket(listening), specs, files.folder)
         screen = _screen(specs[options.ranks[0]], scratch)
-        start = functools.partial(start_msrun, options, files, scratch)
-        supervisor = Supervisor(options, pool, start, files, state, nodes, screen, signals)
-        count = "1 worker"
-        if options.local_worker_num > 1:
-            count = f"{options.local_worker_num} workers"
-        if options.nodes > 1:
-            count += f" of {options.worker_num} on node {options.node_rank} of {options.nodes}"
-        cores = len(os.sched_getaffinity(0))
-        screen.print([f"launching {count} on {cores} cores; logs: {files.log_dir}/rank-<n>.log"])
-        return supervisor.run()
+        msrun = start_msrun(options, files, scratch)
+        return Supervisor(options, pool, msrun, files, state, nodes, screen, signals).run()
 
 
 def _nodes(options: LaunchOptions, restart_plan: RestartPlan | None, attempt: int, resume: str) -> Nodes:

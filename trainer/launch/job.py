@@ -148,6 +148,14 @@ def write_job_state(files: JobFiles, state: JobState) -> None:
         os.replace(unfinished, files.folder / _STATE)
 
 
+def write_outcome(files: JobFiles, state: JobState, outcome: Outcome) -> None:
+    """Writes how a job has ended to its state file."""
+    state.outcome = outcome.words
+    state.exit_code = outcome.exit_code
+    state.ended = time.time()
+    write_job_state(files, state)
+
+
 def read_job_state(folder: Path) -> JobState | None:
     """Returns the state of a folder's job with its steps; None if there is no job or its file is invalid."""
     from pydantic import TypeAdapter, ValidationError

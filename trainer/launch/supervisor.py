@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trainer.errors import EXIT_HANG, EXIT_RUN_FAILED
@@ -26,6 +26,7 @@ from trainer.launch.job import (
     shell_code,
     stopped_outcome,
     write_job_state,
+    write_outcome,
 )
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
@@ -80,7 +81,7 @@ def _without_hangup(number: int) -> int:
 class _Timers:
     """Moments of the monotonic clock, in seconds."""
 
-    started_at: float = field(default_factory=time.monotonic)  # the workers; before that, this launcher
+    started_at: float = field(default_factory=time.monotonic)  # the workers
     polled_at: float = field(default_factory=time.monotonic)
     woke_at: float = 0.0  # the end of the last standstill
     moved_at: float | None = None  # the last sign that a rank of any node gets on
@@ -126,24 +127,22 @@ class Supervisor:
 
     options: LaunchOptions
     pool: WorkerPool
-    start_msrun: Callable[[], subprocess.Popen]
+    msrun: subprocess.Popen
     files: JobFiles
     state: JobState  # for other processes to read
     nodes: Nodes
     screen: Screen
     signals: deque[int]
-    msrun: subprocess.Popen | None = None  # once the launchers of all nodes are connected
     timers: _Timers = field(default_factory=_Timers)
     stop: _StopState = field(default_factory=_StopState)
     failures: _Failures = field(default_factory=_Failures)
     named: dict[int, str] = field(default_factory=dict)  # the ranks that hold the others up, and why
 
     def run(self) -> Outcome:
-        """Starts the job, waits for its end and leaves no process behind."""
+        """Waits for the end of the job and leaves no process behind."""
         awake, wake = wakeup_pipe()
         old_wake = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         try:
-            self._start(time.monotonic())
             while not self._is_over():
                 self._wait(awake)
                 self._poll(time.monotonic())
@@ -156,15 +155,6 @@ class Supervisor:
             signal.set_wakeup_fd(old_wake)
             os.close(awake)
             os.close(wake)
-
-    def _start(self, now: float) -> None:
-        """Starts the workers once the launchers of all nodes are connected.
-
-        MindSpore alone would accept the workers of a node whose launcher does not know the secret or does not run.
-        """
-        if self.msrun is None and self.nodes.connected and not self.pool.closing:
-            self.timers.started_at = now
-            self.msrun = self.start_msrun()
 
     def _is_over(self) -> bool:
         """Returns whether the workers of this node have ended, and the other nodes need not be waited for."""
@@ -187,7 +177,6 @@ class Supervisor:
         self._handle_signals(now)
         for event in self.nodes.poll(now):
             self._handle_event(event, now)
-        self._start(now)
         self.pool.poll()
         if now >= timers.look_at:
             timers.look_at = now + _LOOK_SECONDS
@@ -303,7 +292,7 @@ class Supervisor:
 
     def _name_ranks_behind(self, now: float) -> None:
         """Prints the ranks of this host for which the others wait: once, and again when they make progress."""
-        if self.msrun is None or self.stop.signal is not None or self.failures.hang:
+        if self.stop.signal is not None or self.failures.hang:
             return
         behind = self.pool.ranks_behind(now - self.timers.last_sign_at)
         self.screen.print([f"rank {rank} is making progress again." for rank in self.named if rank not in behind])
@@ -315,8 +304,6 @@ class Supervisor:
 
         When an agent dies, msrun would kill the others at once, and no process could report which one died first.
         """
-        if self.msrun is None:
-            return
         if self.msrun.poll() is None:
             if self.options.needs_msrun and self.pool.is_complete:
                 self.msrun.kill()
@@ -343,7 +330,7 @@ class Supervisor:
         limit = self.options.start_limit
         if self.pool.stepped:
             limit = self.options.hang_timeout
-        if self.msrun is None or not limit or now - timers.last_sign_at <= limit:
+        if not limit or now - timers.last_sign_at <= limit:
             return
         if self.pool.stepped:
             hang = f"no step was finished for {limit:g} s (--hang_timeout)"
@@ -375,8 +362,7 @@ class Supervisor:
     def _end_workers(self, now: float, grace_seconds: float) -> None:
         self.pool.closing = True
         self.pool.ending_since = now
-        if self.msrun is not None:
-            self.msrun.kill()  # it may not have started all yet
+        self.msrun.kill()  # it may not have started all yet
         self.pool.send_to_workers({"signal": int(signal.SIGTERM)})
         self.timers.kill_at = now + scale_timeout(grace_seconds)
 
@@ -397,8 +383,7 @@ class Supervisor:
 
     def _show(self, now: float) -> None:
         started = sum(worker.process is not None for worker in self.pool.workers.values())
-        quiet = self.pool.closing or self.msrun is None
-        self.screen.update(started, len(self.pool.workers), now - self.timers.started_at, quiet)
+        self.screen.update(started, len(self.pool.workers), now - self.timers.started_at, quiet=self.pool.closing)
 
     def _write_state(self, outcome: Outcome | None = None) -> None:
         for state in self.state.workers:
@@ -416,10 +401,9 @@ class Supervisor:
                 elif outcome is not None and worker.end in outcome.others:
                     state.role = "ended because of that"
         if outcome is not None:
-            self.state.outcome = outcome.words
-            self.state.exit_code = outcome.exit_code
-            self.state.ended = time.time()
-        write_job_state(self.files, self.state)
+            write_outcome(self.files, self.state, outcome)
+        else:
+            write_job_state(self.files, self.state)
 
     def _finish(self) -> Outcome:
         """Releases all agents after the last worker has ended, prints how the job ended, and returns the outcome."""
@@ -433,7 +417,7 @@ class Supervisor:
         self.pool.scheduler.kill()
         self.pool.release_all()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            if not outcome.exit_code and self.msrun is not None:
+            if not outcome.exit_code:
                 self.msrun.wait(_MSRUN_SECONDS)
         end_children()
         self._show(time.monotonic())

@@ -21,7 +21,16 @@ from trainer.launch import command, heartbeat
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import Restart, worker_specs
 from trainer.launch.control.nodes import Nodes
-from trainer.launch.job import JobFiles, Outcome, ProcessExit, RestartPlan, decide_outcome, job_files
+from trainer.launch.job import (
+    JobFiles,
+    JobState,
+    Outcome,
+    ProcessExit,
+    RestartPlan,
+    decide_outcome,
+    job_files,
+    write_outcome,
+)
 from trainer.launch.msrun import pick_free_port
 from trainer.launch.restart import make_restart_plan
 from trainer.monitors.jsonl import JsonlMonitor
@@ -49,9 +58,10 @@ def run(
     starts: list[tuple[LaunchOptions, Restart]] = []
 
     def supervise(
-        attempt: LaunchOptions, files: JobFiles, nodes: Nodes, restart: Restart, signals: deque[int]
+        attempt: LaunchOptions, files: JobFiles, state: JobState, nodes: Nodes, restart: Restart, signals: deque[int]
     ) -> Outcome:
         starts.append((attempt, restart))
+        write_outcome(files, state, outcomes[len(starts) - 1])
         return outcomes[len(starts) - 1]
 
     def fewer(given: LaunchOptions, name: str) -> LaunchOptions | None:

@@ -71,7 +71,7 @@ class Nodes:
     began: float = field(default_factory=time.monotonic)
     links: dict[int, Link] = field(default_factory=dict)
     _events: list[NodeMessage] = field(default_factory=list)  # for the supervisor
-    _history: list[NodeMessage] = field(default_factory=list)  # what was sent to all, also for nodes that connect later
+    _told: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got: stop, failed, done
     _is_done: bool = False  # the workers of this node have ended
     _beat_at: float = 0.0
     _moved: bool = False  # whether a rank made progress since the last heartbeat
@@ -80,8 +80,7 @@ class Nodes:
     @property
     def finished(self) -> bool:
         """Returns whether the workers of this node and of all that it has to wait for have ended."""
-        all_done = self._is_done and all(link.is_done for link in self.links.values())
-        return all_done and (self.connected or self._has_sent("stop"))
+        return self._is_done and all(link.is_done for link in self.links.values())
 
     @property
     def sources(self) -> list[SignedChannel | socket.socket]:
@@ -125,7 +124,7 @@ class Nodes:
     def report_done(self) -> None:
         """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have."""
         self._is_done = True
-        if (self.options.node_rank or self.finished) and not self._has_sent("done"):
+        if (self.options.node_rank or self.finished) and "done" not in self._told:
             self._broadcast(NodeMessage(kind="done"))
 
     def close(self) -> None:
@@ -147,16 +146,16 @@ class Nodes:
         elif message.kind == "moved":
             self._moved = self._moved or len(self.links) > 1
             self._events.append(message)
-        elif message.kind == "stop" or (message.kind == "failed" and not self._has_sent("failed")):
+        elif message.kind == "stop" or (message.kind == "failed" and "failed" not in self._told):
             self._broadcast(message, but=node)  # the first failure ends the job
             self._events.append(message)
 
     def _lose(self, node: int, now: float) -> None:
         """Handles the end of a connection, which is a failure unless the job ends."""
         link = self.links[node]
-        if self._has_sent("stop"):
+        if "stop" in self._told:
             link.is_done = True
-        elif not self._has_sent("failed") and not link.is_done:
+        elif "failed" not in self._told and not link.is_done:
             self._fail(f"the connection to node {node} is lost")
 
     def _wait(self, now: float, waiting: str, failure: str) -> None:
@@ -177,18 +176,8 @@ class Nodes:
         self._events.append(message)
 
     def _broadcast(self, message: NodeMessage, but: int | None = None) -> None:
-        """Sends a message to all nodes, including those that connect later."""
-        self._history.append(message)
+        self._told.add(message.kind)
         self._send(message, but)
-
-    def _send_history(self, link: Link) -> None:
-        """Sends what all nodes were told to one that is connected from now on."""
-        link.is_welcome = True
-        for message in self._history:
-            link.channel.send(message)
-
-    def _has_sent(self, kind: str) -> bool:
-        return any(message.kind == kind for message in self._history)
 
     def _send(self, message: NodeMessage, but: int | None = None) -> None:
         for node, link in self.links.items():
@@ -230,7 +219,7 @@ class NodeServer(Nodes):
             # One of the network with most callers, and one without a nonce first: a flood keeps no other network out.
             counts = Counter(network(caller.address) for caller in self._callers)
             self._drop(min(self._callers, key=lambda each: (-counts[network(each.address)], each.channel.has_key)))
-        if not self.connected and not self._has_sent("failed"):
+        if not self.connected and "failed" not in self._told:
             missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links)
             waiting = f"waiting for the launcher of node {missing}; the workers start once all are there"
             self._wait(now, waiting, f"node {missing} did not connect")
@@ -256,7 +245,7 @@ class NodeServer(Nodes):
             caller.channel.close()
             return
         self.links[hello.node] = caller
-        self._send_history(caller)
+        caller.is_welcome = True
         if len(self.links) == self.options.nodes - 1:
             self._send(NodeMessage(kind="start"))
             self._set_connected()
@@ -297,7 +286,7 @@ class NodeClient(Nodes):
 
     def _join(self, now: float) -> None:
         """Calls node 0 unless it has been called."""
-        if self.links or now < self._call_at or self._has_sent("failed"):
+        if self.links or now < self._call_at or "failed" in self._told:
             return
         try:
             secret = self.secret or read_secret(self.secret_path)
@@ -323,7 +312,7 @@ class NodeClient(Nodes):
         """Handles the answer of node 0 to the call, too."""
         if message.kind == "welcome":
             self.resume = message.lines[0]
-            self._send_history(self.links[node])
+            self.links[node].is_welcome = True
             self.note("connected to the launcher of node 0")
         elif message.kind == "later":
             self._why_not = message.lines[0]  # and node 0 closes the connection
@@ -336,7 +325,7 @@ class NodeClient(Nodes):
 
     def _lose(self, node: int, now: float) -> None:
         """Calls again later if node 0 has not accepted this node yet."""
-        if self.links[node].is_welcome or self._has_sent("failed"):
+        if self.links[node].is_welcome or "failed" in self._told:
             super()._lose(node, now)
             return
         channel = self.links.pop(node).channel
