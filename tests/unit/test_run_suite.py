@@ -18,6 +18,12 @@ def test_every_test_file_runs_once() -> None:
     assert sorted(files) == sorted(str(path.relative_to(root)) for path in run_suite.TESTS.rglob("test_*.py"))
 
 
+def test_one_process_can_import_all_test_files() -> None:
+    """Their folders are no packages, so that two files of one name would be one module."""
+    names = [path.name for path in run_suite.TESTS.rglob("*.py") if path.name != "conftest.py"]
+    assert not {name for name in names if names.count(name) > 1}
+
+
 def test_long_batches_come_first_and_are_about_equally_long() -> None:
     assert all((run_suite.TESTS / file).is_file() for file in SECONDS)
     seconds = [seconds_of(file.removeprefix("tests/") for file in batch.files) for batch in batches()]
