@@ -53,7 +53,7 @@ def test_it_runs(bench: Bench, name: str) -> None:
 @pytest.mark.parametrize("name", ["32k tokens", "32k tokens in documents"])
 def test_long_sequences_need_no_square_of_memory(bench: Bench, name: str) -> None:
     """A mask of tokens x tokens alone would take 1 GiB, and logits in float32 4 GiB. A layer of 128 numbers keeps about
-    8 kB a token, 256 MiB; a piece of the loss computes with some tensors of 64 MiB; the rest is small."""
+    8 kB a token, 256 MiB; a chunk of the loss computes with some tensors of 64 MiB; the rest is small."""
     assert bench(name).peak_bytes < 1 << 30
 
 

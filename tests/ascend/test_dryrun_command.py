@@ -43,6 +43,6 @@ def test_a_step_that_does_not_fit_into_the_device(tmp_path: Path, capsys: pytest
 def test_a_machine_without_memory_is_refused_with_the_figure(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "memory_left_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(report, "available_memory_bytes", lambda: 1 << 30)
     code, _, errors = run_plan(tmp_path, capsys)
     assert code == 2 and "about 1.50 GiB" in errors and "1.00 GiB left" in errors and "num_layers" in errors

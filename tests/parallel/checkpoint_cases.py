@@ -77,7 +77,7 @@ def save(step: TrainStep, config: Config, group: ProcessGroup, folder: Path) -> 
         config=config, layout=DATA,
         base=base, keep_max=1, evaluations=EvalHistory(), rank=communicator.rank, ranks=communicator.size,
     )  # fmt: skip
-    writing.do_stages(stages, folder, communicator)
+    writing.run_stages(stages, folder, communicator)
 
 
 def killed(group: ProcessGroup, degrees: dict[str, Any], folder: str) -> None:

@@ -1,4 +1,4 @@
-"""flash_attention_score and the loss in pieces without an Ascend: what the operators do is written down here in numpy,
+"""flash_attention_score and the loss in chunks without an Ascend: what the operators do is written down here in numpy,
 as MindSpore documents them, and compared with the reference kernels.
 
 Which graphs MindSpore's Ascend backend makes of them is seen in its dry-run (tests/ascend).
@@ -207,17 +207,17 @@ class ScatterAddExt:
 
 @pytest.mark.parametrize("dtype", [mindspore.float32, mindspore.float16], ids=str)
 @pytest.mark.parametrize("vocabulary", [300, 256, 50])
-def test_loss_in_pieces_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a loss scale that keeps the smallest gradients of float16 above zero, in pieces of 128 columns."""
+def test_loss_in_chunks_is_the_loss(dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a loss scale that keeps the smallest gradients of float16 above zero, in chunks of 128 columns."""
     monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
     monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
-    monkeypatch.setattr(ascend_loss, "_LOGITS", 128 * N)
+    monkeypatch.setattr(ascend_loss, "_CHUNK_LOGITS", 128 * N)
     labels, valid = RANDOM.integers(0, vocabulary, N).astype(np.int32), np.ones((N, 1), np.float32)
     labels[:3], valid[:3] = 0, 0
     arrays = [Tensor(normal(N, 8)), Tensor(normal(vocabulary, 8))]
     found = []
-    in_pieces = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, dtype)
-    for kernel in (plain_kernels.CrossEntropy(dtype), in_pieces):
+    in_chunks = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, True, dtype)
+    for kernel in (plain_kernels.CrossEntropy(dtype), in_chunks):
         of = mindspore.value_and_grad(lambda x, w, run=kernel: run(x, w, Tensor(labels), Tensor(valid)) * 1e-2, (0, 1))
         loss, gradients = of(*arrays)
         found.append([loss.asnumpy(), *(gradient.asnumpy() for gradient in gradients)])
@@ -230,7 +230,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
     """Each rank is run twice: what a rank gives to the gather is known after its first time."""
     monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
     monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
-    monkeypatch.setattr(ascend_loss, "_LOGITS", 128 * N)
+    monkeypatch.setattr(ascend_loss, "_CHUNK_LOGITS", 128 * N)
     vocabulary, firsts = 500, (0, 170, 335, 500)
     labels, valid = RANDOM.integers(0, vocabulary, N).astype(np.int32), np.ones((N, 1), np.float32)
     labels[:4], valid[0] = (0, 169, 170, 499), 0
@@ -249,7 +249,7 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
             return mindspore.ops.concat(given)
 
         part = VocabShard(rank, 3, firsts[rank], gather)
-        kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, True, shard=part)
+        kernel = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, True, shard=part)
         return loss_of(kernel, weight[firsts[rank] : firsts[rank + 1]])
 
     loss, (grad_x, grad_weight) = loss_of(plain_kernels.CrossEntropy(), weight)
@@ -259,11 +259,11 @@ def test_the_loss_of_ranks_with_parts_of_the_vocabulary(monkeypatch: pytest.Monk
     assert distance(np.concatenate([gradients[1] for _, gradients in of_ranks]), grad_weight) < SEVERAL_OPERATORS
 
 
-def test_a_frozen_head_has_no_gradient_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frozen_head_has_no_gradient_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ascend_loss, "LogSumExp", LogSumExp)
     monkeypatch.setattr(ascend_loss, "ScatterAddExt", ScatterAddExt)
     labels, valid = Tensor(np.zeros(N, np.int32)), Tensor(np.ones((N, 1), np.float32))
-    kernel = ascend_loss.PiecewiseCrossEntropy(lambda cell: cell, False)
+    kernel = ascend_loss.ChunkedCrossEntropy(lambda cell: cell, False)
     arrays = Tensor(normal(N, 8)), Tensor(normal(9, 8))
     gradients = mindspore.grad(lambda x, w: kernel(x, w, labels, valid), (0, 1))(*arrays)
     assert np.abs(gradients[0].asnumpy()).min() > 0 and not gradients[1].asnumpy().any()

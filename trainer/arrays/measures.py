@@ -17,9 +17,9 @@ from trainer.ops.routing import Routing, RoutingCounts
 
 
 def keep_scalar(scalar: Tensor) -> float:
-    """Returns the number that a step keeps of a scalar result of a micro-batch.
+    """Converts a scalar result of a micro-batch to a Python number, which waits until it is computed.
 
-    A CPU waits for it: then the next micro-batch can reuse the memory of this one.
+    Then the next micro-batch can reuse the memory of this one.
     """
     return float(scalar.asnumpy())
 
@@ -50,16 +50,16 @@ def squares(gradients: Sequence[Tensor]) -> np.ndarray:
     return np.array([sum_of_squares(gradient) for gradient in gradients], np.float64)
 
 
-def square_sums(squares_P: np.ndarray, groups: Sequence[Sequence[int]], each: bool) -> np.ndarray:
+def square_sums(squares_P: np.ndarray, groups: Sequence[Sequence[int]], include_squares: bool) -> np.ndarray:
     """Returns the sums of squares that a step reports, in one array.
 
     These are the sum over all gradients; P minus the index of the first non-finite gradient, or 0 if all are finite;
-    the sum over the gradients of each group; and with `each` the squares themselves.
+    the sum over the gradients of each group; and with `include_squares` the squares themselves.
     """
-    bad = next((len(squares_P) - place for place, square in enumerate(squares_P) if not math.isfinite(square)), 0)
+    nonfinite = next((len(squares_P) - place for place, square in enumerate(squares_P) if not math.isfinite(square)), 0)
     group_sums = [math.fsum(squares_P[place] for place in group) for group in groups]
-    sums = [math.fsum(squares_P), bad, *group_sums]
-    if each:
+    sums = [math.fsum(squares_P), nonfinite, *group_sums]
+    if include_squares:
         sums += list(squares_P)
     return np.array(sums)
 

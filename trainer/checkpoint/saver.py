@@ -16,9 +16,9 @@ from trainer.checkpoint.writing import (
     StageResult,
     Stages,
     StageWork,
-    do_stages,
     gather_results,
     run_catching_disk_errors,
+    run_stages,
 )
 from trainer.parallel.communicator import Communicator
 
@@ -71,7 +71,7 @@ class Saver:
         self._stages = make_stages()
         if self.communicator.size == 1:
             stages = self._stages
-            self._thread = _Thread(lambda: do_stages(stages, self.folder, self.communicator))
+            self._thread = _Thread(lambda: run_stages(stages, self.folder, self.communicator))
         else:
             work = next(self._stages)
             while not work.takes_long:

@@ -31,7 +31,7 @@ from trainer.checkpoint.store import (
 )
 from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
 from trainer.checkpoint.weights import ShardSpecs, first_of, fitting_weights, is_finite
-from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, do_stages
+from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, run_stages
 from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
 from trainer.data.batches.loader import optimizer_steps
@@ -204,7 +204,7 @@ def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 def save_checkpoint(folder: Path, *values: Any, **named: Any) -> Path:
     """Saves a checkpoint of a single process: does all stages of `save_stages`, and returns the checkpoint's folder."""
-    return do_stages(save_stages(folder, *values, **named), folder, Communicator())
+    return run_stages(save_stages(folder, *values, **named), folder, Communicator())
 
 
 def load_weights(model: Decoder, weights: Mapping[str, np.ndarray]) -> None:

@@ -18,9 +18,9 @@ TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.
            of each head the key's rows, then the value's
 =========  ====================================================  =============================================
 
-All forms are read, ChatGLM's under MindSpore Transformers' names too, joined or not. Written are the first one and the
-ones of Mixtral, GLM and Qwen2-MoE, whose classes in transformers find no other names. "fused" is what transformers 5
-has in memory and can write. `trainer.config.families` has the names.
+All forms can be read, ChatGLM's also under MindSpore Transformers' names, joined or not. Only the first form and those
+of Mixtral, GLM and Qwen2-MoE are written: classes of transformers find no other names. transformers 5 has the form
+"fused" in memory and can write it. `trainer.config.families` has the names.
 
 H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, D hidden size.
 """
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-ONE_BY_ONE = ExpertNames()
+PER_EXPERT = ExpertNames()
 FUSED = ExpertNames(matrices=("gate_up_proj", "gate_up_proj", "down_proj"))
 _EXPERTS = ".mlp.experts."
 _ROUTER = ".mlp.gate.weight"
-_MATRICES = tuple(f"{name}.weight" for name in ONE_BY_ONE.matrices)
+_MATRICES = tuple(f"{name}.weight" for name in PER_EXPERT.matrices)
 _JOINED = {
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -54,7 +54,7 @@ _JOINED = {
 """Matrices that files join, each above the next; in the last one the heads take turns."""
 _PUBLISHED = {theirs: ours for family in FAMILIES.values() for theirs, ours in family.published_names.items()}
 _RENAMED = {theirs: ours for family in FAMILIES.values() for ours, theirs in family.tensor_names.items()}
-_OTHERWISE = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors))
+_FOREIGN_PIECES = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors))
 """Pieces of names that only files in another form have, beside "transformer." at the beginning."""
 
 
@@ -63,7 +63,7 @@ _OTHERWISE = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joi
 
 def split_fused_tensors(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> dict[str, ArrayOrLazyArray]:
     """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
-    if not any(name.startswith("transformer.") or any(piece in name for piece in _OTHERWISE) for name in weights):
+    if not any(name.startswith("transformer.") or any(piece in name for piece in _FOREIGN_PIECES) for name in weights):
         return dict(weights)
     tensors: dict[str, ArrayOrLazyArray] = {}
     for name, array in weights.items():
@@ -82,7 +82,7 @@ def _renamed(name: str) -> str:
 
 
 def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterator[tuple[str, ArrayOrLazyArray]]:
-    """Yields the matrices, or biases, in a tensor by name. Where sizes do not fit, so do those of the parts."""
+    """Yields the matrices, or biases, in a tensor by name. A wrong size gives matrices of wrong sizes, not an error."""
     module, _, kind = name.rpartition(".")
     joined = next((joined for joined in _JOINED if module.endswith(f".{joined}")), "")
     size = settings.head_size
@@ -113,19 +113,19 @@ def _cut(array: ArrayOrLazyArray, *rows: int) -> list[ArrayOrLazyArray]:
 
 
 def find_expert_names(names: Iterable[str]) -> ExpertNames:
-    """Returns the form in which a file with tensors of these names holds its experts."""
-    others = {family.expert_names for family in FAMILIES.values()} - {ONE_BY_ONE}
+    """Returns how a file with these tensor names stores its experts."""
+    others = {family.expert_names for family in FAMILIES.values()} - {PER_EXPERT}
     for name in names:
         for form in others:
             if f".{form.module}." in name:
                 return form
         if name.endswith(tuple(f"{_EXPERTS}{matrix}" for matrix in FUSED.matrices)):
             return FUSED
-    return ONE_BY_ONE
+    return PER_EXPERT
 
 
-def _tensors(name: str, shape: tuple[int, ...], form: ExpertNames) -> list[str]:
-    """Names the tensors on disk that have a parameter: one for each expert in order, or one."""
+def _names_on_disk(name: str, shape: tuple[int, ...], form: ExpertNames) -> list[str]:
+    """Returns the names on disk of a parameter: one name, or one for each expert, in order."""
     layer, stack, matrix = name.partition(_EXPERTS)
     if not stack:
         return [name.replace(_ROUTER, _ROUTER.replace("mlp", form.module))]
@@ -137,11 +137,11 @@ def _tensors(name: str, shape: tuple[int, ...], form: ExpertNames) -> list[str]:
     return [f"{layer}.{form.module}.experts.{expert}.{matrix}" for expert in range(shape[0])]
 
 
-def disk_shapes(shapes: Shapes, form: ExpertNames = ONE_BY_ONE) -> dict[str, tuple[int, ...]]:
+def disk_shapes(shapes: Shapes, form: ExpertNames = PER_EXPERT) -> dict[str, tuple[int, ...]]:
     """Returns names and shapes on disk of parameters with these names and shapes in memory."""
     shapes_on_disk: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        tensors = _tensors(name, shape, form)
+        tensors = _names_on_disk(name, shape, form)
         if _EXPERTS not in name:
             shapes_on_disk[tensors[0]] = shape
         elif form == FUSED:
@@ -160,7 +160,7 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
     form = find_expert_names(weights)
     parameters = {}
     for name, shape in shapes.items():
-        arrays = [weights[tensor] for tensor in _tensors(name, shape, form)]
+        arrays = [weights[tensor] for tensor in _names_on_disk(name, shape, form)]
         if _EXPERTS not in name:
             parameters[name] = arrays[0]
         elif form == FUSED:
@@ -178,12 +178,12 @@ def from_disk(weights: Mapping[str, ArrayOrLazyArray], shapes: Shapes) -> dict[s
 
 
 class DiskSlice(NamedTuple):
-    """Where numbers of a parameter are in a tensor on disk.
+    """The place of some elements of a parameter in a tensor on disk.
 
     Attributes:
-        name: Of the parameter.
-        local_range: The range of the flattened array in memory.
-        spec: The same numbers in the tensor.
+        name: The name of the parameter.
+        local_range: The elements of the flattened array in memory.
+        spec: The same elements in the tensor on disk.
     """
 
     name: str
@@ -192,28 +192,28 @@ class DiskSlice(NamedTuple):
 
 
 def disk_slices(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[DiskSlice]]:
-    """Returns what each tensor to save has of these parts of parameters, one tensor for each expert.
+    """Returns the slices of these shards of parameters that each tensor on disk gets, one tensor for each expert.
 
     `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
     """
-    form = ONE_BY_ONE
+    form = PER_EXPERT
     if kind in FAMILIES:
         form = FAMILIES[kind].expert_names
     slices: dict[str, list[DiskSlice]] = {}
     for name, part in parts.items():
-        tensors = _tensors(name, part.global_shape, form)
+        tensors = _names_on_disk(name, part.global_shape, form)
         if _EXPERTS in name:
             pieces = [(tensors[expert], DiskSlice(name, local, one)) for expert, one, local in part.items()]
         else:
             pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
         for tensor, piece in pieces:
-            tensor_of_class, placed = _in_class(tensor, piece, kind)
+            tensor_of_class, placed = _name_in_class(tensor, piece, kind)
             slices.setdefault(tensor_of_class, []).append(placed)
     return slices
 
 
-def _in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]:
-    """Returns the tensor of a class that has what would be a piece of this one, and where it has it."""
+def _name_in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]:
+    """Returns the name that a model class uses for a tensor, and the place of a slice if the class joins matrices."""
     if kind not in FAMILIES:
         return tensor, piece
     for ours, theirs in FAMILIES[kind].tensor_names.items():
@@ -222,13 +222,13 @@ def _in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]
     for joined, matrices in FAMILIES[kind].joined_tensors.items():
         for place, matrix in enumerate(matrices):
             if module.endswith(f".{matrix}"):
-                part = _below(piece.spec, place, len(matrices))
+                part = _stacked_spec(piece.spec, place, len(matrices))
                 return f"{module.removesuffix(matrix)}{joined}.{suffix}", piece._replace(spec=part)
     return tensor, piece
 
 
-def _below(part: ShardSpec, place: int, count: int) -> ShardSpec:
-    """Returns the same part of one of `count` matrices of a shape, each above the next."""
+def _stacked_spec(part: ShardSpec, place: int, count: int) -> ShardSpec:
+    """Returns the spec of a shard of matrix number `place` in a stack of `count` equal matrices."""
     rows, *others = part.global_shape
     shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
     return ShardSpec((count * rows, *others), shard, part.flat_range)

@@ -67,7 +67,7 @@ class StageFailure(NamedTuple):
 
 
 class StageResult(NamedTuple):
-    """What a rank's work has given."""
+    """The result of a rank's work, or its failure."""
 
     result: Any
     failure: StageFailure | None = None
@@ -83,17 +83,17 @@ The work does not communicate, so a thread may do it while the ranks train.
 def write_checkpoint(
     folder: Path, *arguments: Any, communicator: Communicator | None = None, **options: Any
 ) -> Path:
-    """Does the stages of `checkpoint_stages` one after the other; see there for arguments and errors.
+    """Saves a checkpoint, see `checkpoint_stages` for arguments and errors.
 
     All ranks must call this.
     """
     communicator = communicator or Communicator()
     options |= {"rank": communicator.rank, "ranks": communicator.size}
-    return do_stages(checkpoint_stages(folder, *arguments, **options), folder, communicator)
+    return run_stages(checkpoint_stages(folder, *arguments, **options), folder, communicator)
 
 
-def do_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
-    """Does all stages of a save and returns the checkpoint's folder; all ranks must call this."""
+def run_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
+    """Runs all stages of a save and returns the checkpoint's folder; all ranks must call this."""
     try:
         work = next(stages)
         while True:
@@ -103,7 +103,7 @@ def do_stages(stages: Stages, folder: Path, communicator: Communicator) -> Path:
 
 
 def run_catching_disk_errors(work: StageWork, folder: Path) -> StageResult:
-    """Does the work of a stage; the result contains the failure if the disk fails."""
+    """Runs the work of a stage; if the disk fails, the result contains the failure."""
     try:
         return StageResult(work.do())
     except OSError as error:
@@ -157,9 +157,9 @@ def checkpoint_stages(
 
     Args:
         folder: Holds the checkpoints; made if missing. All ranks must see the same folder.
-        tensors: What this rank has of each part, for example ``{"model": {...}, "optimizer": {...}}``: whole arrays by
-            name, of any memory layout and any dtype of safetensors, or pieces of float32 arrays. Each part becomes a
-            file. A rank need not name the parts of which it has nothing.
+        tensors: The local tensors of each file, for example ``{"model": {...}, "optimizer": {...}}``: unsharded arrays
+            by name, of any memory layout and any dtype of safetensors, or shards of float32 arrays. A rank may leave
+            out a file of which it has nothing.
         state: The rest of the run's state, which must be valid JSON; written by rank 0, as are `documents`.
         keep_max: Complete checkpoints to keep; 0 keeps all.
         on_stage: Called with the name of each stage that is reached, for tests that stop a save there.
@@ -172,7 +172,7 @@ def checkpoint_stages(
         TypeError: safetensors does not support an array's dtype.
     """
     stage = on_stage or (lambda name: None)
-    first = rank == 0
+    is_first_rank = rank == 0
     path = folder / step_folder_name(step)
     shards = {
         part: arrays if isinstance(arrays, FileShards) else unsharded_file(arrays) for part, arrays in tensors.items()
@@ -184,15 +184,15 @@ def checkpoint_stages(
     needed_bytes = sum(others + sum(nbytes for nbytes, _ in sizes.values()) for sizes, others in results)
     shared = [part for part, ranks_of_part in writers.items() if len(ranks_of_part) > 1]
 
-    agreed = partial(_agreed, rank=rank, ranks=ranks, folder=folder, needed_bytes=needed_bytes)
+    results_of_ranks = partial(_results_of_ranks, rank=rank, ranks=ranks, folder=folder, needed_bytes=needed_bytes)
 
     def prepare() -> str:
         """Returns the name of the unfinished folder, which rank 0 makes; other ranks return ""."""
-        if first:
+        if is_first_rank:
             return _begin(path, {part: shards[part] for part in shared}, needed_bytes, stage)
         return ""
 
-    unfinished = folder / agreed((yield StageWork(prepare)))[0]
+    unfinished = folder / results_of_ranks((yield StageWork(prepare)))[0]
 
     def write() -> dict[str, _Written]:
         """Writes this rank's shards, and returns the size and checksum of each file."""
@@ -202,32 +202,33 @@ def checkpoint_stages(
             if part in shards:
                 _write_shared(unfinished, part, shards[part], stage)
         alone = {part: one for part, one in shards.items() if writers[part] == [rank]}
-        return _write_files(unfinished, alone, files if first else {}, stage)
+        return _write_files(unfinished, alone, files if is_first_rank else {}, stage)
 
     def read_back() -> dict[str, _Written]:
         """Computes the checksums of files that several ranks wrote; the ranks share the files."""
         names = [f"{part}{ENDING}" for number, part in enumerate(shared) if number % ranks == rank]
         return {name: _read_back(unfinished / name) for name in names}
 
-    of_ranks = agreed((yield StageWork(write, takes_long=True)))
-    of_ranks += agreed((yield StageWork(read_back, takes_long=True))) if shared else []
-    files_of_all = ((name, _Written(*one)) for files_of_rank in of_ranks for name, one in files_of_rank.items())
-    written = dict(sorted(files_of_all))
+    files_of_ranks = results_of_ranks((yield StageWork(write, takes_long=True)))
+    if shared:
+        files_of_ranks += results_of_ranks((yield StageWork(read_back, takes_long=True)))
+    all_files = ((name, _Written(*file)) for files_of_rank in files_of_ranks for name, file in files_of_rank.items())
+    written = dict(sorted(all_files))
 
     def complete() -> None:
         """Moves the folder in place, marks it complete and removes older checkpoints (rank 0)."""
-        if first:
+        if is_first_rank:
             _flush_to_disk(unfinished)
             _move_in_place(unfinished, path, step, written, stage)
             # Before older checkpoints are removed: whatever happens, it points to one that is there.
             _point_to_best(folder, step_folder_name(best_steps[0]) if best_steps else "", stage)
         stage("complete")
-        if first:
+        if is_first_rank:
             _remove_folder(path.with_name(path.name + REPLACED), stage)
             _remove_older(folder, keep_max, best_steps, stage)
         stage("done")
 
-    agreed((yield StageWork(complete, takes_long=True)))
+    results_of_ranks((yield StageWork(complete, takes_long=True)))
     return path
 
 
@@ -254,8 +255,10 @@ def _as_bytes(content: Mapping[str, object] | bytes) -> bytes:
 
 def _remove_older(folder: Path, keep_max: int, best_steps: Sequence[int], stage: OnStage) -> None:
     """Leaves the newest `keep_max` checkpoints, or all for 0, and the best ones."""
+    if keep_max == 0:
+        return
     best = {step_folder_name(each) for each in best_steps}
-    for old in store.complete_checkpoints(folder)[:-keep_max] if keep_max > 0 else ():
+    for old in store.complete_checkpoints(folder)[:-keep_max]:
         if old.name not in best:
             _remove_folder(old, stage)
 
@@ -288,7 +291,7 @@ def _writers(of_ranks: Sequence[Mapping[str, Sequence[int]]]) -> dict[str, list[
     return writers
 
 
-def _agreed(every: list[StageResult], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
+def _results_of_ranks(every: list[StageResult], rank: int, ranks: int, folder: Path, needed_bytes: int) -> list[Any]:
     """Returns the result of each rank.
 
     Raises:
@@ -311,7 +314,7 @@ def _agreed(every: list[StageResult], rank: int, ranks: int, folder: Path, neede
 
 
 def _check_space(folder: Path, needed_bytes: int) -> None:
-    """Fails early where the disk has no room for the whole save."""
+    """Raises OSError if the disk has too little space for the save, before anything is written."""
     if shutil.disk_usage(folder).free < needed_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -347,7 +350,7 @@ def _write_shared(unfinished: Path, part: str, shards: FileShards, stage: OnStag
 
 
 def _read_back(path: Path) -> _Written:
-    """Reads a file that several ranks have written."""
+    """Returns size and checksum of a file that several ranks have written."""
     return _Written(path.stat().st_size, checksum_of_file(path))
 
 

@@ -283,7 +283,7 @@ def check_deep() -> Check:
     return Check("MindSpore runs", "fail", lines[-1], see_all)
 
 
-def memory_left_bytes(root: Path = Path("/")) -> int:
+def available_memory_bytes(root: Path = Path("/")) -> int:
     """Returns the available memory: that of the machine, or within the container's limit if that is less."""
     limited = cgroup_memory_left_bytes(root)
     available = _available_memory_bytes()
@@ -292,7 +292,7 @@ def memory_left_bytes(root: Path = Path("/")) -> int:
     return min(available, limited)
 
 
-def most_memory_bytes(root: Path = Path("/")) -> int:
+def total_memory_bytes(root: Path = Path("/")) -> int:
     """Returns the most memory of a process here: that of the machine or the container's limit, and the swap space."""
     import psutil
 

@@ -13,7 +13,7 @@ from trainer.config.checks.parallel import parallel_degrees, resolve_for_job, ru
 from trainer.config.checks.problem import raise_problems
 from trainer.config.checks.rules import run_problems
 from trainer.config.device_defaults import apply_device_defaults
-from trainer.device.doctor import memory_left_bytes
+from trainer.device.doctor import available_memory_bytes
 from trainer.device.settings import SPEED_UP_KEY
 from trainer.dryrun.process import Case, Collective, Measurement, run_cases
 from trainer.errors import RunError, TrainerError, UserError
@@ -108,7 +108,7 @@ def dry_run(
     plan = plan_file(config, world._replace(rank=0, local_rank=0), problems, opens_data=False)
     model_key = config.source.name(_MODEL)
     raise_problems([problem for problem in run_problems(config, world) if problem.error.key == model_key])
-    _check_memory(config, world, memory_left_bytes())
+    _check_memory(config, world, available_memory_bytes())
     tell("loading MindSpore's Ascend backend")
     case = Case(_text_without_files(config), steps=steps)
     [measurement] = run_cases({_NAME: case}, world.size, world.rank, lambda name, text: tell(text)).values()

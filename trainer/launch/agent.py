@@ -114,7 +114,7 @@ class _Agent:
         if spec["cores"] and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, spec["cores"])
         environment = {**os.environ, **spec["environment"]}
-        for name in spec["without"]:
+        for name in spec["unset"]:
             environment.pop(name, None)
         try:
             log = open(spec["log"], "ab", buffering=0)  # noqa: SIM115  the terminal keeps it

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, load_config
-from trainer.device.doctor import memory_left_bytes
+from trainer.device.doctor import available_memory_bytes
 from trainer.errors import UserError
 from trainer.launch.arguments import LaunchOptions, visible_devices
 from trainer.launch.job import RestartPlan
@@ -201,7 +201,7 @@ def _check_memory(options: LaunchOptions, plan: Plan, left_bytes: int | None) ->
         return
     worker_bytes = plan.memory_bytes["total"]
     if left_bytes is None:
-        left_bytes = memory_left_bytes()
+        left_bytes = available_memory_bytes()
     workers = options.local_worker_num
     if worker_bytes * workers <= left_bytes:
         return

@@ -63,9 +63,9 @@ from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, termi
 from trainer.launch.wire import AgentMessage, ListeningSocket
 
 _DETACHED_START_SECONDS = 20.0
-_GATHER_SECONDS = 600
-"""From the end of a node's workers until all nodes are connected for a restart, at most. Node 0 reads a checkpoint's
-files once in that time; a node that is lost for good does not come back later either."""
+_RECONNECT_SECONDS = 600
+"""The longest wait from the end of a node's workers until all nodes are connected for a restart. In that time node 0
+reads a checkpoint's files once."""
 _POLL_SECONDS = 0.05
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _HEARTBEAT = "MS_NODE_TIMEOUT"
@@ -76,9 +76,9 @@ _CLUSTER_VARIABLES = ("MS_ROLE", "MS_WORKER_NUM", "MS_NODE_ID", "MS_SCHED_HOST",
 class Restart(NamedTuple):
     """The number of this restart and its reason, for the log and metrics of the job."""
 
-    number: int = 0  # how often it has been started again
+    number: int = 0  # how often the job has been started again
     most: int = 0
-    reason: str = ""  # how the start before ended
+    reason: str = ""  # how the previous start ended
     ranks: int = 0
 
 
@@ -113,7 +113,7 @@ def _start_and_restart(
     options: LaunchOptions, files: JobFiles, restart_plan: RestartPlan | None, signals: deque[int]
 ) -> int:
     """Runs the job until it succeeds, is asked to stop, or has used up its restarts."""
-    before: Outcome | None = None
+    previous: Outcome | None = None
     restart = _FIRST_START
     name = ""
     while True:
@@ -123,7 +123,7 @@ def _start_and_restart(
             if options.master_port is None:
                 attempt = replace(options, master_port=pick_free_port(options.master_addr))
             state = _prepare(attempt, files, restart)
-            outcome = _gather(nodes, signals)
+            outcome = _wait_for_nodes(nodes, signals)
             if outcome is not None:
                 write_outcome(files, state, outcome)
                 _print_status(f"{outcome.words}.")
@@ -142,7 +142,7 @@ def _start_and_restart(
             name = restart_plan.find_newest()
         lost = None
         if options.elastic:
-            lost = lost_rank(before, outcome)
+            lost = lost_rank(previous, outcome)
         if stop_signal(signals) is not None:
             _print_status("not restarting: the job was asked to stop")
             return outcome.exit_code
@@ -151,7 +151,7 @@ def _start_and_restart(
             if smaller is None:
                 _print_status(f"rank {lost} failed twice; no smaller number of ranks keeps the global batch")
                 return outcome.exit_code
-            options = replace(smaller, devices=_devices_without(options, lost))
+            options = replace(smaller, devices=_remaining_devices(options, lost))
             _print_status(f"rank {lost} failed twice; the job continues with --worker_num {options.worker_num}")
         reason = f"{outcome.words}: {describe_exit_code(outcome.exit_code)}"
         restart = Restart(restart.number + 1, options.max_restarts, reason, options.worker_num)
@@ -159,20 +159,20 @@ def _start_and_restart(
         if is_first_node:
             since = name or "where the job began"
         _print_status(f"restart {restart.number} of {restart.most}, from {since}")
-        before = outcome
+        previous = outcome
 
 
 def _print_status(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _devices_without(options: LaunchOptions, lost: int) -> tuple[int, ...]:
+def _remaining_devices(options: LaunchOptions, lost: int) -> tuple[int, ...]:
     """Returns the devices that are left for the ranks after the loss of one, as numbers of the host."""
     devices = options.devices or visible_devices() or tuple(range(options.local_worker_num))
     return tuple(device for place, device in enumerate(devices) if place != lost)
 
 
-def _gather(nodes: Nodes, signals: deque[int]) -> Outcome | None:
+def _wait_for_nodes(nodes: Nodes, signals: deque[int]) -> Outcome | None:
     """Waits until the launchers of all nodes are connected; before a restart their workers have ended then.
 
     MindSpore alone would accept the workers of a node whose launcher does not know the secret or does not run.
@@ -230,7 +230,7 @@ def _nodes(options: LaunchOptions, restart_plan: RestartPlan | None, attempt: in
         return Nodes(options=options, resume=resume)
     assert restart_plan is not None
     if attempt:
-        longest = min(_GATHER_SECONDS, options.start_limit or _GATHER_SECONDS, options.cluster_time_out)
+        longest = min(_RECONNECT_SECONDS, options.start_limit or _RECONNECT_SECONDS, options.cluster_time_out)
         options = replace(options, cluster_time_out=math.ceil(longest))
     return connect_nodes(options, restart_plan.shared, attempt, resume)
 
@@ -254,12 +254,12 @@ def worker_specs(
     if options.script is not None:
         program = [sys.executable, "-u", str(options.script)]
     # Variables that only msrun and the agents get.
-    without = [SOCKET_VARIABLE, SECRET_VARIABLE]
+    unset = [SOCKET_VARIABLE, SECRET_VARIABLE]
     if ENCODING_VARIABLE not in os.environ:
-        without.append(ENCODING_VARIABLE)
-    without_for_workers = list(without)
+        unset.append(ENCODING_VARIABLE)
+    unset_for_workers = list(unset)
     if not options.needs_msrun:
-        without_for_workers += _CLUSTER_VARIABLES
+        unset_for_workers += _CLUSTER_VARIABLES
     specs: dict[int | None, AgentMessage] = {}
     for place, rank in enumerate(options.ranks):
         local_cores = worker_cores(cores, place, options.local_worker_num)
@@ -275,7 +275,7 @@ def worker_specs(
         specs[rank] = {
             "command": [*program, *options.arguments],
             "environment": environment,
-            "without": without_for_workers,
+            "unset": unset_for_workers,
             "cores": local_cores,
             "log": str(files.log(rank)),
         }
@@ -283,7 +283,7 @@ def worker_specs(
         specs[None] = {
             "command": [sys.executable, "-c", SCHEDULER],
             "environment": _worker_environment(1),
-            "without": without,
+            "unset": unset,
             "cores": cores,
             "log": str(files.log(None)),
         }

@@ -115,10 +115,10 @@ class CellParts:
         """Returns the function (x_ND, norm, weight, labels, valid, mapping or nothing) -> sum of token losses."""
         weights = {0: self.final_norm, 1: self.head_weight, 4: self.mapping_out}  # by argument number after x_ND
         frozen = {argnum for argnum, weight in weights.items() if weight is not None and not weight.requires_grad}
-        if self.kernels.piecewise_loss is None:
+        if self.kernels.chunked_loss is None:
             return Differentiable(self.head, compiled).stop_gradients_at(tuple(sorted(frozen)))
         compiles = partial(compile_cell, compiled=compiled)
-        loss = self.kernels.piecewise_loss(compiles, trained=1 not in frozen, shard=part)
+        loss = self.kernels.chunked_loss(compiles, trained=1 not in frozen, shard=part)
         # The norm takes arguments 0 and 4 of the head.
         argnums = tuple(norm_argnum for norm_argnum, argnum in enumerate((0, 4)) if argnum in frozen)
         normed = Differentiable(self.head.normed, compiled).stop_gradients_at(argnums)

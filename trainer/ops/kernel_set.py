@@ -79,7 +79,7 @@ class KernelSet:
     swiglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
-    piecewise_loss: MakeCell | None
+    chunked_loss: MakeCell | None
     router_linear: MakeCell
     route: MakeCell
     grouped_matmul: MakeCell
@@ -156,11 +156,11 @@ def load_kernels(
     on_ascend = "rms_norm" in fused  # it is fused on every Ascend
     rows: ModuleType = plain
     dropout: ModuleType = plain
-    piecewise_loss = None
+    chunked_loss = None
     if on_ascend:
         rows = ascend
         dropout = ascend_dropout
-        piecewise_loss = partial(ascend_loss.PiecewiseCrossEntropy, dtype=compute)
+        chunked_loss = partial(ascend_loss.ChunkedCrossEntropy, dtype=compute)
     attention: ModuleType = plain
     draw_attention_mask = dropout.draw_factors
     if "attention" in fused:
@@ -185,7 +185,7 @@ def load_kernels(
         swiglu=elementwise("swiglu", "SwiGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
-        piecewise_loss=piecewise_loss,
+        chunked_loss=chunked_loss,
         router_linear=plain.Linear,
         **_expert_kernels(fused),
         gather_rows=rows.gather_rows,

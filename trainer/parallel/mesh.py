@@ -7,8 +7,8 @@ This is the order of Megatron-LM (`megatron/core/parallel_state.py`, ``order="tp
     rank = ((pipeline * DP + data) * CP + context) * TP + tensor
 
 Expert parallelism adds no axis: MoE layers see the data, context and tensor axes as one of DP * CP * TP ranks and split
-it into groups of EP neighbours, which together have all experts once. A rank has whole experts, as in MindSpore
-Transformers, and in Megatron-LM with an expert tensor degree of 1.
+it into groups of EP neighbours, which together have each expert once. No rank shards an expert, as in MindSpore
+Transformers, and in Megatron-LM with ``--expert-tensor-parallel-size 1``.
 
 With 16 ranks of TP 2, CP 1, DP 4, PP 2 and EP 2:
 
@@ -134,7 +134,7 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
 def group_ranks(
     mesh: Mesh, rank: int, kv_heads: int | None = None, ulysses: int = 1
 ) -> dict[str, Sequence[int]]:
-    """Returns the ranks, ascending, of each group that a rank is in: the fields of
+    """Returns the ranks, ascending, of each group of a rank: the fields of
     `trainer.parallel.process_groups.ProcessGroups` except the world.
 
     Args:
@@ -154,7 +154,7 @@ def group_ranks(
     first_copy = rank % tensor // copies * copies
     embedding = [rank]
     if rank in (stages[0], stages[-1]):
-        embedding = [*stages[:1], *stages[1:][-1:]]
+        embedding = sorted({stages[0], stages[-1]})
     return {
         "tp": tp,
         "kv": tp[first_copy : first_copy + copies],
@@ -173,7 +173,7 @@ def group_ranks(
 
 
 class ModelReplicaRanks(NamedTuple):
-    """The smallest set of ranks with a whole model whose groups include no other ranks.
+    """The smallest set of ranks that have a complete model and whose groups include no other ranks.
 
     Attributes:
         number: Index of this set.
@@ -187,7 +187,7 @@ class ModelReplicaRanks(NamedTuple):
 
 
 def model_replica(mesh: Mesh, rank: int) -> ModelReplicaRanks:
-    """Returns the replica of the model that a rank belongs to; each rank of a context group has one."""
+    """Returns the replica of the model that a rank belongs to; the ranks of a context group are in different ones."""
     degrees = mesh.degrees
     per_stage = mesh.size // degrees.pipeline_stage
     width = math.lcm(degrees.model_parallel, degrees.expert_parallel)
@@ -205,11 +205,11 @@ class DegreeMismatch(NamedTuple):
     change: str  # degrees that would fit; empty where changing the allowed ones cannot help
     ranks: int  # number of ranks that would fit; 0 where no number does
 
-    def fix(self, start: str) -> str:
-        """Returns the fix: another number of ranks (`start` contains `{ranks}`), or other degrees."""
+    def fix(self, template: str) -> str:
+        """Returns the fix: another number of ranks, for `{ranks}` in the template, or other degrees."""
         fixes = []
         if self.ranks:
-            fixes.append(start.format(ranks=self.ranks))
+            fixes.append(template.format(ranks=self.ranks))
         if self.change:
             fixes.append(self.change)
         return ", or ".join(fixes)
@@ -279,13 +279,13 @@ def nearest_degrees(degrees: Degrees, ranks: int, may_change: Collection[str] = 
         changed = sum(new != old for new, old in pairs)
         return changed, round(sum(abs(math.log(new / old)) for new, old in pairs), 9), pairs[1][0] == pairs[1][1]
 
-    every = (
+    choices = (
         Degrees(pipeline, data, context, ranks // pipeline // data // context, degrees.expert_parallel)
         for pipeline in _divisors(ranks)
         for data in _divisors(ranks // pipeline)
         for context in _divisors(ranks // pipeline // data)
     )
-    allowed = (choice for choice in every if all(getattr(choice, name) == size for name, size in fixed.items()))
+    allowed = (choice for choice in choices if all(getattr(choice, name) == size for name, size in fixed.items()))
     return sorted(allowed, key=distance)[:_CHOICES]
 
 

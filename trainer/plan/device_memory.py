@@ -295,7 +295,7 @@ def _activations(config: Config, degrees: Degrees, params: RankParams, half: boo
         backward += tokens * gradient_bytes * mlp_spec(settings).local(degrees.model_parallel).width
     # MindSpore keeps what a compiled block saved last.
     forward = tokens * (kept + largest) + max(head, backward)
-    # With the head: what its compiled pieces computed last, and its gradient.
+    # With the head: what its compiled chunks computed last, and its gradient.
     if largest_recomputed:
         return max(forward, tokens * (kept + largest_recomputed) + layer_gradients + head)
     return forward

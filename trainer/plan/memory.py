@@ -1,7 +1,7 @@
 """How much memory a run will take: an estimate of its peak, by part.
 
 Weights, gradients and optimizer state are exact. Activations are counted, those of a CPU in `activations.py`. What
-MindSpore takes beside them was measured on a CPU (2 to 12 layers of 64 to 1,024 numbers, 512 to 8,192 tokens a
+MindSpore takes beside them was measured on a CPU (2 to 12 layers of hidden sizes 64 to 1,024, 512 to 8,192 tokens a
 micro-batch, vocabularies up to 32,768): there the estimate is within a tenth of the peak.
 """
 
@@ -18,7 +18,7 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
-from trainer.device.doctor import memory_left_bytes, most_memory_bytes
+from trainer.device.doctor import available_memory_bytes, total_memory_bytes
 from trainer.errors import UserError
 from trainer.models.spec.names import EMBEDDING, HEAD, is_expert
 from trainer.models.spec.sublayers import attention_spec
@@ -33,8 +33,8 @@ from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_pe
 if TYPE_CHECKING:
     from trainer.config import Config
 
-MOST_SAMPLED_TOKENS = 128
-"""Tokens of a text sampled by a training where `max_new_tokens` does not say it: the training waits for it."""
+MAX_SAMPLED_TOKENS = 128
+"""The default of `max_new_tokens` for text samples of a training, which waits for them."""
 _FLOAT32_BYTES = 4
 _ON_DEVICE = ("weights", "gradients", "optimizer state", "activations")
 _IMPORT_BYTES = 416 << 20  # resident after `import mindspore`
@@ -99,7 +99,7 @@ def _host_memory(config: Config, trains: bool, device: str, world: World, params
                 summed = {name: shape for name, shape in trained.items() if not is_expert(name)}
                 parts["workspaces"] += shard_bytes.gradients(summed, 1)
             activations = ActivationMemory(config, world, params, _product_bytes(config, world))
-            parts["activations"] = activations.training_peak(_coming_gradients(params, shard_bytes, trained))
+            parts["activations"] = activations.training_peak(_gradients_in_backward_pass(params, shard_bytes, trained))
         else:
             parts["activations"] = _operator_bytes(config, params, world)
     return parts | {"total": sum(parts.values())}
@@ -116,7 +116,7 @@ class _ShardBytes:
             self.level = zero_level(config)
         else:
             self.level = ""
-        self.least = shard_threshold_bytes(config)
+        self.threshold_bytes = shard_threshold_bytes(config)
 
     def shard(self, name: str, shape: tuple[int, ...]) -> int:
         """Returns the bytes of the rank's shard of a parameter."""
@@ -125,12 +125,12 @@ class _ShardBytes:
         ranks = degrees.data_parallel * degrees.context_parallel
         if is_expert(name):
             ranks = ranks * degrees.model_parallel // degrees.expert_parallel
-        if size < self.least or not self.level:
+        if size < self.threshold_bytes or not self.level:
             return size
         return -(-size // ranks)
 
     def weights(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Returns the bytes of the weights, including those that are unsharded at once with level3."""
+        """Returns the bytes of the weights, including those that level3 unshards at the same time."""
         if self.level != "level3":
             return _bytes(shapes)
         layers = {name: shape for name, shape in shapes.items() if name.startswith("model.layers.")}
@@ -156,8 +156,7 @@ class _ShardBytes:
 
 
 def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Returns the bytes of the largest layer, embedding or head, which is unsharded at once when the weights are
-    sharded."""
+    """Returns the bytes of the largest layer, embedding or head: ZeRO 3 unshards one of them at a time."""
     sizes: dict[str, int] = {}
     for name, shape in shapes.items():
         unit = ".".join(name.split(".")[:3])
@@ -165,7 +164,7 @@ def _largest_unit(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return max(sizes.values(), default=0)
 
 
-def _coming_gradients(
+def _gradients_in_backward_pass(
     params: RankParams, shard_bytes: _ShardBytes, trained: Mapping[str, tuple[int, ...]]
 ) -> dict[str, int]:
     """Returns the bytes of the gradients that replace activations during the backward pass, by the names of their
@@ -183,7 +182,7 @@ def _coming_gradients(
 
 
 def _product_bytes(config: Config, world: World) -> int:
-    """Returns the bytes of a number that the matrix products of native layers take."""
+    """Returns the bytes of one input element of the matrix products of native layers."""
     if precision_of(config, "CPU", world).compute.dtype == "float32":
         return _FLOAT32_BYTES
     return 2
@@ -226,7 +225,7 @@ def _sampling_bytes(config: Config, params: RankParams, weight_bytes: int) -> in
     prompts = config.sample_prompt or []
     if isinstance(prompts, str):
         prompts = [prompts]
-    new = settings.max_new_tokens or MOST_SAMPLED_TOKENS
+    new = settings.max_new_tokens or MAX_SAMPLED_TOKENS
     # A token is a byte of the prompt or more.
     longest = max(len(prompt.encode()) for prompt in prompts)
     tokens = min(longest + new, settings.seq_length) * len(prompts)
@@ -245,21 +244,21 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
 
 
-def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_bytes: int | None = None) -> None:
+def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, total_bytes: int | None = None) -> None:
     """Checks that weights, gradients and optimizer state, which are exact, fit in the memory of this host.
 
     Args:
         parts: Bytes of a rank, as `memory_estimate` returns them.
         ranks: Number of ranks on this host.
-        most_bytes: The memory of the host; None asks the system.
+        total_bytes: The memory of the host; None asks the system.
 
     Raises:
         UserError: They do not fit.
     """
     needed = fixed_bytes(parts) * ranks
-    if most_bytes is None:
-        most_bytes = most_memory_bytes()
-    if needed <= most_bytes:
+    if total_bytes is None:
+        total_bytes = total_memory_bytes()
+    if needed <= total_bytes:
         return
     gib = 1 << 30
     if ranks == 1:
@@ -268,7 +267,7 @@ def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, most_
         who = f"of the {ranks} ranks of this host"
     rule = (
         f"weights, gradients and optimizer state {who} alone take {needed / gib:,.1f} GiB of memory,"
-        f" and this machine has {most_bytes / gib:,.1f} GiB"
+        f" and this machine has {total_bytes / gib:,.1f} GiB"
     )
     fix = "reduce num_layers, hidden_size or vocab_size, or use a machine with more memory"
     raise UserError(rule, where=config.source.where("model"), key="model", fix=fix)
@@ -281,16 +280,16 @@ def memory_notes(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1)
         left_bytes: The available memory; None asks the system.
     """
     if left_bytes is None:
-        left_bytes = memory_left_bytes()
-    total_bytes = rank_bytes * ranks
-    if total_bytes > left_bytes:
+        left_bytes = available_memory_bytes()
+    needed_bytes = rank_bytes * ranks
+    if needed_bytes > left_bytes:
         mib = 1 << 20
         if ranks == 1:
             who = "the run needs"
         else:
             who = f"the {ranks} ranks of this host need"
         yield (
-            f"{who} about {total_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
+            f"{who} about {needed_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
             " a smaller runner_config.batch_size with more gradient_accumulation_steps, or recompute_config.recompute,"
             " needs less"
         )

@@ -47,8 +47,7 @@ def evaluate_on_all_ranks(
 
     def should_stop() -> bool:
         """Returns whether to stop, as one decision of the ranks that compute a batch together."""
-        # Ranks that compute a batch together stop together. Stages of a pipeline do not wait for each other at every
-        # batch.
+        # Stages of a pipeline do not wait for each other at every batch.
         if pipeline is not None and next(checks) % _BATCHES_BETWEEN_CHECKS:
             return False
         if session.computes_together or session.communicator.shards_model:

@@ -16,7 +16,7 @@ from trainer.data import load_tokenizer
 from trainer.errors import UserError
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.mesh import Mesh, model_replica
-from trainer.plan.memory import MOST_SAMPLED_TOKENS
+from trainer.plan.memory import MAX_SAMPLED_TOKENS
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -136,7 +136,7 @@ class Sampler:
             except UserError as error:
                 raise error.with_location(config.source.where(key), key) from None
             self.encoded.append(ids)
-            self.limits.append(min(limit - len(ids), config.decoder.max_new_tokens or MOST_SAMPLED_TOKENS))
+            self.limits.append(min(limit - len(ids), config.decoder.max_new_tokens or MAX_SAMPLED_TOKENS))
 
     def sample(self, session: Session, should_stop: Callable[[], bool]) -> list[str] | None:
         """Returns the text that follows each prompt, which depends on the weights and the seed alone.

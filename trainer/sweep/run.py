@@ -23,7 +23,7 @@ from trainer.cli.flags import Arguments, split_arguments
 from trainer.config import Override, load_config
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.read.dump import flatten, plain_values
-from trainer.device.doctor import memory_left_bytes
+from trainer.device.doctor import available_memory_bytes
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, EXIT_SIGINT, EXIT_SIGTERM, UserError
 from trainer.launch.processes import kill_group, start_session, worker_cores
 from trainer.parallel.world import SINGLE_PROCESS
@@ -163,7 +163,7 @@ def jobs_for(jobs: int | None, runs: int, device: str, run_bytes: int = 0) -> in
         return 1
     fitting = runs
     if run_bytes:
-        fitting = memory_left_bytes() // run_bytes
+        fitting = available_memory_bytes() // run_bytes
     return max(1, min(jobs or min(len(os.sched_getaffinity(0)), fitting), runs))
 
 

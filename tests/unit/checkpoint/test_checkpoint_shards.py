@@ -181,19 +181,19 @@ def test_arrays_are_read_when_asked_for(tmp_path: Path) -> None:
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, function: str, file_name: str, rank: int) -> None:
     """Fills the disk when a rank calls a function with a path of this name."""
-    whole, whole_stages, own = getattr(writing, function), writing.do_stages, threading.local()
+    whole, whole_stages, own = getattr(writing, function), writing.run_stages, threading.local()
 
     def fail(path: Path, *arguments: object) -> object:
         if path.name in (file_name, f"{file_name}{TOKEN}") and own.rank == rank:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return whole(path, *arguments)
 
-    def do_stages(stages: writing.Stages, folder: Path, communicator: ThreadRank) -> Path:
+    def run_stages(stages: writing.Stages, folder: Path, communicator: ThreadRank) -> Path:
         own.rank = communicator.rank
         return whole_stages(stages, folder, communicator)
 
     monkeypatch.setattr(writing.secrets, "token_hex", lambda _: TOKEN)
-    monkeypatch.setattr(writing, "do_stages", do_stages)
+    monkeypatch.setattr(writing, "run_stages", run_stages)
     monkeypatch.setattr(writing, function, fail)
 
 

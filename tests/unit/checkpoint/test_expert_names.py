@@ -12,7 +12,7 @@ from golden_files import load_model_case
 from safetensors.numpy import save_file
 
 from trainer.checkpoint.adapters import load_initial_weights
-from trainer.checkpoint.tensor_names import FUSED, ONE_BY_ONE, disk_shapes, find_expert_names, from_disk, to_disk
+from trainer.checkpoint.tensor_names import FUSED, PER_EXPERT, disk_shapes, find_expert_names, from_disk, to_disk
 from trainer.checkpoint.weights import fitting_weights
 from trainer.config import parse_config
 from trainer.config.families import FAMILIES
@@ -49,10 +49,10 @@ def test_all_forms_give_the_same_parameters(name: str) -> None:
     stacked = fitting_weights(weights, settings, Path("golden"))
     assert {key: value.shape for key, value in stacked.items()} == parameter_shapes(settings)
     assert all(value.dtype == np.float32 and value.flags.c_contiguous for value in stacked.values())
-    expected = MIXTRAL if name == "experts_mixtral" else ONE_BY_ONE
+    expected = MIXTRAL if name == "experts_mixtral" else PER_EXPERT
     assert find_expert_names(weights) == expected
     saved = ((kind, to_disk(stacked, kind)) for kind in ("Qwen3MoeForCausalLM", "MixtralForCausalLM"))
-    files = {MIXTRAL if kind.startswith("Mixtral") else ONE_BY_ONE: file for kind, file in saved}
+    files = {MIXTRAL if kind.startswith("Mixtral") else PER_EXPERT: file for kind, file in saved}
     for form, file in (files | {FUSED: fused(weights, settings)}).items():
         assert find_expert_names(file) == form
         assert {key: value.shape for key, value in file.items()} == disk_shapes(parameter_shapes(settings), form)
@@ -98,16 +98,16 @@ def changed(form: str, name: str, value: np.ndarray | None) -> tuple[dict[str, n
 @pytest.mark.parametrize(
     ("form", "name", "value", "part"),
     [
-        (ONE_BY_ONE, f"{EXPERT}.up_proj.weight", None, "it lacks {name}"),
-        (ONE_BY_ONE, "model.layers.1.mlp.experts.8.up_proj.weight", np.ones((8, 32)), "it holds {name}, which this"),
-        (ONE_BY_ONE, f"{EXPERT}.up_proj.weight", np.ones((9, 32)), "{name} of shape [9, 32] where this model has [8,"),
+        (PER_EXPERT, f"{EXPERT}.up_proj.weight", None, "it lacks {name}"),
+        (PER_EXPERT, "model.layers.1.mlp.experts.8.up_proj.weight", np.ones((8, 32)), "it holds {name}, which this"),
+        (PER_EXPERT, f"{EXPERT}.up_proj.weight", np.ones((9, 32)), "{name} of shape [9, 32] where this model has [8,"),
         (MIXTRAL, "model.layers.1.block_sparse_moe.experts.3.w2.weight", None, "it lacks {name}"),
         (MIXTRAL, "model.layers.1.block_sparse_moe.experts.4.w2.weight", np.ones((32, 24)), "it holds {name}, which"),
         (MIXTRAL, "model.layers.1.block_sparse_moe.gate.weight", np.ones((8, 32)), "{name} of shape [8, 32] where"),
         (FUSED, "model.layers.1.mlp.experts.gate_up_proj", None, "it lacks {name}"),
         (FUSED, "model.layers.1.mlp.experts.gate_up_proj", np.ones((8, 8, 32)), "has [8, 16, 32]"),
         (FUSED, "model.layers.1.mlp.experts.down_proj", np.ones((7, 32, 8)), "{name} of shape [7, 32, 8] where this"),
-        (ONE_BY_ONE, "model.layers.1.mlp.gate.e_score_correction_bias", None, "it lacks {name}"),
+        (PER_EXPERT, "model.layers.1.mlp.gate.e_score_correction_bias", None, "it lacks {name}"),
     ],
 )
 def test_an_expert_that_does_not_fit_is_named_as_in_the_file(

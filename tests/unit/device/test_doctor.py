@@ -123,8 +123,8 @@ def test_cgroup_memory_version_2(tmp_path: Path) -> None:
     write_group(tmp_path / "proc/self", cgroup="0::/host/path/of/this/container")
     write_group(groups, memory__max=10, memory__current=20, memory__stat="inactive_file 0")
     assert doctor.cgroup_memory_left_bytes(tmp_path) == 0
-    assert doctor.most_memory_bytes(tmp_path) == 10 + psutil.swap_memory().total
-    assert doctor.most_memory_bytes(tmp_path / "none") == psutil.virtual_memory().total + psutil.swap_memory().total
+    assert doctor.total_memory_bytes(tmp_path) == 10 + psutil.swap_memory().total
+    assert doctor.total_memory_bytes(tmp_path / "none") == psutil.virtual_memory().total + psutil.swap_memory().total
 
 
 def test_cgroup_memory_version_1(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ SEMI = "context: {device_target: Ascend}\nparallel: {parallel_mode: 1}\nmodel: {
 def tried(text: str, world: World, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Returns the configuration that the process of a dry run reads, in a folder of its own."""
     cases = []
-    monkeypatch.setattr(report, "memory_left_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(report, "available_memory_bytes", lambda: 2 << 30)
     monkeypatch.setattr(report, "run_cases", lambda given, *more: cases.extend(given.values()) or {"": Measurement()})
     monkeypatch.chdir(folder)
     (folder / "a.yaml").write_text(text)

@@ -408,4 +408,4 @@ def test_mindspore_waits_an_hour_for_heartbeats_or_as_long_as_the_user_says(
 
 def test_workers_do_not_get_it(options: LaunchOptions, tmp_path: Path) -> None:
     for spec in worker_specs(options, job_files(tmp_path, 0, 2)).values():
-        assert "RUN_TRAINER_SECRET" in spec["without"] and "RUN_TRAINER_SECRET" not in spec["environment"]
+        assert "RUN_TRAINER_SECRET" in spec["unset"] and "RUN_TRAINER_SECRET" not in spec["environment"]

@@ -132,7 +132,7 @@ def test_a_signal_that_comes_after_the_failure_ends_the_job(
 def test_a_signal_ends_the_wait_for_the_other_nodes() -> None:
     told: list[int] = []
     nodes = types.SimpleNamespace(connected=False, poll=lambda now: [], send_stop=told.append)
-    outcome = command._gather(nodes, deque([signal.SIGWINCH, signal.SIGINT]))
+    outcome = command._wait_for_nodes(nodes, deque([signal.SIGWINCH, signal.SIGINT]))
     assert outcome.exit_code == 130 and told == [signal.SIGINT]
 
 

@@ -38,7 +38,7 @@ def test_ranks_share_the_tokens_of_every_sequence(ranks: int, ulysses: int) -> N
 def test_each_rank_of_a_ring_meets_as_many_keys(ranks: int) -> None:
     length = 8 * ranks
     segments = np.zeros((1, length), np.int32)
-    seen = [[each.sum() for each in ContextShard(rank, ranks).allowed(segments)] for rank in range(ranks)]
+    seen = [[each.sum() for each in ContextShard(rank, ranks).visible_to_chunks(segments)] for rank in range(ranks)]
     assert [sum(each) for each in seen] == [length * (length + 1) // 2 // ranks] * ranks
 
 
@@ -51,7 +51,7 @@ def test_a_rank_sees_what_one_rank_does(ranks: int, window: int | None) -> None:
     right = (segments[:, :, None] == segments[:, None]) & (apart >= 0) & (apart < (window or length))
     for rank in range(ranks):
         part, found = ContextShard(rank, ranks), np.zeros((2, 4 * 2, length), bool)
-        for half, allowed in enumerate(part.allowed(segments, window)):
+        for half, allowed in enumerate(part.visible_to_chunks(segments, window)):
             assert allowed.shape[2] == ((rank + 1) * 4, (2 * ranks - rank) * 4)[half]
             found[:, half * 4 : half * 4 + 4, : allowed.shape[2]] = allowed
         np.testing.assert_array_equal(found, right[:, part.positions(length)])

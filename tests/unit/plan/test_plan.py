@@ -305,9 +305,9 @@ def test_a_run_whose_weights_cannot_fit_is_refused() -> None:
     config = load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
     parts = memory_estimate(config, trains=True, device="CPU")
     exact = 4 * (parts["weights"] + parts["gradients"] + parts["optimizer state"])
-    check_memory(config, parts, ranks=4, most_bytes=exact)
+    check_memory(config, parts, ranks=4, total_bytes=exact)
     with pytest.raises(UserError, match="of the 4 ranks of this host alone take"):
-        check_memory(config, parts, ranks=4, most_bytes=exact - 1)
+        check_memory(config, parts, ranks=4, total_bytes=exact - 1)
 
 
 def test_memory_without_training_is_that_of_the_weights() -> None:

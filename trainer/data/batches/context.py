@@ -44,11 +44,12 @@ class ContextShard(NamedTuple):
 
     def ranges(self, length: int) -> list[range]:
         """Returns the positions of the rank's tokens in a sequence of T, as one or two ranges."""
-        place, members, _ = self.ring
+        member = self.ring
         chunks = [range(length)]
-        if members > 1:
-            half = length // (2 * members)
-            chunks = [range(number * half, (number + 1) * half) for number in (place, 2 * members - 1 - place)]
+        if member.ranks > 1:
+            half = length // (2 * member.ranks)
+            numbers = (member.rank, 2 * member.ranks - 1 - member.rank)
+            chunks = [range(number * half, (number + 1) * half) for number in numbers]
         local_length = length // self.ranks
         start = self.rank % self.ulysses * local_length
         ranges = []
@@ -67,7 +68,7 @@ class ContextShard(NamedTuple):
             return array_BT
         return np.ascontiguousarray(array_BT[:, self.positions(array_BT.shape[1])])
 
-    def allowed(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def visible_to_chunks(self, segment_ids_BT: np.ndarray, window: int | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Returns which keys the two chunks of a rank of a ring see, among the keys up to the chunk's last token.
 
         Args:

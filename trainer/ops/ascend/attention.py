@@ -93,7 +93,7 @@ class AttentionMasks:
     ) -> tuple[Tensor, Tensor]:
         if window is None and (segment_ids_BT == segment_ids_BT[:, :1]).all():
             return self._causal(), self._causal()
-        early, late = shard.allowed(segment_ids_BT, window)
+        early, late = shard.visible_to_chunks(segment_ids_BT, window)
         return Tensor(~early[:, None]), Tensor(~late[:, None])
 
     def _causal(self) -> Tensor:

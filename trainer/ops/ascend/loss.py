@@ -1,6 +1,6 @@
-"""Cross entropy over pieces of the vocabulary, so that no tensor contains all logits.
+"""Cross entropy over chunks of the vocabulary, so that no tensor contains all logits.
 
-Legend: N tokens, D hidden, V vocabulary (with tensor parallelism this rank's shard), P tokens of a piece of it.
+Legend: N tokens, D hidden, V vocabulary (with tensor parallelism this rank's shard), P tokens of a chunk of it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from mindspore.ops.auto_generate import LogSumExp, ScatterAddExt
 if TYPE_CHECKING:
     from trainer.ops.vocabulary import VocabShard
 
-_LOGITS = 1 << 24
-"""Logits of a piece: 64 MiB in float32, and a product that is large enough for a device."""
+_CHUNK_LOGITS = 1 << 24
+"""The number of logits of a chunk: 64 MiB in float32, and a product that is large enough for a device."""
 
 
-class PiecewiseCrossEntropy(nn.Cell):
-    """Computes the sum over loss tokens of logsumexp(logits) - logits[label], piece by piece: `plain.CrossEntropy`.
+class ChunkedCrossEntropy(nn.Cell):
+    """Computes the sum over loss tokens of logsumexp(logits) - logits[label], chunk by chunk: `plain.CrossEntropy`.
 
-    The forward pass saves only logsumexp, [N, 1]; the backward pass multiplies by each piece of the weight again. Each
-    piece of the weight's gradient is computed once, so pieces are never summed.
+    The forward pass saves only logsumexp, [N, 1]; the backward pass multiplies by each chunk of the weight again. Each
+    chunk of the weight's gradient is computed once, so chunks are never summed.
 
-    The loop runs operator by operator, and `compiles` compiles the computation for one piece: MindSpore 2.10 cannot
+    The loop runs operator by operator, and `compiles` compiles the computation for one chunk: MindSpore 2.10 cannot
     compile a loop under a `bprop` ("func_graph->get_return() is null").
 
     Args:
@@ -59,18 +59,18 @@ class _LossAndLogSum(nn.Cell):
     def __init__(self, compiles: Callable[[nn.Cell], Callable], trained: bool, shard: VocabShard | None) -> None:
         super().__init__(auto_prefix=False)
         self.shard = shard
-        self.first = 0 if shard is None else shard.first
-        self.sums = compiles(_PieceSums())
-        self.gradients = compiles(_PieceGradients(trained))
+        self.first_token = 0 if shard is None else shard.first
+        self.sums = compiles(_ChunkSums())
+        self.gradients = compiles(_ChunkGradients(trained))
         self.log_sum_exp = LogSumExp()
         self.matmul_at = P.MatMul(transpose_a=True)
         self.trained = trained
 
     def construct(self, x_ND: Tensor, weight_VD: Tensor, labels_N: Tensor, valid_N1: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes logsumexp piece by piece and joins the pieces, then the shards of the ranks."""
+        """Computes logsumexp chunk by chunk and joins the chunks, then the shards of the ranks."""
         sums = []
         label_logit_N1 = _zeros(valid_N1)
-        for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
+        for first, weight_PD in _chunks(x_ND, weight_VD, self.first_token):
             sum_N1, label_logit_N1 = self.sums(x_ND, weight_PD, labels_N, first, label_logit_N1)
             sums.append(sum_N1)
         log_sum_N1 = sums[0] if len(sums) == 1 else self.log_sum_exp(ops.concat(sums, 1), (1,), True)
@@ -96,11 +96,11 @@ class _LossAndLogSum(nn.Cell):
         out: tuple[Tensor, ...],
         grads: tuple[Tensor, ...],
     ) -> tuple[Tensor, ...]:
-        """Returns the gradients of x and the weight, piece by piece, and zeros for the others."""
+        """Returns the gradients of x and the weight, chunk by chunk, and zeros for the others."""
         factor_N1 = valid_N1 * grads[0]
         grad_x_ND = ops.zeros(x_ND.shape, mstype.float32)
         weight_gradients = []
-        for first, weight_PD in _pieces(x_ND, weight_VD, self.first):
+        for first, weight_PD in _chunks(x_ND, weight_VD, self.first_token):
             grad_x_ND, *grad_PD = self.gradients(x_ND, weight_PD, labels_N, first, factor_N1, out[1], grad_x_ND)
             weight_gradients += grad_PD
         grad_weight_VD = ops.concat(weight_gradients) if self.trained else _zeros(weight_VD)
@@ -112,18 +112,18 @@ def _zeros(x: Tensor) -> Tensor:
     return ops.zeros(x.shape, x.dtype)
 
 
-def _pieces(x_ND: Tensor, weight_VD: Tensor, token: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields the first token of each piece, as a tensor, and the rows of the weight for the piece.
+def _chunks(x_ND: Tensor, weight_VD: Tensor, first_token: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields the first token of each chunk, as a tensor, and the rows of the weight for the chunk.
 
-    `token` is the token of the weight's first row. All pieces except the last have the same size.
+    `first_token` is the token of the weight's first row. All chunks except the last have the same size.
     """
-    columns = -(-max(_LOGITS // x_ND.shape[0], 1) // 128) * 128
+    columns = -(-max(_CHUNK_LOGITS // x_ND.shape[0], 1) // 128) * 128
     for first in range(0, weight_VD.shape[0], columns):
-        yield Tensor(token + first, mstype.int32), weight_VD[first : first + columns]
+        yield Tensor(first_token + first, mstype.int32), weight_VD[first : first + columns]
 
 
-class _Piece(nn.Cell):
-    """The computations on a piece that both passes need."""
+class _Chunk(nn.Cell):
+    """The computations on a chunk that both passes need."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
@@ -136,20 +136,20 @@ class _Piece(nn.Cell):
         self.scatter_add = ScatterAddExt()
 
     def logits(self, x_ND: Tensor, weight_PD: Tensor) -> Tensor:
-        """Returns the float32 logits of the piece, [N, P]."""
+        """Returns the float32 logits of the chunk, [N, P]."""
         return self.cast(self.x_wt(x_ND, weight_PD), mstype.float32)
 
     def column(self, labels_N: Tensor, first: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-        """Returns the column of each label in the piece, and 1 if the label is in the piece, else 0 and any column."""
+        """Returns the column of each label in the chunk, and 1 if the label is in the chunk, else 0 and any column."""
         column_N1 = labels_N.reshape(-1, 1) - first
         inside_N1 = ops.logical_and(column_N1 >= 0, column_N1 < columns)
         column_N1 = self.cast(ops.clamp(column_N1, 0, columns - 1), mstype.int64)
         return column_N1, self.cast(inside_N1, mstype.float32)
 
 
-class _PieceSums(_Piece):
-    """(x_ND, weight_PD, labels_N, first, label_logit_N1) -> logsumexp over the piece [N, 1], and label_logit_N1, to
-    which the logits of the piece's labels are added."""
+class _ChunkSums(_Chunk):
+    """(x_ND, weight_PD, labels_N, first, label_logit_N1) -> logsumexp over the chunk [N, 1], and label_logit_N1, to
+    which the logits of the chunk's labels are added."""
 
     def construct(
         self, x_ND: Tensor, weight_PD: Tensor, labels_N: Tensor, first: Tensor, label_logit_N1: Tensor
@@ -160,9 +160,9 @@ class _PieceSums(_Piece):
         return self.log_sum_exp(logits_NP, (1,), True), label_logit_N1
 
 
-class _PieceGradients(_Piece):
+class _ChunkGradients(_Chunk):
     """(x_ND, weight_PD, labels_N, first, the factor of each token's loss [N, 1], logsumexp_N1, grad_x_ND) -> grad_x_ND,
-    to which the piece's contribution is added, and the gradient of the weight if it is trained.
+    to which the chunk's contribution is added, and the gradient of the weight if it is trained.
 
     The factor contains the loss scale. It multiplies the gradient of the logits before that is rounded, since the
     rounding could turn small values to zero.

@@ -42,14 +42,14 @@ def squares(gradients: Sequence[Tensor]) -> Tensor:
     return norms_P * norms_P
 
 
-def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], each: bool) -> Tensor:
+def square_sums(squares_P: Tensor, groups: Sequence[Sequence[int]], include_squares: bool) -> Tensor:
     """Sums `squares` over all gradients and over groups, as described for a CPU."""
     number = squares_P.shape[0]
     from_end_P = Tensor(np.arange(number, 0, -1, dtype=np.float32))
-    bad = mint.max(mint.where(mint.isfinite(squares_P), mint.zeros_like(squares_P), from_end_P))
+    nonfinite = mint.max(mint.where(mint.isfinite(squares_P), mint.zeros_like(squares_P), from_end_P))
     group_sums = [mint.sum(mint.index_select(squares_P, 0, Tensor(np.array(group, np.int32)))) for group in groups]
-    parts = [mint.stack([mint.sum(squares_P), bad, *group_sums])]
-    if each:
+    parts = [mint.stack([mint.sum(squares_P), nonfinite, *group_sums])]
+    if include_squares:
         parts.append(squares_P)
     return mint.cat(parts)
 
