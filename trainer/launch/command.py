@@ -60,7 +60,7 @@ from trainer.launch.pool import WorkerHandle, WorkerPool
 from trainer.launch.processes import adopt_orphans, is_alive, send_signal, worker_cores
 from trainer.launch.supervisor import Supervisor, collect_signals, stop_signal
 from trainer.launch.terminal import LogTail, Screen, tail_file, tail_pipe, terminal_size
-from trainer.launch.wire import AgentMessage, ListeningSocket
+from trainer.launch.wire import AgentMessage, ListeningSocket, wait_for_data
 
 _DETACHED_START_SECONDS = 20.0
 _RECONNECT_SECONDS = 600
@@ -191,7 +191,7 @@ def _wait_for_nodes(nodes: Nodes, signals: deque[int]) -> Outcome | None:
                 return Outcome(event.number, "the launchers of all nodes did not connect")
             if event.kind == "stop":
                 return stopped_outcome(event.number)
-        time.sleep(_POLL_SECONDS)
+        wait_for_data(nodes.sources, _POLL_SECONDS)
     return None
 
 

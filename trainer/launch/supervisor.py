@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import signal
 import subprocess
 import time
@@ -31,7 +30,7 @@ from trainer.launch.job import (
 from trainer.launch.pool import WorkerPool
 from trainer.launch.processes import end_children, is_stopped
 from trainer.launch.terminal import Screen, terminal_size
-from trainer.launch.wire import scale_timeout, wakeup_pipe
+from trainer.launch.wire import scale_timeout, wait_for_data, wakeup_pipe
 
 GRACE_SECONDS = 8.0
 """From telling workers to end to killing them."""
@@ -164,10 +163,7 @@ class Supervisor:
         return self.nodes.finished
 
     def _wait(self, awake: int) -> None:
-        with selectors.PollSelector() as selector:  # needs no file descriptor of its own
-            for source in (awake, *self.pool.sources, *self.nodes.sources):
-                selector.register(source, selectors.EVENT_READ)
-            selector.select(_TICK_SECONDS)
+        wait_for_data((awake, *self.pool.sources, *self.nodes.sources), _TICK_SECONDS)
         with contextlib.suppress(BlockingIOError):
             os.read(awake, 1 << 12)
 

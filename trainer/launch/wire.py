@@ -7,8 +7,10 @@ import contextlib
 import errno
 import json
 import os
+import selectors
 import socket
 import time
+from collections.abc import Iterable
 from typing import Any
 
 AgentMessage = dict[str, Any]
@@ -139,6 +141,14 @@ class ListeningSocket:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def wait_for_data(sources: Iterable[int | Lines | socket.socket], seconds: float) -> None:
+    """Waits until one of the sources can be read, at most so long."""
+    with selectors.PollSelector() as selector:  # needs no file descriptor of its own
+        for source in sources:
+            selector.register(source, selectors.EVENT_READ)
+        selector.select(seconds)
 
 
 def scale_timeout(seconds: float) -> float:
