@@ -6,6 +6,7 @@ second. The workers communicate through MindSpore's cluster, and not here.
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import socket
@@ -52,6 +53,14 @@ class Link:
     address: str = ""
     is_welcome: bool = False
     is_done: bool = False
+
+    @functools.cached_property
+    def network(self) -> str:
+        """Returns the network in which one caller can have all addresses: its address for IPv4, the /64 for IPv6."""
+        address = self.address.partition("%")[0]
+        if ":" in address:
+            return str(ipaddress.ip_network(f"{address}/64", strict=False))
+        return address
 
 
 @dataclass(kw_only=True)
@@ -217,8 +226,8 @@ class NodeServer(Nodes):
             most = _MOST_WHEN_STARVED
         while len(self._callers) > most:
             # One of the network with most callers, and one without a nonce first: a flood keeps no other network out.
-            counts = Counter(network(caller.address) for caller in self._callers)
-            self._drop(min(self._callers, key=lambda each: (-counts[network(each.address)], each.channel.has_key)))
+            counts = Counter(caller.network for caller in self._callers)
+            self._drop(min(self._callers, key=lambda caller: (-counts[caller.network], caller.channel.has_key)))
         if not self.connected and "failed" not in self._told:
             missing = ", ".join(str(node) for node in range(1, self.options.nodes) if node not in self.links)
             waiting = f"waiting for the launcher of node {missing}; the workers start once all are there"
@@ -395,11 +404,3 @@ def _listen(host: str, port: int) -> socket.socket:
         rule = f"the launchers of the other nodes cannot call there: {error}"
         fix = "free it, set this variable to another port on all nodes, or give another master_port: it is the next one"
         raise UserError(rule, key=CONTROL_PORT_VARIABLE, value=port, fix=fix) from None
-
-
-def network(address: str) -> str:
-    """Returns the network in which one caller can have all addresses: the address itself for IPv4, the /64 for IPv6."""
-    address = address.partition("%")[0]
-    if ":" in address:
-        return str(ipaddress.ip_network(f"{address}/64", strict=False))
-    return address
