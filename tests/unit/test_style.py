@@ -17,12 +17,12 @@ TRAINER = Path(__file__).resolve().parents[2] / "trainer"
 
 CEILINGS = {
     "tuple assignments of separate values": 1,
-    "conditional expressions": 139,
-    "function docstrings whose first word is no verb": 2,
+    "conditional expressions": 136,
+    "function docstrings whose first word is no verb": 0,
     "docstrings that begin with The same, As, Of, Those, See or What": 0,
     "variables and parameters of home-made words": 15,
-    "functions named by a preposition or a participle": 12,
-    "public functions without a docstring": 217,
+    "functions named by a preposition or a participle": 5,
+    "public functions without a docstring": 202,
 }
 
 HOME_MADE = {

@@ -270,7 +270,7 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
     item_bytes = _item_bytes(dtype)
     entries = {name: TensorInfo(code, array.shape, array.size * item_bytes) for name, array in arrays.items()}
 
-    def converted() -> Iterator[np.ndarray]:
+    def convert_arrays() -> Iterator[np.ndarray]:
         """Yields the arrays in `dtype`; raises UserError for numbers beyond the range of float16."""
         for name, array in arrays.items():
             if dtype == "float16" and np.abs(array).max(initial=0) > _LARGEST_FLOAT16:
@@ -278,7 +278,7 @@ def write_weights(path: Path, arrays: Mapping[str, np.ndarray], dtype: str) -> N
                 raise UserError(rule, key="--dtype", value=dtype, fix="use bfloat16 or float32")
             yield _CONVERTED[dtype](array)
 
-    write_tensors(path, entries, converted())
+    write_tensors(path, entries, convert_arrays())
 
 
 _CONVERTED: dict[str, Callable[[np.ndarray], np.ndarray]] = {

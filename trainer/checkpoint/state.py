@@ -499,7 +499,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     Example: ``lr_schedule.learning_rate 0.001 -> 0.002, amp_level O2 -> not set``.
     """
     keys = list(dict.fromkeys((*before, *now)))
-    pairs = {key: tuple(_shown(each[key]) if key in each else "not set" for each in (before, now)) for key in keys}
+    pairs = {key: tuple(_show_value(each[key]) if key in each else "not set" for each in (before, now)) for key in keys}
     # Another type has other keys: the change of the type says enough.
     kinds = {key for key, (was, is_now) in pairs.items() if key.endswith(".type") and was != is_now}
     replaced = tuple(key.removesuffix("type") for key in kinds)
@@ -511,7 +511,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     )
 
 
-def _shown(value: Any) -> str:
+def _show_value(value: Any) -> str:
     if isinstance(value, float) and value.is_integer():
         return str(int(value))
     return str(value)

@@ -40,7 +40,7 @@ class HasGradients(Protocol):
 
     @property
     def gradients(self) -> Sequence[Tensor]:
-        """The gradients, in the order of the parameters."""
+        """Returns the gradients, in the order of the parameters."""
 
 
 MicroBatch = TypeVar("MicroBatch", bound=HasGradients)
@@ -295,7 +295,7 @@ class GradientReducer:
         return [local_range(part, parameter.size, group) for part, parameter in zip(parts, parameters, strict=True)]
 
     def _scatter(self, place: int, gradient: Tensor) -> Tensor:
-        """Reduce-scatters a gradient on a CPU: returns this rank's range of the sum, flat, in float32."""
+        """Returns this rank's range of the sum of a gradient over the ranks, flat, in float32, on a CPU."""
         from trainer.parallel.collectives import all_reduce, reduce_scatter_range
 
         gradient.asnumpy()  # waits until it is computed: the time below is that of the sum alone

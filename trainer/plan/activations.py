@@ -102,17 +102,17 @@ class ActivationMemory:
         first = spec.first_reached(trained_shapes(self.config))
         layers = {number: self.layer(spec.layers[number], again[number]) for number in passes if number >= first}
         kept = sum(one.kept * passes[number] for number, one in layers.items())
-        coming = sum(gradients.values())
+        later_gradients = sum(gradients.values())
         peak = 0
         if self.params.has_head:
             modules = spec.mtp_modules
             matrix = _WIDE * spec.vocabulary * spec.embedding
             # Of each head its input and the gradient; of a module the embeddings that it merges, too.
             kept += modules * (3 * self.stream + matrix)
-            peak = kept + self.head(trains=True) - coming
+            peak = kept + self.head(trains=True) - later_gradients
         for number in sorted(layers, reverse=True):
-            coming -= sum(size for name, size in gradients.items() if name.startswith(layer_prefix(number)))
-            peak = max(peak, kept + layers[number].working - coming)
+            later_gradients -= sum(size for name, size in gradients.items() if name.startswith(layer_prefix(number)))
+            peak = max(peak, kept + layers[number].working - later_gradients)
             kept -= layers[number].kept * passes[number]
         # The gradient of the embedding: that of its rows, and these in another order.
         return max(peak, kept + 2 * self.stream)

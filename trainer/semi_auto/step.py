@@ -203,7 +203,7 @@ class GraphStep:
             local_flags.append(np.array(rank_flags(), np.float64))
         total, count, squares, *flags = self.communicator.all_reduce([*local_loss, squares, *local_flags])
         groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
-        sums = metric_functions().square_sums(squares, list(groups.groups.values()), groups.each)
+        sums = metric_functions().square_sums(squares, list(groups.groups.values()), groups.per_gradient)
         routing = None
         rates = []
         if self.routers is not None:

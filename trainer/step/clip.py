@@ -24,7 +24,7 @@ class GradientNorms(NamedTuple):
     """Norm of all gradients together (the total norm of PyTorch)."""
     groups: Mapping[str, float] = {}
     """Norm of each parameter group, where groups are clipped separately."""
-    each: Mapping[str, float] | None = None
+    per_gradient: Mapping[str, float] | None = None
     """Norm of each gradient, if requested."""
     first_nonfinite: str = ""
     """Name of the first gradient that is not finite."""
@@ -36,24 +36,24 @@ class NormGroups(NamedTuple):
     Attributes:
         names: Names of the gradients.
         groups: Indices of the gradients of each group.
-        each: Whether the norm of each gradient is needed.
+        per_gradient: Whether the norm of each gradient is needed.
     """
 
     names: Sequence[str]
     groups: Mapping[str, Sequence[int]]
-    each: bool
+    per_gradient: bool
 
     def norms(self, sums: np.ndarray) -> GradientNorms:
         """Computes the norms from the sums of `square_sums` in `trainer.arrays.measures`."""
         total, *roots = np.sqrt(np.delete(sums, 1)).tolist()
         index_from_end = int(sums[1])
-        each = None
-        if self.each:
-            each = dict(zip(self.names, roots[len(self.groups) :], strict=True))
+        per_gradient = None
+        if self.per_gradient:
+            per_gradient = dict(zip(self.names, roots[len(self.groups) :], strict=True))
         first_nonfinite = ""
         if index_from_end:
             first_nonfinite = self.names[-index_from_end]
-        return GradientNorms(total, dict(zip(self.groups, roots, strict=False)), each, first_nonfinite)
+        return GradientNorms(total, dict(zip(self.groups, roots, strict=False)), per_gradient, first_nonfinite)
 
 
 def norm_groups(names: Sequence[str], wrapper: RunnerWrapper, group_of: Mapping[str, str]) -> NormGroups:

@@ -372,6 +372,6 @@ def apply_gradients(
     gradients, factors = clip(step.gradients, norms, names, wrapper, optimizer.group_of, scale)
     optimizer.update(gradients, lr, factors)
     local_norms = None
-    if norms.each is not None:
-        local_norms = {name: each / scale for name, each in norms.each.items()}
+    if norms.per_gradient is not None:
+        local_norms = {name: each / scale for name, each in norms.per_gradient.items()}
     return result(norm, local_norms=local_norms)

@@ -202,7 +202,7 @@ def read_header(path: Path, magic: int) -> IdxFile:
             header = file.read(header_bytes)
         size_bytes = path.stat().st_size
     except (OSError, EOFError, zlib.error) as error:
-        raise _damaged(path, error) from None
+        raise _damage_error(path, error) from None
     if len(header) < 4:
         raise _wrong(path, f"{len(header)} bytes are too few for an idx file of {kind}")
     actual_magic = struct.unpack(">i", header[:4])[0]
@@ -234,7 +234,7 @@ def read_array(file: IdxFile) -> np.ndarray:
         with gzip.open(file.path) as stream:
             data = stream.read()
     except (OSError, EOFError, zlib.error) as error:
-        raise _damaged(file.path, error) from None
+        raise _damage_error(file.path, error) from None
     _check_size(file.path, len(data), file.shape, file.header_bytes)
     return np.frombuffer(data, np.uint8, offset=file.header_bytes).reshape(file.shape)
 
@@ -249,7 +249,7 @@ def _check_size(path: Path, size_bytes: int, shape: tuple[int, ...], header_byte
         raise _wrong(path, f"it is {state}: {sizes}")
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _damage_error(path: Path, error: Exception) -> UserError:
     if isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
         return _wrong(path, f"it is cut short or damaged ({str(error).rstrip('.')})")
     return _wrong(path, f"it cannot be read ({getattr(error, 'strerror', None) or error})", "make it readable")

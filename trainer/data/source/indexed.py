@@ -57,17 +57,17 @@ class IndexedTokens:
         parts = [self.tokens]
         if len(self.tokens) > _SCANNED_TOKENS:
             size = _SCANNED_TOKENS // _PIECES
-            parts = [self.tokens[start : start + size] for start in self._spread(size)]
+            parts = [self.tokens[start : start + size] for start in self._sample_starts(size)]
         return int(min(part.min() for part in parts)), int(max(part.max() for part in parts))
 
     def sample_bytes(self) -> Iterable[bytes]:
         """Yields the lengths of the documents and samples of the tokens spread over the file, to identify it."""
         yield np.ascontiguousarray(self.lengths).tobytes()
         size = _PIECE_BYTES // self.tokens.itemsize
-        for start in self._spread(size):
+        for start in self._sample_starts(size):
             yield self.tokens[start : start + size].tobytes()
 
-    def _spread(self, size: int) -> list[int]:
+    def _sample_starts(self, size: int) -> list[int]:
         last = max(len(self.tokens) - size, 0)
         return sorted({last * number // (_PIECES - 1) for number in range(_PIECES)})
 

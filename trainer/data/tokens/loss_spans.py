@@ -146,7 +146,7 @@ def find_spans(render: Render, messages: Sequence[dict], turns: Sequence[int], t
     limits = [*starts[1:], len(text)]
     spans = []
     for turn, start, limit in zip(turns, starts, limits, strict=True):
-        end = _end(render, messages, turn, text, form, start, limit)
+        end = _find_end(render, messages, turn, text, form, start, limit)
         spans.append((start, end + len(_end_token_at(text, end, form))))
     return spans
 
@@ -213,7 +213,7 @@ def _start_of_content(render: Render, messages: Sequence[dict], turn: int, text:
     return None
 
 
-def _end(
+def _find_end(
     render: Render, messages: Sequence[dict], turn: int, text: str, form: TurnFormat, start: int, limit: int
 ) -> int:
     """Finds the end of the turn that starts at `start`: after the token that ends it, and at most at `limit`."""

@@ -51,7 +51,7 @@ def initial_value(
         return np.ones(part.shape, np.float32)
     stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(parameter.name.encode())]))
     if parameter.init == "lora_a":
-        values = _drawn(lambda out: stream.random(out=out, dtype=np.float32), math.prod(shape), part)
+        values = _draw_shard(lambda out: stream.random(out=out, dtype=np.float32), math.prod(shape), part)
         values *= 2
         values -= 1
         values *= np.float32(shape[1] ** -0.5)
@@ -60,12 +60,12 @@ def initial_value(
     if parameter.init == "residual":
         assert not isinstance(settings, ClassifierConfig)  # which has no residual stream
         deviation /= (2 * settings.num_layers) ** 0.5
-    values = _drawn(lambda out: stream.standard_normal(out=out, dtype=np.float32), math.prod(shape), part)
+    values = _draw_shard(lambda out: stream.standard_normal(out=out, dtype=np.float32), math.prod(shape), part)
     values *= np.float32(deviation)
     return values
 
 
-def _drawn(draw: Callable[[np.ndarray], object], size: int, part: ShardSpec) -> np.ndarray:
+def _draw_shard(draw: Callable[[np.ndarray], object], size: int, part: ShardSpec) -> np.ndarray:
     """Returns the elements of a shard, of the `size` elements that `draw` yields: it fills arrays one after another."""
     values = np.empty(part.size, np.float32)
     if part.size == size:
