@@ -436,5 +436,5 @@ def test_beta1_and_beta2_are_the_betas():
     assert load("optimizer: {beta1: 0.8, beta2: 0.95, betas: [0.8, 0.95]}\n").optimizer.betas == [0.8, 0.95]
     assert load("seed: 1\n", "optimizer.beta1=0.7").optimizer.betas == [0.7, 0.999]
     message = error_of("optimizer:\n  betas: [0.9, 0.95]\n  beta1: 0.8\n  beta2: 0.95\n")
-    assert "a.yaml:3: optimizer.betas = [0.8, 0.95]: disagrees with a.yaml:2" in message
+    assert "a.yaml:3: optimizer.beta1 = 0.8: disagrees with a.yaml:2" in message
     assert "= 1.5: must be less than 1" in error_of("optimizer: {beta1: 1.5}\n")

@@ -15,7 +15,9 @@ from fork_server import FORKED, ensure_server
 
 from trainer.config import Override, convert_schema, dump_config, parse_config
 from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.pynative.table import ROWS
 from trainer.config.read.nodes import plain
+from trainer.config.read.rows import reverse
 from trainer.config.read.yaml_reader import parse_document
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.callbacks import CheckpointMonitor
@@ -340,6 +342,16 @@ def _keys(section: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]
         yield (*path, key)
         if isinstance(value, dict):
             yield from _keys(value, (*path, key))
+
+
+def test_rows_can_be_read_backwards():
+    values = {"bool": True, "float": 0.5, "list": ["0-1", "3"], "bool|str|list": True}
+    rows = [row for row in ROWS if row.transform is not None and row.transform.backward is not None]
+    assert rows
+    for row in rows:
+        assert row.transform.backward(row.transform.forward(values[row.kind])) == values[row.kind], row
+    places = reverse(ROWS)
+    assert places["load_checkpoint"] == "checkpoint.load_path" and places["lr_schedule"] == "lr_scheduler"
 
 
 def test_whatever_a_key_holds_is_refused_or_converted():

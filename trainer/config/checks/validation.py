@@ -11,7 +11,8 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at
 from trainer.config.location import NO_LOCATION
 from trainer.config.other_models import unsupported_features
-from trainer.config.schema.fields import Section, fields_by_yaml_name, fix_of, shape_of, types_of
+from trainer.config.read.relocate import fields_at
+from trainer.config.schema.fields import fix_of, shape_of, types_of
 from trainer.config.schema.root import Config, ConfigSource
 
 _KINDS = {
@@ -183,13 +184,4 @@ def describe(path: tuple[str, ...]) -> str:
 
 def _declaration(path: tuple[str, ...]) -> FieldInfo | None:
     """Returns the declaration of a key; None for an unknown key."""
-    kinds: tuple[type[Section], ...] = (Config,)
-    field = None
-    for part in path:
-        if not part.isdecimal():
-            known = (fields_by_yaml_name(kind) for kind in kinds)
-            field = next((fields[part] for fields in known if part in fields), None)
-            if field is None:
-                return None
-            kinds = shape_of(field).kinds
-    return field
+    return next(iter(fields_at(".".join(path))), None)

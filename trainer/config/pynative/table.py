@@ -1,4 +1,4 @@
-"""The newer schema of MindSpore Transformers' files as a table of rules, one for each key.
+"""The newer schema of MindSpore Transformers' files as a table of rows, at least one for each key.
 
 The source is a file of the newer schema; the target is the schema of this trainer. Sections that the newer schema does
 not describe, such as ``model``, are taken as they are: their keys are those of the target section.
@@ -6,21 +6,18 @@ not describe, such as ``model``, are taken as they are: their keys are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import yaml
 
 from trainer.config.note import Note
 from trainer.config.patterns import PatternError, read_pattern
-from trainer.config.pynative.work import TranslationState
+from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
 from trainer.config.read.relocate import find_entry
-
-Transform: TypeAlias = Callable[[TranslationState, str], None]
-"""Sets target keys from a source key; it is called with the source key even if the file does not have it."""
+from trainer.config.read.rows import Row, Transform, reverse
 
 _MODEL = "model.model_config"
 _EVENTS = "monitor.tensorboard.output_dir"
@@ -45,80 +42,45 @@ _ADAPTED = {
 """Target matrices -> the source modules that contain them."""
 
 
-class KeyRule(NamedTuple):
-    """A key of the newer schema that acts."""
-
-    key: str
-    kind: str  # the types of its value: int, float, bool, str, list, dict; null too where the default is None
-    new: str | Transform = ""  # the target key with the same values
-    default: Any = None  # MindSpore Transformers' default; None: the target key is not set
-    when: str = ""  # a source key; the rule applies only if its value is true, or if the file has that section
-    value: Any = None  # the value of the target key; None: that of the source key
-
-
-def _clipping(work: TranslationState, key: str) -> None:
-    norm = work.values[key]
-    work.set_key("runner_wrapper.use_clip_grad", norm > 0, key)
-    if norm > 0:
-        work.set_key("runner_wrapper.max_grad_norm", norm, key)
-
-
-def _save_path(work: TranslationState, key: str) -> None:
-    path = work.values[key]
-    if path:
-        work.set_key("output_dir", path, key)
-        text = f"{key}: used as output_dir; the checkpoints are in {path}/checkpoints"
-        work.translation.notes.append(Note(text, "parallel"))
-
-
-def _saving(work: TranslationState, key: str) -> None:
+def _saving(work: Translation, row: Row) -> None:
     """Adds the callbacks that print losses and save checkpoints; a run always saves at its end."""
-    callbacks = work.node("callbacks")
+    callbacks = work.node(row.old)
+    entries = []
     if isinstance(callbacks, Items):
         entries = list(callbacks.entries)
-    else:
-        entries = []
-    entries.append(Entry(tree({"type": "MFLossMonitor"}, work.place("callbacks")), work.place("callbacks")))
-    steps = work.values[key]
+    entries.append(Entry(tree({"type": "MFLossMonitor"}, work.place(row.old)), work.place(row.old)))
+    steps_key = "checkpoint.save_interleaved_steps"
+    steps = work.values[steps_key]
     if not work.values["checkpoint.enable_save"]:
         steps = 0
-        key = "checkpoint.enable_save"
-        text = f"{key} False: a checkpoint is still saved at the end of the run"
-        work.translation.notes.append(Note(text, "ignored"))
-    saver = Table({"type": Entry(tree("CheckpointMonitor"), work.place(key))})
-    settings = {"save_checkpoint_steps": (steps, key)}
-    settings["keep_checkpoint_max"] = (work.values["checkpoint.save_max"], "checkpoint.save_max")
+        steps_key = "checkpoint.enable_save"
+        text = f"{steps_key} False: a checkpoint is still saved at the end of the run"
+        work.notes.append(Note(text, "ignored"))
+    saver = {
+        "type": ("CheckpointMonitor", steps_key),
+        "save_checkpoint_steps": (steps, steps_key),
+        "keep_checkpoint_max": (work.values["checkpoint.save_max"], "checkpoint.save_max"),
+    }
     if work.values["checkpoint.async_save"]:
-        settings["async_save"] = (True, "checkpoint.async_save")
-    for name, (value, source) in settings.items():
-        saver.explicit[name] = Entry(tree(value), work.place(source))
-    entries.append(Entry(saver, work.place(key)))
-    work.set_key("callbacks", Items(entries), "callbacks")
+        saver["async_save"] = (True, "checkpoint.async_save")
+    settings = {name: Entry(tree(value), work.place(source)) for name, (value, source) in saver.items()}
+    entries.append(Entry(Table(settings), work.place(steps_key)))
+    work.set_key(row.new, Items(entries), row.old)
 
 
-def _loading(work: TranslationState, key: str) -> None:
-    if work.values[key]:
-        work.set_key("load_checkpoint", work.values[key], key)
-        if not work.values["checkpoint.no_load_optim"]:
-            work.set_key("resume_training", True, "checkpoint.no_load_optim")
+def _degree(work: Translation, row: Row) -> None:
+    degree = work.values[row.old]
+    if degree is None:
+        return
+    work.set_key(row.new, degree, row.old)
+    if degree > 1:
+        for name, value in (("use_parallel", True), ("parallel.parallel_mode", 1)):
+            if find_entry(work.root, name) is None:
+                work.set_key(name, value, row.old)
 
 
-def _degree(new: str) -> Transform:
-    def transform(work: TranslationState, key: str) -> None:
-        """Sets the new key; a degree above 1 also turns on parallelism."""
-        degree = work.values[key]
-        if degree is None:
-            return
-        work.set_key(new, degree, key)
-        if degree > 1:
-            for name, value in (("use_parallel", True), ("parallel.parallel_mode", 1)):
-                if find_entry(work.translation.root, name) is None:
-                    work.set_key(name, value, key)
-
-    return transform
-
-
-def _sharding(work: TranslationState, key: str) -> None:
+def _sharding(work: Translation, row: Row) -> None:
+    key = row.old
     ranks = work.values[key]
     if ranks < -1:
         work.problem(key, "must be at least -1", "write -1 for all data-parallel ranks")
@@ -126,10 +88,11 @@ def _sharding(work: TranslationState, key: str) -> None:
         work.set_key("parallel.enable_parallel_optimizer", True, key)
     if ranks > 1:
         text = f"{key} {ranks}: all data-parallel ranks shard the optimizer state, but not weights and gradients"
-        work.translation.notes.append(Note(text, "parallel"))
+        work.notes.append(Note(text, "parallel"))
 
 
-def _optimizer(work: TranslationState, key: str) -> None:
+def _optimizer(work: Translation, row: Row) -> None:
+    key = row.old
     table = work.table(key)
     settings = work.values[key]
     work.set_default(table, "type", "AdamW", f"{key}.type")
@@ -141,8 +104,9 @@ def _optimizer(work: TranslationState, key: str) -> None:
     work.set_key(key, table, key)
 
 
-def _schedule(work: TranslationState, key: str) -> None:
+def _schedule(work: Translation, row: Row) -> None:
     """Sets the schedule without its total_steps: its length is always that of the run."""
+    key = row.old
     table = work.table(key)
     if work.values[key].get("type") is None:
         fix = "add type: to it, for example CosineWithWarmUpLR"
@@ -153,7 +117,8 @@ def _schedule(work: TranslationState, key: str) -> None:
     work.set_key("lr_schedule", table, key)
 
 
-def _dataset(work: TranslationState, key: str) -> None:
+def _dataset(work: Translation, row: Row) -> None:
+    key = row.old
     table = work.table(key)
     if not table.explicit:
         place = work.place("train_dataset")
@@ -169,12 +134,14 @@ def _dataset(work: TranslationState, key: str) -> None:
     work.set_key("train_dataset.data_loader", table, key)
 
 
-def _model(work: TranslationState, key: str) -> None:
+def _model(work: Translation, row: Row) -> None:
+    key = row.old
     for name, entry in work.table(key).explicit.items():
         work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
 
 
-def _targets(work: TranslationState, key: str) -> None:
+def _targets(work: Translation, row: Row) -> None:
+    key = row.old
     target_modules = work.values[key]
     work.set_key(f"{_MODEL}.pet_config.target_modules", target_modules, key)
     adapted = _ADAPTED
@@ -193,10 +160,11 @@ def _targets(work: TranslationState, key: str) -> None:
     if names:
         work.set_key(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
         text = f"{key} {target_modules}: {', '.join(names)} of every layer, each with an adapter of its own"
-        work.translation.notes.append(text)
+        work.notes.append(text)
 
 
-def _recompute_mode(work: TranslationState, key: str) -> None:
+def _recompute_mode(work: Translation, row: Row) -> None:
+    key = row.old
     mode = work.values[key]
     layers = {"full": "recompute.full_recompute_layer", "select": "recompute.select_module"}
     if mode not in (None, "None", *layers):
@@ -206,14 +174,10 @@ def _recompute_mode(work: TranslationState, key: str) -> None:
         work.problem(layers[mode], f"{key} {mode} needs it", "write layers, as [0-3]", place=place, has_value=False)
 
 
-def _recompute_layers(work: TranslationState, key: str) -> None:
-    if work.values["recompute.mode"] == "full" and work.values[key]:
-        work.set_key("recompute_config.recompute", [str(layer) for layer in work.values[key]], key)
-
-
-def _recompute_modules(work: TranslationState, key: str) -> None:
+def _recompute_modules(work: Translation, row: Row) -> None:
+    key = row.old
     modules = work.values[key]
-    if work.values["recompute.mode"] != "select" or not modules:
+    if not modules:
         return
     if not all(isinstance(layers, list) for layers in modules.values()):
         work.problem(key, "must have a list of layers for each module", "write layers, as [0-3]")
@@ -222,8 +186,9 @@ def _recompute_modules(work: TranslationState, key: str) -> None:
     work.set_key("recompute_config.select_recompute", texts, key)
 
 
-def _context(work: TranslationState, key: str) -> None:
+def _context(work: Translation, row: Row) -> None:
     """Sets the keys of context, except mode 1, which has no counterpart."""
+    key = row.old
     table = work.table(key)
     written = dict(table.explicit)
     work.set_default(table, "device_target", "Ascend", f"{key}.device_target")
@@ -235,68 +200,90 @@ def _context(work: TranslationState, key: str) -> None:
             work.set_key(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)
 
 
-RULES = (
-    KeyRule("training.seed", "int", "seed", 42),
-    KeyRule("training.steps", "int", "runner_config.max_steps", 1000),
-    KeyRule("training.local_batch_size", "int", "runner_config.batch_size", 1),
-    KeyRule("training.global_batch_size", "int", "runner_config.global_batch_size", 1),
-    KeyRule("training.max_norm", "float", _clipping, 1.0),
-    KeyRule("training.deterministic", "bool", "context.deterministic", False, "training.deterministic", "ON"),
-    KeyRule("checkpoint.enable_save", "bool", "", True),
-    KeyRule("checkpoint.save_path", "str", _save_path, ""),
-    KeyRule("checkpoint.save_max", "int", "", 5),
-    KeyRule("checkpoint.async_save", "bool", "", False),
-    KeyRule("checkpoint.save_interleaved_steps", "int", _saving, 1000),
-    KeyRule("checkpoint.no_load_optim", "bool", "", False),
-    KeyRule("checkpoint.load_path", "str", _loading, ""),
-    KeyRule("parallelism.tensor_parallel", "int", _degree("parallel_config.model_parallel")),
-    KeyRule("parallelism.context_parallel", "int", _degree("parallel_config.context_parallel")),
-    KeyRule("parallelism.pipeline_parallel", "int", _degree("parallel_config.pipeline_stage")),
-    KeyRule("parallelism.expert_parallel", "int", _degree("parallel_config.expert_parallel")),
-    KeyRule("parallelism.pipeline_parallel_interleave_num", "int", f"{_MODEL}.pp_interleave_num"),
-    KeyRule("parallelism.data_parallel_shard", "int", _sharding, -1),
-    KeyRule("optimizer", "dict", _optimizer, {}),
-    KeyRule("lr_scheduler", "dict", _schedule, {}),
-    KeyRule("train_dataset.dataloader", "dict", _dataset, {}),
-    KeyRule("train_dataset.drop_remainder", "bool", "train_dataset.drop_remainder", True),
-    KeyRule("model", "dict", _model, {}),
-    KeyRule("lora_config.target_modules", "str", _targets, "", "lora_config"),
-    KeyRule("lora_config.lora_rank", "int", f"{_MODEL}.pet_config.lora_rank", 8, "lora_config"),
-    KeyRule("lora_config.lora_alpha", "float", f"{_MODEL}.pet_config.lora_alpha", 16.0, "lora_config"),
-    KeyRule("lora_config.lora_dropout", "float", f"{_MODEL}.pet_config.lora_dropout", 0.0, "lora_config"),
-    KeyRule("recompute.mode", "str", _recompute_mode),
-    KeyRule("recompute.full_recompute_layer", "list", _recompute_layers),
-    KeyRule("recompute.select_module", "dict", _recompute_modules),
-    KeyRule("context", "dict", _context, {}),
-    KeyRule("callbacks", "list", "", []),  # _saving sets it
-    KeyRule("monitor.train_state.local_norm", "bool|str|list", "runner_wrapper.local_norm", "",
-            "monitor.train_state.local_norm", True),
-    KeyRule(_EVENTS, "str", "tensorboard.tensorboard_dir", "", _EVENTS),
+def _clipping_norm(norm: float) -> Any:
+    """Returns the largest norm; ``...`` if it means that gradients are not clipped."""
+    if norm > 0:
+        return norm
+    return ...
+
+
+def _texts(layers: list[Any]) -> list[str]:
+    return [str(layer) for layer in layers]
+
+
+_OPPOSITE = Transform(lambda value: not value, lambda value: not value)
+_ON = Transform(lambda value: "ON", lambda value: value == "ON")
+
+ROWS = (
+    Row("training.seed", "seed", "int", 42),
+    Row("training.steps", "runner_config.max_steps", "int", 1000),
+    Row("training.local_batch_size", "runner_config.batch_size", "int", 1),
+    Row("training.global_batch_size", "runner_config.global_batch_size", "int", 1),
+    Row("training.max_norm", "runner_wrapper.use_clip_grad", "float", 1.0, transform=Transform(lambda norm: norm > 0)),
+    Row("training.max_norm", "runner_wrapper.max_grad_norm", "float", 1.0, transform=Transform(_clipping_norm, float)),
+    Row("training.deterministic", "context.deterministic", "bool", False, "training.deterministic", _ON),
+    Row("checkpoint.enable_save", "", "bool", True),  # _saving reads it, as the next three
+    Row("checkpoint.save_max", "", "int", 5),
+    Row("checkpoint.async_save", "", "bool", False),
+    Row("checkpoint.save_interleaved_steps", "", "int", 1000),
+    Row("checkpoint.save_path", "output_dir", "str", "", "checkpoint.save_path",
+        note="used as output_dir; the checkpoints are in {}/checkpoints"),
+    Row("checkpoint.load_path", "load_checkpoint", "str", "", "checkpoint.load_path"),
+    Row("checkpoint.no_load_optim", "resume_training", "bool", False, "checkpoint.load_path", _OPPOSITE),
+    Row("parallelism.tensor_parallel", "parallel_config.model_parallel", "int", apply=_degree),
+    Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=_degree),
+    Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=_degree),
+    Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=_degree),
+    Row("parallelism.pipeline_parallel_interleave_num", f"{_MODEL}.pp_interleave_num", "int"),
+    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=_sharding),
+    Row("optimizer", "optimizer", "dict", {}, apply=_optimizer),
+    Row("lr_scheduler", "lr_schedule", "dict", {}, apply=_schedule),
+    Row("train_dataset.dataloader", "train_dataset.data_loader", "dict", {}, apply=_dataset),
+    Row("train_dataset.drop_remainder", "train_dataset.drop_remainder", "bool", True),
+    Row("model", _MODEL, "dict", {}, apply=_model),
+    Row("lora_config", f"{_MODEL}.pet_config"),
+    Row("lora_config.target_modules", f"{_MODEL}.pet_config.target_modules", "str", "", "lora_config", apply=_targets),
+    Row("lora_config.lora_rank", f"{_MODEL}.pet_config.lora_rank", "int", 8, "lora_config"),
+    Row("lora_config.lora_alpha", f"{_MODEL}.pet_config.lora_alpha", "float", 16.0, "lora_config"),
+    Row("lora_config.lora_dropout", f"{_MODEL}.pet_config.lora_dropout", "float", 0.0, "lora_config"),
+    Row("recompute.mode", "", "str", apply=_recompute_mode),
+    Row("recompute.full_recompute_layer", "recompute_config.recompute", "list", None, "recompute.mode=full",
+        Transform(_texts, list)),
+    Row("recompute.select_module", "recompute_config.select_recompute", "dict", None, "recompute.mode=select",
+        apply=_recompute_modules),
+    Row("context", "context", "dict", {}, apply=_context),
+    Row("callbacks", "callbacks", "list", [], apply=_saving),
+    Row("monitor.train_state.local_norm", "runner_wrapper.local_norm", "bool|str|list", "",
+        "monitor.train_state.local_norm", Transform(bool)),
+    Row(_EVENTS, "tensorboard.tensorboard_dir", "str", "", _EVENTS),
     # All tags of this trainer are written.
-    KeyRule(_EVENTS, "str", "tensorboard.log_loss_scale_to_tensorboard", "", _EVENTS, True),
-    KeyRule(_EVENTS, "str", "tensorboard.log_timers_to_tensorboard", "", _EVENTS, True),
-    KeyRule("monitor.tensorboard.log_interval", "int", "tensorboard.log_interval", 1, _EVENTS),
-    KeyRule("monitor.tensorboard.queue_size", "int", "tensorboard.tensorboard_queue_size", 1000, _EVENTS),
-    KeyRule(_PROFILES, "bool", "profile", False, _PROFILES),
-    KeyRule("profiler.start_step", "int", "profile_start_step", 1, _PROFILES),
-    KeyRule("profiler.end_step", "int", "profile_stop_step", 1, _PROFILES),
-    KeyRule("profiler.output_path", "str", "profile_output", None, _PROFILES),
-    KeyRule("profiler.profiler_rank", "list", "profile_rank_ids", None, _PROFILES),
-    KeyRule("profiler.profiler_level", "int", "profiler_level", 0, _PROFILES),
-    KeyRule("profiler.mstx", "bool", "mstx", False, _PROFILES),
-    KeyRule("profiler.profile_memory", "bool", "profile_memory", False, _PROFILES),
-    KeyRule("profiler.with_stack", "bool", "with_stack", True, _PROFILES),
+    Row(_EVENTS, "tensorboard.log_loss_scale_to_tensorboard", "str", "", _EVENTS, Transform(bool)),
+    Row(_EVENTS, "tensorboard.log_timers_to_tensorboard", "str", "", _EVENTS, Transform(bool)),
+    Row("monitor.tensorboard.log_interval", "tensorboard.log_interval", "int", 1, _EVENTS),
+    Row("monitor.tensorboard.queue_size", "tensorboard.tensorboard_queue_size", "int", 1000, _EVENTS),
+    Row(_PROFILES, "profile", "bool", False, _PROFILES),
+    Row("profiler.start_step", "profile_start_step", "int", 1, _PROFILES),
+    Row("profiler.end_step", "profile_stop_step", "int", 1, _PROFILES),
+    Row("profiler.output_path", "profile_output", "str", None, _PROFILES),
+    Row("profiler.profiler_rank", "profile_rank_ids", "list", None, _PROFILES),
+    Row("profiler.profiler_level", "profiler_level", "int", 0, _PROFILES),
+    Row("profiler.mstx", "mstx", "bool", False, _PROFILES),
+    Row("profiler.profile_memory", "profile_memory", "bool", False, _PROFILES),
+    Row("profiler.with_stack", "with_stack", "bool", True, _PROFILES),
 )  # fmt: skip
+# The settings of experts are flat keys there.
+SOURCE_PLACES = {**reverse(ROWS), f"{_MODEL}.moe_config": "model"}
+"""Places here -> there."""
 
 
 @cache
-def keys_without_effect() -> dict[str, tuple[str, Any, bool]]:
-    """Returns, for each source key without effect, the reason, the default, and whether other values are refused."""
+def rows_without_effect() -> tuple[Row, ...]:
+    """Returns the rows of keys that change nothing here, or whose other values are refused."""
     with (Path(__file__).parent / "unused.yaml").open(encoding="utf-8") as file:
         table = yaml.safe_load(file)
-    return {
-        key: (reason, default, kind == "refused")
+    return tuple(
+        Row(key, default=default, reason=reason, is_refused=kind == "refused")
         for kind, reasons in table.items()
         for reason, keys in reasons.items()
         for key, default in keys.items()
-    }
+    )

@@ -9,9 +9,10 @@ from trainer.config.checks.problem import ConfigError, nearest, problem_at
 from trainer.config.checks.unsupported import UnsupportedKey, ignored_texts, is_neutral
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
-from trainer.config.pynative.table import RULES, KeyRule, keys_without_effect
-from trainer.config.pynative.work import Translation, TranslationState
+from trainer.config.pynative.table import ROWS, rows_without_effect
+from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Table, is_null, plain
+from trainer.config.read.rows import Row
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
 
@@ -33,65 +34,79 @@ def is_pynative_key(key: str) -> bool:
 @cache
 def _keys() -> tuple[frozenset[str], frozenset[str]]:
     """Returns the keys of the newer schema, and its sections."""
-    keys = [*(rule.key for rule in RULES), *keys_without_effect()]
-    sections = [key[:at] for key in keys for at, letter in enumerate(key) if letter == "."]
-    return frozenset(keys), frozenset(sections)
+    keys = frozenset(row.old for row in (*ROWS, *rows_without_effect()))
+    sections = frozenset(key[:at] for key in keys for at, letter in enumerate(key) if letter == ".")
+    return keys - sections, sections
 
 
 def translate(name: str, root: Table) -> Translation:
     """Translates a file, which messages call `name`; the result has its problems."""
-    work = TranslationState(name, Translation())
+    work = Translation(name)
     _read(work, root, "")
-    for rule in RULES:
-        work.values[rule.key] = _checked(work, rule)
-    for rule in RULES:
-        value = work.values[rule.key]
-        if rule.when and not work.values.get(rule.when, rule.when in work.entries):
-            continue
-        if callable(rule.new):
-            rule.new(work, rule.key)
-        elif rule.new and value is not None:
-            work.set_key(rule.new, value if rule.value is None else rule.value, rule.key)
+    for row in ROWS:
+        if row.kind:
+            work.values[row.old] = _checked(work, row)
+    for row in ROWS:
+        if row.kind:
+            _apply(work, row)
     _note_unused(work)
     says = f"{name}: a file of MindSpore Transformers' newer schema: taken as its translation (`convert` writes it)"
-    work.translation.notes.insert(0, Note(says, "parallel"))
-    return work.translation
+    work.notes.insert(0, Note(says, "parallel"))
+    return work
 
 
-def _checked(work: TranslationState, rule: KeyRule) -> Any:
+def _apply(work: Translation, row: Row) -> None:
+    """Sets the target key of a row, if it applies."""
+    condition, _, expected = row.when.partition("=")
+    present = work.values.get(condition, condition in work.entries)
+    if row.when and (not present or expected not in ("", present)):
+        return
+    value = work.values[row.old]
+    if row.apply is not None:
+        row.apply(work, row)
+    elif row.new and value is not None:
+        if row.transform is not None:
+            value = row.transform.forward(value)
+        if value is not ...:
+            work.set_key(row.new, value, row.old)
+        if row.note:
+            work.notes.append(Note(f"{row.old}: {row.note.format(value)}", "parallel"))
+
+
+def _checked(work: Translation, row: Row) -> Any:
     """Returns the value of a source key, or its default if the file lacks it or has a value of another type."""
-    if rule.key not in work.entries:
-        return rule.default
-    value = plain(work.entries[rule.key].node)
-    kinds = [_KINDS[name] for name in rule.kind.split("|")]
+    if row.old not in work.entries:
+        return row.default
+    value = plain(work.entries[row.old].node)
+    kinds = [_KINDS[name] for name in row.kind.split("|")]
     is_known = any(isinstance(value, types) for types, _ in kinds)
-    if isinstance(value, bool) and "bool" not in rule.kind:
+    if isinstance(value, bool) and "bool" not in row.kind:
         is_known = False
-    if is_known or (value is None and rule.default is None):
+    if is_known or (value is None and row.default is None):
         return value
     texts = " or ".join(text for _, text in kinds)
-    work.problem(rule.key, f"must be {texts}", f"write {texts}")
-    del work.entries[rule.key]
-    return rule.default
+    work.problem(row.old, f"must be {texts}", f"write {texts}")
+    del work.entries[row.old]
+    return row.default
 
 
-def _note_unused(work: TranslationState) -> None:
+def _note_unused(work: Translation) -> None:
     """Adds notes about keys without effect, and problems for those that would change the results."""
     ignored = []
-    for key, (reason, default, is_refused) in keys_without_effect().items():
-        if key not in work.entries:
+    for row in rows_without_effect():
+        if row.old not in work.entries:
             continue
-        value = plain(work.entries[key].node)
-        if is_neutral(value, default):
+        value = plain(work.entries[row.old].node)
+        if is_neutral(value, row.default):
             continue
-        if is_refused:
-            work.problem(key, "cannot be translated", reason)
+        if row.is_refused:
+            work.problem(row.old, "cannot be translated", row.reason)
         else:
-            ignored.append((UnsupportedKey(key, value, "ignored", reason), work.place(key).text, key))
-    work.translation.notes += [Note(text, "ignored") for text in ignored_texts(ignored)]
+            ignored.append((UnsupportedKey(row.old, value, "ignored", row.reason), work.place(row.old).text, row.old))
+    work.notes += [Note(text, "ignored") for text in ignored_texts(ignored)]
 
 
-def _read(work: TranslationState, table: Table, path: str) -> None:
+def _read(work: Translation, table: Table, path: str) -> None:
     """Collects the known keys in a section of the file; unknown ones become problems."""
     keys, sections = _keys()
     for name, entry in table.entries().items():
@@ -101,17 +116,17 @@ def _read(work: TranslationState, table: Table, path: str) -> None:
             _read(work, entry.node, f"{key}.")
         elif key in sections and not is_null(entry.node):
             fix = f"write {name}: and its keys indented below"
-            work.translation.problems.append(problem_at(entry.place, key, "must be a section", fix, plain(entry.node)))
+            work.problems.append(problem_at(entry.place, key, "must be a section", fix, plain(entry.node)))
         elif key in keys:
             work.entries[key] = entry
         elif key not in sections:
-            work.translation.problems.append(_unknown(path, name, entry.place))
+            work.problems.append(_unknown(path, name, entry.place))
 
 
 def _unknown(path: str, name: str, place: SourceLocation) -> ConfigError:
     keys = sorted(_keys()[0])
     known = dict.fromkeys(key[len(path) :].split(".")[0] for key in keys if key.startswith(path))
-    acting = dict.fromkeys(rule.key[len(path) :].split(".")[0] for rule in RULES if rule.key.startswith(path))
+    acting = dict.fromkeys(row.old[len(path) :].split(".")[0] for row in ROWS if row.old.startswith(path))
     homes = [key for key in keys if key.endswith(f".{name}")]
     guess = nearest(name, list(known))
     fix = "remove it"

@@ -10,37 +10,19 @@ from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, tree
 from trainer.config.read.relocate import parent
 
-_MODEL = "model.model_config"
-SOURCE_PLACES = {
-    f"{_MODEL}.moe_config": "model",
-    f"{_MODEL}.pet_config": "lora_config",
-    _MODEL: "model",
-    "lr_schedule": "lr_scheduler",
-    "train_dataset.data_loader": "train_dataset.dataloader",
-    "train_dataset.input_columns": "train_dataset.dataloader.column_names",
-}
-"""Target sections -> source sections with their keys."""
-
 
 @dataclass
 class Translation:
-    """The target tree, with problems and notes."""
+    """A file that is being translated: its entries and values, and the target tree with problems and notes."""
 
+    name: str
     root: Table = field(default_factory=Table)
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class TranslationState:
-    """A file that is being translated."""
-
-    name: str
-    translation: Translation
     entries: dict[str, Entry] = field(default_factory=dict)
     """The entries of the file, by source key."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The values of all source keys with a rule, including defaults."""
+    """The values of all source keys with a row, including defaults."""
 
     def place(self, key: str) -> SourceLocation:
         """Returns the location of a source key; for a default, the file."""
@@ -68,12 +50,12 @@ class TranslationState:
         value = NO_VALUE
         if has_value and key in self.entries:
             value = plain(self.entries[key].node)
-        self.translation.problems.append(problem_at(place or self.place(key), key, rule, fix, value))
+        self.problems.append(problem_at(place or self.place(key), key, rule, fix, value))
 
     def set_key(self, key: str, value: Any, source: str, *, place: SourceLocation | None = None) -> None:
         """Sets a target key to a node or a plain value, with the location of the source key `source`."""
         place = place or self.place(source)
-        table = parent(self.translation.root, key, place)
+        table = parent(self.root, key, place)
         if isinstance(value, Scalar | Items | Table):
             node = value
         else:

@@ -32,19 +32,6 @@ def apply_derived_defaults(resolved: Resolved) -> None:
     _from_records(resolved)
 
 
-def _section(resolved: Resolved, key: str) -> dict[str, Any]:
-    """Returns a section of the file; an empty one if it is absent or not a section."""
-    data: Any = resolved.data
-    for part in key.split("."):
-        if isinstance(data, dict):
-            data = data.get(part)
-        else:
-            data = None
-    if isinstance(data, dict):
-        return data
-    return {}
-
-
 def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> None:
     """Sets a key that the file leaves out; its location is that of the key `because`, which implies it."""
     data = resolved.data
@@ -61,18 +48,18 @@ def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> None
 
 def _from_records(resolved: Resolved) -> None:
     """Switches on the norms of parameters if monitor_config records them."""
-    records = _section(resolved, "monitor_config")
+    records = resolved.section("monitor_config")
     if records.get("monitor_on") is True and records.get("local_norm_format"):
         _set_default(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
 
 
 def _from_family(resolved: Resolved) -> None:
     """Sets the keys that the name of a family implies: Qwen2 has biases on query, key and value, for example."""
-    architecture = _section(resolved, "model.arch").get("type")
+    architecture = resolved.section("model.arch").get("type")
     because = "model.arch.type"
     if architecture is None:
-        architecture, key = named_family(_section(resolved, _MODEL))
-        if not architecture and _section(resolved, _MODEL).get("multi_latent_attention") is True:
+        architecture, key = named_family(resolved.section(_MODEL))
+        if not architecture and resolved.section(_MODEL).get("multi_latent_attention") is True:
             key = "multi_latent_attention"  # only one class has it
             architecture = next(name for name, family in FAMILIES.items() if key in family.model)
         if architecture:
@@ -87,9 +74,9 @@ def _from_family(resolved: Resolved) -> None:
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
     for name, field in ModelConfig.model_fields.items():
         rule = beside_of(field)
-        if rule is not None and rule.value != field.default and _section(resolved, _MODEL).get(rule.other) is True:
+        if rule is not None and rule.value != field.default and resolved.section(_MODEL).get(rule.other) is True:
             _set_default(resolved, f"{_MODEL}.{name}", rule.value, f"{_MODEL}.{rule.other}")
-    if _section(resolved, _MODEL).get("multi_latent_attention") is True:
+    if resolved.section(_MODEL).get("multi_latent_attention") is True:
         _from_class(resolved, architecture)
     if family is not None:
         _family_experts(resolved, family, because)
@@ -99,13 +86,13 @@ def _from_family(resolved: Resolved) -> None:
     if family:
         has_output_bias = family.has_output_bias
     is_attention_bias = resolved.name_in_file(key) == "attention_bias"
-    if is_attention_bias and has_output_bias and _section(resolved, _MODEL).get("qkv_has_bias") is True:
+    if is_attention_bias and has_output_bias and resolved.section(_MODEL).get("qkv_has_bias") is True:
         _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
 
 
 def _family_experts(resolved: Resolved, family: Family, because: str) -> None:
     """Sets the keys of moe_config that a family implies, if the file has the section."""
-    experts = _section(resolved, _EXPERTS)
+    experts = resolved.section(_EXPERTS)
     if not experts:
         return
     for name, value in family.experts.items():
@@ -119,7 +106,7 @@ def _family_experts(resolved: Resolved, family: Family, because: str) -> None:
 
 def _canonical_architecture(resolved: Resolved, architecture: Any) -> Any:
     """Replaces another name of a class by its name in `FAMILIES`; older files of TeleChat3 call it TeleChat."""
-    settings = _section(resolved, _MODEL)
+    settings = resolved.section(_MODEL)
     canonical = known_class(architecture) or architecture
     if canonical == "TelechatForCausalLM" and str(settings.get("net_name", "")).startswith("telechat3"):
         canonical = "TeleChat3ForCausalLM"
@@ -133,7 +120,7 @@ def _canonical_architecture(resolved: Resolved, architecture: Any) -> Any:
 
 def _from_class(resolved: Resolved, architecture: Any) -> None:
     """Sets sizes that the file leaves out to those of its class, as MindSpore Transformers does, where they fit."""
-    settings = _section(resolved, _MODEL)
+    settings = resolved.section(_MODEL)
     family = None
     if isinstance(architecture, str):
         family = FAMILIES.get(architecture)
@@ -170,9 +157,9 @@ def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
 
 def _from_aliases(resolved: Resolved) -> None:
     """Sets keys that another key of the file implies: another name, place or form of the same setting."""
-    if _section(resolved, _EXPERTS).get("scoring_func") == "sigmoid":
+    if resolved.section(_EXPERTS).get("scoring_func") == "sigmoid":
         _set_default(resolved, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
-    settings = _section(resolved, _MODEL)
+    settings = resolved.section(_MODEL)
     heads = f"{_MODEL}.n_kv_heads"
     is_group_number = resolved.name_in_file(heads) == "multi_query_group_num"
     if settings.get("multi_query_attention") is False and is_group_number:
@@ -184,10 +171,10 @@ def _from_aliases(resolved: Resolved) -> None:
         settings.pop("qkv_has_bias", None)
         _set_default(resolved, f"{_MODEL}.qkv_has_bias", True, because)
     untie_key = f"{_MODEL}.untie_embeddings_and_output_weights"
-    untied = _section(resolved, _MODEL).get("untie_embeddings_and_output_weights")
+    untied = resolved.section(_MODEL).get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
         _set_default(resolved, f"{_MODEL}.tie_word_embeddings", not untied, untie_key)
-    types, factors = (_section(resolved, _EXPERTS).get(f"aux_loss_{name}") for name in ("types", "factors"))
+    types, factors = (resolved.section(_EXPERTS).get(f"aux_loss_{name}") for name in ("types", "factors"))
     if types == ["expert"] and isinstance(factors, list) and len(factors) == 1:
         _set_default(resolved, f"{_EXPERTS}.aux_loss_factor", factors[0], f"{_EXPERTS}.aux_loss_factors")
     if resolved.data.get("run_mode") == "predict_with_train_model":  # prediction always uses the trained model
@@ -203,7 +190,7 @@ def _from_flat_yarn(resolved: Resolved) -> None:
     Unset mscale and mscale_all_dim are 1 and 0 in its formula, and 0.707 both with multi_latent_attention. Keys of
     a yarn that is already in rope_scaling, as in a model folder, stay.
     """
-    settings = _section(resolved, _MODEL)
+    settings = resolved.section(_MODEL)
     because = f"{_MODEL}.position_embedding_type"
     key = next((key for key in ("rotary_scaling_factor", "scaling_factor") if key in settings), "")
     factor = settings.get(key)
@@ -236,7 +223,7 @@ def _from_flat_yarn(resolved: Resolved) -> None:
 def _from_grouped_schedule(resolved: Resolved) -> None:
     """Replaces a ``grouped_lr_schedule`` whose groups all have the default schedule by lr_schedule."""
     key = "grouped_lr_schedule"
-    grouped = _section(resolved, key)
+    grouped = resolved.section(key)
     default = grouped.get("default")
     others = grouped.get("grouped") or []
     if not isinstance(default, dict) or not isinstance(others, list) or resolved.data.get("lr_schedule"):
@@ -255,8 +242,8 @@ def _from_grouped_schedule(resolved: Resolved) -> None:
 
 def _from_sparse_layers(resolved: Resolved) -> None:
     """Sets moe_layer_freq from Qwen3-MoE's ``decoder_sparse_step`` and ``mlp_only_layers``."""
-    experts = _section(resolved, _EXPERTS)
-    layers = _section(resolved, _MODEL).get("num_layers")
+    experts = resolved.section(_EXPERTS)
+    layers = resolved.section(_MODEL).get("num_layers")
     step = experts.get("decoder_sparse_step", 1)
     dense = experts.get("mlp_only_layers")
     if not isinstance(step, int) or step < 1 or not isinstance(layers, int) or not isinstance(dense, list | None):
@@ -272,8 +259,8 @@ def _from_sparse_layers(resolved: Resolved) -> None:
 
 def _from_optimizer(resolved: Resolved) -> None:
     """Sets Muon's defaults, and the schedule's peak to optimizer.learning_rate; without a schedule it is constant."""
-    optimizer = _section(resolved, "optimizer")
-    schedule = _section(resolved, "lr_schedule")
+    optimizer = resolved.section("optimizer")
+    schedule = resolved.section("lr_schedule")
     if optimizer.get("type") == "Muon":
         for name, value in deepcopy(_MUON).items():
             _set_default(resolved, f"optimizer.{name}", value, "optimizer.type")

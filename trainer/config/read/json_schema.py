@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from trainer.config.read.relocate import is_flat_moe_key
+from trainer.config.read.relocate import canonical_key
 from trainer.config.schema.fields import Section, shape_of, yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
@@ -83,7 +83,7 @@ def _add_places(schema: dict[str, Any]) -> None:
     model = definitions[ModelConfig.__name__]["properties"]
     moe = definitions[MoEConfig.__name__]["properties"]
     for key in list(moe):
-        if is_flat_moe_key(key):
+        if canonical_key(f"model_config.{key}").endswith(f"moe_config.{key}"):
             model[key] = _alias_schema(moe[key], f"moe_config.{key}")
     top["callback"] = _alias_schema(top["callbacks"], "callbacks")
     top["model_config"] = _alias_schema(definitions["ModelSection"]["properties"]["model_config"], "model.model_config")

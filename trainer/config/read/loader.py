@@ -54,7 +54,7 @@ def parse_config(
     translation = None
     source_places: Mapping[str, str] = {}
     if is_newer_schema(root):
-        from trainer.config.pynative.work import SOURCE_PLACES
+        from trainer.config.pynative.table import SOURCE_PLACES
 
         translation, overrides = _translate(name, root, overrides)
         root = translation.root

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainer.config.checks.problem import ConfigError, one_of, problem_at
 from trainer.config.families import FAMILIES, known_class, known_families, named_family
-from trainer.config.location import SourceLocation
+from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import NOT_BUILT, differences, is_known_effect
 from trainer.config.read.defaults import apply_derived_defaults
@@ -34,6 +34,8 @@ _SIZES = (
       " moe_shared_expert_intermediate_size decoder_sparse_step mlp_only_layers".split()),
 )  # fmt: skip
 """Keys on which the sizes of weights depend: if the YAML contradicts the folder, its weights do not fit."""
+_NAMES = ("architectures", "model_type")
+"""Keys that name the family of a model."""
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _TOP_K = 50
 """The top_k of transformers where generation_config.json leaves it out."""
@@ -65,10 +67,11 @@ def add_model_folder(resolved: Resolved) -> None:
     name = resolved.data.get(KEY)
     place = resolved.positions.get(KEY)
     if not isinstance(name, str) or not name or place is None:
+        places = {key: resolved.positions.get(f"{_MODEL}.{key}", NO_LOCATION) for key in _NAMES}
         try:
-            _family(resolved, resolved, _value(resolved.data, _MODEL) or {})
+            _family(resolved, resolved.section(_MODEL), places)
         except UserError as error:  # reported together with the other problems
-            resolved.problems.append(ConfigError(_family_location(resolved), error))
+            resolved.problems.append(ConfigError(max(places.values()), error))
         return
     if rule := path_error(name):
         resolved.problems.append(problem_at(place, KEY, rule, _FIX, name))
@@ -85,21 +88,12 @@ def add_model_folder(resolved: Resolved) -> None:
     _report_contradictions(resolved, facts)
     if (folder / "generation_config.json").exists():
         _add(facts, _generation(_read_json(folder / "generation_config.json", place, name)))
-    if _value(resolved.data, f"{_EXPERTS}.aux_loss_factor") is not None:  # the same setting on another scale
-        (_value(facts.data, _EXPERTS) or {}).pop("router_aux_loss_coef", None)
+    if resolved.value(f"{_EXPERTS}.aux_loss_factor") is not None:  # the same setting on another scale
+        facts.section(_EXPERTS).pop("router_aux_loss_coef", None)
     _add(resolved, facts)
     resolved.problems += facts.problems
     resolved.notes += facts.notes
     _use_folder(resolved, name)
-
-
-def _value(data: Any, key: str) -> Any:
-    """Returns the value of a dotted key; None if there is none."""
-    for part in key.split("."):
-        if not isinstance(data, dict):
-            return None
-        data = data.get(part)
-    return data
 
 
 def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
@@ -133,20 +127,22 @@ def _read_json(file: Path, place: SourceLocation, name: str) -> Table:
     return Table()
 
 
-def _family(resolved: Resolved, described: Resolved, settings: Mapping[str, Any]) -> tuple[str, str]:
+def _family(
+    resolved: Resolved, settings: Mapping[str, Any], places: Mapping[str, SourceLocation]
+) -> tuple[str, str]:
     """Returns the class as which a model is built, and the known class that its settings name, or "".
 
     Args:
         resolved: The values of the YAML and the flags; their ``model.arch.type`` wins.
-        described: The values of the file that describes the model, with locations.
-        settings: The keys of that file which name its family.
+        settings: The keys of the file that describes the model.
+        places: The locations of the keys that name the family.
 
     Raises:
         UserError: The settings name an unknown class, and ``model.arch.type`` is not set.
     """
     classes = settings.get("architectures")
     model_type = settings.get("model_type")
-    written = _value(resolved.data, _ARCH)
+    written = resolved.value(_ARCH)
     by_class, by_type = (named_family({key: settings.get(key)})[0] for key in ("architectures", "model_type"))
     unknown = ""
     if classes and not by_class:
@@ -160,13 +156,13 @@ def _family(resolved: Resolved, described: Resolved, settings: Mapping[str, Any]
     if written is not None or (not unknown and not is_ambiguous):
         return known_class(written) or named, named
     if by_type:  # another class of a known family
-        key = f"{_MODEL}.architectures"
+        place = places["architectures"]
         rule = f"is not the known class of model_type {model_type}, which is {by_type}"
         candidates = by_type
         if by_class:
             candidates = f"{by_type} or {by_class}"
         fix = f"write {_ARCH}: {candidates}, whichever it is"
-        raise UserError(rule, where=described.positions[key].text, key=key, value=classes, fix=fix)
+        raise UserError(rule, where=place.text, key=place.key, value=classes, fix=fix)
     features = list(differences(settings))
     rule = "this family is not known here"
     fix = (
@@ -177,13 +173,8 @@ def _family(resolved: Resolved, described: Resolved, settings: Mapping[str, Any]
         rule += f": unlike in a Llama, {'; '.join(features)}"
     else:
         rule += ", and its keys do not say how it differs"
-    key = f"{_MODEL}.{unknown}"
-    raise UserError(rule, where=described.positions[key].text, key=key, value=settings[unknown], fix=fix)
-
-
-def _family_location(resolved: Resolved) -> SourceLocation:
-    keys = (f"{_MODEL}.{name}" for name in ("architectures", "model_type"))
-    return next(resolved.positions[key] for key in keys if key in resolved.positions)
+    place = places[unknown]
+    raise UserError(rule, where=place.text, key=place.key, value=settings[unknown], fix=fix)
 
 
 def _resolve_json(entries: dict[str, Entry]) -> Resolved:
@@ -207,8 +198,7 @@ def _model(table: Table, file: str, resolved: Resolved) -> Resolved:
             if key in entries:
                 entries[meaning] = entries.pop(key)
                 values[meaning] = values.pop(key)
-    names = {str(key): entries[key] for key in ("architectures", "model_type") if key in entries}
-    family, named = _family(resolved, _resolve_json(names), values)
+    family, named = _family(resolved, values, {key: entries[key].place for key in _NAMES if key in entries})
     if not family:
         rule = f"names no family: it has neither architectures nor model_type; known are {known_families()}"
         raise UserError(rule, where=file, key=KEY, fix=f"write {_ARCH} in the YAML")
@@ -319,7 +309,7 @@ def _unsupported_value(kind: str, key: str, entry: Entry) -> list[ConfigError]:
 
 def _derive_heads(facts: Resolved) -> None:
     """Sets the number of key-value heads and the head size as transformers derives them, if config.json lacks them."""
-    settings = _value(facts.data, _MODEL)
+    settings = facts.section(_MODEL)
     if "kv_lora_rank" in settings:  # multi-head latent attention has other sizes
         return
     width = settings.get("hidden_size")
@@ -369,8 +359,8 @@ def _report_contradictions(resolved: Resolved, facts: Resolved) -> None:
     """Adds a problem for each size that differs in the YAML, or a note if the weights of the folder are not read."""
     differing = []
     for key in _SIZES:
-        value = _value(resolved.data, key)
-        folder_value = _value(facts.data, key)
+        value = resolved.value(key)
+        folder_value = facts.value(key)
         if value is None or folder_value is None or value == folder_value:
             continue
         name = resolved.positions[key].key or key
@@ -390,7 +380,7 @@ def _use_folder(resolved: Resolved, name: str) -> None:
     place = resolved.positions[KEY]
     place = SourceLocation(place.order, f"{place.text} ({KEY})")
     data = resolved.data
-    resumes = bool(data.get("resume_training")) and _value(data, f"{_MODEL}.pet_config") is None
+    resumes = bool(data.get("resume_training")) and resolved.value(f"{_MODEL}.pet_config") is None
     if data.get("run_mode", "train") != "train":
         if resumes and data.get("load_checkpoint") == name:  # a resolved config.yaml names the initial weights
             data["load_checkpoint"] = ""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pydantic.fields import FieldInfo
-
 from trainer.config.checks.problem import ConfigError
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import (
@@ -21,7 +19,7 @@ from trainer.config.read.nodes import (
     plain,
     writable_node,
 )
-from trainer.config.read.relocate import canonical_key, fields_at
+from trainer.config.read.relocate import canonical_key, default_node, fields_at
 from trainer.config.read.yaml_reader import MAX_LEVELS, MAX_VALUES, TooLarge, check_size, parse_value
 from trainer.config.schema.fields import Section, Shape, aliases_of, fields_by_yaml_name, scalar_kinds, shape_of
 from trainer.config.schema.root import Config
@@ -188,7 +186,7 @@ def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceL
         if key in (main, *aliases_of(field)):
             names += [main, *aliases_of(field)]
             shape = shape_of(field)
-            absent = _default_list(field)
+            absent = default_node(field)
     entries = node.entries()
     present = [name for name in dict.fromkeys(names) if name in entries]
     for name in present[1:]:
@@ -202,16 +200,6 @@ def _key(node: Table, key: str, kinds: tuple[type[Section], ...], place: SourceL
         else:
             node.explicit[name] = Entry(absent, place._replace(key=""))
     return name, node.explicit[name], shape
-
-
-def _default_list(field: FieldInfo) -> Items | Scalar:
-    """Returns a key's default list as a node, for an index into it, such as ``optimizer.betas.0``; else a null."""
-    if field.is_required():
-        return Scalar(None)
-    default = field.get_default(call_default_factory=True)
-    if isinstance(default, list) and default:
-        return Items([Entry(Scalar(value)) for value in default])
-    return Scalar(None)
 
 
 def _set(root: Table, key: str, entry: Entry, value: Entry) -> list[str]:

@@ -7,55 +7,64 @@ is checked; two places that disagree are an error.
 
 from __future__ import annotations
 
+from functools import cache
+
 from pydantic.fields import FieldInfo
 
 from trainer.config.location import SourceLocation
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, writable_node
+from trainer.config.read.rows import Row
 from trainer.config.schema.fields import Section, aliases_of, fields_by_yaml_name, shape_of, yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
-from trainer.config.schema.optimizer import OptimizerConfig
 from trainer.config.schema.root import Config
 from trainer.errors import UserError
 
 _MODEL = "model.model_config"
-_BETAS = {"beta1": "0", "beta2": "1"}
-_THRESHOLD = "parallel_optimizer_threshold"
+_EXPERTS = f"{_MODEL}.moe_config"
 
-_MOVED = {
-    "callback": "callbacks",
-    "model_config": _MODEL,
-    "moe_config": f"{_MODEL}.moe_config",
-    # use_skip_data_by_global_norm reads these keys in MindSpore Transformers.
-    "monitor_config.global_norm_spike_threshold": "runner_wrapper.global_norm_spike_threshold",
-    "monitor_config.global_norm_spike_count_threshold": "runner_wrapper.global_norm_spike_count_threshold",
-    "train_dataset_task.dataset_config": "train_dataset",
-    "eval_dataset_task.dataset_config": "eval_dataset",
-    f"parallel.{_THRESHOLD}": f"parallel.parallel_optimizer_config.{_THRESHOLD}",
-    # transformers 5 writes these keys in a config.json.
-    f"{_MODEL}.rope_parameters.rope_theta": f"{_MODEL}.rope_theta",
-    f"{_MODEL}.rope_parameters.partial_rotary_factor": f"{_MODEL}.rotary_pct",
-    f"{_MODEL}.rope_parameters": f"{_MODEL}.rope_scaling",
-}
-"""Other place of a key -> its place in the schema."""
+
+@cache
+def rows_by_place() -> dict[str, Row]:
+    """Returns the rows of older names and other places, by the old place, in which sections have their new places."""
+    threshold = "parallel_optimizer_threshold"
+    rows = [
+        Row("callback", "callbacks"),
+        Row("model_config", _MODEL),
+        Row("moe_config", _EXPERTS),
+        # use_skip_data_by_global_norm reads these keys in MindSpore Transformers.
+        Row("monitor_config.global_norm_spike_threshold", "runner_wrapper.global_norm_spike_threshold"),
+        Row("monitor_config.global_norm_spike_count_threshold", "runner_wrapper.global_norm_spike_count_threshold"),
+        Row("train_dataset_task.dataset_config", "train_dataset"),
+        Row("eval_dataset_task.dataset_config", "eval_dataset"),
+        Row(f"parallel.{threshold}", f"parallel.parallel_optimizer_config.{threshold}"),
+        # transformers 5 writes these keys in a config.json.
+        Row(f"{_MODEL}.rope_parameters", f"{_MODEL}.rope_scaling"),
+        Row(f"{_MODEL}.rope_scaling.rope_theta", f"{_MODEL}.rope_theta"),
+        Row(f"{_MODEL}.rope_scaling.partial_rotary_factor", f"{_MODEL}.rotary_pct"),
+        Row("optimizer.beta1", "optimizer.betas.0"),
+        Row("optimizer.beta2", "optimizer.betas.1"),
+    ]
+    # Newer files write the keys of moe_config in model_config.
+    flat = (name for name in yaml_names(MoEConfig) if name not in yaml_names(ModelConfig))
+    rows += [Row(f"{_MODEL}.{name}", f"{_EXPERTS}.{name}", keeps_null=True) for name in flat]
+    return {row.old: row for row in rows}
+
+
+@cache
+def _sections() -> frozenset[str]:
+    """Returns the sections below which keys may move."""
+    return frozenset(key[:at] for key in rows_by_place() for at, letter in enumerate(key) if letter == ".")
 
 
 def canonical_key(key: str) -> str:
     """Returns the schema's place of a dotted key that may be written in another known place."""
-    for old, new in _MOVED.items():
-        if f"{key}.".startswith(f"{old}."):
-            key = new + key[len(old) :]
-    section, _, name = key.rpartition(".")
-    if section == _MODEL and is_flat_moe_key(name):
-        return f"{_MODEL}.moe_config.{name}"
-    if section == "optimizer" and name in _BETAS:
-        return f"optimizer.betas.{_BETAS[name]}"
-    return key
-
-
-def is_flat_moe_key(key: str) -> bool:
-    """Returns whether a key belongs to ``moe_config`` but newer files write it in ``model_config``."""
-    return key not in yaml_names(ModelConfig) and key in yaml_names(MoEConfig)
+    place = ""
+    for part in key.split("."):
+        place = f"{place}.{part}".lstrip(".")
+        if place in rows_by_place():
+            place = rows_by_place()[place].new
+    return place
 
 
 def is_top_level(key: str) -> bool:
@@ -86,15 +95,29 @@ def move_to_canonical_sections(root: Table) -> list[str]:
         UserError: Two places give the same key different values.
     """
     notes = _restore_lost_indentation(root)
-    for old, new in _MOVED.items():
-        _move(root, old, new)
-    _join_betas(root)
+    _move_keys(root, root, "")
     settings = find_entry(root, _MODEL)
     if settings is not None and isinstance(settings.node, Table):
-        for key in filter(is_flat_moe_key, settings.node.entries()):
-            _move(root, f"{_MODEL}.{key}", f"{_MODEL}.moe_config.{key}", keeps_null=True)
         _drop_total_width(settings.node)
     return notes
+
+
+def _move_keys(root: Table, section: Node, path: str) -> None:
+    """Moves the keys of a section whose place has a row, and those below; `path` is the place of the section."""
+    if not isinstance(section, Table):
+        return
+    for name, entry in section.entries().items():
+        key = f"{path}.{name}".lstrip(".")
+        node = entry.node
+        if key in rows_by_place():
+            row = rows_by_place()[key]
+            _move(root, row, entry)
+            key = row.new
+        if key in _sections():
+            moved = find_entry(root, key)
+            if moved is not None:
+                node = moved.node
+            _move_keys(root, node, key)
 
 
 def _drop_total_width(settings: Table) -> None:
@@ -147,21 +170,47 @@ def parent(root: Table, key: str, place: SourceLocation) -> Table:
     return table
 
 
-def _move(root: Table, old: str, new: str, *, keeps_null: bool = False) -> None:
-    """Moves the entry at a dotted key, if there is one; `keeps_null` says whether null is a value."""
-    entry = find_entry(root, old)
-    if entry is None:
+def _move(root: Table, row: Row, entry: Entry) -> None:
+    """Moves an entry from its old place to the new one, where it is merged with what is there."""
+    _remove(parent(root, row.old, entry.place), row.old.rpartition(".")[2])
+    if is_null(entry.node) and not row.keeps_null:
         return
-    _remove(parent(root, old, entry.place), old.rpartition(".")[2])
-    if is_null(entry.node) and not keeps_null:
+    section, _, name = row.new.rpartition(".")
+    if name.isdecimal():
+        _move_into_list(root, section, int(name), entry)
         return
-    target = parent(root, new, entry.place)
-    name = new.rpartition(".")[2]
+    target = parent(root, row.new, entry.place)
     present = target.entries().get(name)
-    if present is None or (is_null(present.node) and not keeps_null):
+    if present is None or (is_null(present.node) and not row.keeps_null):
         target.explicit[name] = entry
     elif present.node is not entry.node:
-        target.explicit[name] = Entry(merge(present, entry, new), present.place)
+        target.explicit[name] = Entry(merge(present, entry, row.new), present.place)
+
+
+def _move_into_list(root: Table, key: str, index: int, entry: Entry) -> None:
+    """Moves an entry into the list of a dotted key; without one, the other items have their defaults."""
+    target = parent(root, key, entry.place)
+    name = key.rpartition(".")[2]
+    present = target.entries().get(name)
+    if present is None:
+        present = Entry(default_node(fields_at(key)[0]), entry.place._replace(key=""))
+    target.explicit[name] = present
+    items = writable_node(present)
+    if not isinstance(items, Items) or index >= len(items.entries):
+        raise disagreement(key, present, entry)
+    if items.entries[index].place.text:
+        merge(items.entries[index], entry, f"{key}.{index}")
+    items.entries[index] = entry
+
+
+def default_node(field: FieldInfo) -> Items | Scalar:
+    """Returns a key's default list as a node, for an index into it, such as ``optimizer.betas.0``; else a null."""
+    if field.is_required():
+        return Scalar(None)
+    default = field.get_default(call_default_factory=True)
+    if isinstance(default, list) and default:
+        return Items([Entry(Scalar(value)) for value in default])
+    return Scalar(None)
 
 
 def merge(first: Entry, second: Entry, key: str) -> Node:
@@ -190,23 +239,6 @@ def disagreement(key: str, first: Entry, second: Entry) -> UserError:
     rule = f"disagrees with {earlier.place.text}, where the same setting is {plain(earlier.node)!r}"
     fix = "remove one of the two"
     return UserError(rule, where=later.place.text, key=later.place.key or key, value=plain(later.node), fix=fix)
-
-
-def _join_betas(root: Table) -> None:
-    """Replaces the optimizer's ``beta1`` and ``beta2`` by ``betas``; an absent one gets its default."""
-    optimizer = find_entry(root, "optimizer")
-    if optimizer is None or not isinstance(optimizer.node, Table):
-        return
-    entries = optimizer.node.entries()
-    written = {name: entries[name] for name in _BETAS if name in entries}
-    if not written:
-        return
-    defaults = OptimizerConfig.model_fields["betas"].get_default(call_default_factory=True)
-    pair = [written.get(name, Entry(Scalar(value))) for name, value in zip(_BETAS, defaults, strict=True)]
-    both = Entry(Items(pair), next(iter(written.values())).place._replace(key=""))
-    if "betas" in entries:
-        merge(entries["betas"], both, "optimizer.betas")
-    optimizer.node = Table({name: entry for name, entry in entries.items() if name not in written} | {"betas": both})
 
 
 def _restore_lost_indentation(root: Table) -> list[str]:

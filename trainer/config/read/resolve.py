@@ -56,6 +56,22 @@ class Resolved:
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def value(self, key: str) -> Any:
+        """Returns the value of a dotted key; None if there is none."""
+        data: Any = self.data
+        for part in key.split("."):
+            if not isinstance(data, dict):
+                return None
+            data = data.get(part)
+        return data
+
+    def section(self, key: str) -> dict[str, Any]:
+        """Returns the values of a section; an empty dictionary if it is absent or not a section."""
+        values = self.value(key)
+        if isinstance(values, dict):
+            return values
+        return {}
+
     def name_in_file(self, key: str) -> str:
         """Returns the name of a key in its section of the file; empty if the file does not have it."""
         if key not in self.positions:
