@@ -83,7 +83,7 @@ def operators() -> Operators:
     if not hasattr(_THREAD, "operators"):
         onednn = library()
         if onednn is None:
-            _THREAD.operators = NumpyOperators()
+            _THREAD.operators = NUMPY_OPERATORS
         else:
             _THREAD.operators = OneDnnOperators(onednn)
     return _THREAD.operators
@@ -139,6 +139,9 @@ class NumpyOperators:
     def silu_gradient(self, x: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
         sigmoid = 1 / (1 + np.exp(-x))
         np.multiply(grad, sigmoid * (1 + x * (1 - sigmoid)), out=out)
+
+
+NUMPY_OPERATORS = NumpyOperators()
 
 
 def _widened(x: np.ndarray) -> np.ndarray:
@@ -231,7 +234,7 @@ class OneDnnOperators:
         columns = b.shape[-1]
         beta = float(accumulate)
         if not (rows and inner and columns):
-            NumpyOperators().matmul(a, b, out, accumulate)
+            NUMPY_OPERATORS.matmul(a, b, out, accumulate)
             return
         way_a, step_a = _layout(a)
         way_b, step_b = _layout(b)
@@ -268,7 +271,7 @@ class OneDnnOperators:
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         """Casts with a cached reorder primitive, or with NumPy where oneDNN lacks the dtype."""
         if not self.casts or not x.size or np.float16 in (x.dtype, out.dtype):
-            NumpyOperators().cast(x, out)
+            NUMPY_OPERATORS.cast(x, out)
             return
         key = ("cast", x.dtype, x.shape, x.strides, out.strides)
         if (primitive := self.made.get(key)) is None:
@@ -283,7 +286,7 @@ class OneDnnOperators:
     def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
         """Multiplies by a bfloat16 array with a cached primitive, otherwise with NumPy."""
         if y.dtype != BFLOAT16 or not self.casts or not x.size:
-            NumpyOperators().multiply(x, y, out)
+            NUMPY_OPERATORS.multiply(x, y, out)
             return
         key = ("multiply", x.shape, x.strides, y.strides, out.strides)
         if (primitive := self.made.get(key)) is None:
@@ -295,7 +298,7 @@ class OneDnnOperators:
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         """Computes the softmax with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
         if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
-            NumpyOperators().softmax(x, out)
+            NUMPY_OPERATORS.softmax(x, out)
             return
         key = ("softmax", x.shape, x.strides, out.dtype, out.strides)
         if (primitive := self.made.get(key)) is None:
@@ -310,7 +313,7 @@ class OneDnnOperators:
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
         """Computes the gradient with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
         if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
-            NumpyOperators().softmax_gradient(y, grad, out)
+            NUMPY_OPERATORS.softmax_gradient(y, grad, out)
             return
         key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.dtype, out.strides)
         if (primitive := self.made.get(key)) is None:
@@ -333,7 +336,7 @@ class OneDnnOperators:
         for blocks in _fixed_blocks(*arrays):
             size = blocks[0].size
             if size < _BLOCK_SIZES[-1]:
-                getattr(NumpyOperators(), name)(*blocks)
+                getattr(NUMPY_OPERATORS, name)(*blocks)
                 continue
             if (primitive := self.made.get((name, size))) is None:
                 primitive = make((name, size), self._description(blocks[0]))

@@ -9,13 +9,14 @@ Legend: N tokens, n rows of a tile, D hidden, I/O in and out features, F feed-fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, store, to_bfloat16_if_needed, to_float32_if_needed
-from trainer.arrays.onednn import operators
+from trainer.arrays.onednn import NUMPY_OPERATORS, operators
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -30,7 +31,9 @@ ROWS = 256  # of a tile: products of fewer are slower
 _MIN_GRADIENT_ROWS = 64  # rows of a matrix's gradient that a thread takes at once
 _PRODUCT = 1 << 27  # multiplications that a thread takes at once for a matrix's gradient
 _ALIGNED = 16  # float32 numbers in a cache line
+_SMALL = 1 << 12  # numbers that NumPy allocates faster than a block finds space for them
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the product of a tile
+_SHARED_MATRIX = 1 << 20  # numbers of a matrix from which threads share its product with any rows
 _SHARED_COLUMNS = 64  # a thread begins at a multiple of this
 
 
@@ -75,10 +78,10 @@ class _ThreadMemory:
         self.used = 0
 
     def take(self, shape: tuple[int, ...], dtype: type) -> np.ndarray:
-        """Returns an uninitialised array, from the block if it has space."""
-        size = 1
-        for length in shape:
-            size *= length
+        """Returns an uninitialised array, from the block if it is not small and the block has space."""
+        size = math.prod(shape)
+        if size <= _SMALL:
+            return np.empty(shape, dtype)
         if dtype == np.float32:
             words = size
         else:
@@ -137,27 +140,31 @@ class Tile:
 def shared_product(
     x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool = False
 ) -> None:
-    """Writes x W^T to `out_nO`, or with `accumulate` adds it; threads share the columns of the result.
+    """Writes x W^T to `out_nO`, or with `accumulate` adds it; threads share the columns of a large result."""
+    size = len(weight_OI)
+    threads = host_threads()
+    if threads.threads == 1 or (x_nI.size * size < _SHARED_WORK and weight_OI.size < _SHARED_MATRIX):
+        _few_rows_product(x_nI, weight_OI, out_nO, accumulate)
+        return
+
+    def multiply(columns: slice, thread: int) -> None:
+        _few_rows_product(x_nI, weight_OI[columns], out_nO[:, columns], accumulate)
+
+    width = -(-size // (threads.threads * _SHARED_COLUMNS)) * _SHARED_COLUMNS
+    threads.run((slice(first, first + width) for first in range(0, size, width)), multiply)
+
+
+def _few_rows_product(x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarray, accumulate: bool) -> None:
+    """Writes x W^T to `out_nO`, or with `accumulate` adds it.
 
     NumPy's library takes half of oneDNN's time for one row, but twice its time for eight rows.
     """
-
-    def multiply(columns: slice, thread: int) -> None:
-        """Computes some columns of the result."""
-        if len(x_nI) > 1 or x_nI.dtype != np.float32:
-            operators().matmul(x_nI, weight_OI[columns].T, out_nO[:, columns], accumulate)
-        elif accumulate:
-            out_nO[:, columns] += np.matmul(x_nI, weight_OI[columns].T)
-        else:
-            np.matmul(x_nI, weight_OI[columns].T, out=out_nO[:, columns])
-
-    size = len(weight_OI)
-    threads = host_threads()
-    if threads.threads == 1 or x_nI.size * size < _SHARED_WORK:
-        multiply(slice(None), 0)
+    if len(x_nI) > 1 or x_nI.dtype != np.float32:
+        operators().matmul(x_nI, weight_OI.T, out_nO, accumulate)
+    elif accumulate:
+        out_nO += np.matmul(x_nI, weight_OI.T)
     else:
-        width = -(-size // (threads.threads * _SHARED_COLUMNS)) * _SHARED_COLUMNS
-        threads.run((slice(first, first + width) for first in range(0, size, width)), multiply)
+        np.matmul(x_nI, weight_OI.T, out=out_nO)
 
 
 class RmsNorm:
@@ -294,8 +301,11 @@ class WeightGradients:
 
 def swiglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
     """Writes silu(gate) * up in float32 to `out_nF` (Shazeer 2020, equation 5); `out_nF` may be gate."""
-    operators().silu(to_float32_if_needed(gate_nF, out_nF), out_nF)
-    operators().multiply(out_nF, up_nF, out_nF)
+    run = operators()
+    if len(gate_nF) == 1:
+        run = NUMPY_OPERATORS  # takes half of the time for one row
+    run.silu(to_float32_if_needed(gate_nF, out_nF), out_nF)
+    run.multiply(out_nF, up_nF, out_nF)
 
 
 def swiglu_gradient(

@@ -278,6 +278,12 @@ class ArrayParts:
         return [SublayerCall(self._merged_weights(number), save=False) for number in range(self.spec.num_layers)]
 
     @functools.cached_property
+    def layer_functions(self) -> list[tuple[CpuAttention, CpuMlp | CpuMoe]]:
+        """Returns the functions of the sublayers of each layer."""
+        layers = self.spec.layers[: self.spec.num_layers]
+        return [(self.attention_of(layer.attention), self.mlp_of(layer.mlp)) for layer in layers]
+
+    @functools.cached_property
     def outer_call(self) -> SublayerCall:
         """Returns a call with the weights of the embedding, its mapping and the head."""
         weights: dict[str, np.ndarray] = {}
@@ -355,12 +361,12 @@ class ArrayParts:
     ) -> np.ndarray:
         rows = slice(0, len(x_ND))
         for layer in layers:
-            spec = self.spec.layers[layer]
             weights = self.merged_calls[layer]
-            mask = call.masks[spec.attention.window is not None]
+            attention, mlp = self.layer_functions[layer]
+            mask = call.masks[attention.spec.window is not None]
             tile = self.scratch.tile(rows, thread)
-            x_ND = self.attention_of(spec.attention).predict(weights, x_ND, call.tables, layer, call.cache, mask, tile)
-            x_ND = self.mlp_of(spec.mlp).predict(weights, x_ND, thread)
+            x_ND = attention.predict(weights, x_ND, call.tables, layer, call.cache, mask, tile)
+            x_ND = mlp.predict(weights, x_ND, thread)
         return x_ND
 
     def predict_logits(self, x_ND: np.ndarray, ends_B: np.ndarray) -> np.ndarray:
