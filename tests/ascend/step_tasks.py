@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from trainer.config.checks.parallel import parallel_degrees
-from trainer.dryrun.tasks import micro_batches_for_step, open_step, random_batch, train
+from trainer.dryrun.tasks import micro_batches_for_step, open_step, random_batch, training
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel import collectives
 from trainer.parallel.gradients import GradientReducer
@@ -70,7 +70,7 @@ def overlapped(run: CaseRun) -> dict[str, Any]:
         mock.patch.object(Optimizer, "scaled_gradients", updated),
         noted(STARTS[0]), noted(STARTS[1]), noted(STARTS[2]),
     ):  # fmt: skip
-        found |= train(run)
+        found |= training(run)
     last_step = events[len(events) * (run.steps - 1) // run.steps :]
     return found | {"events": last_step}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.ops.dropout import DropoutKey, keep_threshold, random_bits
+from trainer.ops.dropout import DropoutKey, draw_mask_bits, keep_threshold
 
 if TYPE_CHECKING:
     from trainer.ops.dropout import LocalHeads
@@ -61,7 +61,7 @@ class LayerDropout:
         mask_nI = np.empty((rows.stop - rows.start, width), np.float32)
         start = 0
         for first, count in _runs(rows, site.rows):
-            bits = random_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
+            bits = draw_mask_bits(self.key, site.number, first * site.width, count * site.width).reshape(count, -1)
             survives = bits[:, site.columns] >= keep_threshold(site.rate)
             _write_factors(survives, site.rate, mask_nI[start : start + count])
             start += count
@@ -101,7 +101,7 @@ class LayerDropout:
                 _write_factors(survives, self.rate, factors[place])
                 continue
             first = ((sequence * all_keys + first_key + head) * length + queries.start) * row
-            bits = random_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
+            bits = draw_mask_bits(self.key, self.site, first, count * row).reshape(count, all_groups, length)
             seen = bits[:, first_query : first_query + groups, keys]
             survives = seen.transpose(1, 0, 2) >= keep_threshold(self.rate)
             if keep:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty, store
-from trainer.arrays.sublayer import Linear
-from trainer.arrays.tiles import RmsNorm
+from trainer.arrays.sublayer import CpuLinear
+from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.names import EMBEDDING, MAPPING_IN
 from trainer.parallel.sharding import shard_range
 
@@ -105,7 +105,7 @@ class CpuMapping:
 
     def __init__(self, scratch: Scratch) -> None:
         self.scratch = scratch
-        self.linear = Linear("mapping", weight=MAPPING_IN)
+        self.linear = CpuLinear("mapping", weight=MAPPING_IN)
 
     def forward(self, call: SublayerCall, x_NE: np.ndarray) -> Tensor:
         """Returns the residual stream, [N, D]."""
@@ -137,10 +137,10 @@ class CpuMerge:
     """
 
     def __init__(self, hidden: int, eps: float, scratch: Scratch) -> None:
-        self.norm = RmsNorm(hidden, eps)
+        self.norm = CpuRmsNorm(hidden, eps)
         self.hidden = hidden
         self.scratch = scratch
-        self.linear = Linear("eh_proj")
+        self.linear = CpuLinear("eh_proj")
 
     def forward(self, call: SublayerCall, embedded_ND: np.ndarray, x_ND: np.ndarray) -> Tensor:
         """Returns the input of the layer, [N, D]."""

@@ -22,8 +22,8 @@ from mindspore import Tensor
 
 from trainer.arrays.memory import empty, host_threads, row_blocks, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
-from trainer.arrays.sublayer import Linear
-from trainer.arrays.tiles import RmsNorm, shared_product
+from trainer.arrays.sublayer import CpuLinear
+from trainer.arrays.tiles import CpuRmsNorm, shared_product
 from trainer.models.spec.saved import logit_rows
 from trainer.parallel.sharding import shard_range
 
@@ -53,8 +53,8 @@ class FusedLinearCrossEntropy:
     def __init__(
         self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0
     ) -> None:
-        self.mapping = Linear("mapping", weight="mapping")
-        self.norm = RmsNorm(width, eps)
+        self.mapping = CpuLinear("mapping", weight="mapping")
+        self.norm = CpuRmsNorm(width, eps)
         self.width = width
         self.scratch = scratch
         self.tensor = tensor

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from trainer.arrays.memory import empty
-from trainer.arrays.sublayer import Linear, NormedInput, SublayerOutput, allocate
-from trainer.arrays.tiles import RmsNorm, swiglu, swiglu_gradient
+from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
+from trainer.arrays.tiles import CpuRmsNorm, swiglu, swiglu_gradient
 from trainer.models.spec.names import MLP_NORM, POST_MLP_NORM
 from trainer.models.spec.saved import mlp_saved
 
@@ -42,16 +42,17 @@ class CpuMlp:
         self.tensor = tensor
         norm = None
         if is_sublayer:
-            norm = RmsNorm(spec.hidden, spec.eps)
+            norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.input = NormedInput(norm, MLP_NORM, scratch, tensor)
         gate, up, down = (
-            Linear(f"{prefix}{name}_proj", spec.adapters.get(f"{prefix}{name}_proj")) for name in ("gate", "up", "down")
+            CpuLinear(name, spec.adapters.get(name))
+            for name in (f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj")
         )
         self.gate = gate
         self.up = up
         post_norm = None
         if spec.post_norm:
-            post_norm = RmsNorm(spec.hidden, spec.eps)
+            post_norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.output = SublayerOutput(
             down, scratch, tensor, norm=post_norm,
             norm_name=POST_MLP_NORM, rate=spec.output_dropout, site="mlp_output", adds=is_sublayer,

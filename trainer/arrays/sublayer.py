@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
 from trainer.arrays.onednn import operators
-from trainer.arrays.tiles import RmsNorm, Scratch, SublayerCall, Tile
+from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
 
 if TYPE_CHECKING:
     from trainer.arrays.dropout import LayerDropout
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.models.spec.saved import SavedArray
 
 
-class Linear:
+class CpuLinear:
     """y = x W^T (+ b) (+ scale * dropout(x) A^T B^T), tile by tile, and its gradients (Hu et al. 2021, equation 3).
 
     A backward pass calls `backward` and `add_adapter_gradients` for each tile, and then `add_gradients`.
@@ -232,7 +232,7 @@ class NormedInput:
     """
 
     def __init__(
-        self, norm: RmsNorm | None, norm_name: str, scratch: Scratch, tensor: SequenceParallelComm | None = None
+        self, norm: CpuRmsNorm | None, norm_name: str, scratch: Scratch, tensor: SequenceParallelComm | None = None
     ) -> None:
         self.norm = norm
         self.norm_name = norm_name
@@ -273,7 +273,7 @@ class NormedInput:
         return tile.cast(y_nD, dtype)
 
     def begin_backward(
-        self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, linears: Sequence[Linear]
+        self, call: SublayerCall, x_ND: np.ndarray, out_ND: np.ndarray, dtype: type, linears: Sequence[CpuLinear]
     ) -> tuple[np.ndarray | None, np.ndarray | None]:
         """Returns two arrays [N, D] for a backward pass: for the sublayer's input, and for the gradient of that input.
 
@@ -297,7 +297,7 @@ class NormedInput:
 
     def recompute_input(
         self, call: SublayerCall, x_ND: np.ndarray, y_ND: np.ndarray | None, tile: Tile, dtype: type,
-        linears: Sequence[Linear],
+        linears: Sequence[CpuLinear],
     ) -> np.ndarray | None:  # fmt: skip
         """Returns a tile of the sublayer's input, recomputed, in `y_ND` if given; None if no gradient needs it."""
         if y_ND is not None:
@@ -369,8 +369,8 @@ class SublayerOutput:
     """
 
     def __init__(
-        self, linear: Linear, scratch: Scratch, tensor: SequenceParallelComm | None = None, *,
-        norm: RmsNorm | None = None, norm_name: str = "", rate: float = 0.0, site: str = "", adds: bool = True,
+        self, linear: CpuLinear, scratch: Scratch, tensor: SequenceParallelComm | None = None, *,
+        norm: CpuRmsNorm | None = None, norm_name: str = "", rate: float = 0.0, site: str = "", adds: bool = True,
     ) -> None:  # fmt: skip
         self.linear = linear
         self.scratch = scratch
@@ -473,7 +473,7 @@ class SublayerOutput:
     def backward(
         self, call: SublayerCall, grad: OutputGradient, into_nI: np.ndarray, tile: Tile
     ) -> np.ndarray | None:
-        """Writes the gradient of a tile of y, and returns the result of `Linear.backward`."""
+        """Writes the gradient of a tile of y, and returns the result of `CpuLinear.backward`."""
         factor_nD = to_bfloat16_if_needed(grad.every_ND[tile.rows], grad.factor_ND[tile.rows])
         return self.linear.backward(call, factor_nD, into_nI, tile)
 

@@ -167,7 +167,7 @@ def _few_rows_product(x_nI: np.ndarray, weight_OI: np.ndarray, out_nO: np.ndarra
         np.matmul(x_nI, weight_OI.T, out=out_nO)
 
 
-class RmsNorm:
+class CpuRmsNorm:
     """y = x / sqrt(mean(x^2) + eps) * weight over the last axis (Zhang and Sennrich 2019, equation 4)."""
 
     def __init__(self, size: int, eps: float) -> None:

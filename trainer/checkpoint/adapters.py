@@ -37,7 +37,7 @@ from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, paramet
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
 from trainer.storage.marker import MARKER, read_saved
-from trainer.storage.tensor_file import ArrayOrLazyArray, row_blocks
+from trainer.storage.tensor_file import ArrayOrLazyArray, read_row_blocks
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -147,7 +147,7 @@ def base_model_digest(weights: Mapping[str, ArrayOrLazyArray], settings: ModelCo
     for name, shape in sorted(parameter_shapes(settings).items()):
         if name in weights:  # a multi-token prediction module may be missing
             digest.update(f"{name} {list(shape)}\n".encode())
-            for block in row_blocks(weights[name]):
+            for block in read_row_blocks(weights[name]):
                 digest.update(np.ascontiguousarray(block, np.float32).data)
     return digest.hexdigest()
 

@@ -185,7 +185,7 @@ def resolve_best_link(path: Path) -> Path:
     return path
 
 
-def prepare_folder(folder: Path) -> None:
+def check_checkpoint_folder(folder: Path) -> None:
     """Checks, before a run starts, that checkpoints can be written to ``folder``.
 
     Raises:

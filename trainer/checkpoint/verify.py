@@ -90,7 +90,7 @@ def result_lines(results: list[VerifyResult]) -> Iterator[str]:
     yield text
 
 
-def result_dict(one: VerifyResult) -> dict[str, Any]:
+def verify_result_dict(one: VerifyResult) -> dict[str, Any]:
     """Returns a result as JSON values."""
     return one._asdict() | {"path": str(one.path)}
 

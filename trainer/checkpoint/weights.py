@@ -23,7 +23,7 @@ from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.marker import MARKER, check_saved
-from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, LazyArray, TensorFile, read_shard, row_blocks
+from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, LazyArray, TensorFile, read_row_blocks, read_shard
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -108,7 +108,7 @@ class CheckedWeights(NamedTuple):
 
     def _not_finite(self) -> UserError:
         """Makes the error, which names the first bad tensor of the file, whichever shards are read."""
-        bad = [name for name, array in self.tensors.items() if not all(map(is_finite, row_blocks(array)))]
+        bad = [name for name, array in self.tensors.items() if not all(map(is_finite, read_row_blocks(array)))]
         rule = f"the weights are not finite: {first_of(bad)} has NaN or infinity"
         fix = "use another checkpoint"
         if (self.path / MARKER).exists():
@@ -211,7 +211,9 @@ def _is_copy(name: str, weights: Mapping[str, ArrayOrLazyArray], settings: Model
 
 
 def _is_equal(one: ArrayOrLazyArray, other: ArrayOrLazyArray, compare: bool) -> bool:
-    return one.shape == other.shape and (not compare or all(map(np.array_equal, row_blocks(one), row_blocks(other))))
+    if one.shape != other.shape:
+        return False
+    return not compare or all(map(np.array_equal, read_row_blocks(one), read_row_blocks(other)))
 
 
 def _owner(name: str, settings: ModelConfig) -> str:

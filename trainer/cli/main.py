@@ -371,7 +371,7 @@ def _smoke(
     if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
         receive_signals_in_a_thread()
     from trainer.plan.render import print_sections
-    from trainer.smoke.report import changes_section, outcome_lines, result_dict
+    from trainer.smoke.report import changes_section, outcome_lines, smoke_result_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
 
     for key, value, least in (("--ranks", ranks, 1), ("--steps", steps, FEWEST_STEPS)):
@@ -396,7 +396,7 @@ def _smoke(
             print(json.dumps(invalid, indent=1))
         raise
     if json_:
-        print(json.dumps(result_dict(result), indent=1))
+        print(json.dumps(smoke_result_dict(result), indent=1))
     else:
         print("\n".join(outcome_lines(result)))
     return result.exit_code

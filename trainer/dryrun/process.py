@@ -23,7 +23,7 @@ CASES = "cases.json"
 RESULTS = "results.jsonl"
 LOG = "log.txt"
 """Files in the folder that both processes use."""
-TRAIN = "trainer.dryrun.tasks:train"
+TRAIN = "trainer.dryrun.tasks:training"
 
 _POLL_SECONDS = 0.05
 _LOG_LINES = 20

@@ -60,7 +60,7 @@ def _even_counts(config: Config, counts: Tensor, group: collectives.DeviceGroup)
     return np.full((2, group.size, counts.size // group.size), rows // counts.size)
 
 
-def train(run: CaseRun) -> dict[str, Any]:
+def training(run: CaseRun) -> dict[str, Any]:
     """Runs steps of a training."""
     step = open_step(run)
     results = []

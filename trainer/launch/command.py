@@ -40,7 +40,7 @@ from trainer.launch.job import (
     lost_rank,
     may_restart,
     new_state,
-    prepare_folder,
+    prepare_job_folder,
     read_job_state,
     refuse_running,
     stopped_outcome,
@@ -197,7 +197,7 @@ def _wait_for_nodes(nodes: Nodes, signals: deque[int]) -> Outcome | None:
 
 def _prepare(options: LaunchOptions, files: JobFiles, restart: Restart) -> JobState:
     """Makes the job's folder with the state of the job, which it returns."""
-    prepare_folder(files, options.ranks, is_single_node=options.nodes == 1)
+    prepare_job_folder(files, options.ranks, is_single_node=options.nodes == 1)
     state = new_state(options, files, restart.number)
     write_job_state(files, state)
     count = "1 worker"

@@ -91,7 +91,7 @@ def job_files(log_dir: Path, node_rank: int, nodes: int) -> JobFiles:
     return JobFiles(absolute, absolute / "job")
 
 
-def prepare_folder(files: JobFiles, ranks: range, is_single_node: bool) -> None:
+def prepare_job_folder(files: JobFiles, ranks: range, is_single_node: bool) -> None:
     """Makes the job's folder; logs and folder of an earlier job get a number in their names.
 
     The number is the same for all files of one job, one more than the highest of other files.

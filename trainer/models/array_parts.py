@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.attention.cache import KVCache, cached_mask
+from trainer.arrays.attention.cache import KVCache, cached_bias
 from trainer.arrays.attention.context import ContextParallel
 from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.cells import BlockPart, ExpertsPart, PartWeights, keep_sharding, run_part
@@ -321,7 +321,7 @@ class ArrayParts:
     def cached_mask(self, visible_BQS: np.ndarray) -> np.ndarray | None:
         """Returns the term that attention adds to its scores, from which keys each query sees; None: all keys."""
         attention = self.spec.layers[0].attention
-        return cached_mask(visible_BQS, attention.heads // attention.cache_heads)
+        return cached_bias(visible_BQS, attention.heads // attention.cache_heads)
 
     def embed_tokens(self, ids_N: np.ndarray) -> np.ndarray:
         """Returns the residual stream of tokens of the vocabulary, [N, D]."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from mindspore import Tensor
 
-from trainer.arrays.attention.positions import Rotary, TokenPositions, query_blocks
+from trainer.arrays.attention.positions import CpuRotary, TokenPositions, query_blocks
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec
@@ -175,7 +175,7 @@ class InputBuilder:
             self.masks = kernels.attention_masks(settings.model_copy(update=heads))
         self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.on_arrays = kernels.host_layers
-        self.rotary = Rotary(attention)
+        self.rotary = CpuRotary(attention)
         self._cached_positions: tuple[tuple[int, ...], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 

@@ -72,7 +72,7 @@ def dropout_mask(
     return (numbers >= np.float32(rate)) * np.float32(1 / (1 - rate))
 
 
-def random_bits(key: DropoutKey, site: int, first: int, count: int) -> np.ndarray:
+def draw_mask_bits(key: DropoutKey, site: int, first: int, count: int) -> np.ndarray:
     """Returns `count` random uint32 numbers from which `dropout_mask` makes its elements `first`, `first` + 1, ...
 
     The elements are counted in the flattened mask. An element is kept where its number is at least `keep_threshold`.

@@ -244,7 +244,7 @@ def _bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(math.prod(shape) for shape in shapes.values()) * _FLOAT32_BYTES
 
 
-def check_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, total_bytes: int | None = None) -> None:
+def check_host_memory(config: Config, parts: Mapping[str, int], ranks: int = 1, total_bytes: int | None = None) -> None:
     """Checks that weights, gradients and optimizer state, which are exact, fit in the memory of this host.
 
     Args:

@@ -36,7 +36,7 @@ _WEIGHT_GRADIENTS = "weight gradients"
 
 
 def _linear_name(regions: RegionTimer, arguments: tuple) -> str:
-    """Names the products of a `Linear`, the first argument, by its matrix, or else by the part that it belongs to."""
+    """Names the products of a `CpuLinear`, the first argument, by its matrix, or else by its part of the model."""
     linear, _, x_nI, *_ = arguments
     for pattern, name in _PRODUCTS:
         if re.search(pattern, linear.name):
@@ -132,8 +132,8 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
         measure(owner, forward, name, direction=FORWARD)
         measure(owner, backward, name, direction=BACKWARD)
     for attribute in ("forward", "apply_lora_a", "backward"):
-        measure(sublayer.Linear, attribute, _linear_name, calls=0)
-    measure(sublayer.Linear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
+        measure(sublayer.CpuLinear, attribute, _linear_name, calls=0)
+    measure(sublayer.CpuLinear, "add_adapter_gradients", _WEIGHT_GRADIENTS, calls=0)
     operators = type(onednn.operators())
     measure(operators, "matmul", _product_name, _product_cost)
     for attribute in ("softmax", "softmax_gradient"):
@@ -141,8 +141,8 @@ def patch_all(regions: RegionTimer, step: TrainStep) -> Patches:
     for attribute in ("silu", "silu_gradient"):
         measure(operators, attribute, lambda timer, _: timer.part, _arrays_cost)
     for attribute in ("scales", "__call__", "gradient"):
-        measure(tiles.RmsNorm, attribute, "norm", _arrays_cost)
-    measure(positions.Rotary, "apply", "rotary", _arrays_cost)
+        measure(tiles.CpuRmsNorm, attribute, "norm", _arrays_cost)
+    measure(positions.CpuRotary, "apply", "rotary", _arrays_cost)
     measure(tiles.WeightGradients, "compute", _WEIGHT_GRADIENTS)
     measure(cells, "narrow_weight", "weights in the dtype of the products")
     measure(embedding, "embedding_rows", "embedding", _arrays_cost)

@@ -19,7 +19,7 @@ from trainer.checkpoint.adapters import base_record, load_initial_weights
 from trainer.checkpoint.evaluations import EvalHistory
 from trainer.checkpoint.hugging_face import folder_files
 from trainer.checkpoint.state import Position
-from trainer.checkpoint.store import prepare_folder, rename_old_checkpoints
+from trainer.checkpoint.store import check_checkpoint_folder, rename_old_checkpoints
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
 from trainer.config.checks.parallel import resolve_for_job
@@ -56,11 +56,11 @@ from trainer.run.training import (
     is_over,
     open_engine,
     report_step,
+    require_training_batches,
     sample,
-    save_checkpoint,
+    save_checkpoint_if_new,
     save_if_due,
     sync_rank_flags,
-    training_batches,
 )
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
     with contextlib.ExitStack() as locks:
         if world.rank == 0:
             locks.enter_context(lock_folder(info.output_dir, config.source.where("output_dir")))
-            prepare_folder(info.output_dir / "checkpoints")
+            check_checkpoint_folder(info.output_dir / "checkpoints")
         totals = Totals()
         monitors = [totals, *make_monitors(config, info.output_dir, world, plan.device), *extra_monitors]
         job = Job(
@@ -211,7 +211,7 @@ def train_and_save(job: Job, engine: Engine, progress: Progress, stop: StopSigna
         train_steps(job, engine, progress, stop)
         if engine.profiler is not None:
             engine.profiler.close()
-        save_checkpoint(job, engine, progress)
+        save_checkpoint_if_new(job, engine, progress)
         with job.events.activity("saving"):
             engine.saver.finish()
     except Exception:
@@ -282,7 +282,7 @@ def _train_step(engine: Engine, progress: Progress, batch: GlobalBatch, stop: St
 def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
     config = prepared.config
     steps = prepared.plan.steps
-    samples = steps.micro_batches * training_batches(prepared.plan).loader.global_batch_size
+    samples = steps.micro_batches * require_training_batches(prepared.plan).loader.global_batch_size
     start_step = 0
     if prepared.resumed:
         start_step = prepared.resumed.position.step
@@ -345,7 +345,7 @@ def _prepare_output(job: Job) -> None:
     renamed_folder = None
     if job.info.resumed_from is None:
         renamed_folder = rename_old_checkpoints(job.checkpoints)
-    prepare_folder(job.checkpoints)
+    check_checkpoint_folder(job.checkpoints)
     write_text(job.info.output_dir / "config.yaml", dump_config(job.config))
     write_text(job.info.output_dir / "plan.txt", plan_text(job.plan))
     if renamed_folder:

@@ -22,7 +22,7 @@ from trainer.parallel.mesh import Mesh
 from trainer.parallel.world import SINGLE_PROCESS, World, world_from_environment
 from trainer.plan.ascend import ascend_problems
 from trainer.plan.division import model_layout_for
-from trainer.plan.memory import check_memory, memory_estimate
+from trainer.plan.memory import check_host_memory, memory_estimate
 from trainer.plan.plan import Plan, plan_run
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def prepare_run(config: Config, world: World = SINGLE_PROCESS) -> PreparedRun:
     if world == world_from_environment():
         local_world = world
     if device == "CPU":
-        check_memory(config, memory_bytes, local_world.local_size)  # at least one rank must fit
+        check_host_memory(config, memory_bytes, local_world.local_size)  # at least one rank must fit
     resumes = config.trains and config.resume_training
     if (config.load_checkpoint or config.adapter_id) and not resumes:  # a resumed checkpoint has the weights itself
         from trainer.checkpoint.adapters import check_starting_files

@@ -118,7 +118,7 @@ class Job:
     @property
     def batches(self) -> TrainingBatches:
         """Returns the training data of this rank."""
-        return training_batches(self.plan)
+        return require_training_batches(self.plan)
 
     @property
     def checkpoints(self) -> Path:
@@ -134,7 +134,7 @@ class Job:
             heartbeat.beat(None)
 
 
-def training_batches(plan: Plan) -> TrainingBatches:
+def require_training_batches(plan: Plan) -> TrainingBatches:
     """Returns the training data of a plan whose run mode trains."""
     batches = plan.data.batches
     assert isinstance(batches, TrainingBatches), "the plan of a training opens the training data"
@@ -310,7 +310,7 @@ def evaluate_if_due(job: Job, engine: Engine, progress: Progress, stop: StopSign
     if config.early_stop is not None and (by_step or by_epoch):
         progress.evaluations = progress.evaluations.with_early_stop(evaluated, config.early_stop.min_delta)
     if evaluated in progress.evaluations.best:
-        save_checkpoint(job, engine, progress)
+        save_checkpoint_if_new(job, engine, progress)
     sample(job, engine, progress, stop)
 
 
@@ -338,7 +338,7 @@ def sample(job: Job, engine: Engine, progress: Progress, stop: StopSignals) -> N
     sync_rank_flags(job, engine, progress, stop)
 
 
-def save_checkpoint(job: Job, engine: Engine, progress: Progress) -> None:
+def save_checkpoint_if_new(job: Job, engine: Engine, progress: Progress) -> None:
     """Saves a checkpoint, unless the last one has the same step and evaluation."""
     saved_at = (progress.position.step, progress.evaluations.step)
     if progress.saved_at == saved_at:
@@ -377,7 +377,7 @@ def save_if_due(job: Job, engine: Engine, progress: Progress) -> None:
     """Saves a checkpoint every `save_checkpoint_steps` steps."""
     every = job.config.checkpoint_monitor.save_checkpoint_steps
     if every and progress.position.step % every == 0:
-        save_checkpoint(job, engine, progress)
+        save_checkpoint_if_new(job, engine, progress)
 
 
 # ---- what is reported of a step ----

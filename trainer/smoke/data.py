@@ -10,7 +10,7 @@ from trainer.config import Config
 from trainer.config.schema.data import EVAL, TRAIN, HuggingFaceLoader, MegatronLoader
 from trainer.smoke.changes import Change, Setup, change_key
 from trainer.smoke.model import seq_length, small_vocabulary
-from trainer.smoke.training import batch_size, rows_of_a_step
+from trainer.smoke.training import rows_of_a_step, smoke_batch_size
 
 TOKEN_FILES = ("MindDataset", "BlendedMegatronDatasetDataLoader")
 _MODEL = "model.model_config"
@@ -58,11 +58,12 @@ def data_changes(config: Config, setup: Setup, vocab_size: int) -> Iterator[Chan
         yield from change_key(config, f"{source}.max_batches", 1, "one batch is evaluated")
     elif config.eval_dataset is not None:
         yield Change(EVAL, config.eval_dataset.data_loader.type, None, "not read: do_eval is False")
-    rows = {TRAIN: setup.steps * rows_of_a_step(config, setup), EVAL: batch_size(config) * setup.ranks}
+    rows = {TRAIN: setup.steps * rows_of_a_step(config, setup), EVAL: smoke_batch_size(config) * setup.ranks}
     for section in sections_read(config):
         yield from _section_changes(config, setup, section, rows[section])
     if evaluates and config.eval_dataset is not None and config.eval_dataset.batch_size is not None:
-        yield from change_key(config, f"{EVAL}.batch_size", min(config.eval_dataset.batch_size, batch_size(config)))
+        size = min(config.eval_dataset.batch_size, smoke_batch_size(config))
+        yield from change_key(config, f"{EVAL}.batch_size", size)
     yield from _special_ids(config, vocab_size)
 
 

@@ -13,7 +13,7 @@ from trainer.smoke.run import SmokeResult
 _LONGEST = 40
 
 
-def result_dict(result: SmokeResult) -> dict[str, Any]:
+def smoke_result_dict(result: SmokeResult) -> dict[str, Any]:
     """Returns the result as plain values for JSON; its field `result` is pass or fail."""
     outcome = "pass"
     if result.problem:

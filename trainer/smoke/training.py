@@ -55,10 +55,10 @@ def training_changes(config: Config, setup: Setup, is_smaller: bool) -> Iterator
 
 def rows_of_a_step(config: Config, setup: Setup) -> int:
     """Returns the sequences of an optimizer step of the smoke run, over all ranks."""
-    return batch_size(config) * micro_batches(config) * setup.layout.degrees.data_parallel
+    return smoke_batch_size(config) * micro_batches(config) * setup.layout.degrees.data_parallel
 
 
-def batch_size(config: Config) -> int:
+def smoke_batch_size(config: Config) -> int:
     """Returns the micro-batch size of the smoke run."""
     return min(config.runner_config.batch_size, _BATCH_SIZE)
 
@@ -79,7 +79,7 @@ def _steps(config: Config, setup: Setup) -> Iterator[Change]:
         epochs = 1
     yield from change_key(config, f"{runner}.epochs", epochs, f"{setup.steps} steps")
     yield from change_key(config, f"{runner}.stop_step", setup.steps, f"{setup.steps} steps")
-    yield from change_key(config, f"{runner}.batch_size", batch_size(config), _SMALLER)
+    yield from change_key(config, f"{runner}.batch_size", smoke_batch_size(config), _SMALLER)
     accumulated = config.runner_config.gradient_accumulation_steps
     section = config.parallel_config
     if setup.layout.degrees.pipeline_stage > 1:

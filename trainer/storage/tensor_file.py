@@ -220,7 +220,7 @@ def read_shard(array: ArrayOrLazyArray, spec: ShardSpec | None = None) -> np.nda
     return shard.reshape(-1)[spec.flat_range]
 
 
-def row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
+def read_row_blocks(array: ArrayOrLazyArray) -> Iterator[np.ndarray]:
     """Reads an array some rows (of its first axis) at a time."""
     if not isinstance(array, LazyArray):
         yield array

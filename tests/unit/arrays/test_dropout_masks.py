@@ -9,7 +9,7 @@ import pytest
 from tolerances import HALF_OF_4096
 
 from trainer.arrays.dropout import DropoutSite, LayerDropout
-from trainer.ops.dropout import DropoutKey, LocalHeads, dropout_mask, keep_threshold, random_bits, scores_mask
+from trainer.ops.dropout import DropoutKey, LocalHeads, draw_mask_bits, dropout_mask, keep_threshold, scores_mask
 
 KEY = DropoutKey(seed=1, rank=0, step=0, micro_batch=0)
 SHAPE = (50, 40)
@@ -81,7 +81,7 @@ def test_the_bits_of_any_run_are_those_of_the_whole_mask(rate: float) -> None:
     mask = dropout_mask(KEY, 7, (size,), rate)
     for _ in range(60):
         run = cuts(draw, size)
-        bits = random_bits(KEY, 7, run.start, run.stop - run.start)
+        bits = draw_mask_bits(KEY, 7, run.start, run.stop - run.start)
         kept = (bits >= keep_threshold(rate)) * np.float32(1 / (1 - rate))
         np.testing.assert_array_equal(kept, mask[run])
 

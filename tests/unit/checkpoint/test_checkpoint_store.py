@@ -534,21 +534,21 @@ def test_a_folder_that_may_not_be_written(small_disk: Path) -> None:
     with pytest.raises(RunError, match="Read-only file system.*\n  Fix: make the folder writable"):
         save(small_disk, 2)
     with pytest.raises(UserError, match="checkpoints cannot be written there: Read-only file system"):
-        store.prepare_folder(small_disk)
+        store.check_checkpoint_folder(small_disk)
     assert_holds(small_disk / "step-00000001", 1)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("mine")
     with pytest.raises(UserError, match="output_dir = .*checkpoints cannot be written there: File exists"):
-        store.prepare_folder(tmp_path / "checkpoints")
+        store.check_checkpoint_folder(tmp_path / "checkpoints")
     with pytest.raises(RunError, match="File exists"):
         save(tmp_path / "checkpoints", 1)
     assert (tmp_path / "checkpoints").read_text() == "mine"
 
 
 def test_prepare_folder_leaves_an_empty_folder(tmp_path: Path) -> None:
-    store.prepare_folder(tmp_path / "a" / "b")
+    store.check_checkpoint_folder(tmp_path / "a" / "b")
     assert names(tmp_path / "a" / "b") == []
 
 

@@ -25,7 +25,7 @@ from trainer.launch.job import (
     failure_lines,
     job_files,
     new_state,
-    prepare_folder,
+    prepare_job_folder,
     read_job_state,
     shell_code,
     write_job_state,
@@ -315,31 +315,31 @@ def test_files_of_earlier_jobs_get_one_number(tmp_path: Path) -> None:
     for name in ("rank-0.log", "rank-5.log", "rank-1.4.log", "other.log", "job.2"):
         (tmp_path / name).touch()
     files.folder.mkdir()
-    prepare_folder(files, range(2), is_single_node=True)
+    prepare_job_folder(files, range(2), is_single_node=True)
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["job", "job.2", "job.5", "other.log", "rank-0.5.log", "rank-1.4.log", "rank-5.5.log"]
 
 
 def test_nodes_that_share_a_folder_leave_each_others_files(tmp_path: Path) -> None:
     first, second = job_files(tmp_path, 0, 2), job_files(tmp_path, 1, 2)
-    prepare_folder(first, range(0, 2), is_single_node=False)
+    prepare_job_folder(first, range(0, 2), is_single_node=False)
     first.log(1).touch()
     second.log(2).touch()
-    prepare_folder(second, range(2, 4), is_single_node=False)
+    prepare_job_folder(second, range(2, 4), is_single_node=False)
     assert {path.name for path in tmp_path.iterdir()} == {"job-node-0", "job-node-1", "rank-1.log", "rank-2.1.log"}
 
 
 def test_state_is_written_and_read(tmp_path: Path) -> None:
     files = job_files(tmp_path, 0, 1)
     assert read_job_state(files.folder) is None
-    prepare_folder(files, range(2), is_single_node=True)
+    prepare_job_folder(files, range(2), is_single_node=True)
     state = new_state(LaunchOptions(2, 2), files)
     write_job_state(files, state)
     assert read_job_state(files.folder) == state
     heartbeat.beat_file(files.folder, 1).write_text("12   \n")
     assert read_job_state(files.folder).workers[1].step == 12
     with pytest.raises(UserError, match=f"a job is running with this folder .*{os.getpid()}"):
-        prepare_folder(files, range(2), is_single_node=True)
+        prepare_job_folder(files, range(2), is_single_node=True)
     written = (files.folder / "state.json").read_text()
     whole = json.loads(written)
     for name, value in (("launcher", ["x", 1]), ("launcher", [1]), ("workers", [[]]), ("workers", 1), ("began", "now")):
@@ -357,7 +357,7 @@ def test_state_is_written_and_read(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(RunError, match="cannot be written"):
-        prepare_folder(job_files(tmp_path / "file" / "logs", 0, 1), range(2), is_single_node=True)
+        prepare_job_folder(job_files(tmp_path / "file" / "logs", 0, 1), range(2), is_single_node=True)
 
 
 def test_descendants_whose_parent_ends_during_the_look_are_killed_too():

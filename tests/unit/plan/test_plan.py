@@ -20,7 +20,7 @@ from trainer.models.spec.shapes import all_shapes, parameter_shapes
 from trainer.ops.host_library import OneDnn, find_onednn
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan import plan as plan_module
-from trainer.plan.memory import check_memory, memory_estimate, memory_notes
+from trainer.plan.memory import check_host_memory, memory_estimate, memory_notes
 from trainer.plan.plan import Plan
 from trainer.plan.render import plan_dict, plan_sections, plan_text
 from trainer.run import prepare
@@ -305,9 +305,9 @@ def test_a_run_whose_weights_cannot_fit_is_refused() -> None:
     config = load_config(str(REPOSITORY / "configs" / "quickstart.yaml"), [])
     parts = memory_estimate(config, trains=True, device="CPU")
     exact = 4 * (parts["weights"] + parts["gradients"] + parts["optimizer state"])
-    check_memory(config, parts, ranks=4, total_bytes=exact)
+    check_host_memory(config, parts, ranks=4, total_bytes=exact)
     with pytest.raises(UserError, match="of the 4 ranks of this host alone take"):
-        check_memory(config, parts, ranks=4, total_bytes=exact - 1)
+        check_host_memory(config, parts, ranks=4, total_bytes=exact - 1)
 
 
 def test_memory_without_training_is_that_of_the_weights() -> None:

@@ -60,7 +60,7 @@ class KVCache:
         return first[:, :, : self.cached], second[:, :, : self.cached]
 
 
-def cached_mask(visible_BQS: np.ndarray, groups: int) -> np.ndarray | None:
+def cached_bias(visible_BQS: np.ndarray, groups: int) -> np.ndarray | None:
     """Returns the term that attention adds to its scores, [B, 1, Q * groups, S]; None if all positions are visible."""
     if visible_BQS.all():
         return None

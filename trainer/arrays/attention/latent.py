@@ -16,13 +16,13 @@ import numpy as np
 
 from trainer.arrays.attention.cache import attend_cached
 from trainer.arrays.memory import empty, store, to_bfloat16_if_needed
-from trainer.arrays.sublayer import Linear
-from trainer.arrays.tiles import RmsNorm
+from trainer.arrays.sublayer import CpuLinear
+from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.names import INPUT_NORM
 
 if TYPE_CHECKING:
     from trainer.arrays.attention.cache import KVCache
-    from trainer.arrays.attention.positions import Rotary, TokenPositions
+    from trainer.arrays.attention.positions import CpuRotary, TokenPositions
     from trainer.arrays.sublayer import SequenceParallelComm
     from trainer.arrays.tiles import Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
@@ -35,7 +35,7 @@ class LatentProjections:
     """Makes queries, keys and values of all heads from latent vectors; has the methods of `HeadProjections`."""
 
     def __init__(
-        self, spec: AttentionSpec, rotary: Rotary, scratch: Scratch, tensor: SequenceParallelComm | None
+        self, spec: AttentionSpec, rotary: CpuRotary, scratch: Scratch, tensor: SequenceParallelComm | None
     ) -> None:
         latent = spec.latent
         assert latent is not None  # `CpuAttention` chooses this class by it
@@ -50,18 +50,18 @@ class LatentProjections:
         self.head_size = spec.head_size
         self.rank = latent.key_value_rank
         self.scale = np.float32(spec.scale)
-        self.norm = RmsNorm(spec.hidden, spec.eps)
-        self.latent_norm = RmsNorm(self.rank, latent.eps)
-        self.query_norm: RmsNorm | None = None
+        self.norm = CpuRmsNorm(spec.hidden, spec.eps)
+        self.latent_norm = CpuRmsNorm(self.rank, latent.eps)
+        self.query_norm: CpuRmsNorm | None = None
         self.query_width = spec.hidden
         query_name = "self_attn.q_proj"
         if latent.query_rank is not None:
-            self.query_norm = RmsNorm(latent.query_rank, latent.eps)
+            self.query_norm = CpuRmsNorm(latent.query_rank, latent.eps)
             self.query_width = latent.query_rank
             query_name = "self_attn.q_b_proj"
 
-        def linear(name: str) -> Linear:
-            return Linear(name, spec.adapters.get(name))
+        def linear(name: str) -> CpuLinear:
+            return CpuLinear(name, spec.adapters.get(name))
 
         self.query_down = linear("self_attn.q_a_proj")
         self.query = linear(query_name)
@@ -357,7 +357,7 @@ class _LatentBackward:
         out_nD += grad_ND[tile.rows]
 
     def _through_norm(
-        self, norm: RmsNorm, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
+        self, norm: CpuRmsNorm, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
     ) -> np.ndarray:
         """Returns the gradient of the input of a norm of latent vectors."""
         input_grad_nQ = tile.take(grad_nQ.shape[1])

@@ -127,7 +127,7 @@ def _first_masked_key(seen_by_all_S: np.ndarray) -> int:
     return int(seen_by_all_S.argmin())
 
 
-class Rotary:
+class CpuRotary:
     """Rotates pairs of a head's numbers (Su et al. 2021, equation 34): numbers i and i + h, or neighbours.
 
     Neighbours are rotated as one complex number, which takes a tenth of the time. So models that rotate i and i + h

@@ -17,10 +17,10 @@ import numpy as np
 from trainer.arrays.attention.blocks import BlockAttention
 from trainer.arrays.attention.cache import KVCache, attend_cached
 from trainer.arrays.attention.latent import LatentProjections
-from trainer.arrays.attention.positions import Rotary
+from trainer.arrays.attention.positions import CpuRotary
 from trainer.arrays.memory import empty, host_threads, to_bfloat16_if_needed, to_float32_if_needed
-from trainer.arrays.sublayer import Linear, NormedInput, SublayerOutput, allocate
-from trainer.arrays.tiles import RmsNorm
+from trainer.arrays.sublayer import CpuLinear, NormedInput, SublayerOutput, allocate
+from trainer.arrays.tiles import CpuRmsNorm
 from trainer.models.spec.names import INPUT_NORM, POST_ATTENTION_NORM
 from trainer.models.spec.saved import attention_saved
 
@@ -40,19 +40,19 @@ class HeadProjections:
     """Queries, keys and values of all heads: norm, projections, norms of the heads, rotary embedding, scale."""
 
     def __init__(
-        self, spec: AttentionSpec, rotary: Rotary, scratch: Scratch, tensor: SequenceParallelComm | None
+        self, spec: AttentionSpec, rotary: CpuRotary, scratch: Scratch, tensor: SequenceParallelComm | None
     ) -> None:
         self.rotary = rotary
         self.scratch = scratch
         self.head_size = spec.head_size
         self.widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         self.scale = np.float32(spec.scale)
-        self.input = NormedInput(RmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
+        self.input = NormedInput(CpuRmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
         names = [f"self_attn.{name}_proj" for name in "qkv"]
-        self.linears = [Linear(name, spec.adapters.get(name)) for name in names]
-        self.head_norm: RmsNorm | None = None
+        self.linears = [CpuLinear(name, spec.adapters.get(name)) for name in names]
+        self.head_norm: CpuRmsNorm | None = None
         if spec.head_norm:
-            self.head_norm = RmsNorm(spec.head_size, spec.eps)
+            self.head_norm = CpuRmsNorm(spec.head_size, spec.eps)
 
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray,
@@ -150,7 +150,7 @@ class HeadProjections:
             linear.add_gradients(call, factor_NC, y_ND, grad_NC)
 
     def _head_norm_gradient(
-        self, norm: RmsNorm, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile
+        self, norm: CpuRmsNorm, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile
     ) -> None:
         """Replaces the gradient of normed heads by that of the heads."""
         key = f"self_attn.{name}_norm.weight"
@@ -171,7 +171,7 @@ class CpuAttention:
         spec: With the heads of this rank.
         tensor: The tensor-parallel ranks; None: this rank has all heads.
         context: The context-parallel ranks; None: this rank has all tokens.
-        pairs: See `Rotary`.
+        pairs: See `CpuRotary`.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class CpuAttention:
         self.scratch = scratch
         self.gathers = tensor is not None and tensor.sequence_parallel
         self.context = context
-        self.rotary = Rotary(spec, pairs)
+        self.rotary = CpuRotary(spec, pairs)
         self.projections: HeadProjections | LatentProjections
         if spec.latent is None:
             self.projections = HeadProjections(spec, self.rotary, scratch, tensor)
@@ -194,9 +194,9 @@ class CpuAttention:
         self.attention = BlockAttention(spec, *heads)
         post_norm = None
         if spec.post_norm:
-            post_norm = RmsNorm(spec.hidden, spec.eps)
+            post_norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.output = SublayerOutput(
-            Linear("self_attn.o_proj", spec.adapters.get("self_attn.o_proj")), scratch, tensor,
+            CpuLinear("self_attn.o_proj", spec.adapters.get("self_attn.o_proj")), scratch, tensor,
             norm=post_norm, norm_name=POST_ATTENTION_NORM, rate=spec.output_dropout, site="attention_output",
         )  # fmt: skip
 

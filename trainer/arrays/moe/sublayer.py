@@ -20,7 +20,7 @@ from trainer.arrays.mlp import CpuMlp
 from trainer.arrays.moe.dispatch import token_dispatcher
 from trainer.arrays.moe.experts import CpuExperts, ExpertWeights
 from trainer.arrays.moe.router import CpuRouter, sigmoid
-from trainer.arrays.tiles import RmsNorm, SublayerCall, WeightGradients
+from trainer.arrays.tiles import CpuRmsNorm, SublayerCall, WeightGradients
 from trainer.models.spec.model import MlpSpec
 from trainer.models.spec.names import EXPERT_BIAS, EXPERT_DOWN_BIAS, MLP_NORM, ROUTER, SHARED_GATE
 from trainer.ops.routing import Routing, RoutingRule, local_routing, route
@@ -80,7 +80,7 @@ class CpuMoe:
         self.row_ranks: TensorParallel | None = None
         if tensor is not None and not tensor.sequence_parallel:
             self.row_ranks = tensor._replace(sequence_parallel=True)
-        self.norm = RmsNorm(spec.hidden, spec.eps)
+        self.norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.router = CpuRouter(moe)
         self.experts = CpuExperts(scratch)
         self.dispatcher = token_dispatcher(self.experts, moe, experts)

@@ -26,7 +26,7 @@ from trainer.data.batches.packing import (
     DocumentCounts,
     PackingReport,
     checked_indices,
-    count_loss_tokens,
+    count_dataset_loss_tokens,
     index_within_groups,
 )
 from trainer.data.source.indexed import IndexedTokens
@@ -230,7 +230,7 @@ class MegatronDataset:
         lengths = np.concatenate([part.lengths for part in self._parts]).astype(np.int64)
         if not self._masking.no_loss_after_eod and self._masking.pad < 0:
             return DocumentCounts(lengths, self.num_tokens)
-        return DocumentCounts(lengths, count_loss_tokens(self))
+        return DocumentCounts(lengths, count_dataset_loss_tokens(self))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         indices_B = checked_indices(indices, self.num_sequences)

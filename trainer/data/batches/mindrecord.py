@@ -15,7 +15,7 @@ import numpy as np
 
 from trainer.config.checks.problem import data_error, nearest
 from trainer.data.batches.batch import IGNORE_INDEX, Batch, document_positions, padding_batch
-from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices, count_loss_tokens
+from trainer.data.batches.packing import DocumentCounts, PackingReport, checked_indices, count_dataset_loss_tokens
 from trainer.data.batches.split import DocumentSpans, hold_out
 from trainer.data.source.indexed import Location
 from trainer.data.source.mindrecord import MindRecordFile, list_files, open_mindrecord
@@ -79,7 +79,7 @@ class MindRecordDataset:
         return padding_batch(size, self.seq_length)
 
     def count_documents(self) -> DocumentCounts:
-        return DocumentCounts(np.full(self.num_sequences, self.seq_length), count_loss_tokens(self))
+        return DocumentCounts(np.full(self.num_sequences, self.seq_length), count_dataset_loss_tokens(self))
 
     def batch(self, indices: Sequence[int] | np.ndarray) -> Batch:
         """Reads the sequences with these numbers, in this order.

@@ -58,7 +58,7 @@ class SequenceDataset(Protocol):
         """Counts the tokens of all documents, which takes time; the command `data` shows them."""
 
 
-def count_loss_tokens(dataset: SequenceDataset) -> int:
+def count_dataset_loss_tokens(dataset: SequenceDataset) -> int:
     """Counts the labels with loss in all sequences, by reading them."""
     count = 0
     for first in range(0, dataset.num_sequences, _COUNTED_SEQUENCES):

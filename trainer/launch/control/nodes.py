@@ -39,7 +39,7 @@ _MOST_NAMED = 20
 
 
 @dataclass(eq=False)
-class Link:
+class NodeLink:
     """A connection to another launcher.
 
     Attributes:
@@ -78,7 +78,7 @@ class Nodes:
     resume: str = ""
     connected: bool = True
     began: float = field(default_factory=time.monotonic)
-    links: dict[int, Link] = field(default_factory=dict)
+    links: dict[int, NodeLink] = field(default_factory=dict)
     _events: list[NodeMessage] = field(default_factory=list)  # for the supervisor
     _told: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got: stop, failed, done
     _is_done: bool = False  # the workers of this node have ended
@@ -202,7 +202,7 @@ class NodeServer(Nodes):
     secret: bytes
     secret_path: Path | None  # the file that it made, and removes
     connected: bool = False
-    _callers: list[Link] = field(default_factory=list)  # that have not proved yet that they know the secret
+    _callers: list[NodeLink] = field(default_factory=list)  # that have not proved yet that they know the secret
     _strangers: set[str] = field(default_factory=set)  # the addresses that were noted
 
     @property
@@ -212,7 +212,7 @@ class NodeServer(Nodes):
     def _join(self, now: float) -> None:
         """Accepts the nodes that call, drops strangers, and notes which nodes are missing."""
         for connection, address in self.listening.accept(_MOST_CALLERS):
-            self._callers.append(Link(SignedChannel(connection, self.secret, called=True), now, str(address[0])))
+            self._callers.append(NodeLink(SignedChannel(connection, self.secret, called=True), now, str(address[0])))
         for caller in list(self._callers):
             messages = caller.channel.receive()
             if messages and messages[0].kind == "hello":
@@ -233,7 +233,7 @@ class NodeServer(Nodes):
             waiting = f"waiting for the launcher of node {missing}; the workers start once all are there"
             self._wait(now, waiting, f"node {missing} did not connect")
 
-    def _drop(self, caller: Link) -> None:
+    def _drop(self, caller: NodeLink) -> None:
         self._callers.remove(caller)
         caller.channel.close()
         if caller.address not in self._strangers and len(self._strangers) < _MOST_NAMED:
@@ -241,7 +241,7 @@ class NodeServer(Nodes):
             what = "called the control port without the secret of this job; its connections are dropped"
             self.note(f"note: {caller.address} {what}")
 
-    def _answer(self, caller: Link, hello: NodeMessage) -> None:
+    def _answer(self, caller: NodeLink, hello: NodeMessage) -> None:
         """Accepts a node of the job; tells any other caller the reason of the refusal."""
         answer = NodeMessage(kind="welcome", lines=[self.resume])
         reason = self._mismatch(hello)
@@ -314,7 +314,7 @@ class NodeClient(Nodes):
                 kind="hello", node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt
             )
             channel.send(hello)
-            self.links[0] = Link(channel, now)
+            self.links[0] = NodeLink(channel, now)
             self._why_not = ""
 
     def _handle(self, node: int, message: NodeMessage) -> None:
