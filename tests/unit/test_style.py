@@ -22,7 +22,7 @@ CEILINGS = {
     "docstrings that begin with The same, As, Of, Those, See or What": 0,
     "variables and parameters of home-made words": 15,
     "functions named by a preposition or a participle": 5,
-    "public functions without a docstring": 202,
+    "public functions without a docstring": 201,
 }
 
 HOME_MADE = {

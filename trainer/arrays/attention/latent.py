@@ -61,6 +61,7 @@ class LatentProjections:
             query_name = "self_attn.q_b_proj"
 
         def linear(name: str) -> CpuLinear:
+            """Returns the product with the weight of a projection, and with its adapter if it has one."""
             return CpuLinear(name, spec.adapters.get(name))
 
         self.query_down = linear("self_attn.q_a_proj")

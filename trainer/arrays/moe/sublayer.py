@@ -197,6 +197,7 @@ class CpuMoe:
             added_grad_ND = empty(*grad_ND.shape)[1]
 
             def drop(tile: Tile) -> None:
+                """Multiplies the gradients of a tile by its dropout mask."""
                 mask_nD = dropout.rows("mlp_output", tile.rows, grad_ND.shape[1])
                 np.multiply(grad_ND[tile.rows], mask_nD, out=added_grad_ND[tile.rows])
 
