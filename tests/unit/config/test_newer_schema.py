@@ -242,7 +242,11 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
             ["training.deterministic (a.yaml:2): only Ascend",
              "parallelism.data_parallel_shard -1: not used, the run has one device"],
         ),
-        (SMALL + "parallelism: {pipeline_parallel: 2}\n", 1, ["a.yaml:19: parallelism.pipeline_parallel = 2: "]),
+        (
+            SMALL + "parallelism: {pipeline_parallel: 2}\n", 1,
+            ["a.yaml:19: parallelism.pipeline_parallel = 2: pipeline_parallel 2 needs 2 ranks"],
+        ),
+        (SMALL.replace("hidden_size: 64", "hidden_size: 65"), 1, ["num_attention_heads = 4: must divide hidden_size"]),
         (SMALL + "profiler: {profile_communication: 1}\n", 1, ["a.yaml:19: profiler.profile_communication: unknown"]),
     ],
 )  # fmt: skip
@@ -283,7 +287,7 @@ def test_a_step_has_the_sequences_of_the_global_batch_in_any_job():
     staged = resolve_for_job(load(FULL), world_of(16))
     assert (staged.parallel_config.micro_batch_num, staged.runner_config.gradient_accumulation_steps) == (4, 1)
     message = failure(lambda: plan_file(config, world_of(3), []))
-    assert "training.global_batch_size = 8: must be a multiple of batch_size x data_parallel = 2 x 3" in message
+    assert "training.global_batch_size = 8: must be a multiple of local_batch_size x data_parallel = 2 x 3" in message
     again = parse_config("config.yaml", dump_config(resolve_for_job(config, world_of(2))))
     assert resolve_for_job(again, world_of(4)).runner_config.gradient_accumulation_steps == 1
 

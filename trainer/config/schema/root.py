@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr
@@ -93,17 +94,30 @@ class ConfigSource:
             section = section.rpartition(".")[0]
         return key
 
+    @cached_property
+    def _last_parts(self) -> dict[str, str]:
+        """Returns the last parts of keys -> of those of the file, where these are the same in all sections."""
+        names: dict[str, set[str]] = {}
+        for key, place in self.positions.items():
+            written = place.key
+            if not written or place.value is not ...:
+                written = key
+            names.setdefault(key.rpartition(".")[2], set()).add(written.rpartition(".")[2])
+        return {name: min(others) for name, others in names.items() if len(others) == 1}
+
     def name_keys(self, text: str, *, is_fix: bool = False) -> str:
         """Returns a text with the keys, and the values behind them, that the file has instead of those of this schema.
 
         Args:
-            text: A rule or a note; its keys are dotted, or have an underscore.
+            text: A rule or a note; its keys are dotted, or have an underscore; it may leave out their sections.
             is_fix: Whether the text says what to write: a key whose value is computed then keeps its name.
         """
 
         def rename(match: re.Match[str]) -> str:
             """Returns the key of the file for a match of `_DOTTED_KEY`."""
             key, separator, value = match.groups(default="")
+            if key not in self.positions and key in self._last_parts:
+                return self._last_parts[key] + separator + value
             if "." in key and f"{_MODEL}.{key}" in self.positions:
                 key = f"{_MODEL}.{key}"  # texts leave this section out
             place = self.place(key)
