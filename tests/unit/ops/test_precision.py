@@ -72,7 +72,7 @@ def test_the_reason_names_what_decided() -> None:
     [
         (
             "amp_level: O0\nmodel_config:\n  compute_dtype: bfloat16\n",
-            ["a.yaml:3: model.model_config.compute_dtype = 'bfloat16': amp_level O0 (a.yaml:1) means float32 here"],
+            ["a.yaml:3: model_config.compute_dtype = 'bfloat16': amp_level O0 (a.yaml:1) means float32 here"],
         ),
         ("amp_level: O1\nmodel_config: {compute_dtype: float32}\n", ["amp_level O1", "means float16 here"]),
         ("amp_level: O1\nmodel_config: {layernorm_compute_type: float16}\n", ["amp_level O1", "means float32"]),
