@@ -31,7 +31,7 @@ def run_job(script: Path, *arguments: object, workers: int, folder: Path, limit_
     folder.mkdir(parents=True, exist_ok=True)
     ensure_server()
     command = [sys.executable, str(FORKED), "-m", "mindspore.parallel.cluster.run", f"--worker_num={workers}"]
-    command += [f"--local_worker_num={workers}", f"--master_port={_free_port()}", f"--log_dir={folder}"]
+    command += [f"--local_worker_num={workers}", f"--master_port={free_port()}", f"--log_dir={folder}"]
     command += ["--join=True", "--cluster_time_out=100", str(script), *map(str, arguments)]
     # msrun starts its workers with the python that it finds first.
     path = os.pathsep.join([str(FORKED_PYTHON.parent), os.environ["PATH"]])
@@ -56,7 +56,8 @@ def take_a_core() -> None:
         os.sched_setaffinity(0, {cores[int(os.environ.get("DEVICE_ID", "0")) % len(cores)]})
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port that nobody listens at now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

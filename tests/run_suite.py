@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -27,36 +27,8 @@ from fork_server import FORKED, USAGE_VARIABLE, End, ensure_server
 
 TESTS = Path(__file__).resolve().parent
 MOST_PROCESSES = 4
-FILES_PER_PROCESS = {"ascend": 4, "parity": 3, "semi_auto": 1, "integration": 2, "parallel": 1, "unit": 16}
-# CPU seconds of the files that take long, their processes included. A file that is not here counts as a short one.
-SECONDS = {
-    "parity/test_ascend_audit.py": 43, "parallel/test_launched_training.py": 27,
-    "semi_auto/test_sharded_numbers.py": 40, "parallel/test_collectives.py": 14, "parity/test_moe_training.py": 23,
-    "integration/test_signals.py": 25, "parity/test_lora.py": 20, "parity/test_recompute.py": 18,
-    "semi_auto/test_semi_auto.py": 25, "integration/test_tutorial_run.py": 14,
-    "parallel/test_launcher_supervision.py": 20, "integration/test_configs.py": 20, "parallel/test_two_hosts.py": 16,
-    "parity/test_mixed_precision.py": 15, "unit/scripts/test_scripts_setup.py": 12, "integration/test_training.py": 20,
-    "integration/test_predict.py": 9, "parallel/test_launcher_nodes.py": 12, "parity/test_moe_models.py": 16,
-    "parity/test_loss_scaling.py": 9, "integration/test_moe_checkpoints.py": 5, "integration/test_lora_run.py": 10,
-    "parity/test_kernels.py": 19, "integration/test_moe_run.py": 8, "parity/test_freezing.py": 14,
-    "integration/test_cli.py": 9, "parallel/test_data_parallel.py": 5, "parity/test_decoder_parity.py": 15,
-    "integration/test_smoke.py": 9, "parallel/test_smoke_job.py": 4,
-    "integration/test_eval.py": 14, "integration/test_notebook.py": 13, "integration/test_resume.py": 14,
-    "parity/test_whole_graph.py": 4, "parity/test_moe_ascend.py": 11,
-    "integration/test_freeze_and_recompute_run.py": 7, "parity/test_train_step.py": 10,
-    "integration/test_bad_input.py": 8, "parity/test_muon.py": 7, "parallel/test_launcher_script.py": 4,
-    "parity/test_ascend_kernels.py": 6, "parity/test_dropout_training.py": 5,
-    "parity/test_moe_kernels.py": 5, "parity/test_latent_attention.py": 4, "parity/test_telechat.py": 3,
-    "unit/config/test_newer_schema.py": 4, "unit/report/test_report_page.py": 12,
-    "unit/report/test_report_compare.py": 6, "ascend/test_explicit.py": 27, "ascend/test_semi_auto_layouts.py": 27,
-    "ascend/test_step.py": 5, "ascend/test_semi_auto_settings.py": 45, "ascend/test_fused_kernels.py": 8,
-    "unit/scripts/test_fuzz.py": 8,
-    "parallel/test_tensor_parallel.py": 50, "parallel/test_layouts.py": 80, "parallel/test_pipeline.py": 40,
-    "parallel/test_context_parallel.py": 14,
-    "parallel/test_expert_parallel.py": 6, "parallel/test_sharing_levels.py": 28, "parallel/test_traffic.py": 15,
-    "integration/test_memory.py": 15, "semi_auto/test_expert_numbers.py": 10,
-}  # fmt: skip
-SHORT = 2
+# In the order in which their processes start, the long ones first.
+FILES_PER_PROCESS = {"ascend": 4, "semi_auto": 1, "parallel": 1, "parity": 3, "integration": 2, "unit": 16}
 # Files that one process runs because they share a job.
 TOGETHER = (("parallel/test_collectives.py", "parallel/test_data_parallel.py"),)
 # Tests that start jobs of several processes: one core would be too little for these.
@@ -87,32 +59,21 @@ class Running(NamedTuple):
 
 
 def batches(tests: Path = TESTS) -> list[Batch]:
-    """Returns every test file once; the longest batches come first, so that all cores end at about the same time."""
+    """Returns every test file once, in groups that a process runs."""
+    names = sorted(path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py"))
     found = []
-    names = [path.relative_to(tests).as_posix() for path in tests.rglob("test_*.py")]
-    for folder in {name.partition("/")[0] for name in names}:
-        every = {name for name in names if name.startswith(f"{folder}/")}
-        kept_together = [files for files in TOGETHER if every.issuperset(files)]
-        alone = every.difference(*kept_together)
-        found += [Batch(files, files[0].startswith(JOBS)) for files in kept_together]
-        for jobs, waits in ((False, False), (True, False), (True, True)):
-            files = [file for file in alone if (file.startswith(JOBS), file.startswith(WAITING)) == (jobs, waits)]
-            found += [Batch(group, jobs, waits) for group in spread(files, FILES_PER_PROCESS.get(folder, 1))]
-    found.sort(key=lambda batch: (-seconds_of(batch.files), batch.files))
-    return [batch._replace(files=tuple(f"tests/{file}" for file in batch.files)) for batch in found]
-
-
-def seconds_of(files: Iterable[str]) -> int:
-    return sum(SECONDS.get(file, SHORT) for file in files)
-
-
-def spread(files: list[str], most: int) -> list[tuple[str, ...]]:
-    """Groups of at most `most` files that take about equally long: each file, the longest first, goes to the group that
-    is the shortest so far."""
-    groups: list[list[str]] = [[] for _ in range(-(-len(files) // most))]
-    for file in sorted(files, key=lambda file: (-seconds_of([file]), file)):
-        min((group for group in groups if len(group) < most), key=seconds_of).append(file)
-    return [tuple(group) for group in groups]
+    for folder in dict.fromkeys([*FILES_PER_PROCESS, *(name.partition("/")[0] for name in names)]):
+        every = [name for name in names if name.startswith(f"{folder}/")]
+        groups = [files for files in TOGETHER if set(files) <= set(every)]
+        alone = [name for name in every if not any(name in files for files in groups)]
+        most = FILES_PER_PROCESS.get(folder, 1)
+        for kind in ((False, False), (True, False), (True, True)):
+            alike = [name for name in alone if (name.startswith(JOBS), name.startswith(WAITING)) == kind]
+            groups += [tuple(alike[start : start + most]) for start in range(0, len(alike), most)]
+        for files in groups:
+            paths = tuple(f"tests/{name}" for name in files)
+            found.append(Batch(paths, files[0].startswith(JOBS), files[0].startswith(WAITING)))
+    return found
 
 
 def start(batch: Batch, core: int | None, root: Path) -> Running:

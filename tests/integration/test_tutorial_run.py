@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from fork_server import ensure_server
+from msrun_helpers import free_port
 from run_helpers import (
     PROGRAM,
     REPOSITORY,
@@ -99,12 +99,6 @@ def test_it_learns_the_digits_and_can_be_stopped(
     assert code == 0, errors
     found = json.loads((evaluation / "eval.json").read_text())
     assert found["accuracy"] == eval_records(whole)[-1]["eval_accuracy"] and "accuracy" in said
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def assert_the_log(path: Path, output: Path) -> None:

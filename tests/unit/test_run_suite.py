@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import run_suite
-from run_suite import SECONDS, TOGETHER, Batch, batches, closing_line, counts, next_batch, run, seconds_of, spread
+from run_suite import FILES_PER_PROCESS, TOGETHER, Batch, batches, closing_line, counts, next_batch, run
 
 JOBS, UNIT = Batch(("tests/parallel/test_a.py",), True), Batch(("tests/unit/test_b.py",), False)
 LAUNCHER = Batch(("tests/parallel/test_launcher_c.py",), True, True)
@@ -24,25 +24,27 @@ def test_one_process_can_import_all_test_files() -> None:
     assert not {name for name in names if names.count(name) > 1}
 
 
-def test_long_batches_come_first_and_are_about_equally_long() -> None:
-    assert all((run_suite.TESTS / file).is_file() for file in SECONDS)
-    seconds = [seconds_of(file.removeprefix("tests/") for file in batch.files) for batch in batches()]
-    assert seconds == sorted(seconds, reverse=True)
-    assert spread(["a", "b", "c"], 2) == [("a", "c"), ("b",)] and spread([], 2) == []
-    long, *others = sorted(SECONDS, key=SECONDS.get, reverse=True)[:3]
-    assert spread([*others, long], 2) == [(long,), tuple(others)]
+def test_no_process_runs_more_files_than_its_memory_allows() -> None:
+    for batch in batches():
+        folder = batch.files[0].split("/")[1]
+        assert len(batch.files) <= FILES_PER_PROCESS[folder] or batch.files in [as_paths(files) for files in TOGETHER]
+        assert all(file.startswith(f"tests/{folder}/") for file in batch.files)
 
 
 def test_files_that_share_a_job_share_a_process() -> None:
     every = [batch.files for batch in batches()]
-    assert all(tuple(f"tests/{file}" for file in files) in every for files in TOGETHER)
+    assert all(as_paths(files) in every for files in TOGETHER)
+
+
+def as_paths(files: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f"tests/{file}" for file in files)
 
 
 def test_a_new_folder_is_run_too(tmp_path: Path) -> None:
     for name in ("unit/data/test_a.py", "new/test_b.py"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).touch()
-    assert batches(tmp_path) == [Batch(("tests/new/test_b.py",), False), Batch(("tests/unit/data/test_a.py",), False)]
+    assert batches(tmp_path) == [Batch(("tests/unit/data/test_a.py",), False), Batch(("tests/new/test_b.py",), False)]
 
 
 def test_a_job_and_what_waits_run_beside_the_cores_and_in_the_end_on_them() -> None:

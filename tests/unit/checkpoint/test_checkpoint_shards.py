@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_checkpoint_store import names
 from thread_ranks import ThreadRank, on_ranks
 
 from trainer.checkpoint import writing
@@ -82,10 +83,6 @@ def save_shards(folder: Path, ranks: int, step: int = 1) -> list:
         return write_checkpoint(folder, step, tensors, {"step": step}, keep_max=2, communicator=communicator)
 
     return on_ranks(ranks, work)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 def assert_holds(path: Path) -> None:

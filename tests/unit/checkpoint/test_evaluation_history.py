@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from config_helpers import error_of
+from test_checkpoint_store import names
 
 from trainer.checkpoint import store, writing
 from trainer.checkpoint.evaluations import EvalHistory, Evaluated, from_state, to_state
@@ -78,10 +79,6 @@ def save(folder: Path, step: int, best: int | None, keep_max: int = 1, on_stage:
     tensors = {"model": {"w": np.float32([step])}}
     best_steps = [] if best is None else [best]
     return writing.write_checkpoint(folder, step, tensors, {}, keep_max, on_stage, best_steps=best_steps)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.fixture(params=["links", "no links"])

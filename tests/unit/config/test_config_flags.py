@@ -39,11 +39,6 @@ def run(tmp_path, monkeypatch):
     return load
 
 
-def overrides_of(*argv: str) -> dict[str, object]:
-    """Returns dotted key -> text (or texts) of a command line."""
-    return {o.key: list(o.texts) or o.text for o in split_arguments(argv).overrides}
-
-
 def test_every_flag_of_mindformers_and_of_this_trainer_is_there():
     assert {flag.name for flag in FLAGS} == {*PEER_FLAGS, *OUR_FLAGS}
     assert len({flag.name for flag in FLAGS}) == len(FLAGS)
