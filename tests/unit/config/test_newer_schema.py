@@ -146,6 +146,8 @@ def test_what_is_left_out_has_the_defaults_of_that_schema():
     assert (config.runner_wrapper.use_clip_grad, config.runner_wrapper.max_grad_norm) == (True, 1.0)
     assert not config.train_dataset.data_loader.shuffle and config.use_parallel is None
     assert config.checkpoint_monitor == CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=1000)
+    profiled = load(SMALL + "profiler: {enable_profiling: False, start_step: 7}\noptimizer: {type: null}\n")
+    assert (profiled.profile_start_step, profiled.optimizer) == (1, config.optimizer)
     off = load(SMALL.replace("steps: 6", "max_norm: 0, steps: 6") + "checkpoint: {enable_save: False}\n")
     assert not off.runner_wrapper.use_clip_grad and off.checkpoint_monitor.save_checkpoint_steps == 0
     context = load(SMALL.replace("context: {device_target: CPU}", "context: {mode: 1}")).context

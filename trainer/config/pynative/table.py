@@ -15,7 +15,7 @@ import yaml
 from trainer.config.note import Note
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.work import Translation
-from trainer.config.read.nodes import Entry, Items, Table, is_null, plain, tree
+from trainer.config.read.nodes import Entry, Items, Table, tree
 from trainer.config.read.relocate import find_entry
 from trainer.config.read.rows import Row, Transform, reverse
 
@@ -92,16 +92,10 @@ def _sharding(work: Translation, row: Row) -> None:
 
 
 def _optimizer(work: Translation, row: Row) -> None:
-    key = row.old
-    table = work.table(key)
-    settings = work.values[key]
-    work.set_default(table, "type", "AdamW", f"{key}.type")
-    work.set_default(table, "weight_decay", 0.01, f"{key}.weight_decay")
-    if settings.get("type", "AdamW") == "AdamW":
-        work.set_default(table, "betas", [0.9, 0.95], f"{key}.betas")
-    if sorted(map(str, settings.get("adamw_include") or ())) == sorted(_LEFT_TO_ADAMW):
+    table = work.table(row.old)
+    if sorted(map(str, work.values[row.old].get("adamw_include") or ())) == sorted(_LEFT_TO_ADAMW):
         del table.explicit["adamw_include"]
-    work.set_key(key, table, key)
+    work.set_key(row.new, table, row.old)
 
 
 def _schedule(work: Translation, row: Row) -> None:
@@ -113,7 +107,6 @@ def _schedule(work: Translation, row: Row) -> None:
         work.problem(f"{key}.type", "this key is required", fix, place=work.place(key))
         return
     table.explicit.pop("total_steps", None)
-    work.set_default(table, "learning_rate", 1e-5, f"{key}.learning_rate")
     work.set_key("lr_schedule", table, key)
 
 
@@ -130,7 +123,6 @@ def _dataset(work: Translation, row: Row) -> None:
         work.set_key("train_dataset.input_columns", columns.node, f"{key}.column_names", place=columns.place)
     for name in ("num_parallel_workers", "python_multiprocessing"):
         table.explicit.pop(name, None)
-    work.set_default(table, "shuffle", False, f"{key}.shuffle")
     work.set_key("train_dataset.data_loader", table, key)
 
 
@@ -188,16 +180,9 @@ def _recompute_modules(work: Translation, row: Row) -> None:
 
 def _context(work: Translation, row: Row) -> None:
     """Sets the keys of context, except mode 1, which has no counterpart."""
-    key = row.old
-    table = work.table(key)
-    written = dict(table.explicit)
-    work.set_default(table, "device_target", "Ascend", f"{key}.device_target")
-    if plain(table.explicit["device_target"].node) == "Ascend":
-        work.set_default(table, "max_device_memory", "59GB", f"{key}.max_device_memory")
-    for name, entry in table.explicit.items():
+    for name, entry in work.table(row.old).explicit.items():
         if name != "mode":
-            is_written = name in written and not is_null(written[name].node)
-            work.set_key(f"{key}.{name}", entry.node, f"{key}.{name}", place=entry.place if is_written else None)
+            work.set_key(f"{row.new}.{name}", entry.node, f"{row.old}.{name}", place=entry.place)
 
 
 def _clipping_norm(norm: float) -> Any:
@@ -214,6 +199,7 @@ def _texts(layers: list[Any]) -> list[str]:
 _OPPOSITE = Transform(lambda value: not value, lambda value: not value)
 _ON = Transform(lambda value: "ON", lambda value: value == "ON")
 
+# Keys below a row of kind "dict" are those of the section here; their rows have the defaults that differ.
 ROWS = (
     Row("training.seed", "seed", "int", 42),
     Row("training.steps", "runner_config.max_steps", "int", 1000),
@@ -237,8 +223,14 @@ ROWS = (
     Row("parallelism.pipeline_parallel_interleave_num", f"{_MODEL}.pp_interleave_num", "int"),
     Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=_sharding),
     Row("optimizer", "optimizer", "dict", {}, apply=_optimizer),
+    Row("optimizer.type", "optimizer.type", default="AdamW"),
+    Row("optimizer.weight_decay", "optimizer.weight_decay", default=0.01),
+    Row("optimizer.betas", "optimizer.betas", default=[0.9, 0.95], when="optimizer.type=AdamW"),
     Row("lr_scheduler", "lr_schedule", "dict", {}, apply=_schedule),
+    Row("lr_scheduler.learning_rate", "lr_schedule.learning_rate", default=1e-5),
     Row("train_dataset.dataloader", "train_dataset.data_loader", "dict", {}, apply=_dataset),
+    Row("train_dataset.dataloader.shuffle", "train_dataset.data_loader.shuffle", default=False,
+        when="train_dataset.dataloader"),
     Row("train_dataset.drop_remainder", "train_dataset.drop_remainder", "bool", True),
     Row("model", _MODEL, "dict", {}, apply=_model),
     Row("lora_config", f"{_MODEL}.pet_config"),
@@ -252,6 +244,8 @@ ROWS = (
     Row("recompute.select_module", "recompute_config.select_recompute", "dict", None, "recompute.mode=select",
         apply=_recompute_modules),
     Row("context", "context", "dict", {}, apply=_context),
+    Row("context.device_target", "context.device_target", default="Ascend"),
+    Row("context.max_device_memory", "context.max_device_memory", default="59GB", when="context.device_target=Ascend"),
     Row("callbacks", "callbacks", "list", [], apply=_saving),
     Row("monitor.train_state.local_norm", "runner_wrapper.local_norm", "bool|str|list", "",
         "monitor.train_state.local_norm", Transform(bool)),

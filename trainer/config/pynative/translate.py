@@ -11,7 +11,7 @@ from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.pynative.table import ROWS, rows_without_effect
 from trainer.config.pynative.work import Translation
-from trainer.config.read.nodes import Table, is_null, plain
+from trainer.config.read.nodes import Table, children, is_null, plain
 from trainer.config.read.rows import Row
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
@@ -36,6 +36,7 @@ def _keys() -> tuple[frozenset[str], frozenset[str]]:
     """Returns the keys of the newer schema, and its sections."""
     keys = frozenset(row.old for row in (*ROWS, *rows_without_effect()))
     sections = frozenset(key[:at] for key in keys for at, letter in enumerate(key) if letter == ".")
+    sections -= {row.old for row in ROWS if row.kind == "dict"}
     return keys - sections, sections
 
 
@@ -43,12 +44,11 @@ def translate(name: str, root: Table) -> Translation:
     """Translates a file, which messages call `name`; the result has its problems."""
     work = Translation(name)
     _read(work, root, "")
-    for row in ROWS:
-        if row.kind:
-            work.values[row.old] = _checked(work, row)
-    for row in ROWS:
-        if row.kind:
-            _apply(work, row)
+    rows = [row for row in ROWS if row.old in _keys()[0]]
+    for row in rows:
+        work.values[row.old] = _checked(work, row)
+    for row in rows:
+        _apply(work, row)
     _note_unused(work)
     says = f"{name}: a file of MindSpore Transformers' newer schema: taken as its translation (`convert` writes it)"
     work.notes.insert(0, Note(says, "parallel"))
@@ -59,7 +59,10 @@ def _apply(work: Translation, row: Row) -> None:
     """Sets the target key of a row, if it applies."""
     condition, _, expected = row.when.partition("=")
     present = work.values.get(condition, condition in work.entries)
-    if row.when and (not present or expected not in ("", present)):
+    if expected:
+        present = present == expected
+    is_in_section = not row.kind and row.old in work.entries
+    if is_in_section or (row.when and not present):
         return
     value = work.values[row.old]
     if row.apply is not None:
@@ -78,6 +81,8 @@ def _checked(work: Translation, row: Row) -> Any:
     if row.old not in work.entries:
         return row.default
     value = plain(work.entries[row.old].node)
+    if not row.kind:
+        return value
     kinds = [_KINDS[name] for name in row.kind.split("|")]
     is_known = any(isinstance(value, types) for types, _ in kinds)
     if isinstance(value, bool) and "bool" not in row.kind:
@@ -119,6 +124,9 @@ def _read(work: Translation, table: Table, path: str) -> None:
             work.problems.append(problem_at(entry.place, key, "must be a section", fix, plain(entry.node)))
         elif key in keys:
             work.entries[key] = entry
+            for below, nested in children(entry.node):
+                if f"{key}.{below}" in keys and not is_null(nested.node):
+                    work.entries[f"{key}.{below}"] = nested
         elif key not in sections:
             work.problems.append(_unknown(path, name, entry.place))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config.checks.problem import NO_VALUE, ConfigError, problem_at
 from trainer.config.location import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, tree
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, plain, tree
 from trainer.config.read.relocate import parent
 
 
@@ -63,9 +63,3 @@ class Translation:
             if source in self.values and value is not self.values[source]:
                 place = place._replace(value=self.values[source])
         table.explicit[key.rpartition(".")[2]] = Entry(node, place)
-
-    def set_default(self, table: Table, key: str, value: Any, source: str) -> None:
-        """Adds MindSpore Transformers' default to a section if the file leaves the key out."""
-        if key not in table.explicit or is_null(table.explicit[key].node):
-            place = self.place(source)
-            table.explicit[key] = Entry(tree(value, place), place)
