@@ -5,6 +5,9 @@ grows to several GB. So a process ends after a few files. There is one process f
 MindSpore's threads poll and those of two processes on one core slow each other down. Beside these run the tests of
 jobs, which use all cores and wait for the ranks to join, and the tests of the launcher, which mostly wait.
 
+pytest-xdist instead, whose processes live on, takes a sixth more CPU seconds for tests/parity, and as many for
+tests/integration; it has no place for jobs beside the cores.
+
 One server forks these processes and most of those that the tests start: few of them import MindSpore (fork_server.py).
 """
 

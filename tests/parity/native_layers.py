@@ -146,7 +146,7 @@ def sequences_of(spec: AttentionSpec, segments: Sequence[Sequence[int]], random:
     angles = normal(random, segments_BT.size, spec.rotary_size // 2, scale=2).astype(np.float64)
     both = np.repeat(angles, 2, axis=1) if spec.rotary_interleaved else np.concatenate((angles, angles), 1)
     cos_Nd, sin_Nd = np.cos(both).astype(np.float32), np.sin(both).astype(np.float32)
-    table_N1h = positions.Rotary(spec).table(cos_Nd, sin_Nd)
+    table_N1h = positions.CpuRotary(spec).table(cos_Nd, sin_Nd)
     blocks, window_blocks = (positions.query_blocks(segments_BT, window) for window in (None, spec.window))
     return Sequences(segments_BT, cos_Nd, sin_Nd, positions.TokenPositions(table_N1h, blocks, window_blocks))
 

@@ -18,7 +18,7 @@ from trainer.errors import RunError, UserError
 from trainer.launch.arguments import LaunchOptions
 from trainer.launch.command import worker_specs
 from trainer.launch.control.messages import NodeMessage, failure_message, parse
-from trainer.launch.control.nodes import Link, NodeClient, NodeServer, connect_nodes
+from trainer.launch.control.nodes import NodeClient, NodeLink, NodeServer, connect_nodes
 from trainer.launch.control.secret import make_secret, read_secret
 from trainer.launch.control.signed import SignedChannel
 from trainer.launch.job import job_files
@@ -239,7 +239,7 @@ def test_a_flood_from_one_address_keeps_no_other_one_out(hub: NodeServer, option
 
 
 def test_networks_of_callers() -> None:
-    callers = [Link(None, 0.0, address) for address in ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")]
+    callers = [NodeLink(None, 0.0, address) for address in ("10.0.0.1", "fe80::1:2%eth0", "2001:db8::1", "2001:db8::2")]
     assert [caller.network for caller in callers] == ["10.0.0.1", "fe80::/64", "2001:db8::/64", "2001:db8::/64"]
 
 
