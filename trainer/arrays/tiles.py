@@ -33,7 +33,7 @@ _PRODUCT = 1 << 27  # multiplications that a thread takes at once for a matrix's
 _ALIGNED = 16  # float32 numbers in a cache line
 _SMALL = 1 << 12  # numbers that NumPy allocates faster than a block finds space for them
 _SHARED_WORK = 1 << 22  # multiplications from which threads share the product of a tile
-_SHARED_MATRIX = 1 << 20  # numbers of a matrix from which threads share its product with any rows
+_SHARED_MATRIX = 1 << 21  # numbers of a matrix from which threads share its product with any rows
 _SHARED_COLUMNS = 64  # a thread begins at a multiple of this
 
 
