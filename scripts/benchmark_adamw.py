@@ -47,7 +47,7 @@ def adamw_against_copy(config_path: str = str(ROOT / "configs" / "bench_dense.ya
 
     parameters = {name: Parameter(Tensor(array), name=name) for name, array in zip(shapes, arrays(), strict=True)}
     gradients = [Tensor(array) for array in arrays()]
-    optimizer = AdamW(parameters, parameter_groups(shapes, config.optimizer.weight_decay), config.optimizer)
+    optimizer = AdamW(parameters, parameter_groups(shapes, config.optimizer), config.optimizer)
     sources = [arrays() for _ in range(4)]
     targets = [[np.empty_like(array) for array in each] for each in sources]
 

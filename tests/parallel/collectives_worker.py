@@ -126,9 +126,9 @@ def shared(group: ProcessGroup) -> dict[str, np.ndarray]:
 def shared_optimizer(communicator: Communicator, folder: Path) -> dict[str, np.ndarray]:
     """Returns weights after updates with the whole state and with a shard of it, and the bytes of both; saves the
     shard."""
-    settings = parse_config("worker", '{"optimizer": {"type": "AdamW"}}').optimizer
+    settings = parse_config("worker", '{"optimizer": {"type": "AdamW", "weight_decay": 0.1}}').optimizer
     arrays = {f"w{number}": array for number, array in enumerate(shared_tensors())}
-    groups = parameter_groups({name: array.shape for name, array in arrays.items()}, 0.1)
+    groups = parameter_groups({name: array.shape for name, array in arrays.items()}, settings)
     found = {}
     gather = partial(collectives.all_gather_ranges, communicator.group)
     shard = OptimizerShard(communicator.rank, communicator.size, 1000, gather)

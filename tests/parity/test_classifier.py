@@ -46,7 +46,7 @@ def trainer_of(config: Config) -> TrainStep:
     model, build_inputs = build_model(config, load_kernels(select_kernels(config.network, "CPU", precision), precision))
     shapes = trained_shapes(config)
     trained = {name: model.parameters_by_name[name] for name in shapes}
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    groups = parameter_groups(shapes, config.optimizer)
     optimizer = build_optimizer(trained, groups, config.optimizer)
     return TrainStep(model, optimizer, lambda update: 0.1, build_inputs, config.runner_wrapper)
 

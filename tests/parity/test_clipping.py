@@ -106,7 +106,7 @@ def test_the_optimizer_takes_a_factor_for_each_parameter(kind: str) -> None:
     def build() -> Optimizer:
         settings = parse_config("clip", json.dumps({"optimizer": {"type": kind, "weight_decay": 0.1}})).optimizer
         parameters = {name: Parameter(Tensor(value.astype(np.float32)), name=name) for name, value in values.items()}
-        groups = parameter_groups({name: value.shape for name, value in values.items()}, 0.1)
+        groups = parameter_groups({name: value.shape for name, value in values.items()}, settings)
         return build_optimizer(parameters, groups, settings)
 
     one, other = build(), build()

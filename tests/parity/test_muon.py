@@ -56,7 +56,7 @@ def build(weights: dict[str, np.ndarray] | None = None, compiled: bool = False, 
     settings = settings_of(**changes)
     values = initial() if weights is None else weights
     parameters = {name: Parameter(Tensor(value), name=name) for name, value in values.items()}
-    groups = parameter_groups(SHAPES, settings.weight_decay, settings.type)
+    groups = parameter_groups(SHAPES, settings)
     return build_optimizer(parameters, groups, settings, compiled=compiled)
 
 
@@ -80,13 +80,20 @@ def weights_of(optimizer: Muon) -> dict[str, np.ndarray]:
 # The same in float64, written from the papers
 
 
-def newton_schulz(x: np.ndarray, steps: int) -> np.ndarray:
+STANDARD = [3.4445, -4.7750, 2.0315]
+
+
+def newton_schulz(x: np.ndarray, settings) -> np.ndarray:
     if x.shape[0] > x.shape[1]:
-        return newton_schulz(x.T, steps).T
-    x = x / (np.linalg.norm(x) + 1e-7)
-    for _ in range(steps):
-        square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        return newton_schulz(x.T, settings).T
+    x = x / (np.linalg.norm(x) + settings.ns_eps)
+    segments = settings.ns_coefficients
+    if segments == STANDARD:
+        segments = [[STANDARD, settings.ns_steps]]
+    for (a, b, c), steps in segments:
+        for _ in range(steps):
+            square = x @ x.T
+            x = a * x + (b * square + c * square @ square) @ x
     return x
 
 
@@ -106,7 +113,7 @@ def reference(settings) -> dict[str, np.ndarray]:
                 length = math.sqrt(max(1, rows / columns))
                 if settings.matched_adamw_rms is not None:
                     length = settings.matched_adamw_rms * math.sqrt(max(rows, columns))
-                each = [newton_schulz(one, settings.ns_steps) for one in direction.reshape(-1, rows, columns)]
+                each = [newton_schulz(one, settings) for one in direction.reshape(-1, rows, columns)]
                 moved = length * np.reshape(each, weight.shape)
             else:
                 first[name] = beta1 * first[name] + (1 - beta1) * g
@@ -123,8 +130,9 @@ def reference(settings) -> dict[str, np.ndarray]:
         {},
         {"nesterov": False, "momentum": 0.8, "weight_decay": 0.0},
         {"matched_adamw_rms": None, "ns_steps": 3, "adamw_betas": [0.9, 0.99], "adamw_eps": 1e-6},
+        {"ns_coefficients": [[STANDARD, 2], [[2, -1.5, 0.5], 3]], "ns_eps": 0.5},
     ],
-    ids=["defaults", "plain momentum", "Jordan's length"],
+    ids=["defaults", "plain momentum", "Jordan's length", "coefficients of DeepSeek-V4's kind"],
 )
 def test_weights_equal_numpys(changes: dict) -> None:
     optimizer = build(**changes)
@@ -196,7 +204,7 @@ def test_it_learns() -> None:
 def test_sgd_with_nesterov_equals_numpys() -> None:
     settings = parse_config("sgd", json.dumps({"optimizer": {"type": "SGD", "momentum": 0.9, "nesterov": True}}))
     parameters = {name: Parameter(Tensor(value), name=name) for name, value in initial().items()}
-    optimizer = build_optimizer(parameters, parameter_groups(SHAPES, 0.0, "SGD"), settings.optimizer)
+    optimizer = build_optimizer(parameters, parameter_groups(SHAPES, settings.optimizer), settings.optimizer)
     run(optimizer, 0, STEPS)
     for name, weight in initial().items():
         weight, buffer = weight.astype(np.float64), 0.0

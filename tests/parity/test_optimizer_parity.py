@@ -39,7 +39,7 @@ def build(case: OptimizerCase, weights: dict[str, np.ndarray] | None = None, **c
     settings = settings_of(case, **changes)
     values = case.initial if weights is None else weights
     parameters = {key: Parameter(Tensor(values[key]), name=key) for key in case.names}
-    groups = parameter_groups({key: value.shape for key, value in values.items()}, settings.weight_decay)
+    groups = parameter_groups({key: value.shape for key, value in values.items()}, settings)
     return build_optimizer(parameters, groups, settings)
 
 
@@ -84,7 +84,7 @@ def test_the_operator_of_an_ascend_equals_pytorchs_too() -> None:
     """With the operator as CANN documents it."""
     case = load_optimizer_case("optimizer_adamw")
     host = build(case)
-    groups = parameter_groups({key: value.shape for key, value in case.initial.items()}, max(host.decay.values()))
+    groups = parameter_groups({key: value.shape for key, value in case.initial.items()}, settings_of(case))
     parameters = {key: Parameter(Tensor(case.initial[key]), name=key) for key in case.names}
     optimizer, done = AdamW(parameters, groups, settings_of(case), device="Ascend"), 0
     optimizer.apply.update = adamw_as_documented

@@ -34,7 +34,7 @@ def build(kind: str, weights: Mapping[str, np.ndarray], shard: OptimizerShard | 
     section |= {} if "AdamW" in kind else {"momentum": 0.9, "nesterov": kind == "nesterov"}
     settings = parse_config(kind, json.dumps({"optimizer": section})).optimizer
     parameters = {name: Parameter(Tensor(array.copy()), name=name) for name, array in weights.items()}
-    groups = parameter_groups(SHAPES, 0.1)
+    groups = parameter_groups(SHAPES, settings)
     shards = {} if shard is None else {name: shard for name in SHAPES if shard.is_sharded(parameters[name].size)}
     if kind == "AdamW by operators":
         optimizer = AdamW(parameters, groups, settings, device="Ascend", shards=shards)

@@ -84,7 +84,7 @@ class TinyTrainer:
             self.set_weight(name, value)
         config = config_of(**self.sections, **sections)
         shapes = trained_shapes(config)
-        groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+        groups = parameter_groups(shapes, config.optimizer)
         trained = {name: self.model.parameters_by_name[name] for name in shapes}
         optimizer = build_optimizer(trained, groups, config.optimizer, compiled=False)
         if communicator is None:

@@ -196,8 +196,7 @@ def _file_shards(
 def optimizer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the optimizer's arrays by `kind.parameter`."""
     shapes = trained_shapes(config)
-    optimizer = config.optimizer
-    groups = parameter_groups(shapes, optimizer.weight_decay, optimizer.type)
+    groups = parameter_groups(shapes, config.optimizer)
     return {f"{kind}.{name}": shapes[name]
             for group in groups for kind in STATE_NAMES[group.optimizer] for name in group.parameters}  # fmt: skip
 

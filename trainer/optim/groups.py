@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
-from trainer.models.spec.names import EMBEDDING, HEAD
+from trainer.config.schema.optimizer import OptimizerConfig
+from trainer.models.spec.names import megatron_names
 
 
 @dataclass(frozen=True)
@@ -27,35 +29,70 @@ def parameter_of(key: str) -> str:
     return key.split(".", 1)[1]
 
 
-_NOT_FOR_MUON = (EMBEDDING, HEAD)
-"""Each of their rows is the vector of one token, for which an orthogonalised update makes no sense."""
-
-
-def parameter_groups(
-    shapes: Mapping[str, tuple[int, ...]], weight_decay: float, optimizer: str = "AdamW"
-) -> tuple[ParameterGroup, ...]:
+def parameter_groups(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerConfig) -> tuple[ParameterGroup, ...]:
     """Divides parameters into groups: matrices have weight decay; norm weights and biases have none.
 
-    A bias has one axis, or two if the biases of experts are stacked. Muon leaves embeddings, head, norms and biases to
-    AdamW.
+    A bias has one axis, or two if the biases of experts are stacked. Muon leaves norms, biases and `adamw_include` to
+    AdamW: each row of embedding and head is the vector of a token, which needs no orthogonalised update.
+    `weight_decay_include` and `weight_decay_exclude` move parameters into additional groups.
 
     Args:
         shapes: The trainable parameters, by name.
-        optimizer: The value of ``optimizer.type``.
     """
-    decays = {name: len(shape) > 1 and not name.endswith(".bias") for name, shape in shapes.items()}
-    matrices = tuple(name for name in shapes if decays[name])
-    vectors = tuple(name for name in shapes if not decays[name])
-    if optimizer != "Muon":
-        return (
-            ParameterGroup("matrices", weight_decay, matrices, optimizer),
-            ParameterGroup("norms and biases", 0.0, vectors, optimizer),
-        )
-    # Three axes: the stacked matrices of a layer's experts.
-    by_muon = tuple(name for name in matrices if len(shapes[name]) in (2, 3) and name not in _NOT_FOR_MUON)
-    others = tuple(name for name in matrices if name not in by_muon)
-    return (
-        ParameterGroup("matrices, by Muon", weight_decay, by_muon, "Muon"),
-        ParameterGroup("embedding and head, by AdamW", weight_decay, others),
-        ParameterGroup("norms and biases, by AdamW", 0.0, vectors),
-    )
+    decay = settings.weight_decay
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(".bias")]
+    others = [name for name in shapes if name not in set(matrices)]
+    if settings.type != "Muon":
+        decayed = [ParameterGroup("matrices", decay, tuple(matrices), settings.type)]
+        vectors = ParameterGroup("norms and biases", 0.0, tuple(others), settings.type)
+    else:
+        # Three axes: the stacked matrices of a layer's experts.
+        by_adamw = {
+            name
+            for name, megatron in megatron_names(matrices).items()
+            if len(shapes[name]) > 3 or any(fnmatchcase(megatron, pattern) for pattern in settings.adamw_include)
+        }
+        by_muon = tuple(name for name in matrices if name not in by_adamw)
+        left = tuple(name for name in matrices if name in by_adamw)
+        decayed = [
+            ParameterGroup("matrices, by Muon", decay, by_muon, "Muon"),
+            ParameterGroup("other matrices, by AdamW", decay, left),
+        ]
+        vectors = ParameterGroup("norms and biases, by AdamW", 0.0, tuple(others))
+    included = _matches(shapes, settings.weight_decay_include)
+    excluded = _matches(shapes, settings.weight_decay_exclude) - included
+    groups = [part for group in decayed for part in _divide(group, excluded, "without", 0.0)]
+    return (*groups, *_divide(vectors, included, "with", decay))
+
+
+def _divide(group: ParameterGroup, moved: Set[str], word: str, weight_decay: float) -> list[ParameterGroup]:
+    """Returns the group without its moved parameters, then these with another weight decay if there are any."""
+    remaining = tuple(name for name in group.parameters if name not in moved)
+    taken = tuple(name for name in group.parameters if name in moved)
+    groups = [replace(group, parameters=remaining)]
+    if taken:
+        name = f"{group.name}, {word} weight decay"
+        groups.append(replace(group, name=name, weight_decay=weight_decay, parameters=taken))
+    return groups
+
+
+def unmatched_decay_rules(names: Iterable[str], settings: OptimizerConfig) -> Iterator[tuple[str, str]]:
+    """Yields key and text of each rule about weight decay that matches no parameter."""
+    names = list(names)
+    for key in ("weight_decay_include", "weight_decay_exclude"):
+        for rule in getattr(settings, key) or ():
+            if not _matches(names, [rule]):
+                yield f"optimizer.{key}", rule
+
+
+def _matches(names: Iterable[str], rules: Sequence[str] | None) -> set[str]:
+    """Returns the parameters that a rule matches: a name, a part of it, or a pattern with * and ?.
+
+    Rules are for the names in MindSpore Transformers. One that matches none of these is for Hugging Face's.
+    """
+    matched: set[str] = set()
+    for rule in rules or ():
+        megatron = megatron_names(names)
+        of_rule = {name for name in megatron if rule in megatron[name] or fnmatchcase(megatron[name], rule)}
+        matched |= of_rule or {name for name in megatron if rule in name or fnmatchcase(name, rule)}
+    return matched

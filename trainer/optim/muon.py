@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from trainer.parallel.tensor import TensorShardedMatrices
     from trainer.storage.tensor_file import ArrayOrLazyArray
 
-_COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # steepest at zero: small singular values grow fastest
-_EPS = 1e-7
-
 
 class Muon(Optimizer):
     """b = momentum b + g;  d = g + momentum b (nesterov) or b;  p = p - lr decay p - lr r orthogonal(d)
@@ -62,14 +59,13 @@ class Muon(Optimizer):
         self.state = {"momentum_buffer": buffers, **self.adamw.state}
         self.momentum = scalar(settings.momentum)
         self.nesterov = settings.nesterov
-        self.steps = settings.ns_steps
         self.rms = settings.matched_adamw_rms
         if compiled:
             self.iterate = mindspore.jit(_newton_schulz)
         else:
             self.iterate = _newton_schulz
-        self.eps = scalar(_EPS)
-        self.coefficients = tuple(scalar(coefficient) for coefficient in _COEFFICIENTS)
+        self.eps = scalar(settings.ns_eps)
+        self.coefficients = [tuple(map(scalar, triple)) for triple in settings.newton_schulz]
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
         """Updates the matrices by Muon, and the other weights by AdamW."""
@@ -134,8 +130,8 @@ class Muon(Optimizer):
         # The Frobenius norm bounds the largest singular value, which must be at most 1.
         norm = ops.sqrt(P.MatMul(transpose_b=True)(x.reshape(1, -1), x.reshape(1, -1)).reshape(()))
         x = x / (norm + self.eps)
-        for _ in range(self.steps):
-            x = self.iterate(x, *self.coefficients)
+        for coefficients in self.coefficients:
+            x = self.iterate(x, *coefficients)
         if tall:
             return ops.transpose(x, (1, 0))
         return x

@@ -123,7 +123,7 @@ def _stage_memory(
         return parts | {"total": sum(parts.values())}
     of_stage = set(names)
     trained = {name: shape for name, shape in trained.items() if name in of_stage}
-    groups = parameter_groups(trained, config.optimizer.weight_decay, config.optimizer.type)
+    groups = parameter_groups(trained, config.optimizer)
     of_trained = [name for name in trained if not is_buffer(name)]
     micro_batches = 1
     if stages > 1:

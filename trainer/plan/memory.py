@@ -150,7 +150,7 @@ class _ShardBytes:
 
     def optimizer_state(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
         """Returns the bytes of the optimizer's arrays for the trained parameters."""
-        groups = parameter_groups(shapes, self.config.optimizer.weight_decay, self.config.optimizer.type)
+        groups = parameter_groups(shapes, self.config.optimizer)
         arrays = {name: _OPTIMIZER_STATES[group.optimizer] for group in groups for name in group.parameters}
         return sum(number * self.shard(name, shapes[name]) for name, number in arrays.items())
 

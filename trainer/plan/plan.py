@@ -29,7 +29,7 @@ from trainer.ops.select import (
     select_kernels,
 )
 from trainer.optim.freeze import freeze_notes, trained_shapes
-from trainer.optim.groups import ParameterGroup, parameter_groups
+from trainer.optim.groups import ParameterGroup, parameter_groups, unmatched_decay_rules
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.division import ShardingPlan, sharding_plan
@@ -52,6 +52,7 @@ _OPTIMIZER_KEYS = {
     "SGD": ("momentum", "nesterov", "weight_decay"),
     "Muon": ("momentum", "nesterov", "ns_steps", "matched_adamw_rms", "betas", "eps", "weight_decay"),
 }
+_SHOWN_IF_SET = ("ns_coefficients", "ns_eps", "adamw_include", "weight_decay_include", "weight_decay_exclude")
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,7 @@ def _model_plan(config: Config, world: World, device: str) -> ModelPlan:
     recomputed: tuple[Part, ...] = ()
     if config.trains:
         shapes = trained_shapes(config)
-        groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+        groups = parameter_groups(shapes, config.optimizer)
         # Of the layers that have a backward pass: from the first trained one on.
         first = max(model_spec(config.decoder).first_reached(shapes), 0)
         recomputed = tuple(part if layer >= first else "" for layer, part in enumerate(recomputed_parts(config)))
@@ -306,6 +307,10 @@ def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_
         ranks = degrees.data_parallel * degrees.context_parallel
         sharing = OptimizerSharding(ranks, zero_level(config), shard_threshold_bytes(config))
     optimizer = config.optimizer
+    keys = ["type", *_OPTIMIZER_KEYS[optimizer.type]]
+    keys += [key for key in _SHOWN_IF_SET if config.source.where(f"optimizer.{key}")]
+    if len(optimizer.newton_schulz) != optimizer.ns_steps:
+        keys.remove("ns_steps")
     learning_rates: tuple[tuple[int, float], ...] = ()
     if total:
         learning_rates = _learning_rates(config, total, last)
@@ -321,7 +326,7 @@ def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_
         last_step=last,
         schedule=config.lr_schedule.type,
         learning_rates=learning_rates,
-        optimizer={name: getattr(optimizer, name) for name in ("type", *_OPTIMIZER_KEYS[optimizer.type])},
+        optimizer={key: getattr(optimizer, key) for key in keys},
         sharing=sharing,
     )
 
@@ -363,6 +368,9 @@ def _notes(
     notes = [*backend.notes(), *device_notes(config, device)]
     notes += [*dtype_notes(config, precision_of(config, device, world), device), *freeze_notes(config)]
     notes += _unmatched_pattern_notes(config)
+    if config.trains:
+        for key, rule in unmatched_decay_rules(trained_shapes(config), config.optimizer):
+            notes.append(Note(f"{key} {rule!r} ({config.source.where(key)}) matches no trained parameter", "ignored"))
     if on_arrays(config, device, world) and find_onednn().library is None:
         notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     if device == "CPU":

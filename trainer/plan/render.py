@@ -448,7 +448,7 @@ def _weights(model: ModelPlan) -> str:
 def _setting_text(name: str, value: Any) -> str:
     """Formats a setting of the optimizer, for example `betas 0.9 0.95`; of its type only the value."""
     values = [value]
-    if isinstance(value, list):
+    if isinstance(value, list) and not any(isinstance(one, list) for one in value):
         values = value
     text = " ".join(map(_number_text, values))
     if name == "type":

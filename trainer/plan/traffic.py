@@ -532,7 +532,7 @@ def _update_calls(
 ) -> Iterator[_Call]:
     """Yields the gathers of updated weights, and of the directions of matrices that Muon updates."""
     shapes = {name: layout.parameters[name].shape for name in sizes}
-    update_groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    update_groups = parameter_groups(shapes, config.optimizer)
     by_muon = {name for each in update_groups if each.optimizer == "Muon" for name in each.parameters}
     for name in sizes:
         one = layout.parameters[name]

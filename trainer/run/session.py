@@ -212,7 +212,7 @@ def open_training(
     """
     session = open_session(config, weights, world, device, group)
     all_trained = trained_shapes(config)  # of the full model
-    groups = parameter_groups(all_trained, config.optimizer.weight_decay, config.optimizer.type)
+    groups = parameter_groups(all_trained, config.optimizer)
     parameters = session.model.parameters_by_name
     trained = {name: parameters[name] for name in all_trained if name in parameters}
     shards = {}

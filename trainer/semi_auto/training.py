@@ -59,7 +59,7 @@ def open_semi_auto_training(
     parameters = ShardedParameters(built, config, world, communicator, _place_in_group)
     parameters.start(weights)
     shapes = trained_shapes(config)
-    groups = parameter_groups(shapes, config.optimizer.weight_decay, config.optimizer.type)
+    groups = parameter_groups(shapes, config.optimizer)
     trained = {name: parameter for name, parameter in parameters.local.items() if name in shapes}
     stages = degrees.pipeline_stage
     routers = None

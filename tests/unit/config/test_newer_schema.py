@@ -173,13 +173,39 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
 
 
 def test_keys_of_muon_that_change_nothing_and_those_that_would():
-    muon = "optimizer: {type: Muon, adamw_betas: [0.9, 0.95], adamw_include: ['*word_embeddings*', '*output_layer*']}\n"
+    muon = "optimizer: {type: Muon, adamw_betas: [0.9, 0.95], adamw_include: ['*output_layer*']}\n"
     config = load(SMALL + muon)
     assert (config.optimizer.betas, config.optimizer.weight_decay) == ([0.9, 0.95], 0.01)
+    assert config.optimizer.adamw_include == ["*output_layer*"]
     assert config.parallel.enable_parallel_optimizer
-    assert "optimizer.adamw_include" in error_of(SMALL + muon.replace("'*output_layer*'", "'*router*'"))
-    message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 8]], qk_clip_enabled: True}\n")
+    message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 0]], qk_clip_enabled: True}\n")
     assert "optimizer.ns_coefficients = " in message and "optimizer.qk_clip_enabled = True: not yet" in message
+    inert = "optimizer: {type: Muon, qk_clip_enabled: False, qk_clip_threshold: 100, comm_strategy: allgather}\n"
+    assert load(SMALL + inert).optimizer.type == "Muon"
+    assert "comm_strategy" in notes(SMALL + inert.replace("allgather", "allgather_deredundency"))
+
+
+def test_eps_and_betas_of_muon_are_those_of_newton_schulz_and_none():
+    """Checks the keys against the arguments of mindformers/pynative/optimizer/muon.py, which swallows `betas`."""
+    both = load(SMALL + "optimizer: {type: Muon, betas: [0.8, 0.9], eps: 1.e-9, adamw_eps: 1.e-6}\n").optimizer
+    assert (both.ns_eps, both.eps, both.betas) == (1e-9, 1e-6, [0.95, 0.95])
+    defaults = load(SMALL + "optimizer: {type: Muon}\n").optimizer
+    assert (defaults.ns_eps, defaults.eps, defaults.betas) == (1e-8, 1e-8, [0.95, 0.95])
+    written = SMALL + "optimizer: {type: Muon, betas: [0.8, 0.9], adamw_betas: [0.7, 0.6], eps: -1.0}\n"
+    assert "a.yaml:19: optimizer.eps = -1.0: must be greater than 0" in error_of(written)
+    assert "betas of Muon (a.yaml:19): no effect" in notes(written.replace("-1.0", "1.e-8"))
+
+
+def test_the_highest_rate_of_a_cosine_annealing_is_base_lr():
+    text = SMALL.replace("ConstantWarmUpLR, warmup_steps: 0}", "CosineAnnealingLR, base_lr: 0.1, t_max: 9}")
+    assert load(text).lr_schedule.base_lr == 0.1
+    both = text.replace("t_max: 9", "t_max: 9, learning_rate: 3.0, total_steps: 4")
+    assert load(both).lr_schedule.base_lr == 0.1
+    assert "lr_scheduler.learning_rate (a.yaml:3): no effect beside base_lr" in notes(both)
+    assert "lr_scheduler.total_steps (a.yaml:3): no effect" in notes(both)
+    assert "grouped_lr_schedule (a.yaml:19): its trainer does not read it" in notes(
+        f"{text}grouped_lr_schedule: {{default: 1}}\n"
+    )
 
 
 def test_select_recomputation_names_modules():

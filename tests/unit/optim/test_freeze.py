@@ -196,8 +196,9 @@ def test_the_backward_pass_ends_at_the_lowest_trained_layer(freeze: str, layer: 
 
 def test_frozen_weights_are_in_no_group() -> None:
     """Correctness: frozen parameters must not decay or have state. The optimizer holds the parameters of the groups."""
-    shapes = trained_shapes(config_of("{include: '*proj*'}"))
-    grouped = [name for group in parameter_groups(shapes, 0.1) for name in group.parameters]
+    config = config_of("{include: '*proj*'}")
+    groups = parameter_groups(trained_shapes(config), config.optimizer)
+    grouped = [name for group in groups for name in group.parameters]
     assert sorted(grouped) == sorted(names_of("norm", "embed", "head"))
 
 

@@ -10,13 +10,17 @@ import pytest
 from tolerances import FLOAT64
 
 from trainer.config import parse_config
-from trainer.models.spec.names import is_buffer
+from trainer.models.spec.names import is_buffer, megatron_names
 from trainer.models.spec.shapes import parameter_shapes
-from trainer.optim.groups import parameter_groups
+from trainer.optim.groups import parameter_groups, unmatched_decay_rules
 from trainer.step.clip import NormGroups, clip, clip_coefficient, norm_groups
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_heads": 4, "vocab_size": 11, "multiple_of": 8}
 ALL_OPTIONS = {"qkv_has_bias": True, "attn_proj_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
+
+
+def optimizer_of(**changes: object):
+    return parse_config("groups", json.dumps({"optimizer": {"weight_decay": 0.1} | changes})).optimizer
 
 
 @pytest.mark.parametrize("options", [{}, ALL_OPTIONS, {"tie_word_embeddings": True}], ids=["plain", "all", "tied"])
@@ -24,7 +28,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(options: dict) -> None:
     """Checks that each parameter is in exactly one group, and that vectors have no weight decay."""
     settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | options}})).decoder
     shapes = parameter_shapes(settings)
-    matrices, vectors = parameter_groups(shapes, 0.1)
+    matrices, vectors = parameter_groups(shapes, optimizer_of())
     assert (matrices.weight_decay, vectors.weight_decay) == (0.1, 0.0)
     by_name = {"norm.weight", "layernorm.weight", "q_norm.weight", "k_norm.weight"}
     undecayed = [name for name in shapes if name.endswith(".bias") or any(name.endswith(end) for end in by_name)]
@@ -36,7 +40,7 @@ def test_matrices_decay_and_norms_and_biases_do_not(options: dict) -> None:
 def test_muon_updates_the_matrices_inside_the_blocks_only() -> None:
     settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | ALL_OPTIONS}})).decoder
     shapes = parameter_shapes(settings)
-    muon, others, vectors = parameter_groups(shapes, 0.1, "Muon")
+    muon, others, vectors = parameter_groups(shapes, optimizer_of(type="Muon"))
     assert [group.optimizer for group in (muon, others, vectors)] == ["Muon", "AdamW", "AdamW"]
     assert [group.weight_decay for group in (muon, others, vectors)] == [0.1, 0.1, 0.0]
     assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
@@ -48,14 +52,61 @@ def test_muon_updates_the_matrices_of_experts_too() -> None:
     experts = {"expert_num": 4, "balance_via_topk_bias": True}
     settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | {"moe_config": experts}}})).decoder
     shapes = {name: shape for name, shape in parameter_shapes(settings).items() if not is_buffer(name)}
-    muon, others, _ = parameter_groups(shapes, 0.1, "Muon")
+    muon, others, _ = parameter_groups(shapes, optimizer_of(type="Muon"))
     assert "model.layers.0.mlp.experts.up_proj.weight" in muon.parameters
     assert set(others.parameters) == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
+@pytest.mark.parametrize(
+    ("include", "exclude", "decaying", "without"),
+    [
+        (["norm"], None, {"norms and biases, with weight decay": "norm.weight"}, set()),
+        (None, ["linear_qkv"], {}, {"q_proj.weight", "k_proj.weight", "v_proj.weight"}),
+        (["decoder.layers.1.self_attention.linear_qkv.weight"], ["*linear_qkv*"], {},
+         {"layers.0.self_attn.q_proj.weight", "layers.0.self_attn.k_proj.weight", "layers.0.self_attn.v_proj.weight"}),
+        (None, ["word_embeddings", "model.layers.1.mlp.up_proj.weight"], {},
+         {"embed_tokens.weight", "layers.1.mlp.up_proj.weight"}),
+    ],
+    ids=["a part of a name", "a matrix of three", "include wins", "names of both"],
+)  # fmt: skip
+def test_rules_of_weight_decay(include: list, exclude: list, decaying: dict, without: set[str]) -> None:
+    """Checks which parameters the rules move, by the names in MindSpore Transformers and in Hugging Face's files."""
+    settings = parse_config("groups", json.dumps({"model": {"model_config": SIZES | ALL_OPTIONS}})).decoder
+    shapes = parameter_shapes(settings)
+    rules = optimizer_of(weight_decay_include=include, weight_decay_exclude=exclude)
+    decays = {name: group.weight_decay for group in parameter_groups(shapes, rules) for name in group.parameters}
+    assert decays.keys() == shapes.keys()
+    for name, shape in shapes.items():
+        usual = len(shape) > 1 and not name.endswith(".bias")
+        if decaying:
+            assert (decays[name] == 0.1) == (usual or name.endswith("norm.weight")), name
+        else:
+            is_moved = any(name.endswith(end) for end in without)
+            assert (decays[name] == 0.1) == (usual and not is_moved), name
+    labels = {group.name for group in parameter_groups(shapes, rules)} - {"matrices", "norms and biases"}
+    assert labels == (set(decaying) or {"matrices, without weight decay"})
+
+
+def test_names_in_mindspore_transformers() -> None:
+    names = ["model.layers.0.mlp.experts.down_proj.weight", "model.layers.1.self_attn.kv_b_proj.weight",
+             "model.layers.2.eh_proj.weight", "model.layers.2.mlp.shared_experts.up_proj.weight",
+             "model.layers.2.shared_head.norm.weight", "lm_head.weight"]  # fmt: skip
+    assert list(megatron_names(names).values()) == [
+        "decoder.layers.0.mlp.experts.weight2", "decoder.layers.1.self_attention.linear_kvb.weight",
+        "mtp.layers.0.eh_proj.weight", "mtp.layers.0.transformer_layer.mlp.shared_experts.linear_fc1.weight",
+        "mtp.layers.0.final_layernorm.weight", "output_layer.weight",
+    ]  # fmt: skip
+
+
+def test_a_rule_that_matches_nothing_is_told() -> None:
+    rules = optimizer_of(weight_decay_include=["layernorm", "linear_q"], weight_decay_exclude=["*.experts.*"])
+    names = ["model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"]
+    assert list(unmatched_decay_rules(names, rules)) == [("optimizer.weight_decay_exclude", "*.experts.*")]
+
+
 def test_groups_keep_the_order_of_the_model() -> None:
     shapes = {"a": (2, 2), "b": (2,), "c": (3, 2), "d": (), "e": (1, 1, 1)}
-    assert [group.parameters for group in parameter_groups(shapes, 0.1)] == [("a", "c", "e"), ("b", "d")]
+    assert [group.parameters for group in parameter_groups(shapes, optimizer_of())] == [("a", "c", "e"), ("b", "d")]
 
 
 def test_norms_of_the_sums_of_squares() -> None:

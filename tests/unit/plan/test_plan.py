@@ -128,7 +128,7 @@ def test_muon_names_the_groups_that_each_rule_updates() -> None:
     plan = plan_of("qwen3_tiny", optimizer="{type: Muon, weight_decay: 0.2}")
     assert [(group.name, group.weight_decay, group.tensors) for group in plan.model.groups] == [
         ("matrices, by Muon", 0.2, 14),
-        ("embedding and head, by AdamW", 0.2, 2),
+        ("other matrices, by AdamW", 0.2, 2),
         ("norms and biases, by AdamW", 0.0, 9),
     ]
     assert "optimizer Muon, momentum 0.95, nesterov True, ns_steps 5," in " ".join(plan_text(plan).split())

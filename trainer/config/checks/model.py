@@ -123,7 +123,8 @@ def _latent(config: Config) -> Iterator[ConfigError]:
     """Yields errors about sizes of multi-head latent attention, and about its clipping, which is not supported."""
     if config.decoder.qk_rope_head_dim % 2:
         yield problem(config, f"{_KEY}.qk_rope_head_dim", _EVEN, "use 64, as DeepSeek-V3 does")
-    if config.optimizer.type == "Muon" and config.source.where("optimizer.qk_clip_threshold"):
+    is_written = config.source.where("optimizer.qk_clip_threshold")
+    if config.optimizer.type == "Muon" and is_written and not config.source.where("optimizer.qk_clip_enabled"):
         fix = "remove it: the queries and keys are not clipped then, which is another training"
         yield problem(config, "optimizer.qk_clip_threshold", "not yet supported: there is no QK-clip", fix)
 

@@ -22,8 +22,6 @@ from trainer.config.read.rows import Row, Transform, reverse
 _MODEL = "model.model_config"
 _EVENTS = "monitor.tensorboard.output_dir"
 _PROFILES = "profiler.enable_profiling"
-_LEFT_TO_ADAMW = {"*word_embeddings*", "*output_layer*"}
-"""The parameters that AdamW updates instead of Muon, in addition to norms and biases."""
 _LATENT = {
     "q_a_proj": ("self_attention.linear_q_down_proj", "self_attention.linear_qkv"),
     "q_b_proj": ("self_attention.linear_q_up_proj", "self_attention.linear_qb"),
@@ -93,9 +91,21 @@ def _sharding(work: Translation, row: Row) -> None:
 
 def _optimizer(work: Translation, row: Row) -> None:
     table = work.table(row.old)
-    if sorted(map(str, work.values[row.old].get("adamw_include") or ())) == sorted(_LEFT_TO_ADAMW):
-        del table.explicit["adamw_include"]
+    if work.values["optimizer.type"] == "Muon":
+        _rename_muon(work, table)
     work.set_key(row.new, table, row.old)
+
+
+def _rename_muon(work: Translation, optimizer: Table) -> None:
+    """Renames the keys of a Muon there: eps belongs to Newton-Schulz, adamw_eps and adamw_betas to AdamW."""
+    entries = optimizer.explicit
+    betas = entries.pop("betas", None)
+    if betas is not None:
+        text = f"betas of Muon ({betas.place.text}): no effect, its AdamW has adamw_betas there"
+        work.notes.append(Note(text, "ignored"))
+    for name, new_name in (("eps", "ns_eps"), ("adamw_eps", "eps"), ("adamw_betas", "betas")):
+        if name in entries:
+            entries[new_name] = entries.pop(name)
 
 
 def _schedule(work: Translation, row: Row) -> None:
@@ -106,8 +116,17 @@ def _schedule(work: Translation, row: Row) -> None:
         fix = "add type: to it, for example CosineWithWarmUpLR"
         work.problem(f"{key}.type", "this key is required", fix, place=work.place(key))
         return
-    table.explicit.pop("total_steps", None)
+    if written := table.explicit.pop("total_steps", None):
+        text = f"{key}.total_steps ({written.place.text}): no effect, the schedule has the steps of the run there, too"
+        work.notes.append(Note(text, "ignored"))
+    if "base_lr" in table.explicit and (written := table.explicit.pop("learning_rate", None)):
+        work.notes.append(Note(f"{key}.learning_rate ({written.place.text}): no effect beside base_lr", "ignored"))
     work.set_key("lr_schedule", table, key)
+
+
+def _learning_rate(work: Translation, row: Row) -> None:
+    if "base_lr" not in work.table("lr_scheduler").explicit:
+        work.set_key(row.new, row.default, row.old)
 
 
 def _dataset(work: Translation, row: Row) -> None:
@@ -226,8 +245,9 @@ ROWS = (
     Row("optimizer.type", "optimizer.type", default="AdamW"),
     Row("optimizer.weight_decay", "optimizer.weight_decay", default=0.01),
     Row("optimizer.betas", "optimizer.betas", default=[0.9, 0.95], when="optimizer.type=AdamW"),
+    Row("optimizer.eps", "optimizer.ns_eps", default=1e-8, when="optimizer.type=Muon"),
     Row("lr_scheduler", "lr_schedule", "dict", {}, apply=_schedule),
-    Row("lr_scheduler.learning_rate", "lr_schedule.learning_rate", default=1e-5),
+    Row("lr_scheduler.learning_rate", "lr_schedule.learning_rate", default=1e-5, apply=_learning_rate),
     Row("train_dataset.dataloader", "train_dataset.data_loader", "dict", {}, apply=_dataset),
     Row("train_dataset.dataloader.shuffle", "train_dataset.data_loader.shuffle", default=False,
         when="train_dataset.dataloader"),

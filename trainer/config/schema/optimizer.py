@@ -1,13 +1,36 @@
 """Optimizer and learning rate schedules (YAML ``optimizer`` and ``lr_schedule``)."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from trainer.config.schema.fields import COUNT, REQUIRED, Section, setting
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+_NS_STEPS = 100
+_COEFFICIENTS = [3.4445, -4.7750, 2.0315]  # steepest at zero: small singular values grow fastest
+
+
+def _is_triple(value: Any) -> bool:
+    """Returns whether a value is three numbers."""
+    return isinstance(value, list) and len(value) == 3 and all(type(number) in (int, float) for number in value)
+
+
+def _validate_coefficients(value: list[Any]) -> list[Any]:
+    """Returns a triple of numbers or a list of `[triple, steps]`; any other value is an error."""
+    if _is_triple(value):
+        return value
+    segments = [part for part in value if isinstance(part, list) and len(part) == 2 and _is_triple(part[0])]
+    counts = [part[1] for part in segments if type(part[1]) is int and part[1] >= 1]
+    if not value or len(counts) < len(value) or sum(counts) > _NS_STEPS:
+        rule = f"must be [a, b, c], or [[[a, b, c], steps], ...] with 1 to {_NS_STEPS} steps in all"
+        raise PydanticCustomError("coefficients", "{rule}", {"rule": rule})
+    return value
+
+
+Coefficients = Annotated[list[Any], AfterValidator(_validate_coefficients)]
 
 
 class OptimizerConfig(Section):
@@ -28,16 +51,36 @@ class OptimizerConfig(Section):
         [0.9, 0.999], "AdamW: decay rates of the two moments. Default [0.9, 0.999], of Muon [0.95, 0.95].",
         min_length=2, max_length=2, aliases="adamw_betas")
     eps: float = setting(1e-8, "AdamW's epsilon.", gt=0, aliases="adamw_eps")
-    weight_decay: float = setting(0.0, "Decoupled weight decay, on matrices only. Default 0, of Muon 0.1.", ge=0)
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay, on matrices only if no rule says otherwise. Default 0, of Muon 0.1.", ge=0)
+    weight_decay_include: list[str] | None = setting(
+        None, "Parameters with weight decay: names, parts of names, or patterns with * and ?.")
+    weight_decay_exclude: list[str] | None = setting(
+        None, "Parameters without weight decay, unless weight_decay_include has them. A name is that of MindSpore"
+        " Transformers (decoder.layers.0.self_attention.linear_qkv.weight), or Hugging Face's.")
     momentum: float = setting(0.0, "SGD, Muon: momentum. Default 0, of Muon 0.95.", ge=0, lt=1)
     nesterov: bool = setting(False, "SGD, Muon: Nesterov momentum. Default False, of Muon True.")
-    ns_steps: int = setting(5, "Muon: Newton-Schulz steps that orthogonalise an update.", ge=1, le=100)
+    ns_steps: int = setting(5, "Muon: Newton-Schulz steps that orthogonalise an update.", ge=1, le=_NS_STEPS)
+    ns_coefficients: Coefficients = setting(
+        _COEFFICIENTS, "Muon: coefficients [a, b, c] of all Newton-Schulz steps, or [[[a, b, c], steps], ...], which"
+        " replaces ns_steps.")
+    ns_eps: float = setting(1e-7, "Muon: added to the norm by which Newton-Schulz divides.", gt=0)
+    adamw_include: list[str] = setting(
+        ["*word_embeddings*", "*output_layer*"], "Muon: matrices that AdamW updates, as patterns for their names in"
+        " MindSpore Transformers. Default: embedding and head.")
     matched_adamw_rms: float | None = setting(
         0.2, "Muon: root mean square of an update, before the learning rate: AdamW's is about 0.2. Null: an orthogonal"
         " update times sqrt(max(1, rows / columns)).", gt=0)
     learning_rate: float | None = setting(
         None, "Peak learning rate; must agree with lr_schedule's when both are given. Default null: lr_schedule's.",
         ge=0)
+
+    @property
+    def newton_schulz(self) -> list[list[float]]:
+        """Returns the coefficients a, b, c of each Newton-Schulz step."""
+        if _is_triple(self.ns_coefficients):
+            return [self.ns_coefficients] * self.ns_steps
+        return [triple for triple, steps in self.ns_coefficients for _ in range(steps)]
 
 
 class _Schedule(Section):

@@ -7,6 +7,7 @@ disk each expert has separate names. MTP modules follow the last layer, as in De
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -68,3 +69,42 @@ def adapter_names(projection: str) -> tuple[str, str]:
 def mask_name(projection: str) -> str:
     """Returns the name of the dropout mask of a projection's adapter."""
     return f"{projection}.lora_dropout"
+
+
+_MEGATRON = {
+    "model.embed_tokens.": "embedding.word_embeddings.", "lm_head.": "output_layer.",
+    "model.norm.": "decoder.final_layernorm.", ".self_attn.": ".self_attention.",
+    ".q_proj.": ".linear_qkv.", ".k_proj.": ".linear_qkv.", ".v_proj.": ".linear_qkv.", ".o_proj.": ".linear_proj.",
+    ".q_a_proj.": ".linear_qkv.", ".kv_a_proj_with_mqa.": ".linear_qkv.", ".q_b_proj.": ".linear_qb.",
+    ".kv_b_proj.": ".linear_kvb.", ".q_norm.": ".q_layernorm.", ".k_norm.": ".k_layernorm.",
+    ".q_a_layernorm.": ".q_layernorm.", ".kv_a_layernorm.": ".k_layernorm.",
+    ".post_attention_layernorm.": ".pre_mlp_layernorm.", ".mlp.gate.": ".mlp.router.",
+    ".experts.gate_proj.weight": ".experts.weight1", ".experts.up_proj.weight": ".experts.weight1",
+    ".experts.down_proj.weight": ".experts.weight2", ".shared_expert.": ".shared_experts.",
+    ".gate_proj.": ".linear_fc1.", ".up_proj.": ".linear_fc1.", ".down_proj.": ".linear_fc2.",
+    "shared_head.norm.": "final_layernorm.",
+}  # fmt: skip
+"""Parts of names -> those of MindSpore Transformers' PyNative models (``mindformers/pynative``)."""
+
+
+def megatron_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns the names that parameters have in MindSpore Transformers' PyNative models.
+
+    Matrices that are one matrix there, such as those of query, key and value, have the same name.
+    """
+    names = list(names)
+    modules = [int(name.split(".")[2]) for name in names if name.endswith(MTP_WEIGHTS)]
+    megatron = {}
+    for name in names:
+        translated = name
+        for old, new in _MEGATRON.items():
+            translated = translated.replace(old, new)
+        if translated.startswith("model.layers."):
+            layer, rest = translated.removeprefix("model.layers.").split(".", 1)
+            translated = f"decoder.layers.{layer}.{rest}"
+            if modules and int(layer) >= min(modules):
+                if not rest.startswith(("enorm", "hnorm", "eh_proj", "final_layernorm")):
+                    rest = f"transformer_layer.{rest}"
+                translated = f"mtp.layers.{int(layer) - min(modules)}.{rest}"
+        megatron[name] = translated
+    return megatron
