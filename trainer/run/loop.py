@@ -22,7 +22,7 @@ from trainer.checkpoint.state import Position
 from trainer.checkpoint.store import check_checkpoint_folder, rename_old_checkpoints
 from trainer.config import dump_config
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.checks.parallel import resolve_for_job, runs_semi_auto
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import EXIT_OK, RunError
 from trainer.launch import heartbeat
@@ -130,7 +130,7 @@ def run_training(world: World, prepared: PreparedRun, extra_monitors: Sequence[M
     if world.rank == 0 and base is None:
         files = folder_files(config)
     sampler = None
-    if config.sample_prompt:
+    if config.sample_prompt and not runs_semi_auto(config, world):
         sampler = Sampler(config)
     with contextlib.ExitStack() as locks:
         if world.rank == 0:

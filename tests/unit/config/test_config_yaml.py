@@ -72,6 +72,7 @@ def test_nan_is_a_number():
         ("seed: 1\nrunner_config:\n\tepochs: 2\n", 3, "use spaces instead of tabs"),
         ("seed: 1\noutput_dir: *out\n", 2, "define the anchor above"),
         ("seed: 1\nseed: 2\n", 2, "a.yaml:1"),
+        ("seed: 1\nseed: True\n", 2, "a.yaml:1"),
         ("model:\n  arch: {type: a}\n  arch: {type: b}\n", 3, "a.yaml:2"),
         ("- 1\n- 2\n", 1, "the file holds a list"),
         ("just words\n", 1, "a single value"),
@@ -162,6 +163,12 @@ runner_config: {epochs: &n 3, batch_size: *n}
     assert config.eval_dataset.prefetch_size == 5
     assert (config.train_dataset.max_batches, config.eval_dataset.max_batches) == (3, 7)
     assert (config.runner_config.epochs, config.runner_config.batch_size) == (3, 3)
+
+
+def test_a_key_that_stands_twice_with_the_same_value_is_a_note():
+    text = "model_config:\n  qk_layernorm: False\n  num_layers: 2\n  qk_layernorm: false\n"
+    assert load(text).decoder.num_layers == 2
+    assert "model_config.qk_layernorm stands at a.yaml:2 and at a.yaml:4, with the same value" in notes(text)
 
 
 def test_an_ellipsis_line_is_left_out_with_a_note():

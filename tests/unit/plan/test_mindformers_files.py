@@ -341,3 +341,5 @@ def test_the_names_of_the_other_program(capsys):
     assert find_script("run_mindformer.py") is None
     assert "run_mindformer.py is taken as run_trainer.py" in capsys.readouterr().err
     assert load("run_mode: predict_with_train_model\n").run_mode == "predict"
+    assert load("output_dir: ''\n").output_dir == "./output"
+    assert load("parallel: {parallel_mode: MANUAL_PARALLEL}\n").parallel.parallel_mode == 0

@@ -12,7 +12,7 @@ from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.data import IMAGES, TokenizerConfig
 from trainer.config.schema.fields import beside_of
-from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
 
@@ -24,7 +24,6 @@ _EXPERTS = f"{_KEY}.moe_config"
 _CLASS = "model.arch.type"
 _ONE = "remove one of the two"
 _EVEN = "rotary embedding requires a positive, even number"
-_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 def model_problems(config: Config) -> Iterator[ConfigError]:
@@ -79,7 +78,7 @@ def _sizes(config: Config) -> Iterator[ConfigError]:
     rotary = decoder.rotary_size
     if decoder.multi_latent_attention:
         yield from _latent(config)
-    elif latent_keys := [n for n in _LATENT if getattr(decoder, n) != ModelConfig.model_fields[n].default]:
+    elif latent_keys := [n for n in LATENT_SIZES if getattr(decoder, n) != ModelConfig.model_fields[n].default]:
         fix = "write multi_latent_attention: True, or leave it out"
         yield problem(config, f"{_KEY}.{latent_keys[0]}", "requires multi_latent_attention: True", fix)
     elif decoder.head_dim is None and width % heads:

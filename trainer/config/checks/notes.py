@@ -314,6 +314,9 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
     semi_auto = runs_semi_auto(config, world)
     if parallel.full_batch is False and not semi_auto:
         yield "parallel.full_batch False: not used, each rank reads its own sequences"
+    if config.sample_prompt is not None and semi_auto:
+        yield ("sample_prompt: not used, semi-automatic mode generates no text; add --run_mode predict"
+               " --use_parallel False to generate from the checkpoints")
     if world.size > 1:
         if config.use_parallel is None:
             yield f"use_parallel: not set; it is True, because the job has {world.size} ranks"

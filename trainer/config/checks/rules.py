@@ -245,10 +245,10 @@ def _evaluation_callbacks(config: Config) -> Iterator[ConfigError]:
 
 
 def _samples(config: Config, world: World) -> Iterator[ConfigError]:
-    """Yields an error for a sample_prompt that cannot be continued: only a decoder in explicit mode samples text."""
+    """Yields an error for a sample_prompt that cannot be continued; semi-automatic mode leaves it out, with a note."""
     key = "sample_prompt"
     dataset = config.train_dataset
-    if config.sample_prompt is None:
+    if config.sample_prompt is None or runs_semi_auto(config, world):
         return
     names_tokenizer = dataset.tokenizer != TokenizerConfig() or config.source.where("train_dataset.tokenizer.type")
     if not config.sample_prompt:
@@ -256,9 +256,6 @@ def _samples(config: Config, world: World) -> Iterator[ConfigError]:
     elif not dataset.data_loader.reads_text and not names_tokenizer:
         rule = f"requires train_dataset.tokenizer, because {dataset.data_loader.type} contains token ids"
         yield problem(config, key, rule, "name the tokenizer in train_dataset.tokenizer, or leave the prompt out")
-    elif runs_semi_auto(config, world):
-        fix = "leave it out, or generate from the checkpoints: --run_mode predict --use_parallel False"
-        yield problem(config, key, "semi-automatic mode generates no text", fix)
 
 
 def _exists(path: str | None) -> bool:

@@ -11,7 +11,7 @@ from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import beside_of, yaml_names
-from trainer.config.schema.model import ModelConfig
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"
@@ -59,9 +59,8 @@ def _from_family(resolved: Resolved) -> None:
     because = "model.arch.type"
     if architecture is None:
         architecture, key = named_family(resolved.section(_MODEL))
-        if not architecture and resolved.section(_MODEL).get("multi_latent_attention") is True:
-            key = "multi_latent_attention"  # only one class has it
-            architecture = next(name for name, family in FAMILIES.items() if key in family.model)
+        if not architecture and (key := _latent_attention_key(resolved)):
+            architecture = next(name for name, family in FAMILIES.items() if "multi_latent_attention" in family.model)
         if architecture:
             because = f"{_MODEL}.{key}"
             _set_default(resolved, "model.arch.type", architecture, because)
@@ -88,6 +87,20 @@ def _from_family(resolved: Resolved) -> None:
     is_attention_bias = resolved.name_in_file(key) == "attention_bias"
     if is_attention_bias and has_output_bias and resolved.section(_MODEL).get("qkv_has_bias") is True:
         _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
+
+
+def _latent_attention_key(resolved: Resolved) -> str:
+    """Returns the key by which a file without a class asks for multi-head latent attention; empty if it does not."""
+    settings = resolved.section(_MODEL)
+    key = "multi_latent_attention"
+    if key in settings:
+        return key * (settings[key] is True)
+    key = next((name for name in LATENT_SIZES if settings.get(name) is not None), "")
+    if key:
+        place = resolved.positions[f"{_MODEL}.{key}"]
+        text = f"{place.key or key} {settings[key]} ({place.text}): only latent attention has it, that of DeepSeek-V3"
+        resolved.notes.append(Note(text))
+    return key
 
 
 def _family_experts(resolved: Resolved, family: Family, because: str) -> None:
@@ -179,6 +192,12 @@ def _from_aliases(resolved: Resolved) -> None:
         _set_default(resolved, f"{_EXPERTS}.aux_loss_factor", factors[0], f"{_EXPERTS}.aux_loss_factors")
     if resolved.data.get("run_mode") == "predict_with_train_model":  # prediction always uses the trained model
         resolved.data["run_mode"] = "predict"
+    if resolved.data.get("output_dir") == "":
+        del resolved.data["output_dir"]
+    parallel = resolved.section("parallel")
+    modes = {"MANUAL_PARALLEL": 0, "STAND_ALONE": "stand_alone"}
+    if str(parallel.get("parallel_mode")) in modes:
+        parallel["parallel_mode"] = modes[parallel["parallel_mode"]]
     name = "use_skip_data_by_global_norm"  # older files write it at the top level
     if name in resolved.data:
         _set_default(resolved, f"runner_wrapper.{name}", resolved.data[name], name)

@@ -1,4 +1,4 @@
-"""Reads a YAML file into a tree: YAML 1.2 scalars, no duplicate keys, every error with its line.
+"""Reads a YAML file into a tree: YAML 1.2 scalars, no key with two values, every error with its line.
 
 It differs from plain YAML 1.2 in two points, for text copied from documentation: a line of only ``...`` is left out
 (with a note, unless it ends the file), and ``None`` is ``null``.
@@ -22,6 +22,7 @@ from yaml.resolver import BaseResolver
 from yaml.scanner import Scanner
 
 from trainer.config.location import SourceLocation
+from trainer.config.note import Note
 from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, expanded_size, is_null
 from trainer.errors import UserError, shorten_repr, working_directory
 from trainer.input_files import read_bytes
@@ -152,6 +153,7 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
             self.keys.append(place.key)
         self.text_lines: set[int] = set()
         """Lines (from 0) inside quoted and block scalars, where ``...`` is text."""
+        self.notes: list[str] = []
 
     def documents(self) -> list[Entry]:
         """Reads all documents and returns their roots."""
@@ -256,15 +258,24 @@ class _Composer(Reader, Scanner, Parser, ScalarResolver):
                 key = node.value
             if not isinstance(node, Scalar) or not isinstance(key, str):
                 raise UserError(f"a key must be a name, found {key}", where=place.text, fix="write name: value")
-            if key in table.explicit:
-                first = table.explicit[key].place.text
-                rule = f"the key {key!r} stands here and at {first}; a section may have it once"
-                raise UserError(rule, where=place.text, key=key, fix="remove one of the two")
             self.keys.append(key[:_LONGEST_PART])
-            table.explicit[key] = self._entry(place)
+            entry = self._entry(place)
             self.keys.pop()
+            if key in table.explicit:
+                self._check_repeated(key, table.explicit[key], entry)
+            table.explicit[key] = entry
         self.get_event()
         return table
+
+    def _check_repeated(self, key: str, first: Entry, second: Entry) -> None:
+        """Notes a key that a section has twice with the same plain value; any other repetition is an error."""
+        where = second.place.text
+        values = [entry.node.value for entry in (first, second) if isinstance(entry.node, Scalar)]
+        if len(values) < 2 or repr(values[0]) != repr(values[1]):
+            rule = f"the key {key!r} stands here and at {first.place.text}; a section may have it once"
+            raise UserError(rule, where=where, key=key, fix="remove one of the two")
+        text = f"{second.place.key or key} stands at {first.place.text} and at {where}, with the same value"
+        self.notes.append(Note(text, "ignored"))
 
     def _bases(self, place: SourceLocation) -> list[Table]:
         node = self._entry(place).node
@@ -306,12 +317,12 @@ def _syntax_error(name: str, error: yaml.MarkedYAMLError) -> UserError:
 
 def _compose(
     name: str, text: str, place: SourceLocation | None = None, most: int = MAX_VALUES
-) -> tuple[list[Entry], set[int]]:
-    """Reads all documents; returns their roots, and the lines (from 0) that are inside strings."""
+) -> tuple[list[Entry], _Composer]:
+    """Reads all documents; returns their roots, and the composer with notes and the lines inside strings."""
     composer = None
     try:
         composer = _Composer(name, text, place, most)
-        return composer.documents(), composer.text_lines
+        return composer.documents(), composer
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(name, error) from None
     except ReaderError as error:
@@ -326,18 +337,21 @@ def _compose(
         raise UserError(f"not valid YAML: {error}", where=where, fix="correct the escape in the quoted text") from None
 
 
-def _without_ellipses(name: str, text: str) -> tuple[list[Entry], list[int]]:
-    """Composes the text without its lines of only ``...``; returns the roots and the numbers of these lines."""
+def _without_ellipses(name: str, text: str) -> tuple[list[Entry], list[str]]:
+    """Composes the text without its lines of only ``...``; returns the roots, and notes."""
     lines = text.split("\n")
     ellipses = {number for number, line in enumerate(lines) if _ELLIPSIS.match(line)}
     while True:
         remaining = ("" if number in ellipses else line for number, line in enumerate(lines))
-        roots, in_strings = _compose(name, "\n".join(remaining))
-        if not in_strings & ellipses:
+        roots, composer = _compose(name, "\n".join(remaining))
+        if not composer.text_lines & ellipses:
             break
-        ellipses -= in_strings
+        ellipses -= composer.text_lines
     last = max((number for number, line in enumerate(lines) if line.strip()), default=-1)
-    return roots, [number + 1 for number in sorted(ellipses) if number != last or lines[number][0] in " \t"]
+    left_out = [str(number + 1) for number in sorted(ellipses) if number != last or lines[number][0] in " \t"]
+    if left_out:
+        composer.notes.insert(0, f"{name}: left out the lines of only '...' ({', '.join(left_out)})")
+    return roots, composer.notes
 
 
 def read_text(path: str) -> str:
@@ -376,12 +390,12 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
     """Parses the text of a configuration file, which messages call ``name``.
 
     Returns:
-        The tree, and notes about lines that were left out.
+        The tree, and notes about lines that were left out and about repeated keys.
 
     Raises:
-        UserError: The text is empty, not YAML, has duplicate keys, or is not one mapping.
+        UserError: The text is empty, not YAML, has a key with two values, or is not one mapping.
     """
-    roots, left_out = _without_ellipses(name, text)
+    roots, notes = _without_ellipses(name, text)
     if len(roots) > 1:
         where = roots[1].place.text
         fix = "keep one document, remove its '---'"
@@ -396,9 +410,6 @@ def parse_document(name: str, text: str) -> tuple[Table, list[str]]:
         where = roots[0].place.text
         raise UserError(f"the file holds {kind}, not sections", where=where, fix="write section: and key: value")
     check_size(*expanded_size(root), roots[0].place)
-    notes = []
-    if left_out:
-        notes = [f"{name}: left out the lines of only '...' ({', '.join(map(str, left_out))})"]
     return root, notes
 
 

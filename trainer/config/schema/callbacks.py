@@ -6,8 +6,6 @@ from pydantic import Field
 
 from trainer.config.schema.fields import BATCH, COUNT, LAYERS, RANKS, REQUIRED, FilePath, Section, setting
 
-_METRICS = "metrics.jsonl and report.png hold what it would show"
-
 
 class LossMonitor(Section):
     """A line every few steps."""
@@ -54,8 +52,22 @@ class ObsMonitor(Section):
 class SummaryMonitor(Section):
     """MindInsight's records."""
     support = "ignored"
-    support_reason = _METRICS
-    type: Literal["SummaryMonitor", "TrainingStateMonitor", "MaxLogitsMonitor"] = setting(REQUIRED, "Kind of monitor.")
+    support_reason = "metrics.jsonl and report.png hold what it would show"
+    type: Literal["SummaryMonitor", "TrainingStateMonitor"] = setting(REQUIRED, "Kind of monitor.")
+
+
+class MaxLogitsMonitor(Section):
+    """The largest logit of each attention layer."""
+    support = "ignored"
+    support_reason = "the largest logits of attention are not recorded"
+    type: Literal["MaxLogitsMonitor", "MaxLogitsReset"] = setting(REQUIRED, "Kind of monitor.")
+
+
+class StopMonitor(Section):
+    """Saves a checkpoint when the run is asked to stop."""
+    support = "ignored"
+    support_reason = "SIGTERM and SIGINT always finish the step, save a checkpoint and end the run"
+    type: Literal["OnRequestExit"] = setting(REQUIRED, "Kind of monitor.")
 
 
 class EvalMonitor(Section):
@@ -121,6 +133,6 @@ class TopkBiasBalance(Section):
 
 
 Callback = Annotated[
-    LossMonitor | CheckpointMonitor | MoEDropRate | ObsMonitor | SummaryMonitor | EvalMonitor | ProfileMonitor
-    | EarlyStop | DeviceMonitor | TopkBiasBalance, Field(discriminator="type"),
+    LossMonitor | CheckpointMonitor | MoEDropRate | ObsMonitor | SummaryMonitor | MaxLogitsMonitor | StopMonitor
+    | EvalMonitor | ProfileMonitor | EarlyStop | DeviceMonitor | TopkBiasBalance, Field(discriminator="type"),
 ]  # fmt: skip

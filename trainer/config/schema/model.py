@@ -50,6 +50,10 @@ class RopeScaling(Section):
         return 0.1 * weight * math.log(self.factor) + 1.0
 
 
+LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Sizes that only multi-head latent attention has."""
+
+
 class ModelConfig(Section):
     """The decoder (YAML ``model.model_config``, or ``model_config`` at the top level)."""
 

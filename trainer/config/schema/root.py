@@ -143,7 +143,7 @@ class Config(Section):
 
     seed: int = setting(1, "Seed of weights, dropout and the order of data.", ge=0, le=2**63 - 1)
     output_dir: FilePath = setting(
-        "./output", "Folder for all files that a run writes; created if missing.", min_length=1)
+        "./output", "Folder for all files that a run writes; created if missing. Default ./output, also if empty.")
     run_mode: Literal["train", "finetune", "eval", "predict", "chat"] = setting("train", "What to do.")
     use_parallel: bool | None = setting(
         None, "Run in parallel and use parallel_config. Default null: True in a job of several ranks, else False.")

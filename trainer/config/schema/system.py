@@ -74,8 +74,8 @@ class ParallelSection(Section):
     """Parallel mode and its settings (YAML ``parallel``)."""
 
     parallel_mode: Literal[0, 1, 2, 3] | _Mode = setting(
-        0, "0 or data_parallel; with several ranks 1 is MindSpore's semi-automatic mode (Ascend only), 2 automatic and"
-        " 3 hybrid are not yet supported.")
+        0, "0, data_parallel or MANUAL_PARALLEL; with several ranks 1 is MindSpore's semi-automatic mode (Ascend only),"
+        " 2 automatic and 3 hybrid are not yet supported.")
     parallel_fallback: Literal["explicit"] | None = setting(
         None, "explicit: explicit mode instead of semi-automatic mode. Default null: none.")
     full_batch: bool = setting(

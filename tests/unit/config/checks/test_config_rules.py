@@ -55,7 +55,6 @@ SIZES = "model_config: {num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size
         ("context.device_target=cpu", "write CPU"),
         ("resume_training=3", "= 3: must be True or False or a string"),
         ("output_dir=", "must be a string"),
-        ("output_dir=''", "must be a string that is not empty"),
         ("model_config.hidden_act=gelu", "must be silu, swiglu or fusedswiglu"),
         ("model_config.top_p=0", "must be greater than 0"),
         ("model_config.compute_dtype=float64", "must be float32, float16 or bfloat16"),
@@ -228,6 +227,10 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
             ["monitor_config.global_norm_spike_threshold 3.0: not"],
         ),
         ("callbacks: [{type: ObsMonitor}]\n", ["callbacks.0", "nothing is uploaded"]),
+        ("callbacks: [{type: OnRequestExit, save_ckpt: True}]\n", ["SIGTERM and SIGINT always finish the step, save"]),
+        ("callbacks: [{type: MaxLogitsMonitor, step_interval: 5}, {type: MaxLogitsReset}]\n",
+         ["callbacks.0", "callbacks.1", "the largest logits of attention are not recorded"]),
+        ("context: {infer_precision_sync: True}\n", ["context.infer_precision_sync", "the same bits"]),
         ("callbacks: [{type: CheckpointMonitor, prefix: x}]\n", ["callbacks.0.prefix"]),
         (
             "parallel_config: {data_parallel: 8, model_parallel: 2}\n",

@@ -72,6 +72,16 @@ def test_other_names_of_the_class(text: str) -> None:
     assert config.model.arch.type == "DeepseekV3ForCausalLM" and config.decoder.multi_latent_attention
 
 
+def test_a_size_of_latent_attention_without_a_class_is_deepseek_v3() -> None:
+    text = "model_config: {num_layers: 4, v_head_dim: 192, use_fused_mla: False}\n"
+    decoder = load(text).decoder
+    assert (decoder.multi_latent_attention, decoder.v_head_dim, decoder.q_lora_rank) == (True, 192, 1536)
+    assert "model_config.v_head_dim 192 (a.yaml:1): only latent attention has it, that of DeepSeek-V3" in notes(text)
+    for other in ("multi_latent_attention: False", "model_type: llama"):
+        message = error_of(f"model_config: {{num_layers: 4, v_head_dim: 192, {other}}}\n")
+        assert "v_head_dim = 192: requires multi_latent_attention: True" in message
+
+
 def test_megatrons_names_and_transformers_sum() -> None:
     megatron = load("model_config: {multi_latent_attention: True, qk_head_dim: 32, qk_pos_emb_head_dim: 16}\n").decoder
     assert (megatron.qk_nope_head_dim, megatron.qk_rope_head_dim, megatron.head_size) == (32, 16, 48)

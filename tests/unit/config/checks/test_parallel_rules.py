@@ -105,13 +105,9 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
             "parallel_config: {context_parallel: 2, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 3}\n",
             ["ulysses_degree_in_cp = 3: must divide context_parallel 2, and", "set it to 1 or 2"],
         ),
-        (
-            "parallel: {parallel_mode: 1}\nsample_prompt: a\n",
-            ["sample_prompt = 'a': semi-automatic mode generates no text", "--run_mode predict --use_parallel False"],
-        ),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
-        ("parallel: {parallel_mode: stand_alone}\n", ["'stand_alone': runs one rank, and the job has 8"]),
+        ("parallel: {parallel_mode: STAND_ALONE}\n", ["'stand_alone': runs one rank, and the job has 8"]),
     ],
 )  # fmt: skip
 def test_what_eight_ranks_cannot_run_is_an_error(text: str, parts: list[str]) -> None:
@@ -185,6 +181,13 @@ def test_several_ranks_are_recommended_where_they_run(degrees: str, divides: boo
     assert refused == [why] * divides
     notes = "".join(config_notes(resolve_for_job(file, SINGLE_PROCESS)))
     assert f"the run has one device: {why if divides else 'start several'}" in notes
+
+
+def test_semi_automatic_mode_generates_no_samples_and_says_so() -> None:
+    config = load(f"{BASE}parallel: {{parallel_mode: 1}}\nsample_prompt: a\n")
+    preflight(config, EIGHT)
+    said = "\n".join(config_notes(config, EIGHT))
+    assert "sample_prompt: not used, semi-automatic mode generates no text" in said
 
 
 def test_data_parallelism_takes_the_place_of_semi_automatic_mode() -> None:
