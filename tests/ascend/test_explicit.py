@@ -95,17 +95,17 @@ EIGHT_RANKS = {
     f"{name}, rank {rank} of 8": on_ascend(base, PLAIN | more, ranks=8, rank=rank, task=task)
     for rank in RANKS
     for name, base, more, task in (
-        ("data parallel", DENSE, {"use_parallel": True}, f"{TASKS}:train"),
-        ("shared state", DENSE, SHARED, f"{TASKS}:train"),
-        ("experts", EXPERTS, {"use_parallel": True}, f"{TASKS}:train"),
-        ("tensor parallel", DENSE, TENSOR, f"{TASKS}:train"),
-        ("tensor parallel, with all it may have", DENSE, TENSOR | ROWS, f"{TASKS}:train"),
+        ("data parallel", DENSE, {"use_parallel": True}, f"{TASKS}:training"),
+        ("shared state", DENSE, SHARED, f"{TASKS}:training"),
+        ("experts", EXPERTS, {"use_parallel": True}, f"{TASKS}:training"),
+        ("tensor parallel", DENSE, TENSOR, f"{TASKS}:training"),
+        ("tensor parallel, with all it may have", DENSE, TENSOR | ROWS, f"{TASKS}:training"),
         ("tensor parallel, evaluation", DENSE, TENSOR, f"{TASKS}:evaluation"),
-        ("context parallel", DENSE, SEQUENCES, f"{TASKS}:train"),
+        ("context parallel", DENSE, SEQUENCES, f"{TASKS}:training"),
         ("context parallel, evaluation", DENSE, SEQUENCES, f"{TASKS}:evaluation"),
-        ("expert parallel", EXPERTS, EXCHANGED, f"{TASKS}:train"),
+        ("expert parallel", EXPERTS, EXCHANGED, f"{TASKS}:training"),
         ("expert parallel, evaluation", EXPERTS, EXCHANGED, f"{TASKS}:evaluation"),
-        ("all degrees of a stage", EXPERTS, TOGETHER, f"{TASKS}:train"),
+        ("all degrees of a stage", EXPERTS, TOGETHER, f"{TASKS}:training"),
         ("collectives", DENSE, {"use_parallel": True}, f"{TASKS}:every_collective"),
     )
 }
@@ -121,7 +121,7 @@ DIVIDED = {
         f"pipeline{what}, rank {rank} of 8": on_ascend(
             DENSE, PLAIN | ONE_BATCH | STAGES, ranks=8, rank=rank, task=f"{TASKS}:{task}"
         )
-        for rank in RANKS for what, task in (("", "train"), (", evaluation", "evaluation"))
+        for rank in RANKS for what, task in (("", "training"), (", evaluation", "evaluation"))
     },
     "tensor and context parallel, compiled": on_ascend(
         DENSE, COMPILED | {"recompute_config": {"recompute": [1, 0]}}, ranks=8, rank=3, documents=3
