@@ -87,7 +87,7 @@ def weights_of(config: Config) -> dict[str, np.ndarray]:
     draw, found = np.random.default_rng(4), {}
     for name, spec in parameter_specs(config.decoder).items():
         found[name] = initial_value(spec, config.decoder, config.seed)
-        if spec.init in ("ones", "zeros"):
+        if spec.init in ("ones", "zeros", "lora_b"):
             found[name] = found[name] + draw.normal(0, 0.2, spec.shape).astype(np.float32)
     return found
 

@@ -33,6 +33,7 @@ from trainer.checkpoint.weights import (
 from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
 from trainer.models.spec.adapters import adapter_spec, layer_targets, merged_matrix
+from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
@@ -241,10 +242,10 @@ def adapter_config(settings: ModelConfig, base: str) -> dict[str, Any]:
     """Returns the content of PEFT's adapter_config.json; `base` is `load_checkpoint`, which may be empty."""
     adapters = settings.pet_config
     assert adapters is not None
-    targets = [tuple(layer_targets(settings, layer)) for layer in range(settings.num_layers)]
+    targets = [layer_targets(settings, layer) for layer in range(settings.num_layers)]
     names = [name.split(".")[-1] for name in targets[0]]
     if len(set(targets)) > 1:  # layers differ: full names
-        names = [f"model.layers.{layer}.{name}" for layer, of_layer in enumerate(targets) for name in of_layer]
+        names = [layer_prefix(layer) + name for layer, of_layer in enumerate(targets) for name in of_layer]
     return {
         **{name: _OURS[name] for name in _WRITTEN},
         "peft_type": adapters.pet_type.upper(),
@@ -264,9 +265,11 @@ def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> 
     adapters = adapter_spec(settings)
     assert adapters is not None
     merged = {name: weights[name] for name in parameter_shapes(settings) if name in weights}
-    for layer in range(settings.num_layers):
+    for layer in range(settings.num_layers + settings.mtp_depth):
         for projection in layer_targets(settings, layer):
-            name = f"model.layers.{layer}.{projection}"
+            name = layer_prefix(layer) + projection
+            if f"{name}.weight" not in merged:  # of an MTP module that the file of the base model lacks
+                continue
             a, b = (weights[f"{name}.lora_{part}.weight"].astype(np.float64) for part in "AB")
             total = merged_matrix(merged[f"{name}.weight"], a, b, adapters.scale)
             merged[f"{name}.weight"] = total.astype(np.float32)

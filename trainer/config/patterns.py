@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-_MAX_LENGTH = 200  # characters of an expression
+_MAX_LENGTH = 400  # characters of an expression
 _MAX_CHOICES = 4  # in a row; a name of 50 characters then takes some milliseconds at worst
 _LITERAL = re.compile(r"\(\?#[^)]*\)|\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|~", re.DOTALL)
 _GROUP_KIND = re.compile(r"\(\?(?:[:=!>]|<[=!]|P<\w+>|[a-zA-Z-]+:)")

@@ -11,11 +11,10 @@ from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
+from trainer.config.checks.adapters import adapters_text
 from trainer.config.note import NoteKind
 from trainer.config.recompute import recompute_text
 from trainer.config.schema.runner import LossScaleSection
-from trainer.models.spec.adapters import adapter_spec, layer_targets
-from trainer.models.spec.shapes import adapted_projections
 from trainer.models.spec.sublayers import attention_spec
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def _model_rows(plan: Plan, verbose: bool) -> Rows:
     rows: Rows = [("", ""), ("weights", _weights(model))]
     parts: dict[str, str] = {}
     if model.weights + model.frozen.weights:  # otherwise its sizes are not known
-        parts = {"attention": _attention(settings), "adapters": _adapters(settings)}
+        parts = {"attention": _attention(settings), "adapters": adapters_text(settings)}
         if plan.config.trains:
             parts["dropout"] = _dropout(settings)
     parts["recompute"] = recompute_text(model.recomputed)
@@ -314,21 +313,6 @@ def _dropout(settings: ModelConfig) -> str:
     attention = attention_spec(settings)
     rates = {"attention weights": attention.dropout, "outputs of sublayers": attention.output_dropout}
     return ", ".join(f"{rate:g} of {name}" for name, rate in rates.items() if rate)
-
-
-def _adapters(settings: ModelConfig) -> str:
-    adapter = adapter_spec(settings)
-    if adapter is None:
-        return ""
-    names = [name.split(".")[-1] for name in adapted_projections(settings)]
-    layers = sum(bool(layer_targets(settings, layer)) for layer in range(settings.num_layers))
-    where = ""
-    if layers != settings.num_layers:
-        where = f" of {layers} of {settings.num_layers} layers"
-    dropout = ""
-    if adapter.dropout:
-        dropout = f", dropout {adapter.dropout:g}"
-    return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on {' '.join(names)}{where}"
 
 
 def _clipping(config: Config) -> str:

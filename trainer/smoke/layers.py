@@ -14,7 +14,8 @@ from typing import Any
 from trainer.config import Config
 from trainer.config.recompute import SUBLAYERS, comm_recompute_layers, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
-from trainer.models.spec.adapters import projections
+from trainer.config.schema.model import ModelConfig
+from trainer.models.spec.adapters import module_names, projections
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import all_shapes
@@ -145,14 +146,30 @@ def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     """Yields a smaller rank, and the matrices of single layers as those of the layers that remain."""
     key = f"{_MODEL}.pet_config"
     adapters = config.decoder.pet_config
-    matrices = projections(config.decoder)
     if adapters is None:
         return
     if adapters.lora_rank > _LORA_RANK:
         yield from change_key(config, f"{key}.lora_rank", _LORA_RANK, "small enough for this machine")
         scaled = adapters.scale * _LORA_RANK
         yield from change_key(config, f"{key}.lora_alpha", scaled, "the same lora_alpha / lora_rank")
-    targets = [adapters.targets(old, matrices) for old in kept]
-    if targets != [adapters.targets(new, matrices) for new in range(len(kept))]:
-        names = [rf"model\.layers\.{new}\.{re.escape(name)}" for new, of in enumerate(targets) for name in of]
-        yield from change_key(config, f"{key}.target_modules", "|".join(names), f"the same of {_REMAIN}")
+    targets = _targets(config.decoder, [*kept, *model_spec(config.decoder).module_layers])
+    small = config.decoder.model_copy(update={"num_layers": len(kept)})
+    if targets == _targets(small, range(len(targets))):
+        return
+    layers: dict[str, list[str]] = {}
+    for layer, names in enumerate(targets):
+        layers.setdefault("|".join(names), []).append(str(layer))
+    patterns = [rf"model\.layers\.({'|'.join(numbers)})\..*\.({names})" for names, numbers in layers.items() if names]
+    for name, value in {"target_modules": "|".join(patterns), "exclude_layers": [], "match": "full"}.items():
+        yield from change_key(config, f"{key}.{name}", value, f"the same of {_REMAIN}")
+
+
+def _targets(decoder: ModelConfig, layers: Sequence[int]) -> list[list[str]]:
+    """Returns the adapted matrices of each layer; those of a dense layer are included in an MoE layer."""
+    adapters = decoder.pet_config
+    assert adapters is not None
+    names = projections(decoder)
+    return [
+        [name.rpartition(".")[2] for name in names if adapters.adapts(module_names(decoder, layer, name))]
+        for layer in layers
+    ]

@@ -64,7 +64,7 @@ def chain(length: int) -> str:
               ("(a|a)*b", "itself repeats or chooses"),
               (".?" * 60 + "x", "more than 4 of"),
               ("(.|.)" * 30, "more than 4 of"),
-              ("x" * 201, "longer than 200 characters"),
+              ("x" * 401, "longer than 400 characters"),
           )),
     ],
 )

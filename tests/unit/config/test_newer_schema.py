@@ -22,6 +22,7 @@ from trainer.config.read.yaml_reader import parse_document
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.callbacks import CheckpointMonitor
 from trainer.errors import UserError
+from trainer.models.spec.adapters import layer_targets
 from trainer.parallel.world import SINGLE_PROCESS, world_of
 from trainer.run.plan_file import plan_file, world_from_degrees
 
@@ -164,12 +165,49 @@ def test_weights_are_loaded_or_a_run_is_resumed():
 
 
 def test_adapters_are_those_of_the_modules_that_the_expression_finds():
-    lora = "lora_config: {target_modules: 'linear_qkv|linear_fc1', lora_rank: 4, lora_alpha: 8}\n"
-    pet = load(SMALL + lora).decoder.pet_config
-    assert (pet.lora_rank, pet.lora_alpha, pet.target_modules) == (4, 8, ".*(q_proj|k_proj|v_proj|gate_proj|up_proj)")
-    assert "linear_qkv|linear_fc1: q_proj, k_proj, v_proj, gate_proj, up_proj of every layer" in notes(SMALL + lora)
-    assert "target_modules = '(': it is not a regular" in error_of(SMALL + "lora_config: {target_modules: '('}\n")
-    assert "lora_config.target_modules = 'x'" in error_of(SMALL + "lora_config: {target_modules: x}\n")
+    def adapted(text: str) -> dict[int, list[str]]:
+        decoder = load(SMALL + f"lora_config: {{{text}}}\n").decoder
+        layers = {layer: layer_targets(decoder, layer) for layer in range(decoder.num_layers)}
+        return {layer: [name.split(".")[-1] for name in names] for layer, names in layers.items() if names}
+
+    qkv = ["q_proj", "k_proj", "v_proj"]
+    some = "target_modules: 'layers.[0-1].*linear_qkv|layers.3.*linear_fc2', lora_rank: 4, lora_alpha: 8"
+    assert adapted(some) == {0: qkv, 1: qkv, 3: ["down_proj"]}
+    assert adapted("target_modules: 'linear_(qkv|proj)', exclude_layers: 'layers.[0-2]|proj'") == {3: qkv}
+    pet = load(SMALL + f"lora_config: {{{some}}}\n").decoder.pet_config
+    assert (pet.lora_rank, pet.lora_alpha, pet.lora_a_std, pet.lora_b_std, pet.match) == (4, 8, 0.01, 0, "search")
+    pet = load(SMALL + "lora_config: {target_modules: fc2, lora_a_std: 0.5, lora_b_std: 0.25}\n").decoder.pet_config
+    assert (pet.lora_a_std, pet.lora_b_std) == (0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("lora", "parts"),
+    [
+        ("{}", ["lora_config.target_modules: this key is required"]),
+        ("{target_modules: ''}", ["lora_config.target_modules = '': this key is required"]),
+        ("{lora_rank: 4}", ["lora_config.target_modules: this key is required"]),
+        ("{target_modules: '('}", ["lora_config.target_modules = '(': it is not a regular"]),
+        ("{target_modules: x}", ["lora_config.target_modules = 'x': matches none", "linear_qkv, linear_proj"]),
+        ("{target_modules: layers.4}", ["lora_config.target_modules = 'layers.4': matches none"]),
+        ("{target_modules: qkv, exclude_layers: decoder}", ["lora_config.exclude_layers = 'decoder': excludes every"]),
+        ("{target_modules: layer}", ["'layer': matches output_layer", "Fix: write exclude_layers: 'output_layer'"]),
+        ("{target_modules: qkv, lora_b_std: -1}", ["lora_config.lora_b_std = -1: must be at least 0"]),
+    ],
+)
+def test_a_mistake_in_the_section_of_adapters_is_told_with_its_line(lora: str, parts: list[str]):
+    message = error_of(f"{SMALL}lora_config: {lora}\n")
+    for part in [f"a.yaml:{SMALL.count(chr(10)) + 1}: ", "Fix: ", *parts]:
+        assert part in message, message
+
+
+def test_modules_that_can_have_no_adapter_are_refused_and_can_be_excluded():
+    experts = "num_experts: 4\n  num_experts_per_tok: 2\n  n_shared_experts: 1\n  first_k_dense_replace: 1"
+    text = f"{SMALL}  {experts}\n  mtp_depth: 1\nlora_config: {{target_modules: 'linear_fc1|eh_proj'"
+    message = error_of(text + "}\n")
+    assert "matches mlp.shared_experts.linear_fc1, eh_proj, which can have no adapter here" in message
+    assert "Fix: write exclude_layers: 'shared_experts|eh_proj'" in message
+    decoder = load(text + ", exclude_layers: 'shared_experts|eh_proj'}\n").decoder
+    assert [layer_targets(decoder, layer) for layer in range(5)] == [("mlp.gate_proj", "mlp.up_proj"), (), (), (), ()]
 
 
 def test_keys_of_muon_that_change_nothing_and_those_that_would():

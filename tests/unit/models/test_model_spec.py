@@ -73,8 +73,8 @@ NUMBERS = {
     "windows": (39, 161_856),
     "adapters": (107, 177_216),
     "adapters of some": (43, 163_008),
-    "adapters beside experts": (94, 335_104),
-    "adapters of latent attention": (135, 202_318_812),
+    "adapters beside experts": (102, 336_896),
+    "adapters of latent attention": (145, 202_320_988),
 }
 """Of each kind of model: how many parameters it has, and how many numbers in them."""
 
@@ -130,5 +130,6 @@ def test_each_dropout_mask_has_its_number() -> None:
         "self_attn.v_proj": 24, "self_attn.o_proj": 25,
     }
     assert sites[0]["mlp.gate_proj"] == 19 and sites[4] == {
-        "probabilities": 12, "attention_output": 13, "mlp_output": 14,
+        "probabilities": 12, "attention_output": 13, "mlp_output": 14, "self_attn.q_proj": 43, "self_attn.k_proj": 44,
+        "self_attn.v_proj": 45, "self_attn.o_proj": 46,
     }

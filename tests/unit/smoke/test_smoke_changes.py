@@ -12,7 +12,7 @@ from tolerances import SIZES_OF_TWO_ROUNDINGS, SMALL_SIZE
 from trainer.config import Config, Override, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.recompute import comm_recompute_layers, recomputed_parts
-from trainer.models.spec.adapters import projections
+from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.shapes import all_shapes
 from trainer.optim.freeze import frozen_names
 from trainer.parallel.mesh import Degrees
@@ -233,7 +233,7 @@ def test_frozen_weights_and_adapters_of_layers_go_with_them():
     adapters = "pet_config: {lora_rank: 16, lora_alpha: 32, target_modules: 'model.layers.[4-7].*q_proj'}"
     config, told = small(f"model: {{model_config: {{{sizes}, {adapters}}}}}\n")
     pet = config.decoder.pet_config
-    assert [pet.targets(layer, projections(config.decoder)) for layer in range(3)] == [(), (), ("self_attn.q_proj",)]
+    assert [layer_targets(config.decoder, layer) for layer in range(3)] == [(), (), ("self_attn.q_proj",)]
     assert (pet.lora_rank, pet.scale) == (4, 2.0)
     plain = small(f"model: {{model_config: {{{sizes}, pet_config: {{target_modules: '.*wq|.*wv'}}}}}}\n")[1]
     assert "model.model_config.pet_config.target_modules" not in plain

@@ -4,54 +4,92 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from trainer.config.checks.problem import ConfigError, nearest, one_of, problem
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import saved_class
+from trainer.config.layer_ranges import layer_text
 from trainer.config.patterns import PatternError, read_pattern
-from trainer.config.schema.adapter import PetConfig
+from trainer.config.schema.adapter import ModuleNames, PetConfig
 from trainer.config.schema.root import Config
 from trainer.input_files import missing_path_reason
-from trainer.models.spec.adapters import projections
+from trainer.models.spec.adapters import (
+    adaptable_matrices,
+    adapter_spec,
+    layer_targets,
+    module_names,
+    projections,
+    pynative_layer,
+)
+from trainer.models.spec.names import layer_prefix, sublayer_of
 from trainer.models.spec.sublayers import latent_spec
+
+if TYPE_CHECKING:
+    from trainer.config.schema.model import ModelConfig
 
 SECTION = "model.model_config.pet_config"
 """The section of the file that describes the adapters."""
 _TARGETS = f"{SECTION}.target_modules"
+_EXCLUDED = f"{SECTION}.exclude_layers"
 _EXPERT_MODULES = (
     "mlp.gate", *(f"mlp.{part}.{name}_proj" for part in ("experts", "experts.0", "shared_experts")
                   for name in ("gate", "up", "down")),
 )  # fmt: skip
-_PLAIN_ATTENTION = {f"self_attn.{letter}_proj": f"attention.w{letter}" for letter in "qkv"}
-"""Matrices of plain attention; multi-head latent attention may lack them."""
+_OTHER_MODULES = {
+    "output_layer": "output_layer",
+    "eh_proj": "eh_proj",
+    "mlp.shared_experts.linear_fc1": "shared_experts",
+    "mlp.shared_experts.linear_fc2": "shared_experts",
+}
+"""Modules of MindSpore Transformers with a matrix that can have no adapter here -> an expression for them."""
 
 
 def adapter_problems(config: Config) -> Iterator[ConfigError]:
-    """Yields errors for target_modules that are invalid or match no matrix, and for adapters without pet_config."""
-    decoder = config.decoder
+    """Yields errors for expressions that are invalid or match no matrix, and for adapters without pet_config."""
     adapters = config.decoder.pet_config
     if adapters is None:
         if config.adapter_id:
             fix = "write pet_config with the lora_rank, lora_alpha and target_modules that they were trained with"
             yield problem(config, "adapter_id", f"adapters need {SECTION}, which is absent", fix)
         return
-    modules = projections(decoder)
-    layers = range(decoder.num_layers)
-    try:
-        matches = _targets(adapters, layers, modules)
-    except PatternError as error:
-        yield problem(config, _TARGETS, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
-        return
-    if not matches and not _targets_experts(config, adapters):
-        fix = _nearest_targets(adapters.target_modules, modules)
-        yield problem(config, _TARGETS, "matches none of the model's matrices", fix)
-    elif latent_spec(decoder) is not None and (missing := _plain_attention_targets(adapters, layers, modules)):
-        rule = f"multi-head latent attention has no module that matches {', '.join(missing)}"
-        yield problem(config, _TARGETS, rule, f"name others: {_names_text(modules)}")
-    elif len(_targets_in_experts(config, adapters)) == len(matches):
+    invalid = list(_pattern_problems(config, adapters))
+    if invalid:
+        yield from invalid
+    else:
+        yield from _target_problems(config, adapters)
+
+
+def _pattern_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
+    for key, expressions in ((_TARGETS, (adapters.target_modules,)), (_EXCLUDED, adapters.excluding)):
+        try:
+            for expression in expressions:
+                read_pattern(expression)
+        except PatternError as error:
+            yield problem(config, key, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
+
+
+def _target_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
+    decoder = config.decoder
+    others = _targets_without_adapters(config, adapters)
+    missing = _plain_attention_targets(config, adapters)
+    if others and adapters.match == "search":
+        excluded = "|".join((*adapters.excluding, *dict.fromkeys(_OTHER_MODULES[name] for name in others)))
+        rule = f"matches {', '.join(others)}, which can have no adapter here"
+        yield problem(config, _TARGETS, rule, f"write exclude_layers: '{excluded}'")
+    elif _adapted_names(decoder):
+        if missing:
+            rule = f"multi-head latent attention has no module that matches {', '.join(missing)}"
+            yield problem(config, _TARGETS, rule, f"name others: {one_of(_last_words(decoder, adapters))}")
+    elif adapters.match == "full" and (_targets_in_experts(config, adapters) or _targets_experts(config, adapters)):
         fix = "name matrices of the attention: write '.*q_proj|.*k_proj|.*v_proj|.*o_proj'"
         yield problem(config, _TARGETS, "matches only weights of experts, where LoRA is not supported", fix)
+    elif any(adapters.targets(names) for names in _all_matrices(decoder)):
+        rule = "excludes every matrix that target_modules matches"
+        yield problem(config, _EXCLUDED, rule, "name fewer layers or matrices")
+    else:
+        yield problem(config, _TARGETS, "matches none of the model's matrices", _nearest_targets(decoder, adapters))
 
 
 def adapter_file_problems(config: Config) -> Iterator[ConfigError]:
@@ -72,86 +110,173 @@ def adapter_notes(config: Config) -> Iterator[str]:
     adapters = config.decoder.pet_config
     if adapters is None or not config.trains:
         return
+    yield from _target_notes(config, adapters)
+    targets = [names for names in _all_matrices(config.decoder) if adapters.targets(names)]
+    targets += [names for _, names in _other_modules(config.decoder) if adapters.targets(names)]
+    for expression in adapters.excluding:
+        if not any(adapters.excludes(expression, names) for names in targets):
+            yield f"{_EXCLUDED}: {expression!r} excludes nothing that target_modules matches"
+    yield from _peft_notes(config)
+    if not config.load_checkpoint:
+        yield f"{SECTION}: load_checkpoint is not set, so the adapters are trained on random base weights"
+
+
+def adapters_text(decoder: ModelConfig) -> str:
+    """Returns the adapted matrices as text, with their layers where these are not all; empty without adapters."""
+    adapter = adapter_spec(decoder)
+    if adapter is None:
+        return ""
+    layers_by_name: dict[str, list[int]] = {}
+    for layer in _all_layers(decoder):
+        for name in layer_targets(decoder, layer):
+            layers_by_name.setdefault(name.rpartition(".")[2], []).append(layer)
+    phrases: dict[str, str] = {}
+    for name, layers in layers_by_name.items():
+        where = ""
+        if len(layers) < len(_all_layers(decoder)):
+            where = f" of {layer_text(layers)}"
+        phrases[where] = f"{phrases.get(where, '')} {name}"
+    text = ";".join(names + where for where, names in phrases.items())
+    dropout = ""
+    if adapter.dropout:
+        dropout = f", dropout {adapter.dropout:g}"
+    return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on{text}"
+
+
+def _target_notes(config: Config, adapters: PetConfig) -> Iterator[str]:
+    """Yields notes about targets that have no adapters, or several instead of one."""
+    if adapters.match == "search":
+        yield from _separate_adapters_notes(config)
+        return
     names = ", ".join(dict.fromkeys(name.split(".")[-1] for name in _targets_in_experts(config, adapters)))
     if names:
         yield f"{_TARGETS}: {names} of MoE layers get no adapters: LoRA on experts is not supported"
     elif _targets_experts(config, adapters):
         yield f"{_TARGETS}: routers and experts get no adapters: LoRA on them is not supported"
-    yield from _peft_notes(config, adapters)
-    if not config.load_checkpoint:
-        yield f"{SECTION}: load_checkpoint is not set, so the adapters are trained on random base weights"
+    others = [name for name in _targets_without_adapters(config, adapters) if "experts" not in name]
+    if others:
+        yield f"{_TARGETS}: {', '.join(others)} can have no adapter here"
 
 
-def _peft_notes(config: Config, adapters: PetConfig) -> Iterator[str]:
+def _separate_adapters_notes(config: Config) -> Iterator[str]:
+    """Yields a note for each module of PyNative mode that is several matrices here."""
+    by_module: dict[str, list[str]] = {}
+    for name in _adapted_names(config.decoder):
+        module = module_names(config.decoder, 0, name).pynative[0].rpartition(".")[2]
+        by_module.setdefault(module, []).append(name.rpartition(".")[2])
+    for module, names in by_module.items():
+        if len(names) > 1:
+            yield f"{_TARGETS}: {module} is {', '.join(names)} here, each with an adapter of its own"
+
+
+def _peft_notes(config: Config) -> Iterator[str]:
     """Yields a note for adapted matrices that are fused in transformers' class of the model."""
     decoder = config.decoder
     architecture = saved_class(decoder, config.model.arch.type)
     if not architecture:
         return
-    adapted = _targets(adapters, range(decoder.num_layers), projections(decoder))
     for matrices in FAMILIES[architecture].joined_tensors.values():
-        if not set(adapted).isdisjoint(matrices):
+        if not set(_adapted_names(decoder)).isdisjoint(matrices):
             names = " and ".join(name.split(".")[-1] for name in matrices)
             yield (f"{_TARGETS}: PEFT cannot load adapters of {names}, which are one matrix in transformers'"
                    f" {architecture}: `export --merge` writes the whole model")
 
 
-def _targets(adapters: PetConfig, layers: Sequence[int], names: Mapping[str, str]) -> list[str]:
-    """Returns the names of the adapted matrices, once for each layer; `names` are a layer's matrices."""
-    return [name for layer in layers for name in adapters.targets(layer, names)]
+def _adapted_names(decoder: ModelConfig) -> list[str]:
+    """Returns the names, within their layers, of the matrices that have an adapter in some layer."""
+    return list(dict.fromkeys(name for layer in _all_layers(decoder) for name in layer_targets(decoder, layer)))
 
 
-def _layers_with_experts(config: Config) -> list[int]:
-    return [layer for layer in config.decoder.moe_layers if layer < config.decoder.num_layers]
+def _all_layers(decoder: ModelConfig) -> range:
+    return range(decoder.num_layers + decoder.mtp_depth)
+
+
+def _all_matrices(decoder: ModelConfig) -> Iterator[ModuleNames]:
+    for layer in _all_layers(decoder):
+        yield from adaptable_matrices(decoder, layer).values()
+
+
+def _other_modules(decoder: ModelConfig) -> Iterator[tuple[str, ModuleNames]]:
+    """Yields the last words and full names of the modules of `_OTHER_MODULES` that the model has."""
+    modules = [("output_layer", "output_layer")]
+    for layer in _all_layers(decoder):
+        prefix = pynative_layer(decoder, layer)
+        if layer >= decoder.num_layers:
+            modules.append(("eh_proj", f"{prefix.removesuffix('transformer_layer.')}eh_proj"))
+        if decoder.is_moe_layer(layer) and decoder.shared_expert_size:
+            modules += [(name, f"{prefix}{name}") for name in _OTHER_MODULES if "experts" in name]
+    for short, name in modules:
+        yield short, ModuleNames((), (f"model.{name}", name))
+
+
+def _targets_without_adapters(config: Config, adapters: PetConfig) -> list[str]:
+    """Returns the matched modules of MindSpore Transformers that are matrices, but can have no adapter here."""
+    return list(dict.fromkeys(short for short, names in _other_modules(config.decoder) if adapters.adapts(names)))
 
 
 def _targets_experts(config: Config, adapters: PetConfig) -> bool:
     """Returns whether target_modules matches a name that only a router or an expert has."""
-    names = [f"model.layers.{layer}.{name}" for layer in _layers_with_experts(config) for name in _EXPERT_MODULES]
+    names = tuple(layer_prefix(layer) + name for layer in config.decoder.moe_layers for name in _EXPERT_MODULES)
     pattern = read_pattern(adapters.target_modules)
     return any(pattern.fullmatch(name) for name in names)
 
 
 def _targets_in_experts(config: Config, adapters: PetConfig) -> list[str]:
     """Returns the targets among the matrices of experts, once for each MoE layer."""
-    names = _targets(adapters, _layers_with_experts(config), projections(config.decoder))
-    return [name for name in names if name.startswith("mlp.")]
+    decoder = config.decoder
+    names = [name for name in projections(decoder) if sublayer_of(name) == "mlp"]
+    return [
+        name
+        for layer in decoder.moe_layers
+        for name in names
+        if adapters.adapts(module_names(decoder, layer, name))
+    ]
 
 
-def _plain_attention_targets(adapters: PetConfig, layers: Sequence[int], modules: Mapping[str, str]) -> list[str]:
+def _plain_attention_targets(config: Config, adapters: PetConfig) -> list[str]:
     """Returns the alternatives of target_modules that match only matrices of plain attention, such as .*k_proj."""
-    if "(" in adapters.target_modules:
+    decoder = config.decoder
+    if latent_spec(decoder) is None or adapters.match == "search" or "(" in adapters.target_modules:
         return []
+    prefixes = [layer_prefix(layer) for layer in _all_layers(decoder)]
+    plain = [
+        ModuleNames((f"{prefix}self_attn.{letter}_proj", f"{prefix}attention.w{letter}"), ())
+        for prefix in prefixes
+        for letter in "qkv"
+    ]
+    matrices = list(_all_matrices(decoder))
     alternatives = []
     for part in adapters.target_modules.split("|"):
         alternative = adapters.model_copy(update={"target_modules": part})
         try:
-            if _targets(alternative, layers, _PLAIN_ATTENTION) and not _targets(alternative, layers, modules):
+            if any(map(alternative.targets, plain)) and not any(map(alternative.targets, matrices)):
                 alternatives.append(part)
         except PatternError:  # a | within brackets
             return []
     return alternatives
 
 
-def _names_text(modules: Mapping[str, str]) -> str:
-    return one_of(_last_words(modules))
+def _last_words(decoder: ModelConfig, adapters: PetConfig) -> list[str]:
+    """Returns the last parts of the names of the matrices that can have an adapter."""
+    matrices = [module_names(decoder, 0, name) for name in projections(decoder)]
+    if adapters.match == "search":
+        names = [matrix.pynative[0] for matrix in matrices]
+    else:
+        names = [matrix.others[0] for matrix in matrices] + [matrix.others[1] for matrix in matrices]
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def _last_words(modules: Mapping[str, str]) -> list[str]:
-    return [name.split(".")[-1] for name in (*modules, *modules.values())]
-
-
-def _nearest_targets(targets: str, modules: Mapping[str, str]) -> str:
+def _nearest_targets(decoder: ModelConfig, adapters: PetConfig) -> str:
     """Returns a fix with the most similar module name for each alternative of the expression."""
-    last_words = _last_words(modules)
-    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in targets.split("|")]
+    words = _last_words(decoder, adapters)
+    parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in adapters.target_modules.split("|")]
     # `query` resembles no name; its first letter says q_proj.
+    matrices = words[: len(projections(decoder))]
     guesses = [
-        nearest(part, last_words) or next((name for name in last_words[: len(modules)] if part[:1] == name[0]), "")
-        for part in parts
+        nearest(part, words) or next((name for name in matrices if part[:1] == name[0]), "") for part in parts
     ]
     names = list(dict.fromkeys(guess for guess in guesses if guess))
-    fix = f"their names end in {_names_text(modules)}"
+    fix = f"their names end in {one_of(words)}"
     if names:
         written = "|".join(f".*{name}" for name in names)
         fix = f"write {written}; {fix}"

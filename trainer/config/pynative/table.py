@@ -13,7 +13,6 @@ from typing import Any
 import yaml
 
 from trainer.config.note import Note
-from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, tree
 from trainer.config.read.relocate import find_entry
@@ -22,22 +21,6 @@ from trainer.config.read.rows import Row, Transform, reverse
 _MODEL = "model.model_config"
 _EVENTS = "monitor.tensorboard.output_dir"
 _PROFILES = "profiler.enable_profiling"
-_LATENT = {
-    "q_a_proj": ("self_attention.linear_q_down_proj", "self_attention.linear_qkv"),
-    "q_b_proj": ("self_attention.linear_q_up_proj", "self_attention.linear_qb"),
-    "kv_a_proj_with_mqa": ("self_attention.linear_kv_down_proj", "self_attention.linear_qkv"),
-    "kv_b_proj": ("self_attention.linear_kv_up_proj", "self_attention.linear_kvb"),
-}
-_ADAPTED = {
-    "q_proj": ("self_attention.linear_q", "self_attention.linear_qkv"),
-    "k_proj": ("self_attention.linear_k", "self_attention.linear_qkv"),
-    "v_proj": ("self_attention.linear_v", "self_attention.linear_qkv"),
-    "o_proj": ("self_attention.linear_proj",),
-    "gate_proj": ("mlp.gating", "mlp.linear_fc1"),
-    "up_proj": ("mlp.hidden", "mlp.linear_fc1"),
-    "down_proj": ("mlp.linear_fc2",),
-}
-"""Target matrices -> the source modules that contain them."""
 
 
 def _saving(work: Translation, row: Row) -> None:
@@ -152,26 +135,12 @@ def _model(work: Translation, row: Row) -> None:
 
 
 def _targets(work: Translation, row: Row) -> None:
-    key = row.old
-    target_modules = work.values[key]
-    work.set_key(f"{_MODEL}.pet_config.target_modules", target_modules, key)
-    adapted = _ADAPTED
-    if work.values["model"].get("multi_latent_attention"):
-        adapted = _ADAPTED | _LATENT
-    try:
-        pattern = read_pattern(target_modules)
-    except PatternError as error:
-        work.problem(key, str(error), "write for example linear_qkv")
+    """Sets the expression, which is found anywhere in the full names of PyNative mode."""
+    if not work.values[row.old]:
+        work.problem(row.old, "this key is required", "write for example linear_qkv", place=work.place("lora_config"))
         return
-    names = [
-        name
-        for name, modules in adapted.items()
-        if any(pattern.search(f"decoder.layers.0.{module}") for module in modules)
-    ]
-    if names:
-        work.set_key(f"{_MODEL}.pet_config.target_modules", f".*({'|'.join(names)})", key)
-        text = f"{key} {target_modules}: {', '.join(names)} of every layer, each with an adapter of its own"
-        work.notes.append(text)
+    work.set_key(row.new, work.values[row.old], row.old)
+    work.set_key(f"{_MODEL}.pet_config.match", "search", row.old)
 
 
 def _recompute_mode(work: Translation, row: Row) -> None:
@@ -258,6 +227,9 @@ ROWS = (
     Row("lora_config.lora_rank", f"{_MODEL}.pet_config.lora_rank", "int", 8, "lora_config"),
     Row("lora_config.lora_alpha", f"{_MODEL}.pet_config.lora_alpha", "float", 16.0, "lora_config"),
     Row("lora_config.lora_dropout", f"{_MODEL}.pet_config.lora_dropout", "float", 0.0, "lora_config"),
+    Row("lora_config.lora_a_std", f"{_MODEL}.pet_config.lora_a_std", "float", 0.01, "lora_config"),
+    Row("lora_config.lora_b_std", f"{_MODEL}.pet_config.lora_b_std", "float", 0.0, "lora_config"),
+    Row("lora_config.exclude_layers", f"{_MODEL}.pet_config.exclude_layers", "str", None, "lora_config"),
     Row("recompute.mode", "", "str", apply=_recompute_mode),
     Row("recompute.full_recompute_layer", "recompute_config.recompute", "list", None, "recompute.mode=full",
         Transform(_texts, list)),

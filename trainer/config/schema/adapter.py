@@ -1,10 +1,24 @@
 """Adapters: YAML ``model_config.pet_config``."""
 
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Annotated, Literal, NamedTuple, TypeAlias
+
+from pydantic import Field
 
 from trainer.config.patterns import read_pattern
 from trainer.config.schema.fields import WIDTH, Section, setting
+
+_Expression: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+class ModuleNames(NamedTuple):
+    """The full names of a matrix, such as ``model.layers.0.self_attn.q_proj``."""
+
+    others: tuple[str, ...]
+    """Those of Hugging Face and of MindSpore Transformers' graph mode."""
+    pynative: tuple[str, ...]
+    """Those of MindSpore Transformers' PyNative mode; a matrix of it may be several matrices here."""
 
 
 class PetConfig(Section):
@@ -14,25 +28,78 @@ class PetConfig(Section):
     lora_rank: int = setting(8, "LoRA rank: rows of A and columns of B.", ge=1, le=WIDTH)
     lora_alpha: float = setting(16.0, "Adapters are scaled by lora_alpha / lora_rank.", gt=0)
     lora_dropout: float = setting(0.0, "Dropout on the input of an adapter.", ge=0, lt=1)
+    lora_a_std: float | None = setting(
+        None, "Standard deviation of the normal values that A starts with. Default null: uniform values in +-1 /"
+        " sqrt(columns), as in PEFT.", gt=0)
+    lora_b_std: float = setting(
+        0.0, "Standard deviation of the normal values that B starts with. Default 0: B is zero, so that training starts"
+        " from the base model.", ge=0)
     target_modules: str = setting(
         ".*wq|.*wk|.*wv|.*wo", "Regular expression for the full name of the matrices to adapt: q_proj, k_proj, v_proj,"
-        " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2, with or without a prefix such as"
-        " model.layers.0.self_attn. Multi-head latent attention has q_a_proj and q_b_proj (q_proj without q_lora_rank),"
-        " kv_a_proj_with_mqa, kv_b_proj and o_proj.", min_length=1)
+        " o_proj, gate_proj, up_proj, down_proj or wq, wk, wv, wo, w1, w3, w2 or linear_qkv, linear_proj, linear_fc1,"
+        " linear_fc2, with or without a prefix such as model.layers.0.self_attn. Multi-head latent attention has"
+        " q_a_proj and q_b_proj (q_proj without q_lora_rank), kv_a_proj_with_mqa, kv_b_proj and o_proj.", min_length=1)
+    exclude_layers: _Expression | list[_Expression] = setting(
+        [], "Regular expressions for matrices without adapters: for the full name of a matrix or of a module that"
+        " contains it, or for the beginning of one part of the name. Default: none.")
+    match: Literal["full", "search"] = setting(
+        "full", "full: target_modules matches the full name of a matrix or its last part. search: target_modules and"
+        " exclude_layers are found anywhere in the full name that MindSpore Transformers' PyNative mode has, such as"
+        " model.decoder.layers.0.self_attention.linear_qkv.")
 
     @property
     def scale(self) -> float:
         """Returns the factor on an adapter's output."""
         return self.lora_alpha / self.lora_rank
 
-    def targets(self, layer: int, names: Mapping[str, str]) -> tuple[str, ...]:
-        """Returns the matrices of a layer that have an adapter, by their names in the block.
+    @property
+    def excluding(self) -> tuple[str, ...]:
+        """Returns the expressions of `exclude_layers`."""
+        if isinstance(self.exclude_layers, str):
+            return (self.exclude_layers,)
+        return tuple(self.exclude_layers)
 
-        `names` are the matrices of the layer: names in the block -> MindSpore Transformers' names.
-        """
-        return tuple(name for name in names if self._is_target(layer, name, names[name]))
+    def adapts(self, names: ModuleNames) -> bool:
+        """Returns whether a matrix has an adapter; raises a PatternError for an invalid expression."""
+        return self.targets(names) and not any(self.excludes(expression, names) for expression in self.excluding)
 
-    def _is_target(self, layer: int, *names: str) -> bool:
-        pattern = read_pattern(self.target_modules)
-        candidates = [f"model.layers.{layer}.{name}" for name in names] + [name.split(".")[-1] for name in names]
-        return any(pattern.fullmatch(candidate) for candidate in candidates)
+    def targets(self, names: ModuleNames) -> bool:
+        """Returns whether `target_modules` matches a matrix, which may be excluded."""
+        if self.match == "search":
+            return _is_found(self.target_modules, names.pynative)
+        return _is_full_match(self.target_modules, names.others + names.pynative)
+
+    def excludes(self, expression: str, names: ModuleNames) -> bool:
+        """Returns whether an expression of `exclude_layers` matches a matrix or a module that contains it."""
+        if self.match == "search":
+            return _is_found(expression, tuple(_paths(names.pynative)))
+        return _is_module(expression, names.others + names.pynative)
+
+
+# Each name is compared once for a file, not for every micro-batch.
+@lru_cache(maxsize=1 << 14)
+def _is_found(expression: str, names: tuple[str, ...]) -> bool:
+    pattern = read_pattern(expression)
+    return any(pattern.search(name) for name in names)
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_full_match(expression: str, names: tuple[str, ...]) -> bool:
+    pattern = read_pattern(expression)
+    return any(pattern.fullmatch(name) or pattern.fullmatch(name.rpartition(".")[2]) for name in names)
+
+
+@lru_cache(maxsize=1 << 14)
+def _is_module(expression: str, names: tuple[str, ...]) -> bool:
+    """Returns whether an expression matches a path as a whole, or the beginning of a part as in graph mode."""
+    pattern = read_pattern(expression)
+    parts = {part for name in names for part in name.split(".")[1:]}
+    return any(map(pattern.match, parts)) or any(map(pattern.fullmatch, _paths(names)))
+
+
+def _paths(names: tuple[str, ...]) -> Iterator[str]:
+    """Yields names and those of the modules that contain them: ``model``, ``model.layers``, ``model.layers.0``."""
+    for name in names:
+        parts = name.split(".")
+        for end in range(1, len(parts) + 1):
+            yield ".".join(parts[:end])

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer.config.schema.adapter import ModuleNames
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
-from trainer.models.spec.names import adapter_names, sublayer_of
+from trainer.models.spec.names import adapter_names, layer_prefix, sublayer_of
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
-_MINDFORMERS_NAMES = {
+_GRAPH_NAMES = {
     "self_attn.q_proj": "attention.wq",
     "self_attn.k_proj": "attention.wk",
     "self_attn.v_proj": "attention.wv",
@@ -27,6 +28,19 @@ _MINDFORMERS_NAMES = {
 }
 _LATENT_QUERY = "self_attention.linear_q_proj"
 """MindSpore Transformers' name of q_proj in multi-head latent attention."""
+_PYNATIVE_NAMES = {
+    "self_attn.q_proj": "self_attention.linear_qkv",
+    "self_attn.k_proj": "self_attention.linear_qkv",
+    "self_attn.v_proj": "self_attention.linear_qkv",
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_a_proj": "self_attention.linear_qkv",
+    "self_attn.q_b_proj": "self_attention.linear_qb",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_qkv",
+    "self_attn.kv_b_proj": "self_attention.linear_kvb",
+    "mlp.gate_proj": "mlp.linear_fc1",
+    "mlp.up_proj": "mlp.linear_fc1",
+    "mlp.down_proj": "mlp.linear_fc2",
+}
 
 Matrix = TypeVar("Matrix", bound=Any)  # an array or a tensor
 
@@ -39,25 +53,53 @@ def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
     return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout)
 
 
-def projections(settings: ModelConfig) -> dict[str, str]:
-    """Returns the matrices of a layer that can have an adapter, in forward order.
-
-    The keys are names in the layer, the values those of MindSpore Transformers.
-    """
+def projections(settings: ModelConfig) -> list[str]:
+    """Returns the matrices of a layer that can have an adapter, in forward order, by their names in the layer."""
     parameters = [*attention_parameters(settings), *mlp_parameters(settings)]
-    names = [spec.name.removesuffix(".weight") for spec in parameters if spec.role == "matrix"]
-    others = {name: _MINDFORMERS_NAMES[name] for name in names}
-    if latent_spec(settings) is not None and "self_attn.q_proj" in others:
-        others["self_attn.q_proj"] = _LATENT_QUERY
-    return others
+    return [spec.name.removesuffix(".weight") for spec in parameters if spec.role == "matrix"]
+
+
+def adaptable_matrices(settings: ModelConfig, layer: int) -> dict[str, ModuleNames]:
+    """Returns the full names of the matrices of a layer that can have an adapter, by their names in the layer.
+
+    Those of experts cannot.
+    """
+    names = projections(settings)
+    if settings.is_moe_layer(layer):
+        names = [name for name in names if sublayer_of(name) == "attention"]
+    return {name: module_names(settings, layer, name) for name in names}
+
+
+def module_names(settings: ModelConfig, layer: int, name: str) -> ModuleNames:
+    """Returns the full names of the matrix `name` of a layer."""
+    graph = _GRAPH_NAMES[name]
+    if name == "self_attn.q_proj" and latent_spec(settings) is not None:
+        graph = _LATENT_QUERY
+    module = pynative_layer(settings, layer)
+    prefix = layer_prefix(layer)
+    others = [f"{prefix}{name}", f"{prefix}{graph}"]
+    if graph.startswith("self_attention."):
+        others.append(f"{module}{graph}")
+    pynative = _PYNATIVE_NAMES[name]
+    return ModuleNames(tuple(others), (f"model.{module}{pynative}", f"{module}{pynative}"))
+
+
+def pynative_layer(settings: ModelConfig, layer: int) -> str:
+    """Returns the prefix of the modules of a layer in MindSpore Transformers' PyNative mode, in its `GPTModel`."""
+    if layer < settings.num_layers:
+        return f"decoder.layers.{layer}."
+    return f"mtp.layers.{layer - settings.num_layers}.transformer_layer."
 
 
 def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
-    """Returns the projections of a layer that have an adapter, in forward order; experts have none."""
-    if settings.pet_config is None:
+    """Returns the projections of a layer, which may be that of an MTP module, that have an adapter, in forward order.
+
+    Raises a PatternError for an invalid expression.
+    """
+    adapters = settings.pet_config
+    if adapters is None:
         return ()
-    targets = settings.pet_config.targets(layer, projections(settings))
-    return tuple(name for name in targets if sublayer_of(name) == "attention" or not settings.is_moe_layer(layer))
+    return tuple(name for name, names in adaptable_matrices(settings, layer).items() if adapters.adapts(names))
 
 
 def merged_matrix(weight_OI: Matrix, a_RI: Matrix, b_OR: Matrix, scale: float) -> Matrix:
@@ -80,4 +122,4 @@ def adapter_parameters(matrix: ParameterSpec, name: str, rank: int) -> Iterator[
     elif matrix.sharding == "row":
         sharding_of_up = "partial"
     yield ParameterSpec(down, (rank, inputs), sharding_of_down, "lora_a", "adapter")
-    yield ParameterSpec(up, (outputs, rank), sharding_of_up, "zeros", "adapter")
+    yield ParameterSpec(up, (outputs, rank), sharding_of_up, "lora_b", "adapter")

@@ -33,9 +33,7 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
     for layer in range(settings.num_layers + settings.mtp_depth):
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
-        targets: tuple[str, ...] = ()
-        if not is_mtp:
-            targets = layer_targets(settings, layer)
+        targets = layer_targets(settings, layer)
         kind = (is_mtp, is_moe, settings.has_window(layer), targets)
         if kind not in kinds:
             kinds[kind] = _layer_spec(settings, layer, targets)
@@ -62,9 +60,9 @@ def dropout_sites(settings: ModelConfig, layer: int) -> dict[str, int]:
     """
     first = layer * len(_DROPOUT_SITES)
     sites = {name: first + number for number, name in enumerate(_DROPOUT_SITES)}
-    if layer >= settings.num_layers or adapter_spec(settings) is None:
+    if adapter_spec(settings) is None:
         return sites
-    names = list(projections(settings))
+    names = projections(settings)
     first = (settings.num_layers + settings.mtp_depth) * len(_DROPOUT_SITES) + layer * len(names)
     return sites | {name: first + names.index(name) for name in layer_targets(settings, layer)}
 

@@ -4,15 +4,16 @@
 kind      parameters                                    initial value
 ========  ============================================  =============================================
 ones      norms                                         1
-zeros     biases, lora_B of adapters                    0
+zeros     biases                                        0
 residual  o_proj and down_proj, those of experts too    normal, initializer_range / sqrt(2 * layers)
-lora_a    lora_A of adapters                            uniform in +-1 / sqrt(columns)
+lora_a    lora_A of adapters                            uniform in +-1 / sqrt(columns), or normal, lora_a_std
+lora_b    lora_B of adapters                            0, or normal, lora_b_std
 normal    every other matrix, each expert's too         normal, initializer_range
 ========  ============================================  =============================================
 
 The projections that write to the residual stream are scaled down with depth (Radford et al. 2019, section 2.3), so that
-the stream's variance does not grow with the number of layers. An adapter's values are those of Hugging Face's PEFT (He
-et al. 2015 with a = sqrt(5)): with B zero it adds nothing at first (Hu et al. 2021, section 4.1).
+the stream's variance does not grow with the number of layers. An adapter's values are by default those of Hugging
+Face's PEFT (He et al. 2015 with a = sqrt(5)): with B zero it adds nothing at first (Hu et al. 2021, section 4.1).
 """
 
 from __future__ import annotations
@@ -45,24 +46,37 @@ def initial_value(
     shape = parameter.shape
     if part is None:
         part = full_shard_spec(shape)
-    if parameter.init == "zeros":
-        return np.zeros(part.shape, np.float32)
     if parameter.init == "ones":
         return np.ones(part.shape, np.float32)
+    deviation = _deviation(parameter, settings)
+    if deviation == 0:
+        return np.zeros(part.shape, np.float32)
     stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(parameter.name.encode())]))
-    if parameter.init == "lora_a":
+    if deviation is None:
         values = _draw_shard(lambda out: stream.random(out=out, dtype=np.float32), math.prod(shape), part)
         values *= 2
         values -= 1
         values *= np.float32(shape[1] ** -0.5)
         return values
-    deviation = settings.initializer_range
-    if parameter.init == "residual":
-        assert not isinstance(settings, ClassifierConfig)  # which has no residual stream
-        deviation /= (2 * settings.num_layers) ** 0.5
     values = _draw_shard(lambda out: stream.standard_normal(out=out, dtype=np.float32), math.prod(shape), part)
     values *= np.float32(deviation)
     return values
+
+
+def _deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig) -> float | None:
+    """Returns the standard deviation of the normal values of a matrix; None where they are uniform."""
+    if parameter.init == "zeros":
+        return 0.0
+    if isinstance(settings, ClassifierConfig) or parameter.init == "normal":
+        return settings.initializer_range
+    if parameter.init == "residual":
+        return settings.initializer_range / (2 * settings.num_layers) ** 0.5
+    adapters = settings.pet_config
+    if adapters is None:
+        return None
+    if parameter.init == "lora_a":
+        return adapters.lora_a_std
+    return adapters.lora_b_std
 
 
 def _draw_shard(draw: Callable[[np.ndarray], object], size: int, part: ShardSpec) -> np.ndarray:

@@ -79,7 +79,8 @@ def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
     """Returns the projections that have an adapter in some layer, in forward order."""
     if adapter_spec(settings) is None:
         return ()
-    adapted = {name for layer in range(settings.num_layers) for name in layer_targets(settings, layer)}
+    layers = range(settings.num_layers + settings.mtp_depth)
+    adapted = {name for layer in layers for name in layer_targets(settings, layer)}
     return tuple(name for name in projections(settings) if name in adapted)
 
 

@@ -199,7 +199,6 @@ def test_what_is_right_at_the_edge_loads(text):
             ["datasets_type = 'BERTDataset': not yet", "GPTDataset"],
         ),
         ("callbacks: [{type: EarlyStop, restore_best_weights: True}]\n", ["restore_best_weights = True: not", "best"]),
-        ("model_config: {pet_config: {exclude_layers: [wq]}}\n", ["not yet", "target_modules"]),
     ],
 )
 def test_what_is_not_yet_built_says_what_to_do_meanwhile(text, parts):

@@ -16,7 +16,7 @@ from trainer.checkpoint.documents import BaseRecord
 from trainer.cli.flags import split_arguments
 from trainer.config import Config, dump_config, parse_config, preflight
 from trainer.config.schema.adapter import PetConfig
-from trainer.models.spec.adapters import projections
+from trainer.models.spec.adapters import layer_targets, module_names, projections
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import (
     adapted_projections,
@@ -43,11 +43,14 @@ def config_of(**section: object) -> Config:
     return load(with_adapters(**section))
 
 
-MATRICES = projections(load(BASE).decoder)
+DEEP = BASE.replace("num_layers: 2", "num_layers: 12")
 
 
-def targets(expression: str, layer: int = 0) -> list[str]:
-    return [name.split(".")[-1] for name in PetConfig(target_modules=expression).targets(layer, MATRICES)]
+def targets(expression: str, layer: int = 0, **section: object) -> list[str]:
+    """Returns the matrices of a layer that have an adapter, or [] where the file is refused because none has."""
+    adapters = PetConfig(target_modules=expression, **section)
+    decoder = load(DEEP).decoder.model_copy(update={"pet_config": adapters})
+    return [name.split(".")[-1] for name in layer_targets(decoder, layer)]
 
 
 # Which matrices
@@ -81,19 +84,86 @@ def test_the_names_of_both_kinds_of_files_match(expression: str, expected: list[
 
 
 def test_each_name_has_its_counterpart() -> None:
-    for ours, theirs in MATRICES.items():
+    decoder = load(BASE).decoder
+    for ours in projections(decoder):
+        theirs = module_names(decoder, 0, ours).others[1].split(".", 3)[-1]
         assert targets(f".*{theirs}") == targets(f".*{ours}") == [ours.split(".")[-1]]
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        (".*linear_qkv|.*linear_fc2", ["q_proj", "k_proj", "v_proj", "down_proj"]),
+        ("linear_proj", ["o_proj"]),
+        (r"decoder\.layers\.0\.self_attention\.linear_qkv", ["q_proj", "k_proj", "v_proj"]),
+        (r"model\.decoder\.layers\.0\.mlp\.linear_fc1", ["gate_proj", "up_proj"]),
+        ("linear_q", []),  # the whole name
+    ],
+)
+def test_a_module_of_pynative_mode_is_the_matrices_that_are_one_there(expression: str, expected: list[str]) -> None:
+    assert targets(expression) == expected
 
 
 def test_layers_are_told_apart() -> None:
     expression = r".*layers\.(0|11)\..*q_proj|.*layers\.1\..*w2"
     assert [targets(expression, layer) for layer in (0, 1, 2, 11)] == [["q_proj"], ["down_proj"], [], ["q_proj"]]
+    expression = "model.layers.[0-1].self_attn.q_proj|decoder.layers.[1-2].self_attention.linear_proj"
+    assert [targets(expression, layer) for layer in range(4)] == [["q_proj"], ["q_proj", "o_proj"], ["o_proj"], []]
+
+
+@pytest.mark.parametrize(
+    ("expression", "layers"),
+    [
+        (r"layers.[0-1].*linear_qkv", [0, 1, 10, 11]),  # as re.search: layers.1, then 0.self_attention
+        (r"layers\.[0-1]\..*linear_qkv", [0, 1]),
+        (r"^model\.decoder\.layers\.(2|11)\.", [2, 11]),
+        (r"decoder.*linear_proj$", list(range(12))),
+        ("q_proj", []),  # a name of Hugging Face
+        ("wq", []),
+    ],
+)
+def test_a_search_finds_the_full_names_of_pynative_mode_alone(expression: str, layers: list[int]) -> None:
+    assert [layer for layer in range(12) if targets(expression, layer, match="search")] == layers
+
+
+@pytest.mark.parametrize(
+    ("match", "excluded", "layers"),
+    [
+        ("full", [r"model\.layers\.1"], [0, *range(2, 12)]),  # a module that contains the matrix
+        ("full", [r".*layers\.[0-9]", r".*\.10\..*"], [11]),
+        ("full", "1", [0, *range(2, 10)]),  # the beginning of a part of the name, as in graph mode
+        ("full", "self_attn", []),
+        ("full", "linear_q", []),
+        ("full", ["feed_forward", "layers.3"], list(range(12))),
+        ("search", "layers.1", [0, *range(2, 10)]),
+        ("search", r"layers\.1$", [0, *range(2, 12)]),
+        ("search", "mlp", list(range(12))),
+    ],
+)
+def test_excluded_layers(match: str, excluded: str | list[str], layers: list[int]) -> None:
+    expression = "linear_qkv"
+    found = [layer for layer in range(12) if targets(expression, layer, match=match, exclude_layers=excluded)]
+    assert found == layers
+
+
+def test_modules_of_multi_token_prediction_are_layers_too() -> None:
+    def adapted(**section: object) -> list[int]:
+        text = with_adapters(**section).replace("seq_length: 32", "seq_length: 32\n    mtp_depth: 2")
+        decoder = load(text).decoder
+        return [layer for layer in range(4) if layer_targets(decoder, layer)]
+
+    assert adapted() == [0, 1, 2, 3]
+    assert adapted(target_modules=r"model\.layers\.[1-2]\..*q_proj") == [1, 2]
+    assert adapted(target_modules=r"mtp\.layers\.1.*linear_qkv", match="search") == [3]
+    assert adapted(target_modules="linear_qkv", match="search", exclude_layers="mtp") == [0, 1]
+    assert adapted(exclude_layers="mtp") == [0, 1]
 
 
 def test_defaults_are_those_of_the_documentation() -> None:
     section = config_of(pet_type="lora").decoder.pet_config
     assert (section.lora_rank, section.lora_alpha, section.lora_dropout, section.scale) == (8, 16, 0, 2)
-    assert section.targets(0, MATRICES) == tuple(f"self_attn.{name}" for name in QUERIES)
+    assert (section.lora_a_std, section.lora_b_std, section.excluding, section.match) == (None, 0, (), "full")
+    assert layer_targets(config_of(pet_type="lora").decoder, 0) == tuple(f"self_attn.{name}" for name in QUERIES)
     assert load(BASE).decoder.pet_config is None
     config = config_of(lora_rank=4, lora_alpha=1)
     assert parse_config("again", dump_config(config)) == config and config.decoder.pet_config.scale == 0.25
@@ -120,7 +190,13 @@ def test_defaults_are_those_of_the_documentation() -> None:
         ({"target_modules": ".*query|.*val_proj"}, ["matches none", "write .*q_proj|.*v_proj", "gate_proj"]),
         ({"target_modules": ".*qproj"}, ["matches none of the model's matrices", "write .*q_proj"]),
         ({"target_modules": ".*layers.7.*wq"}, ["matches none", "wq"]),
-        ({"exclude_layers": ["layers.0"]}, ["exclude_layers", "not yet", "target_modules"]),
+        ({"exclude_layers": ["("]}, ["exclude_layers = ['(']", "is not a regular expression"]),
+        ({"exclude_layers": ".*attention"}, ["exclude_layers = '.*attention'", "excludes every matrix"]),
+        ({"exclude_layers": [""]}, ["exclude_layers.0 = ''", "not empty"]),
+        ({"match": "search", "target_modules": "wq"}, ["matches none", "their names end in linear_qkv"]),
+        ({"match": "search", "target_modules": ".*"}, ["matches output_layer", "write exclude_layers: 'output_layer'"]),
+        ({"lora_a_std": 0}, ["lora_a_std = 0", "greater than 0"]),
+        ({"lora_b_std": -0.1}, ["lora_b_std = -0.1", "at least 0"]),
     ],
 )
 def test_a_mistake_is_told_with_its_line_rule_and_fix(section: dict, parts: list[str]) -> None:
@@ -157,6 +233,18 @@ def test_what_a_reader_might_not_expect_is_noted(tmp_path: Path) -> None:
     told = notes(with_adapters(**unused), "run_mode=eval")
     for part in (f"{KEY}.freeze_exclude", "only the adapters are trained", f"{KEY}.param_init_type", "lora_a_init"):
         assert part in told, told
+
+
+def test_what_an_expression_matches_in_vain_is_noted() -> None:
+    quiet = "load_checkpoint=/nowhere"
+    found = notes(with_adapters(exclude_layers=[".*wk", "layers.0", "output_layer"]), quiet)
+    assert "exclude_layers: 'layers.0' excludes nothing" in found and "'output_layer' excludes nothing" in found
+    assert "wk" not in found
+    found = notes(with_adapters(target_modules=".*wq|.*output_layer"), quiet)
+    assert "target_modules: output_layer can have no adapter here" in found
+    found = notes(with_adapters(target_modules=".*", match="search", exclude_layers="output_layer|fc1"), quiet)
+    assert "linear_qkv is q_proj, k_proj, v_proj here, each with an adapter of its own" in found
+    assert "fc1" not in found and "excludes" not in found
 
 
 def test_adapters_of_a_matrix_that_transformers_joins_with_another_are_not_for_peft() -> None:
@@ -213,6 +301,10 @@ def test_initial_values() -> None:
     assert not b.any() and a.dtype == np.float32
     assert np.abs(a).max() <= 1 / 8 and abs(a.mean()) < ADAPTER_MEAN
     assert a.std() == pytest.approx(1 / 8 / 3**0.5, rel=ADAPTER_DEVIATION)
+    chosen = values(config_of(lora_a_std=0.5, lora_b_std=0.25))
+    a, b = (chosen[f"model.layers.1.self_attn.k_proj.lora_{part}.weight"] for part in "AB")
+    assert a.std() == pytest.approx(0.5, rel=2 * ADAPTER_DEVIATION)
+    assert b.std() == pytest.approx(0.25, rel=2 * ADAPTER_DEVIATION)
     base = values(load(BASE))
     assert all(np.array_equal(weights[name], base[name]) for name in base)
 
@@ -269,7 +361,9 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
     assert "adapters rank 8, times 2, dropout 0.1, on q_proj k_proj v_proj o_proj" in text
     assert "adapters" not in plan_text(plain)
     some = build_plan(config_of(target_modules=".*layers.1.*w2"))
-    assert re.search("adapters +rank 8, times 2, on down_proj of 1 of 2 layers\n", plan_text(some))
+    assert re.search("adapters +rank 8, times 2, on down_proj of layer 1\n", plan_text(some))
+    some = build_plan(config_of(target_modules=".*layers.1.*w2|.*wq"))
+    assert "on q_proj; down_proj of layer 1\n" in plan_text(some)
     sizes, before = plan.memory_bytes, plain.memory_bytes
     assert sizes["gradients"] == 4 * adapters and sizes["optimizer state"] == 8 * adapters
     assert sizes["weights"] == before["weights"] + 4 * adapters
