@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.root import Config
+from trainer.parallel.schedule import Schedule, gpipe, one_forward_one_backward
 
 _KEY = "model.model_config.offset"
 
@@ -41,6 +42,18 @@ def chunk_layers(config: Config) -> list[list[list[int]]]:
 def stage_layers(config: Config) -> list[list[int]]:
     """Returns the layers of each pipeline stage, [stages][layers]."""
     return [[layer for chunk in chunks for layer in chunk] for chunks in chunk_layers(config)]
+
+
+def training_schedule(config: Config, stages: int, micro_batches: int, most: int | None = None) -> Schedule:
+    """Returns the order of a pipeline's passes: GPipe if the file asks for it, else 1F1B.
+
+    Args:
+        most: With more micro-batches than this, 1F1B repeats itself: the schedule then has so many.
+    """
+    chunks = config.decoder.pp_interleave_num
+    if config.parallel.pipeline_config.pipeline_scheduler == "gpipe":
+        return gpipe(stages, micro_batches, chunks)
+    return one_forward_one_backward(stages, min(micro_batches, most or micro_batches), chunks)
 
 
 def counts_per_stage(config: Config, written: Any) -> list[int] | None:

@@ -10,6 +10,8 @@ of stage s is chunk c * stages + s of the model. A schedule lists the actions of
   2 (stages - s - 1) + (v - 1) stages forward passes, and takes its chunks in turns of `stages` micro-batches. The
   bubble is v times smaller, at the cost of v times as many messages.
 
+* GPipe (Huang et al. 2019): all forward passes, then all backward passes.
+
 Two stages take each other's messages in the order in which they are sent, so that messages need no names. A stage that
 sends without waiting for the receiver cannot deadlock: `simulate` is the proof for each schedule.
 
@@ -101,6 +103,15 @@ def one_forward_one_backward(stages: int, micro_batches: int, chunks: int = 1) -
     remaining micro-batches, as in the last step of an epoch, follow: all forward passes, then all backward passes.
     """
     return Schedule(stages, chunks, tuple(tuple(_actions(stages, micro_batches, chunks, s)) for s in range(stages)))
+
+
+def gpipe(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:
+    """Returns the GPipe schedule: all forward passes, then all backward passes.
+
+    It waits as long as 1F1B, but a stage holds the activations of all micro-batches.
+    """
+    actions = _alternating(stages, range(micro_batches), chunks, warm_up=micro_batches * chunks)
+    return Schedule(stages, chunks, (tuple(actions),) * stages)
 
 
 def forward_only(stages: int, micro_batches: int, chunks: int = 1) -> Schedule:

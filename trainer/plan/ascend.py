@@ -71,7 +71,7 @@ def _context_problems(config: Config) -> Iterator[ConfigError]:
     settings = config.decoder
     if ulysses_degree(config) > 1:
         where = "parallel_config.context_parallel_algo"
-        fix = "set it to colossalai_cp"
+        fix = "leave it out, or set context.device_target to CPU"
         rule = "on an Ascend the ranks gather keys and values; on CPUs alone they exchange heads"
         yield problem(config, where, rule, fix)
     if settings.attention_dropout:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto
 from trainer.config.layer_ranges import layer_text
-from trainer.config.stages import chunk_layers, stage_layers
+from trainer.config.stages import chunk_layers, stage_layers, training_schedule
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import MoeSpec
 from trainer.models.spec.names import EMBEDDING, is_buffer
@@ -21,7 +21,7 @@ from trainer.models.spec.shapes import all_shapes
 from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.layout import ModelLayout, model_layout
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate, group_ranks
-from trainer.parallel.schedule import max_in_flight, one_forward_one_backward
+from trainer.parallel.schedule import max_in_flight
 from trainer.parallel.sharding import shard_range
 
 if TYPE_CHECKING:
@@ -158,8 +158,7 @@ def rank_params_per_stage(config: Config, world: World) -> list[RankParams]:
         passes = dict.fromkeys(range(len(spec.layers)), 1)
         return [RankParams(layout.local_shapes(fullest_rank(degrees, 0)), passes, True, degrees.model_parallel)]
     stage_chunks = chunk_layers(config)
-    micro_batches = min(config.parallel_config.micro_batch_num, 4 * stages)
-    schedule = one_forward_one_backward(stages, micro_batches, len(stage_chunks[0]))
+    schedule = training_schedule(config, stages, config.parallel_config.micro_batch_num, most=4 * stages)
     params = []
     for stage, chunks in enumerate(stage_chunks):
         is_last = stage == stages - 1

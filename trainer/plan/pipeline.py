@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.recompute import recomputed_parts
-from trainer.config.stages import chunk_layers
+from trainer.config.stages import chunk_layers, training_schedule
 from trainer.errors import UserError
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.model import LayerSpec
-from trainer.parallel.schedule import (
-    Action,
-    Cost,
-    Schedule,
-    Timeline,
-    max_in_flight,
-    one_forward_one_backward,
-    simulate,
-)
+from trainer.parallel.schedule import Action, Cost, Schedule, Timeline, max_in_flight, simulate
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -71,14 +64,16 @@ def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
     micro_batches = config.parallel_config.micro_batch_num
     costs = _chunk_costs(config)
     busy = [sum(cost.forward + cost.backward for cost in row) for row in costs]
-    schedule = one_forward_one_backward(stages, min(micro_batches, _MOST_SIMULATED * stages), chunks)
+    schedule = training_schedule(config, stages, micro_batches, most=_MOST_SIMULATED * stages)
     plans = tuple(StagePlan(max_in_flight(schedule, s), time / sum(busy)) for s, time in enumerate(busy))
-    step_time = _step_time(stages, micro_batches, chunks, costs)
+    step_time = _step_time(partial(training_schedule, config, stages), stages, micro_batches, costs)
     even = (stages - 1) / (chunks * micro_batches + stages - 1)
     return PipelinePlan(micro_batches, chunks, plans, 1 - sum(busy) * micro_batches / stages / step_time, even)
 
 
-def _step_time(stages: int, micro_batches: int, chunks: int, costs: Sequence[Sequence[Cost]]) -> float:
+def _step_time(
+    schedule: Callable[[int], Schedule], stages: int, micro_batches: int, costs: Sequence[Sequence[Cost]]
+) -> float:
     """Returns the estimated time of a step, in multiply-adds of a token.
 
     A long schedule is not simulated in full: each further `stages` micro-batches take the time of those before them.
@@ -86,7 +81,7 @@ def _step_time(stages: int, micro_batches: int, chunks: int, costs: Sequence[Seq
 
     def simulated_time(number: int) -> float:
         """Returns the time of a step with this number of micro-batches, in the unit of `costs`."""
-        return simulate(one_forward_one_backward(stages, number, chunks), lambda s, c: costs[s][c]).end
+        return simulate(schedule(number), lambda s, c: costs[s][c]).end
 
     most = _MOST_SIMULATED * stages + micro_batches % stages
     if micro_batches <= most + stages:
@@ -143,7 +138,7 @@ def draw_schedule(config: Config, plan: PipelinePlan | None, picture: Path) -> s
     micro_batches = plan.micro_batches
     chunks = plan.chunks
     drawn = min(micro_batches, max(_MOST_DRAWN // stages, 2) * stages)
-    schedule = one_forward_one_backward(stages, drawn, chunks)
+    schedule = training_schedule(config, stages, drawn)
     costs = _chunk_costs(config)
     timeline = simulate(schedule, lambda s, c: costs[s][c])
     title = f"{stages} stages, {drawn} micro-batches"

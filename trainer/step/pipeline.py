@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from mindspore import ParameterTuple, Tensor, nn, ops
 
-from trainer.config.stages import chunk_layers
+from trainer.config.stages import chunk_layers, training_schedule
 from trainer.models.decoder import DecoderCall
 from trainer.models.generate import StageChunk
 from trainer.models.inputs import LossSums, ModelInputs
 from trainer.optim.freeze import trained_shapes
 from trainer.parallel.layout import model_layout
 from trainer.parallel.mesh import Degrees
-from trainer.parallel.schedule import Action, Schedule, forward_only, one_forward_one_backward
+from trainer.parallel.schedule import Action, Schedule, forward_only
 from trainer.parallel.stage_link import DeviceLink, StageLink
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def build_pipeline(config: Config, model: Decoder, group: ProcessGroup, on_one_h
     if config.trains:
         trained = trained_shapes(config)
     parts = model_chunks(config.decoder, chunk_layers(config), trained)[group.rank]
-    schedule = partial(one_forward_one_backward, group.size, chunks=config.decoder.pp_interleave_num)
+    schedule = partial(training_schedule, config, group.size)
     link: StageLink | DeviceLink
     if group.on_host:
         link = StageLink(group, on_one_host)

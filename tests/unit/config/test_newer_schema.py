@@ -119,7 +119,7 @@ def test_every_section_becomes_ours():
     assert (runner.max_steps, runner.batch_size, runner.global_batch_size, config.seed) == (100, 2, 32, 7)
     assert (wrapper.use_clip_grad, wrapper.max_grad_norm, wrapper.local_norm) == (True, 0.5, True)
     assert (parallel.model_parallel, parallel.pipeline_stage, parallel.data_parallel) == (2, 2, None)
-    assert (config.use_parallel, config.parallel.parallel_mode) == (True, 1)
+    assert (config.use_parallel, config.parallel.parallel_mode) == (True, 0) and parallel.use_seq_parallel
     assert config.parallel.enable_parallel_optimizer and config.output_dir == "out/run"
     assert (config.optimizer.betas, config.optimizer.eps, config.optimizer.weight_decay) == ([0.9, 0.98], 1e-7, 0.1)
     schedule = config.lr_schedule
@@ -256,7 +256,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
     told = notes(FULL)
     assert "a.yaml: a file of MindSpore Transformers' newer schema" in told
     for key, line in (
-        ("parallelism.sequence_parallel", 26), ("swap.default_prefetch", 43),
+        ("swap.default_prefetch", 43),
         ("train_dataset.num_parallel_workers", 51), ("monitor.train_state.device_loss", 55),
         ("monitor.health_checkpoint.global_norm_skip_time", 54), ("profiler.profile_cpu", 60),
     ):  # fmt: skip
@@ -295,10 +295,6 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
 @pytest.mark.parametrize(
     ("text", "ranks", "parts"),
     [
-        (
-            SMALL + "parallelism: {tensor_parallel: 2}\n", 2,
-            ["a.yaml:19: parallelism.tensor_parallel = 2: semi-auto", "set parallel.parallel_mode to 0"],
-        ),
         (
             SMALL.replace("type: TextDataset, dataset_dir: stdlib", "type: SyntheticDataset"), 1,
             ["a.yaml:5: train_dataset.dataloader.num_samples = None: ", "set train_dataset.dataloader.num_samples to"],

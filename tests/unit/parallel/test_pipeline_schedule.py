@@ -21,6 +21,7 @@ from trainer.parallel.schedule import (
     Schedule,
     directions,
     forward_only,
+    gpipe,
     max_in_flight,
     one_forward_one_backward,
     simulate,
@@ -63,6 +64,9 @@ def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int
         bound = min(warm_up + 1, m * v)
         assert max_in_flight(schedule, stage) == bound or (v > 1 and m % p)
         assert max_in_flight(schedule, stage) <= max(bound, m % p * v)
+    at_once = gpipe(p, m, v)
+    check_passes(at_once, m, ("forward", "backward"))
+    assert max_in_flight(at_once, 0) == m * v
     evaluated = forward_only(p, m, v)
     check_passes(evaluated, m, ("forward",))
     assert simulate(evaluated).end > 0
@@ -71,7 +75,7 @@ def test_every_schedule_ends_in_the_time_and_the_memory_of_theory(p: int, m: int
                 if (one := schedule.input_message(stage, action))}  # fmt: skip
         assert used <= set(directions(p, v))
         assert ends_where_transfers_meet(schedule, lambda pair: pair)
-        assert ends_where_transfers_meet(evaluated, lambda pair: pair)
+        assert all(ends_where_transfers_meet(one, lambda pair: pair) for one in (at_once, evaluated))
 
 
 def ends_where_transfers_meet(schedule: Schedule, stream_of: Callable[[tuple[int, int]], object]) -> bool:

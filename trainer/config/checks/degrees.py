@@ -93,8 +93,8 @@ def context_problems(config: Config) -> Iterator[ConfigError]:
             fix = f"{set_to_divisor(int(fits))}, or"
         yield problem(config, key, rule, f"{fix} seq_length to {near}")
     if ulysses not in fitting:
-        fix = f"change it, or write hybrid_cp and ulysses_degree_in_cp {_any_of(fitting)}"
-        yield problem(config, key, f"with ulysses_cp its ranks must {share}", fix)
+        fix = f"change it, or use the hybrid method with ulysses_degree_in_cp {_any_of(fitting)}"
+        yield problem(config, key, f"with Ulysses its ranks must {share}", fix)
 
 
 def expert_problems(config: Config) -> Iterator[ConfigError]:
@@ -123,11 +123,16 @@ def pipeline_problems(config: Config) -> Iterator[ConfigError]:
     number = section.pipeline_stage
     if number == 1:
         return
-    if section.micro_batch_num < number:
+    runner = config.runner_config
+    if section.micro_batch_num < number and runner.global_batch_size:
+        rule = f"it makes {section.micro_batch_num} micro-batches of a rank, and {number} stages need at least {number}"
+        least = runner.global_batch_size * number // section.micro_batch_num
+        yield problem(config, "runner_config.global_batch_size", rule, f"set it to {least} or more")
+    elif section.micro_batch_num < number:
         key = "parallel_config.micro_batch_num"
         rule = f"a pipeline of {number} stages needs at least {number} micro-batches"
         yield problem(config, key, rule, f"set it to {number} or more")
-    accumulation = config.runner_config.gradient_accumulation_steps
+    accumulation = runner.gradient_accumulation_steps
     # Without use_parallel the file may be for a run without a pipeline: there a note says it.
     disagree = accumulation > 1 and section.micro_batch_num > 1 and accumulation != section.micro_batch_num
     if config.use_parallel and disagree:

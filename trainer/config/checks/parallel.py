@@ -166,8 +166,8 @@ def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[ConfigError
     """Yields errors about pipeline parallelism in explicit mode."""
     if degrees.pipeline_stage == 1:
         return
-    if config.parallel.pipeline_config.pipeline_scheduler != "1f1b":
-        rule = "explicit mode supports 1f1b only, interleaved with pp_interleave_num"
+    if config.parallel.pipeline_config.pipeline_scheduler not in ("1f1b", "gpipe"):
+        rule = "explicit mode supports 1f1b and gpipe only"
         yield problem(config, "parallel.pipeline_config.pipeline_scheduler", rule, "write 1f1b")
     yield from pipeline_problems(config)
 

@@ -7,8 +7,8 @@ from trainer.config.read.nodes import Table
 
 _MARKS = ("training", "parallelism", "lr_scheduler", "checkpoint")
 _OLDER = (
-    "runner_config", "runner_wrapper", "lr_schedule", "parallel", "parallel_config", "run_mode", "trainer",
-    "output_dir", "use_parallel", "model_config", "train_dataset_task",
+    "runner_config", "runner_wrapper", "lr_schedule", "parallel", "parallel_config", "trainer", "model_config",
+    "train_dataset_task",
 )  # fmt: skip
 
 

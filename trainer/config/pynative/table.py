@@ -13,9 +13,18 @@ from typing import Any
 import yaml
 
 from trainer.config.note import Note
+from trainer.config.pynative.degrees import (
+    set_context_method,
+    set_degree,
+    set_schedule,
+    set_sequence_parallel,
+    set_sharding,
+    set_sharding_level,
+    set_stage_layers,
+    set_ulysses_degree,
+)
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, tree
-from trainer.config.read.relocate import find_entry
 from trainer.config.read.rows import Row, Transform, reverse
 
 _MODEL = "model.model_config"
@@ -47,29 +56,6 @@ def _saving(work: Translation, row: Row) -> None:
     settings = {name: Entry(tree(value), work.place(source)) for name, (value, source) in saver.items()}
     entries.append(Entry(Table(settings), work.place(steps_key)))
     work.set_key(row.new, Items(entries), row.old)
-
-
-def _degree(work: Translation, row: Row) -> None:
-    degree = work.values[row.old]
-    if degree is None:
-        return
-    work.set_key(row.new, degree, row.old)
-    if degree > 1:
-        for name, value in (("use_parallel", True), ("parallel.parallel_mode", 1)):
-            if find_entry(work.root, name) is None:
-                work.set_key(name, value, row.old)
-
-
-def _sharding(work: Translation, row: Row) -> None:
-    key = row.old
-    ranks = work.values[key]
-    if ranks < -1:
-        work.problem(key, "must be at least -1", "write -1 for all data-parallel ranks")
-    if ranks != 1:
-        work.set_key("parallel.enable_parallel_optimizer", True, key)
-    if ranks > 1:
-        text = f"{key} {ranks}: all data-parallel ranks shard the optimizer state, but not weights and gradients"
-        work.notes.append(Note(text, "parallel"))
 
 
 def _optimizer(work: Translation, row: Row) -> None:
@@ -200,16 +186,28 @@ ROWS = (
     Row("checkpoint.save_max", "", "int", 5),
     Row("checkpoint.async_save", "", "bool", False),
     Row("checkpoint.save_interleaved_steps", "", "int", 1000),
+    # There it is read by nobody; here it is a folder like save_path, which wins.
+    Row("output_dir", "output_dir", "str", "", "output_dir"),
     Row("checkpoint.save_path", "output_dir", "str", "", "checkpoint.save_path",
         note="used as output_dir; the checkpoints are in {}/checkpoints"),
     Row("checkpoint.load_path", "load_checkpoint", "str", "", "checkpoint.load_path"),
     Row("checkpoint.no_load_optim", "resume_training", "bool", False, "checkpoint.load_path", _OPPOSITE),
-    Row("parallelism.tensor_parallel", "parallel_config.model_parallel", "int", apply=_degree),
-    Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=_degree),
-    Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=_degree),
-    Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=_degree),
+    Row("parallelism.tensor_parallel", "parallel_config.model_parallel", "int", apply=set_degree),
+    Row("parallelism.sequence_parallel", "parallel_config.use_seq_parallel", "bool", False,
+        apply=set_sequence_parallel),
+    Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=set_degree),
+    Row("parallelism.context_parallel_method", "parallel_config.context_parallel_algo", "str", "colossal",
+        apply=set_context_method),
+    Row("parallelism.ulysses_degree_in_cp", "parallel_config.ulysses_degree_in_cp", "int", apply=set_ulysses_degree),
+    Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=set_degree),
     Row("parallelism.pipeline_parallel_interleave_num", f"{_MODEL}.pp_interleave_num", "int"),
-    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=_sharding),
+    Row("parallelism.pipeline_parallel_schedule", "parallel.pipeline_config.pipeline_scheduler", "str", "1f1b",
+        apply=set_schedule),
+    Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=set_degree),
+    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=set_sharding),
+    Row("parallelism.data_parallel_shard_strategy", "parallel.parallel_optimizer_config.optimizer_level", "str",
+        "optim_grads_params", apply=set_sharding_level),
+    Row("parallelism.reshard_after_forward_policy", "", "str", "default"),  # set_sharding_level reads it
     Row("optimizer", "optimizer", "dict", {}, apply=_optimizer),
     Row("optimizer.type", "optimizer.type", default="AdamW"),
     Row("optimizer.weight_decay", "optimizer.weight_decay", default=0.01),
@@ -222,6 +220,8 @@ ROWS = (
         when="train_dataset.dataloader"),
     Row("train_dataset.drop_remainder", "train_dataset.drop_remainder", "bool", True),
     Row("model", _MODEL, "dict", {}, apply=_model),
+    # Behind the model, whose layers it divides.
+    Row("parallelism.pipeline_parallel_layers_per_stage", f"{_MODEL}.offset", "str|list", apply=set_stage_layers),
     Row("lora_config", f"{_MODEL}.pet_config"),
     Row("lora_config.target_modules", f"{_MODEL}.pet_config.target_modules", "str", "", "lora_config", apply=_targets),
     Row("lora_config.lora_rank", f"{_MODEL}.pet_config.lora_rank", "int", 8, "lora_config"),

@@ -65,9 +65,10 @@ class PipelineConfig(Section):
     """How the micro-batches of a pipeline follow each other (YAML ``parallel.pipeline_config``)."""
 
     pipeline_interleave: bool = setting(
-        False, "Semi-automatic mode: a stage has pp_interleave_num model chunks.")
+        False, "A stage has pp_interleave_num model chunks.")
     pipeline_scheduler: Literal["1f1b", "gpipe", "seqpipe", "seqvpp", "seqsmartvpp", "zero_bubble_v"] = setting(
-        "1f1b", "Semi-automatic mode: MindSpore's order of forward and backward passes.")
+        "1f1b", "Order of forward and backward passes: 1f1b, or gpipe with all forward passes first; the others are"
+        " MindSpore's, in semi-automatic mode.")
 
 
 class ParallelSection(Section):

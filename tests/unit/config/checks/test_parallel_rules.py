@@ -98,7 +98,7 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
         (
             "parallel_config: {pipeline_stage: 2, micro_batch_num: 2}\n"
             "parallel: {pipeline_config: {pipeline_interleave: True, pipeline_scheduler: seqpipe}}\n",
-            ["pipeline_scheduler = 'seqpipe': explicit mode supports 1f1b only", "write 1f1b"],
+            ["pipeline_scheduler = 'seqpipe': explicit mode supports 1f1b and gpipe only", "write 1f1b"],
         ),
         (
             "parallel: {parallel_mode: 1, parallel_fallback: explicit}\n"
