@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainer.checkpoint.documents import AdapterDescription, BaseRecord, read_base
-from trainer.checkpoint.store import as_weights_error, find_checkpoint, read_checkpoint
+from trainer.checkpoint.store import as_weights_error, find_checkpoint, read_checkpoint, read_safetensors
 from trainer.checkpoint.weights import (
     CheckedWeights,
     ShardSpecs,
@@ -28,7 +28,6 @@ from trainer.checkpoint.weights import (
     from_seed,
     open_initial_weights,
     read_checkpoint_weights,
-    read_safetensors,
 )
 from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError

@@ -21,16 +21,18 @@ from trainer.checkpoint import adapters
 from trainer.checkpoint.documents import RunState, read_base, read_run_state
 from trainer.checkpoint.evaluations import EvalHistory, from_state, to_state
 from trainer.checkpoint.hugging_face import class_on_disk
+from trainer.checkpoint.mindformers.folders import find_source
 from trainer.checkpoint.store import (
     Checkpoint,
     damaged_checkpoint,
     find_checkpoint,
+    first_of,
     read_checkpoint,
     renamed_checkpoint_notes,
     resolve_best_link,
 )
 from trainer.checkpoint.tensor_names import DiskSlice, disk_slices
-from trainer.checkpoint.weights import ShardSpecs, first_of, fitting_weights, is_finite
+from trainer.checkpoint.weights import ShardSpecs, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, run_stages
 from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
@@ -223,6 +225,11 @@ def checkpoint_to_resume(config: Config) -> Path:
     """
     where = config.source.where(_KEY)
     folder = _resume_folder(config)
+    source = find_source(folder, where, _KEY)
+    if source is not None:
+        rule = f"is a checkpoint of MindSpore Transformers ({source.name}): its weights can be loaded, not its state"
+        fix = f"start a new run from its weights: {_KEY}: False (in its newer schema checkpoint.no_load_optim: True)"
+        raise UserError(rule, where=where, key=_KEY, value=str(folder), fix=fix)
     if isinstance(config.resume_training, str):
         named = resolve_best_link(folder / config.resume_training)
         if not named.is_dir():

@@ -20,8 +20,9 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,8 @@ from trainer.input_files import open_file, read_bytes
 from trainer.parallel.sharding import Shard, ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
 from trainer.storage.json_files import JsonError, parse_json
-from trainer.storage.marker import MARKER, Marker, matches_checksum
-from trainer.storage.tensor_file import LazyArray, TensorFile, concatenate_arrays, read_shard
+from trainer.storage.marker import MARKER, Marker, check_saved, matches_checksum
+from trainer.storage.tensor_file import BFLOAT16, LazyArray, TensorFile, concatenate_arrays, read_shard
 
 STATE = "state.json"
 REPLACED = ".replaced"
@@ -44,6 +45,7 @@ UNFINISHED = ".tmp-"
 """Prefix of a temporary folder or file."""
 ENDING = ".safetensors"
 
+_FLOATS = ("F64", "F32", "F16", BFLOAT16)
 _STEP_FOLDER = re.compile(r"step-(\d{8,})(\.replaced)?")
 _OFFERED = re.compile(r"use (.+?), (the [^,()]+) \(--resume_training [^)]+\)")
 _SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
@@ -466,3 +468,54 @@ def as_weights_error(error: UserError, where: str, key: str) -> UserError:
     """Rewrites an error about a checkpoint for a run that loads its weights by `key`: the fix names that flag."""
     fix = _OFFERED.sub(rf"use --{key} \1, \2", error.fix)
     return UserError(error.rule, where=where, key=key, value=error.value, fix=fix)
+
+
+def first_of(names: list[str]) -> str:
+    """Returns the first name, and how many more there are."""
+    if len(names) == 1:
+        return names[0]
+    return f"{names[0]} (and {len(names) - 1} more)"
+
+
+def read_safetensors(
+    file: Path,
+    where: str,
+    key: str = "load_checkpoint",
+    *,
+    numbers: bool = True,
+    world: World = SINGLE_PROCESS,
+    leave_out: Callable[[str], bool] | None = None,
+) -> dict[str, LazyArray]:
+    """Opens the arrays of a file by name, except those to leave out.
+
+    For `numbers` and `world` see `trainer.checkpoint.weights.read_weights`.
+
+    Raises:
+        UserError: The file cannot be read, or has tensors that are not floating-point.
+    """
+
+    def unreadable(error: Exception) -> UserError:
+        fix = "name a checkpoint folder or a complete .safetensors file"
+        rule = f"not a readable safetensors file ({getattr(error, 'strerror', None) or error})"
+        return UserError(rule, where=where, key=key, value=str(file), fix=fix)
+
+    try:
+        if numbers:
+            check_saved(file, world)
+        tensors = TensorFile(file)
+    except (OSError, safetensors.SafetensorError) as error:
+        raise unreadable(error) from error
+    entries = {name: entry for name, entry in tensors.entries.items() if leave_out is None or not leave_out(name)}
+    other = [f"{name} is {entry.code}" for name, entry in entries.items() if entry.code not in _FLOATS]
+    if other:
+        rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
+        raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
+
+    def read(name: str, part: ShardSpec) -> np.ndarray:
+        """Reads a shard of a tensor as float32; raises UserError if the file cannot be read."""
+        try:
+            return tensors.tensor(name).read(part).astype(np.float32, copy=False)
+        except OSError as error:
+            raise unreadable(error) from error
+
+    return {name: LazyArray(entry.shape, partial(read, name)) for name, entry in entries.items()}

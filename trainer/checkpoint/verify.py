@@ -18,12 +18,13 @@ from trainer.checkpoint.store import (
     STATE,
     Checkpoint,
     check_checkpoint,
+    first_of,
     is_step_folder,
     newest_complete,
     resolve_best_link,
     step_folders,
 )
-from trainer.checkpoint.weights import first_of, is_finite
+from trainer.checkpoint.weights import is_finite
 from trainer.data.tokens.token_file import DamagedTokenFile, checked_token_file, is_token_file
 from trainer.errors import UserError
 from trainer.input_files import read_bytes

@@ -9,9 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
-import safetensors
 
-from trainer.checkpoint.store import as_weights_error, fallback_fix, find_checkpoint, read_checkpoint, resolve_best_link
+from trainer.checkpoint.mindformers.folders import find_source, open_source
+from trainer.checkpoint.mindformers.names import SourceTensor, convert_weights, has_mindformers_names, is_run_state
+from trainer.checkpoint.store import (
+    as_weights_error,
+    fallback_fix,
+    find_checkpoint,
+    first_of,
+    read_checkpoint,
+    read_safetensors,
+    resolve_best_link,
+)
 from trainer.checkpoint.tensor_names import disk_shapes, find_expert_names, from_disk, split_fused_tensors
 from trainer.config.layer_ranges import layer_text
 from trainer.config.schema.model import ModelConfig
@@ -22,14 +31,13 @@ from trainer.models.spec.names import EMBEDDING, EXPERT_BIAS, HEAD, layer_prefix
 from trainer.models.spec.shapes import parameter_shapes, parameter_specs
 from trainer.parallel.sharding import ShardSpec
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.storage.marker import MARKER, check_saved
-from trainer.storage.tensor_file import BFLOAT16, ArrayOrLazyArray, LazyArray, TensorFile, read_row_blocks, read_shard
+from trainer.storage.marker import MARKER
+from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, read_row_blocks, read_shard
 
 if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.schema.classifier import ClassifierConfig
 
-_FLOATS = ("F64", "F32", "F16", BFLOAT16)
 ShardSpecs: TypeAlias = Mapping[str, ShardSpec]
 """The shard of each parameter that a rank has; other parameters are left out."""
 # A folder with one of them is a checkpoint of this trainer, complete or not.
@@ -134,21 +142,38 @@ def _fitting_model(
     """
     path = Path(config.load_checkpoint).expanduser()
     where = config.source.where("load_checkpoint")
-    weights = read_weights(path, where, numbers=numbers, world=world)
     settings = config.decoder
-    weights = split_fused_tensors(weights, settings)
+    stored, about_source = _open_weights(config, path, where, numbers, world)
+    weights = split_fused_tensors(stored, settings)
     unused, *notes = unused_modules(weights, settings)
     modules, about_modules = missing_modules(weights, settings, new_modules and config.trains)
     if config.trains and config.has_adapters:  # frozen ones from the seed would predict nothing
         modules = set()
     biases, about_biases = missing_biases(weights, settings)
     absent = biases | modules
-    for text in (*notes, about_biases if biases else "", about_modules if modules else ""):
+    for text in (about_source, *notes, about_biases if biases else "", about_modules if modules else ""):
         if text and note is not None:
             note(text)
     used = {name: array for name, array in weights.items() if name not in unused}
     shapes = {name: shape for name, shape in parameter_shapes(config.network).items() if name not in absent}
     return _fitting(used, shapes, config.network, path, where, compare=numbers), absent, biases
+
+
+def _open_weights(
+    config: Config, path: Path, where: str, numbers: bool, world: World
+) -> tuple[Mapping[str, ArrayOrLazyArray], str]:
+    """Opens the weights in `path` by Hugging Face name; returns them with a note if they are another program's."""
+    source = find_source(path, where)
+    if source is not None:
+        strategy = config.src_strategy_path_or_dir
+        tensors, fix = open_source(source, where, strategy, numbers=numbers, world=world)
+        note = f"load_checkpoint: the weights of MindSpore Transformers' checkpoint ({source.name}); a run takes its"
+        return convert_weights(tensors, config.decoder, path, where, fix), f"{note} weights only, no optimizer state"
+    weights = read_weights(path, where, numbers=numbers, world=world)
+    if config.classifier is None and has_mindformers_names(weights):
+        tensors = {name: SourceTensor(array, path.name) for name, array in weights.items() if not is_run_state(name)}
+        return convert_weights(tensors, config.decoder, path, where), ""
+    return weights, ""
 
 
 def fitting_weights(
@@ -315,48 +340,6 @@ def is_finite(array: np.ndarray) -> bool:
     """Returns whether all numbers are finite, without a temporary array of this size."""
     with np.errstate(invalid="ignore"):
         return not array.size or bool(np.isfinite(array.min()) and np.isfinite(array.max()))
-
-
-def first_of(names: list[str]) -> str:
-    """Returns the first name, and how many more there are."""
-    if len(names) == 1:
-        return names[0]
-    return f"{names[0]} (and {len(names) - 1} more)"
-
-
-def read_safetensors(
-    file: Path, where: str, key: str = "load_checkpoint", *, numbers: bool = True, world: World = SINGLE_PROCESS
-) -> dict[str, LazyArray]:
-    """Opens the arrays of a file by name; for `numbers` and `world` see `read_weights`.
-
-    Raises:
-        UserError: The file cannot be read, or has tensors that are not floating-point.
-    """
-
-    def unreadable(error: Exception) -> UserError:
-        fix = "name a checkpoint folder or a complete .safetensors file"
-        rule = f"not a readable safetensors file ({getattr(error, 'strerror', None) or error})"
-        return UserError(rule, where=where, key=key, value=str(file), fix=fix)
-
-    try:
-        if numbers:
-            check_saved(file, world)
-        tensors = TensorFile(file)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise unreadable(error) from error
-    other = [f"{name} is {entry.code}" for name, entry in tensors.entries.items() if entry.code not in _FLOATS]
-    if other:
-        rule = f"weights must be floating-point numbers of 16 to 64 bits; {first_of(other)}"
-        raise UserError(rule, where=where, key=key, value=str(file), fix="use a checkpoint that is not quantized")
-
-    def read(name: str, part: ShardSpec) -> np.ndarray:
-        """Reads a shard of a tensor as float32; raises UserError if the file cannot be read."""
-        try:
-            return tensors.tensor(name).read(part).astype(np.float32, copy=False)
-        except OSError as error:
-            raise unreadable(error) from error
-
-    return {name: LazyArray(entry.shape, partial(read, name)) for name, entry in tensors.entries.items()}
 
 
 # Published files have DeepSeek's MTP modules after the last layer, whether a run trains them or not. Expert biases

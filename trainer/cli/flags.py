@@ -98,6 +98,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     ),
     "Checkpoints": (
         Flag("load_checkpoint", "load_checkpoint", "value", "Weights to start from.", "PATH"),
+        Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value",
+             "Strategy files of MindSpore Transformers' checkpoint.", "PATH"),
         Flag("resume_training", "resume_training", "optional",
              "Resume from the newest, or the named, checkpoint.", "[NAME]"),
         Flag("adapter_id", "adapter_id", "value", "Low-rank adapters to start from.", "PATH"),
@@ -105,7 +107,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
     NO_EFFECT: (
         Flag("sink_mode", "runner_config.sink_mode", "bool", "Data sink; ignored."),
         Flag("auto_trans_ckpt", "auto_trans_ckpt", "bool", "Transform checkpoints; ignored."),
-        Flag("src_strategy_path_or_dir", "src_strategy_path_or_dir", "value", "Checkpoint's layout; ignored.", "PATH"),
         Flag("strategy_load_checkpoint", "strategy_load_checkpoint", "value", "Checkpoint's layout; ignored.", "PATH"),
         Flag("only_save_strategy", "only_save_strategy", "bool", "Write a layout; not yet."),
         Flag("transform_process_num", "transform_process_num", "value", "For auto_trans_ckpt; ignored.", "INT"),

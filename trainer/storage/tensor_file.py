@@ -251,6 +251,42 @@ def concatenate_arrays(arrays: Sequence[ArrayOrLazyArray]) -> ArrayOrLazyArray:
     return LazyArray(shape, lambda spec: _assemble(lazy, spec, spec.rows(bounds)))
 
 
+def box_array(shape: Sequence[int], read_box: Callable[[Shard], np.ndarray]) -> LazyArray:
+    """Returns a lazy array from a function that reads boxes of it; for a flat range it reads the rows around it."""
+
+    def read(spec: ShardSpec) -> np.ndarray:
+        """Reads a shard as a box, or the rows around a flat range."""
+        if spec.flat_range is None:
+            return read_box(spec.shard)
+        row_size = math.prod(spec.shard.shape[1:])
+        first = spec.range.start // row_size
+        last = -(-spec.range.stop // row_size)
+        start = (spec.shard.start[0] + first, *spec.shard.start[1:])
+        rows = read_box(Shard(start, (last - first, *spec.shard.shape[1:])))
+        return rows.reshape(-1)[spec.range.start - first * row_size : spec.range.stop - first * row_size]
+
+    return LazyArray(shape, read)
+
+
+def merge_shards(shape: Sequence[int], shards: Mapping[tuple[int, ...], LazyArray]) -> LazyArray:
+    """Returns the float32 array that these shards tile; each is given by its start on every axis."""
+
+    def read_box(box: Shard) -> np.ndarray:
+        """Reads the overlap of a box with each shard."""
+        result = np.empty(box.shape, np.float32)
+        for start, shard in shards.items():
+            axes = list(zip(box.start, box.shape, start, shard.shape, strict=True))
+            lows = [max(begin, at) for begin, _, at, _ in axes]
+            highs = [min(begin + size, at + count) for begin, size, at, count in axes]
+            if all(low < high for low, high in zip(lows, highs, strict=True)):
+                source = tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, start, strict=True))
+                place = tuple(slice(low - at, high - at) for low, high, at in zip(lows, highs, box.start, strict=True))
+                result[place] = shard[source].read()
+        return result
+
+    return box_array(shape, read_box)
+
+
 def _assemble(
     arrays: Sequence[LazyArray], spec: ShardSpec, blocks: Iterator[tuple[int, ShardSpec, slice]]
 ) -> np.ndarray:

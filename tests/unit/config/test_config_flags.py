@@ -245,7 +245,6 @@ def test_flags_that_cannot_be_honoured_are_errors(run, argv, parts):
         ["--transform_process_num", "4"],
         ["--remote_save_url", "s3://x"],
         ["--auto_trans_ckpt"],
-        ["--src_strategy_path_or_dir", "x"],
         ["--strategy_load_checkpoint", "x"],
         ["--sink_mode", "True"],
     ],

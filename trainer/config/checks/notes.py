@@ -117,6 +117,7 @@ _UNUSED = (
             "only train_dataset has a held-out split"),
     _Unused("", "predict_data chat", lambda c: c.run_mode != "predict", _run_mode),
     _Unused("", "resume_training", lambda c: not c.trains and not _is_resume_recorded(c), _run_mode),
+    _Unused("", "src_strategy_path_or_dir", lambda c: not c.load_checkpoint, "load_checkpoint is empty"),
     _Unused("", "freeze", lambda c: not c.trains and not c.source.is_of_run, _run_mode),
     _Unused("runner_wrapper", "clip_value", lambda c: c.trains and c.runner_wrapper.use_clip_grad
             and c.runner_wrapper.clip_type == "norm", "runner_wrapper.clip_type is norm"),

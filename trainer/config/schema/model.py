@@ -188,6 +188,13 @@ class ModelConfig(Section):
         " pp_interleave_num a list of such lists, one for each model chunk.")
     pp_interleave_num: int = setting(
         1, "Model chunks of each pipeline stage (virtual pipeline stages).", ge=1, le=LAYERS)
+    use_contiguous_weight_layout_attention: bool = setting(
+        False, "Layout of MindSpore Transformers' files that load_checkpoint reads: the rows of linear_qkv are all"
+        " queries, all keys, all values. Default False: one group for each key/value head.",
+        aliases="use_contiguous_weight_layout")
+    use_interleaved_weight_layout_mlp: bool = setting(
+        True, "Layout of MindSpore Transformers' files that load_checkpoint reads: in linear_fc1 the rows of gate and"
+        " up take turns. False: all of gate, then all of up.")
     eos_token_id: TokenId | list[TokenId] | None = setting(
         None, "Token that ends a document. Default null: the tokenizer's.")
     bos_token_id: int | None = setting(

@@ -150,7 +150,11 @@ class Config(Section):
     resume_training: bool | FilePath = setting(
         False, "True: continue from the newest complete checkpoint; or the name of a step folder.")
     load_checkpoint: FilePath = setting(
-        "", "Weights to start from: a checkpoint folder or a safetensors file. Default empty: new weights.")
+        "", "Weights to start from: a checkpoint folder, also one of MindSpore Transformers, or a safetensors file."
+        " Default empty: new weights.")
+    src_strategy_path_or_dir: FilePath = setting(
+        "", "load_checkpoint with MindSpore Transformers' folders of ranks: the strategy files of that job, or their"
+        " folder. Default empty: the folder strategy beside them.")
     pretrained_model_dir: FilePath | None = setting(
         None, "A model folder as Hugging Face publishes it, for keys that the YAML leaves out: the model's sizes, the"
         " weights (except in run_mode train), the tokenizer and the sampling defaults.")

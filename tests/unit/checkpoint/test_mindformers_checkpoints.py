@@ -1,0 +1,272 @@
+"""Checkpoints of MindSpore Transformers as initial weights, in folders as its code writes them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from config_helpers import failure
+from mindformers_checkpoints import (
+    Arrays,
+    Sizes,
+    fully_sharded_map,
+    to_mindformers,
+    write_iteration,
+    write_rank_folders,
+)
+from safetensors.numpy import load_file, save_file
+
+from trainer.checkpoint.adapters import load_initial_weights
+from trainer.checkpoint.state import checkpoint_to_resume
+from trainer.checkpoint.tensor_names import to_disk
+from trainer.config import Config, parse_config
+from trainer.models.spec.init import initial_value
+from trainer.models.spec.shapes import parameter_specs
+from trainer.parallel.world import World
+from trainer.run.prepare import local_shard_specs
+
+SHARED = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "vocab_size": 64,
+          "seq_length": 16}  # fmt: skip
+QWEN3 = SHARED | {"n_kv_heads": 2, "head_dim": 16, "use_qk_norm": True, "tie_word_embeddings": True}
+DEEPSEEK = SHARED | {
+    "num_layers": 3, "multi_latent_attention": True, "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "mtp_depth": 1, "moe_config": {
+        "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 8, "shared_expert_num": 1,
+        "first_k_dense_replace": 1, "balance_via_topk_bias": True},
+}  # fmt: skip
+MODELS: dict[str, tuple[dict[str, Any], str, Sizes]] = {
+    "qwen3": (QWEN3, "Qwen3ForCausalLM", Sizes(2, 4, 2)),
+    "deepseek": (DEEPSEEK, "DeepseekV3ForCausalLM", Sizes(3, 4, 4, experts=4)),
+}
+MATRIX = {"dp": 2, "tp": 2}
+
+
+def config_of(name: str, path: Path, tensor_parallel: int = 1, changes: dict | None = None, **keys: Any) -> Config:
+    model, kind, _ = MODELS[name]
+    text = {"run_mode": "train", "load_checkpoint": str(path), "context": {"mode": 1}, **keys,
+            "model": {"arch": {"type": kind}, "model_config": model | (changes or {})}}  # fmt: skip
+    if tensor_parallel > 1:
+        text |= {"use_parallel": True, "parallel_config": {"model_parallel": tensor_parallel}}
+    return parse_config("a.yaml", json.dumps(text))
+
+
+def weights_of(name: str) -> Arrays:
+    settings = config_of(name, Path()).decoder
+    draw = np.random.default_rng(3)
+    weights = {key: initial_value(spec, settings, 9) for key, spec in parameter_specs(settings).items()}
+    return {key: array + draw.normal(size=array.shape).astype(np.float32) for key, array in weights.items()}
+
+
+def converted(name: str, pynative: bool) -> Arrays:
+    _, kind, sizes = MODELS[name]
+    return to_mindformers(to_disk(weights_of(name), kind), sizes, pynative)
+
+
+def assert_loads(name: str, path: Path, **keys: Any) -> list[str]:
+    """Compares what one rank, and each of two tensor-parallel ranks, loads; returns the notes."""
+    expected, notes = weights_of(name), []
+    loaded = load_initial_weights(config_of(name, path, **keys), notes.append)
+    assert loaded.keys() == expected.keys()
+    for key, array in loaded.items():
+        np.testing.assert_array_equal(array, expected[key], key)
+    for rank in range(2):
+        config, world = config_of(name, path, 2, **keys), World(rank, 2, rank, 2)
+        parts = local_shard_specs(config, world)
+        loaded = load_initial_weights(config, parts=parts, world=World(0, 1, 0, 1))
+        assert loaded.keys() == parts.keys()
+        assert any(parts[key].shape != expected[key].shape for key in parts)
+        for key, array in loaded.items():
+            np.testing.assert_array_equal(array, parts[key].shard.of(expected[key]), key)
+    return notes
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"matrix": None},
+        {"matrix": MATRIX},
+        {"matrix": MATRIX, "remove_redundancy": True, "stages": 2},
+        {"matrix": MATRIX, "maps": fully_sharded_map},
+    ],
+    ids=["one device", "tensor parallel", "no redundancy, two stages", "fully sharded"],
+)
+def test_the_folder_of_an_iteration_loads_in_any_layout(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
+    folder = write_iteration(tmp_path, converted(name, pynative=True), **how)
+    (note,) = assert_loads(name, folder)
+    assert "iteration_00000004" in note and "no optimizer state" in note
+    assert_loads(name, folder / "iteration_00000004")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"matrix": {"dp": 1, "tp": 1}, "strategy": False},
+        {"matrix": MATRIX},
+        {"matrix": MATRIX, "remove_redundancy": True},
+        {"matrix": MATRIX, "optimizer_parallel": True},
+    ],
+    ids=["one rank", "tensor parallel", "no redundancy", "optimizer parallel"],
+)
+def test_folders_of_ranks_load_in_any_layout(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
+    weights = converted(name, pynative=False)
+    folder = write_rank_folders(tmp_path, weights, **how)
+    older = {key: array + 1 for key, array in weights.items()}
+    write_rank_folders(tmp_path, older, saved_step=2, **how)
+    (note,) = assert_loads(name, folder)
+    assert "epoch 1, step 4 of" in note
+    assert_loads(name, tmp_path)
+    assert_loads(name, folder / "rank_0")
+    if (tmp_path / "strategy").exists():
+        (tmp_path / "strategy").rename(tmp_path / "elsewhere")
+        assert_loads(name, folder, src_strategy_path_or_dir=str(tmp_path / "elsewhere"))
+
+
+def test_the_layouts_of_model_config_are_followed(tmp_path: Path) -> None:
+    weights = converted("qwen3", pynative=False)
+    settings = weights_of("qwen3")
+    for layer in range(2):
+        for joined, parts in (("self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj",
+                               "self_attn.v_proj")), ("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"))):  # fmt: skip
+            own = [settings[f"model.layers.{layer}.{part}.weight"] for part in parts]
+            weights[f"decoder.layers.{layer}.{joined}.weight"] = np.concatenate(own)
+    folder = write_iteration(tmp_path, weights, MATRIX)
+    assert_loads("qwen3", folder, changes={
+        "use_contiguous_weight_layout_attention": True, "use_interleaved_weight_layout_mlp": False})  # fmt: skip
+    other = load_initial_weights(config_of("qwen3", folder))["model.layers.0.mlp.up_proj.weight"]
+    assert not np.array_equal(other, settings["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_merged_file_and_older_names_of_llama_load(tmp_path: Path) -> None:
+    save_file(converted("deepseek", pynative=False), tmp_path / "part0.safetensors")  # by mindspore.unified_safetensors
+    assert_loads("deepseek", tmp_path)
+    model = {"tie_word_embeddings": False, "use_qk_norm": False}
+    config = config_of("qwen3", tmp_path / "llama", changes=model)
+    specs = parameter_specs(config.decoder)
+    expected = {key: initial_value(spec, config.decoder, 9) for key, spec in specs.items()}
+    names = {"self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+             "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.up_proj": "feed_forward.w3",
+             "mlp.down_proj": "feed_forward.w2", "input_layernorm": "attention_norm", "model.norm": "model.norm_out",
+             "post_attention_layernorm": "ffn_norm", "embed_tokens.weight":
+             "tok_embeddings.embedding_weight"}  # fmt: skip
+    older = {}
+    for key, array in expected.items():
+        for ours, theirs in names.items():
+            key = key.replace(ours, theirs)
+        older[key] = array
+    (tmp_path / "llama").mkdir()
+    save_file(older, tmp_path / "llama" / "model.safetensors")
+    loaded = load_initial_weights(config)
+    for key, array in expected.items():
+        np.testing.assert_array_equal(loaded[key], array, key)
+
+
+def test_extra_modules_are_left_out_with_a_note(tmp_path: Path) -> None:
+    folder = write_iteration(tmp_path, converted("deepseek", pynative=True), MATRIX)
+    notes: list[str] = []
+    loaded = load_initial_weights(config_of("deepseek", folder, changes={"mtp_depth": 0}), notes.append)
+    assert loaded.keys() == {key for key in weights_of("deepseek") if not key.startswith("model.layers.3.")}
+    assert any("multi-token prediction module (layer 3)" in note for note in notes)
+
+
+def edited(folder: Path, change: Any) -> Path:
+    """Changes metadata.json in place."""
+    path = folder / "iteration_00000004" / "metadata.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    return folder
+
+
+FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def without_shard(content: dict[str, Any]) -> None:
+    del content["state_dict_metadata"][FC1]["chunk"][1]
+
+
+def without_place(content: dict[str, Any]) -> None:
+    del content["storage_data"][str((FC1, (1,)))]
+
+
+def without_tensor(content: dict[str, Any]) -> None:
+    del content["state_dict_metadata"][FC1]
+
+
+@pytest.mark.parametrize(
+    ("change", "changes", "parts"),
+    [
+        (without_shard, {}, ["1 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
+        (without_place, {}, ["says of no file that it has the shard [1] of", FC1]),
+        (without_tensor, {}, ["lacks model.layers.1.mlp.gate_proj.weight (and 1 more)"]),
+        (lambda content: content.pop("storage_data"), {}, ["metadata.json cannot be read", "storage_data"]),
+        (lambda content: None, {"intermediate_size": 40},
+         ["decoder.layers.0.mlp.linear_fc1.weight in checkpoint-model-0000000-0000004.safetensors has shape [96, 32]"
+          " instead of [80, 32] (model.layers.0.mlp.gate_proj.weight and model.layers.0.mlp.up_proj.weight: pairs)"]),
+        (lambda content: None, {"num_layers": 1},
+         ["has a place for decoder.layers.1.input_layernorm.weight in checkpoint-model-0000000-"]),
+    ],
+)  # fmt: skip
+def test_every_weight_is_accounted_for(tmp_path: Path, change: Any, changes: dict[str, Any], parts: list[str]) -> None:
+    folder = edited(write_iteration(tmp_path, converted("qwen3", pynative=True), MATRIX), change)
+    message = failure(lambda: load_initial_weights(config_of("qwen3", folder, changes=changes)))
+    assert all(part in message for part in [*parts, "a.yaml:1: load_checkpoint = ", "Fix: "]), message
+
+
+def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+    folder = write_iteration(tmp_path, converted("qwen3", pynative=True), MATRIX)
+    iteration = folder / "iteration_00000004"
+    (iteration / "checkpoint-model-0000001-0000004.safetensors").unlink()
+    assert "checkpoint-model-0000001-0000004.safetensors" in failure(
+        lambda: load_initial_weights(config_of("qwen3", folder)))  # fmt: skip
+    (iteration / "metadata.json").unlink()
+    assert "has no metadata.json" in failure(lambda: load_initial_weights(config_of("qwen3", folder)))
+    (folder / "latest_checkpointed_iteration.txt").write_text("9")
+    assert "names iteration_00000009" in failure(lambda: load_initial_weights(config_of("qwen3", folder)))
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    assert f"name an iteration, such as {iteration}" in failure(
+        lambda: load_initial_weights(config_of("qwen3", folder)))  # fmt: skip
+
+
+def test_shards_without_a_strategy_are_refused_with_the_command_that_merges_them(tmp_path: Path) -> None:
+    folder = write_rank_folders(tmp_path, converted("qwen3", pynative=False), MATRIX, strategy=False)
+    config = config_of("qwen3", folder)
+    message = failure(lambda: load_initial_weights(config))
+    command = f"unified_safetensors.py --mindspore_ckpt_dir {folder} --src_strategy_dirs {tmp_path}/strategy"
+    assert "linear_fc1.weight in rank_0/model_rank_0-1_4.safetensors has shape [48, 32] instead of [96, 32]" in message
+    assert command in message and "--file_suffix 1_4" in message and "src_strategy_path_or_dir" in message
+    (tmp_path / "strategy").mkdir()
+    (tmp_path / "strategy" / "ckpt_strategy_rank_0.ckpt").write_bytes(b"\xff" * 20)
+    message = failure(lambda: load_initial_weights(config))
+    assert "src_strategy_path_or_dir" in message and command in message and "not a strategy file" in message
+
+
+def test_ranks_without_a_common_step_are_refused(tmp_path: Path) -> None:
+    folder = write_rank_folders(tmp_path, converted("qwen3", pynative=False), MATRIX)
+    (folder / "rank_3" / "model_rank_3-1_4.safetensors").rename(folder / "rank_3" / "model_rank_3-1_2.safetensors")
+    assert "no step that all ranks have saved" in failure(lambda: load_initial_weights(config_of("qwen3", folder)))
+    shutil.rmtree(folder / "rank_0")
+    assert "3 folders from 1 to 3" in failure(lambda: load_initial_weights(config_of("qwen3", folder)))
+
+
+def test_a_run_cannot_be_resumed_from_it(tmp_path: Path) -> None:
+    folder = write_iteration(tmp_path, converted("qwen3", pynative=True), MATRIX)
+    message = failure(lambda: checkpoint_to_resume(config_of("qwen3", folder, resume_training=True)))
+    assert "its weights can be loaded, not its state" in message and "checkpoint.no_load_optim: True" in message
+
+
+def test_the_numbers_of_optimizer_and_counters_are_not_weights(tmp_path: Path) -> None:
+    folder = write_rank_folders(tmp_path, converted("qwen3", pynative=False), {"dp": 1, "tp": 1}, strategy=False)
+    file = folder / "rank_0" / "model_rank_0-1_4.safetensors"
+    tensors = load_file(file)
+    assert {"global_step", "epoch_num", "adam_m.embedding.word_embeddings.weight"} <= tensors.keys()
+    assert any(name.startswith("adam_v.decoder.") for name in tensors)
+    file.unlink()
+    save_file(tensors | {"decoder.layers.0.mlp.extra": np.zeros(2, np.float32)}, file)
+    message = failure(lambda: load_initial_weights(config_of("qwen3", folder)))
+    assert "place for decoder.layers.0.mlp.extra in rank_0/model_rank_0-1_4.safetensors" in message

@@ -1,0 +1,359 @@
+"""Finds and opens checkpoints of MindSpore Transformers; their shards become complete tensors, read when they are used.
+
+    latest_checkpointed_iteration.txt                   8
+    iteration_00000008/metadata.json                    which shard of which tensor is in which file
+                      /PREFIX-model-0000000-0000002.safetensors, ... , PREFIX-opt-...safetensors, common.json
+
+    checkpoint/rank_0/PREFIX_rank_0-EPOCH_STEP.safetensors, meta.json    versions 1.x, and use_legacy_format
+    strategy/ckpt_strategy_rank_0.ckpt                                   how its ranks shard the tensors
+
+The first kind is written by mindformers/checkpoint/checkpoint.py and metadata.py, the second by CheckpointMonitor in
+mindformers/core/callback/callback.py (read at commit 167a50de). Without redundancy each shard is in one file only.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from trainer.checkpoint.mindformers.names import SourceTensor, is_run_state
+from trainer.checkpoint.mindformers.strategy import ParameterLayout, StrategyError, read_strategy
+from trainer.checkpoint.store import ENDING, read_safetensors
+from trainer.errors import UserError
+from trainer.input_files import read_bytes
+from trainer.parallel.world import SINGLE_PROCESS, World
+from trainer.storage.json_files import JsonError, LenientModel, parse_json
+from trainer.storage.tensor_file import LazyArray, merge_shards
+
+OpenFile: TypeAlias = Callable[[Path], dict[str, LazyArray]]
+TRACKER = "latest_checkpointed_iteration.txt"
+METADATA = "metadata.json"
+STRATEGY_KEY = "src_strategy_path_or_dir"
+_KEY = "load_checkpoint"
+_MODEL_FILE = re.compile(r"(?:.+-)?model-(\d{7})-(\d{7})\.safetensors")
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+_RANK_FILE = re.compile(r".*-(\d+)_(\d+)\.(safetensors|ckpt)")
+
+
+class Source(NamedTuple):
+    """A checkpoint of MindSpore Transformers.
+
+    Attributes:
+        path: The folder of an iteration, or the one with the folders of the ranks.
+        files: The file of each rank; empty for the folder of an iteration.
+        name: What it is, for notes.
+    """
+
+    path: Path
+    files: dict[int, Path]
+    name: str
+
+
+class _Chunk(LenientModel):
+    global_offset: list[int]
+    local_shape: list[int]
+
+
+class _Tensor(LenientModel):
+    global_shape: list[int]
+    axis_fragmentations: list[int]
+    chunk: list[_Chunk]
+
+
+class _Place(LenientModel):
+    file_name: str
+
+
+class _Metadata(LenientModel):
+    state_dict_metadata: dict[str, _Tensor]
+    storage_data: dict[str, list[_Place]]
+
+
+def find_source(path: Path, where: str = "", key: str = _KEY) -> Source | None:
+    """Returns the checkpoint of MindSpore Transformers that a path names, or None if it is something else.
+
+    Raises:
+        UserError: It is one that cannot be loaded, such as a .ckpt file.
+    """
+    if path.suffix == ".ckpt":
+        raise _old_format(path, where, key)
+    try:
+        return _find_source(path, where, key)
+    except OSError:  # `find_checkpoint` reports it
+        return None
+
+
+def _find_source(path: Path, where: str, key: str) -> Source | None:
+    if not path.is_dir():
+        return None
+    if (path / TRACKER).is_file():
+        iteration = _tracked_iteration(path, where, key)
+        return Source(iteration, {}, iteration.name)
+    if any(_MODEL_FILE.fullmatch(file.name) for file in path.iterdir()):
+        return Source(path, {}, path.name)
+    iterations = sorted(path.glob("iteration_[0-9]*"))
+    if iterations:
+        rule = f"the folder has no {TRACKER}, which says the iteration that was saved last"
+        raise UserError(rule, where=where, key=key, value=str(path), fix=f"name an iteration, such as {iterations[-1]}")
+    for folder in (path, path / "checkpoint", path.parent):
+        ranks = _rank_folders(folder)
+        if ranks and (folder != path.parent or _RANK_FOLDER.fullmatch(path.name)):
+            return _rank_source(folder, ranks, where, key)
+    if list(path.glob("*.ckpt")) and not list(path.glob(f"*{ENDING}")):
+        raise _old_format(path, where, key)
+    return None
+
+
+def open_source(
+    source: Source, where: str, strategy: str = "", *, numbers: bool = True, world: World = SINGLE_PROCESS
+) -> tuple[dict[str, SourceTensor], str]:
+    """Opens the weights of a checkpoint, unsharded, under its names; other tensors than weights are left out.
+
+    Args:
+        strategy: `src_strategy_path_or_dir`, a strategy file or a folder of them; empty: those beside the folders.
+        numbers, world: See `trainer.checkpoint.weights.read_weights`.
+
+    Returns:
+        The tensors, and what to do if they turn out to be shards.
+
+    Raises:
+        UserError: A file is missing or damaged, or shards are missing.
+    """
+
+    @cache
+    def open_file(file: Path) -> dict[str, LazyArray]:
+        """Opens the weights of a file once."""
+        return read_safetensors(file, where, numbers=numbers, world=world, leave_out=is_run_state)
+
+    if source.files:
+        return _open_ranks(source, open_file, where, strategy)
+    return _open_iteration(source.path, open_file, where), ""
+
+
+def _problem(path: Path, rule: str, fix: str, where: str, key: str = _KEY) -> UserError:
+    return UserError(rule, where=where, key=key, value=str(path), fix=fix)
+
+
+def _old_format(path: Path, where: str, key: str) -> UserError:
+    folder = path.with_name(f"{path.stem}_safetensors")
+    command = f"python -c \"import mindspore; mindspore.ckpt_to_safetensors('{path}', '{folder}')\""
+    fix = f"convert it with MindSpore, and name {folder}: {command}"
+    return _problem(path, "is in MindSpore's .ckpt format, which only MindSpore reads", fix, where, key)
+
+
+# ---- the folder of an iteration --------------------------------------------------------------------------------------
+
+
+def _tracked_iteration(path: Path, where: str, key: str) -> Path:
+    try:
+        folder = path / f"iteration_{int(read_bytes(path / TRACKER)):08d}"
+    except (OSError, ValueError):
+        raise _problem(path, f"{TRACKER} does not contain the number of an iteration", "name the folder of an"
+                       " iteration", where, key) from None
+    if not folder.is_dir():
+        rule = f"{TRACKER} names {folder.name}, which does not exist"
+        raise _problem(path, rule, "name the folder of an iteration", where, key)
+    return folder
+
+
+def _open_iteration(path: Path, open_file: OpenFile, where: str) -> dict[str, SourceTensor]:
+    """Opens the tensors in the folder of an iteration; a single device writes no metadata.json."""
+    if not (path / METADATA).exists():
+        files = [file for file in sorted(path.iterdir()) if _MODEL_FILE.fullmatch(file.name)]
+        match = _MODEL_FILE.fullmatch(files[0].name)
+        assert match is not None
+        if len(files) > 1 or int(match[2]) > 1:
+            rule = f"the folder has no {METADATA}, which says where the shards of its tensors are"
+            raise _problem(path, rule, "copy the complete folder", where)
+        return {name: SourceTensor(array, files[0].name) for name, array in open_file(files[0]).items()}
+    try:
+        metadata: _Metadata = parse_json(read_bytes(path / METADATA), _Metadata, METADATA)
+    except (JsonError, OSError) as error:
+        rule = f"{METADATA} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise _problem(path, rule, "copy the complete folder", where) from None
+    tensors = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        if not is_run_state(name):
+            tensors[name] = _iteration_tensor(path, name, tensor, metadata.storage_data, open_file, where)
+    return tensors
+
+
+def _iteration_tensor(
+    path: Path,
+    name: str,
+    tensor: _Tensor,
+    places: Mapping[str, list[_Place]],
+    open_file: OpenFile,
+    where: str,
+) -> SourceTensor:
+    """Opens a tensor of metadata.json from the first file that has each of its shards."""
+    shards = {}
+    first = ""
+    for chunk in tensor.chunk:
+        place = places.get(str((name, tuple(chunk.global_offset))))
+        if not place:
+            rule = f"{METADATA} says of no file that it has the shard {chunk.global_offset} of {name}"
+            raise _problem(path, rule, "use another checkpoint", where)
+        file = place[0].file_name
+        first = first or file
+        array = open_file(path / file).get(name)
+        if array is None or array.shape != tuple(chunk.local_shape):
+            rule = f"{file} does not have the shard of {name} of shape {chunk.local_shape} that {METADATA} says"
+            raise _problem(path, rule, "copy the complete folder, or use another checkpoint", where)
+        # The offset is the number of the shard, those along the last axis first.
+        counts = tensor.axis_fragmentations
+        number = chunk.global_offset[0]
+        if number >= math.prod(counts) or len(counts) != array.ndim:
+            raise _problem(path, f"{METADATA}: {name} has no shard {number}", "use another checkpoint", where)
+        index = np.unravel_index(number, counts)
+        shards[tuple(int(at) * size for at, size in zip(index, array.shape, strict=True))] = array
+    return _merge_tensor(path, name, tuple(tensor.global_shape), shards, first, where)
+
+
+def _merge_tensor(
+    path: Path,
+    name: str,
+    shape: tuple[int, ...],
+    shards: Mapping[tuple[int, ...], LazyArray],
+    file: str,
+    where: str,
+) -> SourceTensor:
+    """Returns a tensor of its shards; raises a UserError if some are missing."""
+    if sum(math.prod(shard.shape) for shard in shards.values()) != math.prod(shape):
+        rule = f"{len(shards)} shards of {name} (the first in {file}) are not all of a tensor of shape {list(shape)}"
+        raise _problem(path, rule, "copy the files of all ranks, or use another checkpoint", where)
+    if len(shards) == 1:
+        return SourceTensor(next(iter(shards.values())), file)
+    return SourceTensor(merge_shards(shape, shards), file)
+
+
+# ---- folders of ranks ------------------------------------------------------------------------------------------------
+
+
+def _rank_folders(folder: Path) -> dict[int, Path]:
+    if not folder.is_dir():
+        return {}
+    folders = {}
+    for path in folder.iterdir():
+        match = _RANK_FOLDER.fullmatch(path.name)
+        if match is not None and path.is_dir() and (list(path.glob(f"*{ENDING}")) or list(path.glob("*.ckpt"))):
+            folders[int(match[1])] = path
+    return dict(sorted(folders.items()))
+
+
+def _rank_source(folder: Path, ranks: Mapping[int, Path], where: str, key: str) -> Source:
+    """Selects the newest step whose file every rank has."""
+    by_step: dict[tuple[int, int], dict[int, Path]] = {}
+    for rank, path in ranks.items():
+        files = sorted(path.glob(f"*{ENDING}"))
+        if not files:
+            raise _old_format(folder, where, key)
+        for file in files:
+            match = _RANK_FILE.fullmatch(file.name)
+            step = (0, 0)
+            if match is not None:
+                step = (int(match[1]), int(match[2]))
+            if rank in by_step.setdefault(step, {}):
+                rule = f"{path.name} has several files of a step, {by_step[step][rank].name} and {file.name}"
+                raise _problem(folder, rule, "leave one of them there", where, key)
+            by_step[step][rank] = file
+    complete = [step for step, files in by_step.items() if len(files) == len(ranks)]
+    if not complete or list(ranks) != list(range(len(ranks))):
+        rule = f"there is no step that all ranks have saved: {len(ranks)} folders from {min(ranks)} to {max(ranks)}"
+        raise _problem(folder, rule, "copy the folders of all ranks", where, key)
+    epoch, step = max(complete)
+    name = f"{len(ranks)} rank folders"
+    if epoch:
+        name = f"epoch {epoch}, step {step} of {name}"
+    return Source(folder, by_step[max(complete)], name)
+
+
+def _open_ranks(
+    source: Source, open_file: OpenFile, where: str, strategy: str
+) -> tuple[dict[str, SourceTensor], str]:
+    """Opens the tensors of all ranks; those that a strategy file shards are merged."""
+    layouts, folder = _open_strategies(source, where, strategy)
+    tensors: dict[str, dict[tuple[int, ...], LazyArray]] = {}
+    files: dict[str, str] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank, file in source.files.items():
+        for name, array in open_file(file).items():
+            start = (0,) * array.ndim
+            shape = array.shape
+            layout = layouts.get(rank, {}).get(name)
+            if layout is not None and len(layout.tensor_map) == array.ndim:
+                start, shape = layout.place(rank, array.shape)
+            files.setdefault(name, f"{file.parent.name}/{file.name}")
+            if shapes.setdefault(name, shape) != shape:
+                rule = f"{name} has other shapes in {files[name]} and {file.parent.name}/{file.name}: shards of a job"
+                raise _problem(source.path, rule, _merge_fix(source, folder), where)
+            tensors.setdefault(name, {}).setdefault(start, array)
+    merged = {
+        name: _merge_tensor(source.path, name, shapes[name], shards, files[name], where)
+        for name, shards in tensors.items()
+    }
+    if layouts:
+        return merged, ""
+    return merged, _merge_fix(source, folder)
+
+
+def _merge_fix(source: Source, strategy: Path) -> str:
+    """Returns the fix for shards without a readable strategy: its key, or the command that merges them."""
+    match = _RANK_FILE.fullmatch(source.files[0].name)
+    suffix = "1_1"
+    if match is not None:
+        suffix = f"{match[1]}_{match[2]}"
+    command = (
+        f"python toolkit/safetensors/unified_safetensors.py --mindspore_ckpt_dir {source.path} --src_strategy_dirs"
+        f" {strategy} --output_dir {source.path.parent} --file_suffix {suffix}"
+    )
+    return (
+        f"name the folder of the job's strategy files as {STRATEGY_KEY}, or merge the shards in MindSpore Transformers'"
+        f" repository and name {source.path.parent}/{suffix}_ckpt_convert/unified_safe: {command}"
+    )
+
+
+def _open_strategies(
+    source: Source, where: str, strategy: str
+) -> tuple[dict[int, dict[str, ParameterLayout]], Path]:
+    """Returns the layouts of each rank, and the folder of the strategy files; no layouts if it does not exist."""
+    folder = source.path.parent / "strategy"
+    if strategy:
+        folder = Path(strategy).expanduser()
+    elif (source.path / "strategy").is_dir():
+        folder = source.path / "strategy"
+    files = [folder]
+    if folder.is_dir():
+        files = sorted(folder.rglob("*.ckpt"))
+    if not strategy and not folder.is_dir():
+        return {}, folder
+    layouts: dict[int, dict[str, ParameterLayout]] = {}
+    try:
+        read = {file: read_strategy(file) for file in files}
+        for rank in source.files:
+            matching = [file for file in files if re.search(rf"rank_{rank}\.ckpt$", file.name)] or files
+            layouts[rank] = {}
+            for file in matching:
+                layouts[rank] |= _stage_layouts(read[file], rank)
+    except (StrategyError, OSError) as error:
+        rule = f"the strategy of its shards cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise _problem(folder, rule, _merge_fix(source, folder), where, STRATEGY_KEY) from None
+    return layouts, folder
+
+
+def _stage_layouts(layouts: Mapping[str, ParameterLayout], rank: int) -> dict[str, ParameterLayout]:
+    """Returns the layouts of a rank's stage: a merged file has the number of a stage before each name."""
+    stage_layouts: dict[str, ParameterLayout] = {}
+    for name, layout in layouts.items():
+        stage, dash, rest = name.partition("-")
+        if not dash:
+            stage_layouts[name] = layout
+        elif int(stage) == rank // math.prod(layout.device_matrix):
+            stage_layouts[rest] = layout
+    return stage_layouts

@@ -1,0 +1,268 @@
+"""The parameters of MindSpore Transformers: their names and layouts in its files, and what they are here.
+
+Its converters between its files and Hugging Face's say the same: mindformers/checkpoint/converter/convert_op.py,
+mindformers/models/*/utils.py and toolkit/weight_convert/, read at commit 167a50de.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from trainer.checkpoint.store import first_of
+from trainer.config.schema.model import ModelConfig
+from trainer.errors import UserError
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+from trainer.models.spec.shapes import parameter_shapes
+from trainer.parallel.sharding import Shard
+from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, box_array, concatenate_arrays
+
+Layout: TypeAlias = Literal["same", "stacked", "head groups", "pairs", "experts"]
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
+
+
+class SourceTensor(NamedTuple):
+    """A parameter in its files, unsharded, and the name of the file that has it, or its first shard."""
+
+    array: LazyArray
+    file: str
+
+
+class _Row(NamedTuple):
+    """A parameter of a layer: the beginning of its name there, the beginnings here, and how the rows lie there.
+
+    Layouts:
+        "stacked": the matrices, one above the other.
+        "head groups": for each key/value head the rows of its query heads, of the key and of the value.
+        "pairs": a row of the first matrix and one of the second take turns.
+        "experts": the transposed matrices of each expert side by side: [experts, in, out], or [experts * in, out].
+    """
+
+    there: str
+    here: tuple[str, ...]
+    layout: Layout = "same"
+
+
+_ATTENTION = ("self_attn.q_proj.", "self_attn.k_proj.", "self_attn.v_proj.")
+_MLP = ("mlp.gate_proj.", "mlp.up_proj.")
+# The first row whose parameters the model has counts: latent attention has other names than grouped heads.
+_ROWS = (
+    _Row("input_layernorm.", ("input_layernorm.",)),
+    _Row("pre_mlp_layernorm.", ("post_attention_layernorm.",)),
+    _Row("post_self_attn_layernorm.", ("post_self_attn_layernorm.",)),
+    _Row("post_mlp_layernorm.", ("post_mlp_layernorm.",)),
+    _Row("self_attention.linear_qkv.", _ATTENTION, "head groups"),
+    _Row("self_attention.linear_qkv.", ("self_attn.q_a_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
+    _Row("self_attention.linear_qkv.", ("self_attn.q_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
+    _Row("self_attention.linear_q_proj.", ("self_attn.q_proj.",)),
+    _Row("self_attention.linear_q_down_proj.", ("self_attn.q_a_proj.",)),
+    _Row("self_attention.linear_q_up_proj.", ("self_attn.q_b_proj.",)),
+    _Row("self_attention.linear_qb.", ("self_attn.q_b_proj.",)),
+    _Row("self_attention.linear_kv_down_proj.", ("self_attn.kv_a_proj_with_mqa.",)),
+    _Row("self_attention.linear_kv_up_proj.", ("self_attn.kv_b_proj.",)),
+    _Row("self_attention.linear_kvb.", ("self_attn.kv_b_proj.",)),
+    _Row("self_attention.q_layernorm.", ("self_attn.q_norm.",)),
+    _Row("self_attention.q_layernorm.", ("self_attn.q_a_layernorm.",)),
+    _Row("self_attention.k_layernorm.", ("self_attn.k_norm.",)),
+    _Row("self_attention.k_layernorm.", ("self_attn.kv_a_layernorm.",)),
+    _Row("self_attention.kv_layernorm.", ("self_attn.kv_a_layernorm.",)),
+    _Row("self_attention.linear_proj.", ("self_attn.o_proj.",)),
+    _Row("mlp.linear_fc1.", _MLP, "pairs"),
+    _Row("mlp.linear_fc2.", ("mlp.down_proj.",)),
+    _Row("mlp.router.weight", ("mlp.gate.weight",)),
+    _Row("mlp.router.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+    _Row("mlp.expert_bias", ("mlp.gate.e_score_correction_bias",)),
+    _Row("mlp.experts.weight1", ("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"), "experts"),
+    _Row("mlp.experts.weight2", ("mlp.experts.down_proj.weight",), "experts"),
+    _Row("mlp.shared_experts.linear_fc1.", ("mlp.shared_experts.gate_proj.", "mlp.shared_experts.up_proj."), "pairs"),
+    _Row("mlp.shared_experts.linear_fc2.", ("mlp.shared_experts.down_proj.",)),
+    _Row("mlp.shared_experts.shared_experts_gate.", ("mlp.shared_expert_gate.",)),
+    # MTP modules
+    _Row("enorm.", ("enorm.",)),
+    _Row("hnorm.", ("hnorm.",)),
+    _Row("eh_proj.", ("eh_proj.",)),
+    _Row("final_layernorm.", ("shared_head.norm.",)),
+    # The Llama of versions before 1.6, mindformers/models/llama/
+    _Row("attention_norm.", ("input_layernorm.",)),
+    _Row("ffn_norm.", ("post_attention_layernorm.",)),
+    _Row("attention.wq.", ("self_attn.q_proj.",)),
+    _Row("attention.wk.", ("self_attn.k_proj.",)),
+    _Row("attention.wv.", ("self_attn.v_proj.",)),
+    _Row("attention.w_qkv.", _ATTENTION, "head groups"),
+    _Row("attention.wo.", ("self_attn.o_proj.",)),
+    _Row("feed_forward.w1.", ("mlp.gate_proj.",)),
+    _Row("feed_forward.w3.", ("mlp.up_proj.",)),
+    _Row("feed_forward.w2.", ("mlp.down_proj.",)),
+    _Row("feed_forward.w_gate_hidden.", _MLP, "pairs"),
+)
+_OUTSIDE_LAYERS = {
+    "embedding.word_embeddings.weight": EMBEDDING,
+    "decoder.final_layernorm.weight": FINAL_NORM,
+    "output_layer.weight": HEAD,
+    "model.tok_embeddings.embedding_weight": EMBEDDING,
+    "model.norm_out.weight": FINAL_NORM,
+    "lm_head.weight": HEAD,
+}
+_LAYER = re.compile(r"(decoder|model)\.layers\.(\d+)\.(.+)")
+_MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
+_FOREIGN = ("decoder.", "mtp.layers.", "embedding.word_embeddings.", "model.tok_embeddings.")
+# Parameters of the run beside the model's: the optimizer's, and counters.
+_STATE = re.compile(
+    r"(?!decoder\.|mtp\.|embedding\.|model\.)[\w.]+\.(decoder|mtp|model)\.[\w.]+"
+    r"|[\w.]+\.(embedding\.word_embeddings|output_layer|lm_head)\.weight"
+    r"|(epoch_num|step_num|global_step|loss_scale|scale_sense|global_batch_size|consumed_samples|learning_rate"
+    r"|current_iterator_step|last_overflow_iterator_step|__exception_save__)"
+    r"|.*(tokens_per_expert|expert_load|fi_accu|fi_parameter|ga_steps|max_logits_val)"
+    r"|_device_local_(norm|loss).*"
+)
+
+
+def is_run_state(name: str) -> bool:
+    """Returns whether a tensor of its files belongs to the optimizer or counts something, and is no weight."""
+    return _STATE.fullmatch(name) is not None
+
+
+def has_mindformers_names(names: Iterable[str]) -> bool:
+    """Returns whether tensors have the names of MindSpore Transformers."""
+    return any(name.startswith(_FOREIGN) for name in names)
+
+
+def convert_weights(
+    tensors: Mapping[str, SourceTensor], settings: ModelConfig, path: Path, where: str, fix: str = ""
+) -> dict[str, ArrayOrLazyArray]:
+    """Returns the weights under Hugging Face's names, each matrix by itself, read when they are used.
+
+    Args:
+        path, where: The checkpoint and the location of the setting, for messages.
+        fix: What to do if shapes are wrong.
+
+    Raises:
+        UserError: Names tensors that no rule knows, or whose shape is not that of the model.
+    """
+    shapes = parameter_shapes(settings)
+    weights: dict[str, ArrayOrLazyArray] = {}
+    unexpected: list[str] = []
+    misshapen: list[str] = []
+    for name, (array, file) in tensors.items():
+        layout, targets = _find_targets(name, shapes, settings)
+        if not targets:
+            unexpected.append(f"{name} in {file}")
+        elif any(target not in shapes for target in targets):  # of an MTP module that the model does not have
+            weights[targets[0]] = array
+        elif array.shape not in (expected := _expected_shapes(layout, [shapes[target] for target in targets])):
+            joined = " and ".join(targets)
+            rule = f"{name} in {file} has shape {list(array.shape)} instead of {list(expected[0])} ({joined}: {layout})"
+            misshapen.append(rule)
+        else:
+            weights |= _split(array, layout, targets, [shapes[target] for target in targets], settings)
+    problems = []
+    if unexpected:
+        problems.append(f"no parameter of this model has a place for {first_of(unexpected)}")
+    if misshapen:
+        problems.append(first_of(misshapen))
+    if problems:
+        if not misshapen:
+            fix = ""
+        fix = fix or "use the model_config that the checkpoint was made with, or another checkpoint"
+        rule = f"the checkpoint does not fit model.model_config: {'; '.join(problems)}"
+        raise UserError(rule, where=where, key="load_checkpoint", value=str(path), fix=fix)
+    return weights
+
+
+def _find_targets(name: str, shapes: Shapes, settings: ModelConfig) -> tuple[Layout, list[str]]:
+    """Returns how a tensor lies in its file and the names of its parameters here; no names if no rule knows it."""
+    if name in _OUTSIDE_LAYERS:
+        target = _OUTSIDE_LAYERS[name]
+        if target in shapes:
+            return "same", [target]
+        # Tied to the embedding; files may have a copy.
+        return "same", [target] * (target == HEAD)
+    layer = 0
+    rest = ""
+    if match := _LAYER.fullmatch(name):
+        layer = int(match[2])
+        rest = match[3]
+    elif match := _MTP_LAYER.fullmatch(name):
+        layer = settings.num_layers + int(match[1])
+        rest = match[2]
+        if int(match[1]) >= settings.mtp_depth:
+            return "same", [layer_prefix(layer) + rest]
+    for row in _ROWS:
+        if rest.startswith(row.there):
+            targets = [layer_prefix(layer) + here + rest.removeprefix(row.there) for here in row.here]
+            if all(target in shapes for target in targets):
+                layout = row.layout
+                if layout == "head groups" and settings.use_contiguous_weight_layout_attention:
+                    layout = "stacked"
+                if layout == "pairs" and not settings.use_interleaved_weight_layout_mlp:
+                    layout = "stacked"
+                return layout, targets
+    return "same", []
+
+
+def _expected_shapes(layout: Layout, shapes: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Returns the shapes that a tensor with this layout may have, from those of its parameters."""
+    if layout == "experts":
+        experts, rows, columns = shapes[0]
+        joined = (columns, len(shapes) * rows)
+        return [(experts, *joined), (experts * joined[0], joined[1])]
+    return [(sum(shape[0] for shape in shapes), *shapes[0][1:])]
+
+
+def _split(
+    array: LazyArray, layout: Layout, targets: list[str], shapes: list[tuple[int, ...]], settings: ModelConfig
+) -> dict[str, ArrayOrLazyArray]:
+    """Returns the parameters in a tensor by name, experts one by one as on disk."""
+    if layout == "same":
+        return {targets[0]: array}
+    if layout == "pairs":
+        return {target: _every_other_row(array, first) for first, target in enumerate(targets)}
+    if layout == "experts":
+        return {
+            target.replace(".experts.", f".experts.{expert}."): _expert_matrix(array, expert, place, shapes[0])
+            for place, target in enumerate(targets)
+            for expert in range(shapes[0][0])
+        }
+    groups = 1
+    if layout == "head groups":
+        groups = settings.kv_heads
+    sizes = [shape[0] // groups for shape in shapes]
+    starts = [sum(sizes[:place]) for place in range(len(sizes))]
+    return {
+        target: concatenate_arrays([array[first : first + size] for first in range(start, array.shape[0], sum(sizes))])
+        for target, start, size in zip(targets, starts, sizes, strict=True)
+    }
+
+
+def _every_other_row(array: LazyArray, first: int) -> LazyArray:
+    def read_box(box: Shard) -> np.ndarray:
+        """Reads twice as many rows, and returns those of one matrix."""
+        (start, *others), (count, *sizes) = box
+        rows = slice(2 * start, 2 * (start + count))
+        columns = (slice(begin, begin + size) for begin, size in zip(others, sizes, strict=True))
+        pairs = (rows, *columns)
+        return array[pairs].read()[first::2]
+
+    return box_array((array.shape[0] // 2, *array.shape[1:]), read_box)
+
+
+def _expert_matrix(array: LazyArray, expert: int, place: int, shape: tuple[int, ...]) -> LazyArray:
+    """Returns a matrix [rows, columns] of an expert; `shape` is that of all experts, `place` the matrix in the pair."""
+    _, rows, columns = shape
+    return box_array((rows, columns), partial(_read_expert, array, expert, place * rows, columns))
+
+
+def _read_expert(array: LazyArray, expert: int, first: int, columns: int, box: Shard) -> np.ndarray:
+    rows = slice(first + box.start[0], first + box.start[0] + box.shape[0])
+    start = box.start[1]
+    if array.ndim == 2:
+        start += expert * columns
+        values = array[start : start + box.shape[1], rows].read()
+    else:
+        values = array[expert : expert + 1, start : start + box.shape[1], rows].read()
+    return np.ascontiguousarray(values.reshape(box.shape[1], box.shape[0]).T)
