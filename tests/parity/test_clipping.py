@@ -27,7 +27,7 @@ def gradients_of(*arrays: list) -> list[Tensor]:
 def norms_of(gradients: list[Tensor], wrapper: RunnerWrapper, group_of: dict[str, str]) -> GradientNorms:
     """Returns the norms as a step computes them."""
     wanted = norm_groups(list(group_of), wrapper, group_of)
-    sums = measures.square_sums(measures.squares(gradients), list(wanted.groups.values()), wanted.per_gradient)
+    sums = measures.square_sums(measures.squares(gradients), list(wanted.groups.values()), bool(wanted.per_gradient))
     return wanted.norms(sums)
 
 

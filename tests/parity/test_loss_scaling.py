@@ -191,6 +191,8 @@ def test_local_norms_are_those_of_the_unscaled_gradient(tiny: TinyTrainer, windo
     assert math.sqrt(sum(norm**2 for norm in result.local_norms.values())) == pytest.approx(result.global_norm)
     assert set(result.local_norms) == set(tiny.initial)
     assert tiny.step(optimizer=SGD)(window).local_norms is None
+    some = tiny.step(optimizer=SGD, runner_wrapper={"local_norm": ["word_embed", "lm_head.*"], "scale_sense": 4096})
+    assert some(window).local_norms == {name: result.local_norms[name] for name in (EMBEDDING, HEAD)}
 
 
 def test_empty_micro_batches_are_counted(tiny: TinyTrainer, window: list[Batch]) -> None:

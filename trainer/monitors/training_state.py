@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.patterns import read_pattern
+from trainer.models.spec.names import has_name
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class TrainingStateRecords:
         self._samples = 0.0
         patterns = [read_pattern(text) for text in section.patterns]
         self.is_selected: Callable[[str], bool] = lru_cache(maxsize=None)(
-            lambda name: any(pattern.search(name) for pattern in patterns) != section.invert
+            lambda name: any(has_name(pattern, name) for pattern in patterns) != section.invert
         )
 
     def has_records(self, destination: str) -> bool:

@@ -59,8 +59,8 @@ def parameter_groups(shapes: Mapping[str, tuple[int, ...]], settings: OptimizerC
             ParameterGroup("other matrices, by AdamW", decay, left),
         ]
         vectors = ParameterGroup("norms and biases, by AdamW", 0.0, tuple(others))
-    included = _matches(shapes, settings.weight_decay_include)
-    excluded = _matches(shapes, settings.weight_decay_exclude) - included
+    included = matching_parameters(shapes, settings.weight_decay_include)
+    excluded = matching_parameters(shapes, settings.weight_decay_exclude) - included
     groups = [part for group in decayed for part in _divide(group, excluded, "without", 0.0)]
     return (*groups, *_divide(vectors, included, "with", decay))
 
@@ -81,12 +81,12 @@ def unmatched_decay_rules(names: Iterable[str], settings: OptimizerConfig) -> It
     names = list(names)
     for key in ("weight_decay_include", "weight_decay_exclude"):
         for rule in getattr(settings, key) or ():
-            if not _matches(names, [rule]):
+            if not matching_parameters(names, [rule]):
                 yield f"optimizer.{key}", rule
 
 
-def _matches(names: Iterable[str], rules: Sequence[str] | None) -> set[str]:
-    """Returns the parameters that a rule matches: a name, a part of it, or a pattern with * and ?.
+def matching_parameters(names: Iterable[str], rules: Sequence[str] | None) -> set[str]:
+    """Returns the parameters that any of the rules matches: a name, a part of it, or a pattern with * and ?.
 
     Rules are for the names in MindSpore Transformers. One that matches none of these is for Hugging Face's.
     """

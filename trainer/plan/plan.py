@@ -16,7 +16,7 @@ from trainer.config.patterns import read_pattern
 from trainer.config.recompute import Part, recomputed_parts
 from trainer.device.resolve import device_notes
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import is_buffer
+from trainer.models.spec.names import has_name, is_buffer
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.host_library import find_onednn
 from trainer.ops.precision import PartDtype
@@ -29,7 +29,7 @@ from trainer.ops.select import (
     select_kernels,
 )
 from trainer.optim.freeze import freeze_notes, trained_shapes
-from trainer.optim.groups import ParameterGroup, parameter_groups, unmatched_decay_rules
+from trainer.optim.groups import ParameterGroup, matching_parameters, parameter_groups, unmatched_decay_rules
 from trainer.optim.schedules import build_schedule, first_full_step
 from trainer.parallel.world import World
 from trainer.plan.division import ShardingPlan, sharding_plan
@@ -369,13 +369,22 @@ def _notes(
     notes += [*dtype_notes(config, precision_of(config, device, world), device), *freeze_notes(config)]
     notes += _unmatched_pattern_notes(config)
     if config.trains:
-        for key, rule in unmatched_decay_rules(trained_shapes(config), config.optimizer):
+        for key, rule in _unmatched_rules(config):
             notes.append(Note(f"{key} {rule!r} ({config.source.where(key)}) matches no trained parameter", "ignored"))
     if on_arrays(config, device, world) and find_onednn().library is None:
         notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     if device == "CPU":
         notes += memory_notes(memory_bytes["total"], ranks=world.local_size)
     return config_notes(config, world, device, notes)
+
+
+def _unmatched_rules(config: Config) -> Iterator[tuple[str, str]]:
+    """Yields key and text of each rule about names that matches no trained parameter."""
+    names = list(trained_shapes(config))
+    yield from unmatched_decay_rules(names, config.optimizer)
+    norms = config.runner_wrapper.local_norm
+    if isinstance(norms, list):
+        yield from (("runner_wrapper.local_norm", rule) for rule in norms if not matching_parameters(names, [rule]))
 
 
 def _unmatched_pattern_notes(config: Config) -> Iterator[Note]:
@@ -391,7 +400,7 @@ def _unmatched_pattern_notes(config: Config) -> Iterator[Note]:
     names = list(trained_shapes(config))
     matched: set[str] = set()
     for number, text in enumerate(section.patterns):
-        matches = {name for name in names if read_pattern(text).search(name)}
+        matches = {name for name in names if has_name(read_pattern(text), name)}
         matched |= matches
         if not matches:
             near = ", ".join(get_close_matches(text, names, n=3, cutoff=0.0))

@@ -152,6 +152,7 @@ class GraphStep:
         self.wrapper = wrapper
         self.batch = batch
         self.parameters = parameters
+        self.norm_groups = norm_groups(parameters.trained, wrapper, optimizer.group_of)
         self.communicator = communicator
         self.reports_loss = reports_loss
         self.routers = routers
@@ -202,8 +203,8 @@ class GraphStep:
         if rank_flags is not None:
             local_flags.append(np.array(rank_flags(), np.float64))
         total, count, squares, *flags = self.communicator.all_reduce([*local_loss, squares, *local_flags])
-        groups = norm_groups(self.parameters.trained, self.wrapper, self.optimizer.group_of)
-        sums = metric_functions().square_sums(squares, list(groups.groups.values()), groups.per_gradient)
+        groups = self.norm_groups
+        sums = metric_functions().square_sums(squares, list(groups.groups.values()), bool(groups.per_gradient))
         routing = None
         rates = []
         if self.routers is not None:

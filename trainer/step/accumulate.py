@@ -240,7 +240,8 @@ def _reduce_and_read(
         routing = RoutingCounts(routing.layers, sums.pop("kept"), sums.pop("requested"), sums.pop("entropy_sum"))
         to_read[_RATES] = measures.router_rates(routing)
     if norm_groups is not None:
-        to_read[_SQUARES] = measures.square_sums(squares, list(norm_groups.groups.values()), norm_groups.per_gradient)
+        groups = list(norm_groups.groups.values())
+        to_read[_SQUARES] = measures.square_sums(squares, groups, bool(norm_groups.per_gradient))
     to_read |= sums
     read = dict(zip(to_read, read_together(list(to_read.values())), strict=True))
     tokens = _count(read[_TOTALS][0])

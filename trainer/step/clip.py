@@ -6,10 +6,12 @@ value computes on gradients here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+from trainer.optim.groups import matching_parameters
 
 if TYPE_CHECKING:
     from mindspore import Tensor
@@ -36,12 +38,12 @@ class NormGroups(NamedTuple):
     Attributes:
         names: Names of the gradients.
         groups: Indices of the gradients of each group.
-        per_gradient: Whether the norm of each gradient is needed.
+        per_gradient: The names of the gradients whose own norms are needed.
     """
 
     names: Sequence[str]
     groups: Mapping[str, Sequence[int]]
-    per_gradient: bool
+    per_gradient: Set[str]
 
     def norms(self, sums: np.ndarray) -> GradientNorms:
         """Computes the norms from the sums of `square_sums` in `trainer.arrays.measures`."""
@@ -49,7 +51,8 @@ class NormGroups(NamedTuple):
         index_from_end = int(sums[1])
         per_gradient = None
         if self.per_gradient:
-            per_gradient = dict(zip(self.names, roots[len(self.groups) :], strict=True))
+            each = zip(self.names, roots[len(self.groups) :], strict=True)
+            per_gradient = {name: norm for name, norm in each if name in self.per_gradient}
         first_nonfinite = ""
         if index_from_end:
             first_nonfinite = self.names[-index_from_end]
@@ -66,7 +69,12 @@ def norm_groups(names: Sequence[str], wrapper: RunnerWrapper, group_of: Mapping[
     if wrapper.use_clip_grad and wrapper.clip_by_group:
         for place, name in enumerate(names):
             groups.setdefault(group_of[name], []).append(place)
-    return NormGroups(names, groups, wrapper.local_norm)
+    per_gradient: Set[str] = frozenset()
+    if isinstance(wrapper.local_norm, list):
+        per_gradient = matching_parameters(names, wrapper.local_norm)
+    elif wrapper.local_norm:
+        per_gradient = frozenset(names)
+    return NormGroups(names, groups, per_gradient)
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -246,9 +246,20 @@ def test_the_highest_rate_of_a_cosine_annealing_is_base_lr():
     )
 
 
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("True", True), ("[]", False), ("''", False), ("linear_qkv", ["linear_qkv"]), ("[qkv, '', mlp]", ["qkv", "mlp"])],
+)
+def test_local_norm_takes_parts_of_names(written: str, read: bool | list[str]):
+    config = load(f"{SMALL}monitor: {{train_state: {{local_norm: {written}}}}}\n")
+    assert config.runner_wrapper.local_norm == read
+
+
 def test_select_recomputation_names_modules():
     text = "recompute: {mode: select, select_module: {'layers.*.self_attention.*': [0-2], 'layers.*.mlp.*': [1]}}\n"
     assert recomputed_parts(load(SMALL + text)) == ("attention", "block", "attention", "")
+    listed = "recompute: {mode: select, select_module: [self_attention.core_attention]}\n"
+    assert recomputed_parts(load(SMALL + listed)) == ("attention",) * 4
     assert recomputed_parts(load(SMALL + "recompute: {mode: None, full_recompute_layer: [0]}\n")) == ("",) * 4
 
 
@@ -281,6 +292,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("num_attention_heads: 4", "num_attention_heads: 5", ["model.num_attention_heads = 5"]),
         ("shuffle: true", "shufle: true", ["a.yaml:49: train_dataset.dataloader.shufle: unknown key"]),
         ("seed: 7", "rampup_batch_size: [16, 4, 200]", ["a.yaml:15: training.rampup_batch_size", "translated"]),
+        ("mode: full\n", "mode: select\n  select_module: [0-3]\n", ["select_module = ['0-3']: a list must have names"]),
         ("mode: full", "mode: all", ["a.yaml:40: recompute.mode = 'all': must be None, full"]),
         ("full_recompute_layer: [0-1, 3]", "select_module: null", ["recompute.mode full needs it"]),
     ],

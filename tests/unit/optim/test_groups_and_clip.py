@@ -111,10 +111,10 @@ def test_groups_keep_the_order_of_the_model() -> None:
 
 def test_norms_of_the_sums_of_squares() -> None:
     """Computes the norms of all gradients, of two groups and of each; the second gradient is not finite."""
-    wanted = NormGroups(["a", "b", "c"], {"first": [0, 2], "second": [1]}, per_gradient=True)
+    wanted = NormGroups(["a", "b", "c"], {"first": [0, 2], "second": [1]}, per_gradient={"a", "b"})
     found = wanted.norms(np.array([np.inf, 2.0, 25.0, np.inf, 9.0, np.inf, 16.0]))
-    assert found == (math.inf, {"first": 5.0, "second": math.inf}, {"a": 3.0, "b": math.inf, "c": 4.0}, "b")
-    assert NormGroups(["a", "b"], {}, per_gradient=False).norms(np.array([4.0, 0.0])) == (2.0, {}, None, "")
+    assert found == (math.inf, {"first": 5.0, "second": math.inf}, {"a": 3.0, "b": math.inf}, "b")
+    assert NormGroups(["a", "b"], {}, per_gradient=set()).norms(np.array([4.0, 0.0])) == (2.0, {}, None, "")
 
 
 @pytest.mark.parametrize("norm", [0.0, 1e-30, 0.5, math.nextafter(1.0, 0.0), 1.0])

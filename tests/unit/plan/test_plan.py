@@ -337,6 +337,7 @@ def test_sampling_text_takes_merged_copies_of_adapted_matrices_and_a_cache() -> 
     ("target", "more", "parts"),
     [
         ("[layers.0, embed]", "", []),
+        ("[linear_qkv]", "", []),  # MindSpore Transformers' name
         ("[layers.0, wq]", "", ["target 'wq' (a.yaml:", "matches no trained parameter; the nearest names are "]),
         ("['*']", "", []),
         ("[layers.7]", "", ["monitor_config.target 'layers.7' ("]),
@@ -352,3 +353,9 @@ def test_records_of_parameters_that_are_not_there_are_a_note(target: str, more: 
     notes = build_plan(load(f"{BASE}\nmonitor_config: {{{section}}}\n")).notes
     found = [note for note in notes if "monitor_config.target" in note]
     assert len(found) == bool(parts) and all(part in found[0] for part in parts)
+
+
+def test_local_norms_of_parameters_that_are_not_there_are_a_note() -> None:
+    notes = build_plan(load(f"{BASE}\nrunner_wrapper: {{local_norm: [q_proj, wq]}}\n")).notes
+    [note] = [note for note in notes if "local_norm" in note]
+    assert note.startswith("runner_wrapper.local_norm 'wq' (a.yaml:") and "matches no trained parameter" in note

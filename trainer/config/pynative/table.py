@@ -141,15 +141,21 @@ def _recompute_mode(work: Translation, row: Row) -> None:
 
 
 def _recompute_modules(work: Translation, row: Row) -> None:
+    """Sets the recomputed modules: a list names them for all layers, a section gives each its layers."""
     key = row.old
     modules = work.values[key]
     if not modules:
+        return
+    if isinstance(modules, list):
+        if any(str(name)[:1].isdigit() for name in modules):
+            work.problem(key, "a list must have names of modules", "write a section: {self_attention: [0-3]}")
+        work.set_key(row.new, [str(name) for name in modules], key)
         return
     if not all(isinstance(layers, list) for layers in modules.values()):
         work.problem(key, "must have a list of layers for each module", "write layers, as [0-3]")
         return
     texts = {name: [str(layer) for layer in layers] for name, layers in modules.items()}
-    work.set_key("recompute_config.select_recompute", texts, key)
+    work.set_key(row.new, texts, key)
 
 
 def _context(work: Translation, row: Row) -> None:
@@ -168,6 +174,15 @@ def _clipping_norm(norm: float) -> Any:
 
 def _texts(layers: list[Any]) -> list[str]:
     return [str(layer) for layer in layers]
+
+
+def _norms(names: bool | str | list[str]) -> bool | list[str]:
+    """Returns which norms are recorded: all, none, or those of parameters with these parts in their names."""
+    if isinstance(names, str):
+        names = [names]
+    if isinstance(names, list):
+        names = [name for name in names if name != ""]
+    return names or False
 
 
 _OPPOSITE = Transform(lambda value: not value, lambda value: not value)
@@ -233,14 +248,14 @@ ROWS = (
     Row("recompute.mode", "", "str", apply=_recompute_mode),
     Row("recompute.full_recompute_layer", "recompute_config.recompute", "list", None, "recompute.mode=full",
         Transform(_texts, list)),
-    Row("recompute.select_module", "recompute_config.select_recompute", "dict", None, "recompute.mode=select",
+    Row("recompute.select_module", "recompute_config.select_recompute", "dict|list", None, "recompute.mode=select",
         apply=_recompute_modules),
     Row("context", "context", "dict", {}, apply=_context),
     Row("context.device_target", "context.device_target", default="Ascend"),
     Row("context.max_device_memory", "context.max_device_memory", default="59GB", when="context.device_target=Ascend"),
     Row("callbacks", "callbacks", "list", [], apply=_saving),
     Row("monitor.train_state.local_norm", "runner_wrapper.local_norm", "bool|str|list", "",
-        "monitor.train_state.local_norm", Transform(bool)),
+        "monitor.train_state.local_norm", Transform(_norms, lambda names: names)),
     Row(_EVENTS, "tensorboard.tensorboard_dir", "str", "", _EVENTS),
     # All tags of this trainer are written.
     Row(_EVENTS, "tensorboard.log_loss_scale_to_tensorboard", "str", "", _EVENTS, Transform(bool)),

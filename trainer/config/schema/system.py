@@ -166,7 +166,7 @@ class MonitorConfig(Section):
     step_interval: int = setting(1, "Optimizer steps between records.", ge=1, le=COUNT)
     target: list[str] | None = setting(
         None, "Regular expressions for the parameters that local_norm_format and optimizer_state_format record, found"
-        " anywhere in their names. Default null: all.")
+        " anywhere in their names, which are Hugging Face's or MindSpore Transformers'. Default null: all.")
     invert: bool = setting(False, "The parameters that target does not name.")
     local_norm_format: Outlet | list[Outlet] | None = setting(
         None, "Where the norm of each parameter's gradient goes: log, tensorboard or both. Default null: nowhere.")

@@ -7,6 +7,7 @@ disk each expert has separate names. MTP modules follow the last layer, as in De
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Literal
 
@@ -108,3 +109,8 @@ def megatron_names(names: Iterable[str]) -> dict[str, str]:
                 translated = f"mtp.layers.{int(layer) - min(modules)}.{rest}"
         megatron[name] = translated
     return megatron
+
+
+def has_name(pattern: re.Pattern[str], name: str) -> bool:
+    """Returns whether a regular expression finds the name of a parameter, here or in MindSpore Transformers."""
+    return any(pattern.search(each) for each in (name, megatron_names([name])[name]))
