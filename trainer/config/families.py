@@ -22,6 +22,18 @@ class ExpertNames(NamedTuple):
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
+class SourceClass(NamedTuple):
+    """A class of MindSpore Transformers for the configuration of models of a family."""
+
+    name: str
+    model_type: str
+    """The value of ``model_type`` that selects it; empty for an older class, which ``type`` names."""
+    defaults: Mapping[str, Any]
+    """Its defaults: of an older class, those that differ from the schema's; of another, from `Family.defaults`."""
+    unread: tuple[str, ...] = ()
+    """Keys of Hugging Face's class that it drops."""
+
+
 class Family(NamedTuple):
     """The facts that follow from the name of a family. Other facts about a model are keys of its config.json."""
 
@@ -43,16 +55,14 @@ class Family(NamedTuple):
     windows: Windows = ""
     has_output_bias: bool = False
     """Whether its attention_bias also means a bias on o_proj."""
-    has_default_sizes: bool = False
-    """Whether a YAML may leave out sizes because the family has one well-known model, whose sizes are the defaults."""
     in_transformers: bool = True
     """Whether transformers has the class."""
     saved_as: str = ""
     """For a class that transformers lacks: its class that computes the same."""
     other_names: tuple[str, ...] = ()
     """Other classes and model types that mean the same."""
-    config_class: str = ""
-    """MindSpore Transformers' class of its configuration."""
+    source_classes: tuple[SourceClass, ...] = ()
+    """MindSpore Transformers' classes of its configuration."""
     tensor_names: Mapping[str, str] = {}
     """Parts of tensor names in memory -> on disk, if they differ."""
     joined_tensors: Mapping[str, tuple[str, ...]] = {}
@@ -73,6 +83,14 @@ def shared_experts(settings: Any) -> int:
     return -(-settings.shared_expert_size // settings.expert_size)
 
 
+_CORE = {"seq_length": 4096, "hidden_dropout": 0.1}
+"""Defaults of MindSpore Transformers' TransformerConfig, which its classes by ``model_type`` leave as they are."""
+_CORE_EXPERTS = _CORE | {
+    "moe_aux_loss_coeff": 0.0, "moe_router_load_balancing_type": "sub_seq_aux_loss",
+    "moe_router_bias_update_rate": 0.001,
+}  # fmt: skip
+_CORE_SIGMOID = {"moe_router_enable_expert_bias": True, **_CORE_EXPERTS}
+_DROPPED_WINDOWS = ("max_window_layers", "sliding_window", "use_sliding_window")
 _ALL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
     "num_attention_heads": 32, "num_key_value_heads": 32, "hidden_act": "silu", "max_position_embeddings": 32768,
@@ -105,14 +123,27 @@ FAMILIES = {
             "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None,
             "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False,
         },
-        has_output_bias=True, config_class="LlamaConfig",
+        has_output_bias=True,
+        source_classes=(
+            SourceClass("LlamaConfig", "", {"rms_norm_eps": 1e-5, "init_method_std": 0.01, "pad_token_id": 0}),
+        ),
     ),
     "Qwen2ForCausalLM": Family(
-        "qwen2", _QWEN, {"qkv_has_bias": True}, windows="listed", config_class="Qwen2Config"
+        "qwen2", _QWEN, {"qkv_has_bias": True}, windows="listed",
+        source_classes=(
+            SourceClass(
+                "Qwen2Config", "qwen2", _CORE | {"pad_token_id": 151643}, (*_DROPPED_WINDOWS, "layer_types")
+            ),
+        ),
     ),
     "Qwen3ForCausalLM": Family(
         "qwen3", _QWEN | {"head_dim": 128, "attention_bias": False}, {"use_qk_norm": True},
         windows="listed", has_output_bias=True,
+        source_classes=(
+            SourceClass(
+                "Qwen3Config", "qwen3", _CORE | {"pad_token_id": 151643}, (*_DROPPED_WINDOWS, "layer_types")
+            ),
+        ),
     ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(
@@ -149,6 +180,12 @@ FAMILIES = {
         },
         {"use_qk_norm": True},
         windows="other", has_output_bias=True,
+        source_classes=(
+            SourceClass(
+                "Qwen3MoeConfig", "qwen3_moe", _CORE_EXPERTS | {"pad_token_id": 151643},
+                (*_DROPPED_WINDOWS, "decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef"),
+            ),
+        ),
     ),
     "Glm4MoeForCausalLM": Family(
         "glm4_moe",
@@ -161,10 +198,19 @@ FAMILIES = {
             "num_nextn_predict_layers": 1, "output_router_logits": False,
         },
         {"rotary_pct": 0.5}, _SIGMOID_ROUTER,
+        source_classes=(
+            SourceClass(
+                "Glm4MoeConfig", "glm4_moe",
+                _CORE_SIGMOID | {"num_nextn_predict_layers": 0},
+            ),
+        ),
     ),
     "GlmForCausalLM": _GLM,
     "Glm4ForCausalLM": _GLM._replace(
-        model_type="glm4", model={**_GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True}
+        model_type="glm4", model={**_GLM.model, "post_self_attn_layernorm": True, "post_mlp_layernorm": True},
+        source_classes=(
+            SourceClass("Glm4Config", "glm4", _CORE | {"pad_token_id": 151329}),
+        ),
     ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",
@@ -177,7 +223,16 @@ FAMILIES = {
         },
         _GLM.model,
         renamed_keys={"seq_length": "max_position_embeddings"},  # in other families the length of training sequences
-        in_transformers=False, saved_as="GlmForCausalLM", config_class="ChatGLM2Config",
+        in_transformers=False, saved_as="GlmForCausalLM",
+        source_classes=(
+            SourceClass(
+                "ChatGLM2Config", "",
+                {
+                    "padded_vocab_size": 65024, "num_layers": 28, "ffn_hidden_size": 13696, "kv_channels": 128,
+                    "multi_query_group_num": 2, "layernorm_epsilon": 1e-5, "pad_token_id": 0,
+                },
+            ),
+        ),
         other_names=("ChatGLMModel", "ChatGLMForConditionalGeneration", "glm2"),
         published_names={  # also those of MindSpore Transformers' files, fused or not
             "transformer.embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -199,7 +254,19 @@ FAMILIES = {
         {"attn_proj_has_bias": True, "mlp_down_has_bias": True, "initializer_range": 0.0048},
         optional_experts=("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
         renamed_keys={"seq_length": "max_position_embeddings"},
-        in_transformers=False, config_class="TelechatConfig",
+        in_transformers=False,
+        source_classes=(
+            SourceClass("TelechatConfig", "", {"rms_norm_eps": 1e-5, "pad_token_id": 0}),
+            SourceClass(
+                "Telechat2Config", "telechat",
+                _CORE | {
+                    "vocab_size": 160256, "num_hidden_layers": 30, "intermediate_size": 12288,
+                    "max_position_embeddings": 4096, "hidden_dropout": 0.0, "initializer_range": 0.02,
+                    "pad_token_id": 0,
+                },
+                (*_DROPPED_WINDOWS, "layer_types"),
+            ),
+        ),
         other_names=("ParallelTelechatForCausalLM", "Telechat2ForCausalLM"),
         published_names={
             "transformer.word_embeddings.": "model.embed_tokens.", "transformer.h.": "model.layers.",
@@ -215,6 +282,11 @@ FAMILIES = {
             "out_proj_has_bias": False, "embedding_size": None, "layers_group": 1,
         },
         in_transformers=False, other_names=("Telechat3ForCausalLM",),
+        source_classes=(
+            SourceClass(
+                "TeleChat3Config", "telechat3", _CORE, (*_DROPPED_WINDOWS, "layer_types")
+            ),
+        ),
     ),
     "DeepseekV3ForCausalLM": Family(
         "deepseek_v3",
@@ -230,11 +302,40 @@ FAMILIES = {
         {"multi_latent_attention": True, "rope_interleave": True}, _SIGMOID_ROUTER,
         # The class is never without shared experts.
         written={"n_shared_experts": lambda settings: max(shared_experts(settings), 1)},
-        has_output_bias=True, has_default_sizes=True, config_class="DeepseekV3Config",
+        has_output_bias=True,
+        source_classes=(
+            SourceClass(
+                "DeepseekV3Config", "deepseek_v3",
+                _CORE_SIGMOID | {"hidden_dropout": 0.0, "pad_token_id": 0},
+            ),
+            SourceClass(
+                "TeleChat3MoeConfig", "telechat3_moe",
+                _CORE_SIGMOID | {
+                    "hidden_dropout": 0.0, "pad_token_id": 0, "vocab_size": 131072, "hidden_size": 2560,
+                    "intermediate_size": 7680, "moe_intermediate_size": 1536, "num_hidden_layers": 4,
+                    "num_attention_heads": 32, "num_key_value_heads": 32, "n_routed_experts": 192,
+                    "routed_scaling_factor": 2.8,
+                },
+            ),
+        ),
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
     ),
 }  # fmt: skip
 """Families by ``model.arch.type``: Hugging Face's class, or MindSpore Transformers' if transformers has none."""
+
+
+def source_class(architecture: str, settings: Mapping[str, Any]) -> SourceClass | None:
+    """Returns the class of MindSpore Transformers that reads a ``model_config``; None if its file is not for it.
+
+    Newer classes are selected by ``model_type``, older ones by ``type``; ``model.arch.type`` selects none.
+    """
+    for candidate in FAMILIES[architecture].source_classes:
+        if candidate.model_type:
+            if settings.get("model_type") == candidate.model_type:
+                return candidate
+        elif settings.get("type") == candidate.name:
+            return candidate
+    return None
 
 
 def known_class(name: Any) -> str:

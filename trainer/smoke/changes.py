@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config
 from trainer.config.checks.problem import value_of
-from trainer.config.read.dump import dump_values, plain_values
+from trainer.config.read.dump import SMALL_COPY, dump_values, plain_values
 from trainer.smoke.degrees import Layout
 
 
@@ -53,7 +53,7 @@ def smoke_text(config: Config, changes: Iterable[Change]) -> str:
     plain = copy.deepcopy(plain_values(config))
     for change in changes:
         _set(plain, change.key.split("."), change.after)
-    return dump_values(plain, "# Made by `run_trainer.py smoke`: a small copy of the file, with other data.\n")
+    return dump_values(plain, f"{SMALL_COPY}\n")
 
 
 def _set(tree: Any, path: list[str], value: Any) -> None:

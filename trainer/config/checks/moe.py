@@ -120,6 +120,12 @@ def _dropping(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.moe_token_drop_policy", rule, fix)
 
 
+def _has_sequence_on_rank(config: Config) -> bool:
+    """Returns whether the tokens of a micro-batch on one rank are those of one sequence."""
+    degrees = config.parallel_config
+    return config.runner_config.batch_size == degrees.model_parallel == degrees.context_parallel == 1
+
+
 def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError]:
     """Yields errors about balance losses and shared experts that would change the results and are not supported."""
     factor = config.decoder.balance_factor
@@ -140,6 +146,12 @@ def _unsupported_balance(config: Config, moe: MoEConfig) -> Iterator[ConfigError
     if balancing == "sinkhorn":
         fix = "use seq_aux_loss, the auxiliary loss of each sequence, which gives other results"
         yield problem(config, key, "not yet supported", fix)
+    elif balancing == "sub_seq_aux_loss" and factor and not _has_sequence_on_rank(config):
+        rule = (
+            "not yet supported: it is the loss of a rank's tokens of a micro-batch, which is that of each sequence only"
+            " with batch_size, model_parallel and context_parallel 1"
+        )
+        yield problem(config, key, rule, "write seq_aux_loss, the loss of each sequence, or aux_loss_factor: 0")
     elif balancing == "none" and factor:
         yield problem(config, key, "contradicts aux_loss_factor", "write aux_loss_factor: 0")
     if moe.use_shared_expert_gating and not config.decoder.shared_expert_size:

@@ -69,7 +69,7 @@ def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:
     if key.endswith(".auto_register"):
         # The key names a module and a class. Its code is never loaded: a class of this trainer replaces it.
         name = unsupported.value.rpartition(".")[2]
-        config_classes = {family.config_class for family in FAMILIES.values()} - {""}
+        config_classes = (known.name for family in FAMILIES.values() for known in family.source_classes)
         if known_class(name) or name in config_classes:
             return "the class is built in"
         return ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from trainer.config.families import named_family, source_class
 from trainer.config.note import Note
 from trainer.config.pynative.degrees import (
     set_context_method,
@@ -115,8 +116,19 @@ def _dataset(work: Translation, row: Row) -> None:
 
 
 def _model(work: Translation, row: Row) -> None:
+    """Sets the keys of the model, except those of Hugging Face that MindSpore Transformers' class drops."""
     key = row.old
+    settings = work.values[key]
+    family, _ = named_family(settings)
+    known = None
+    if family:
+        known = source_class(family, settings)
     for name, entry in work.table(key).explicit.items():
+        if known is not None and name in known.unread:
+            if settings[name] not in (None, False):
+                text = f"{entry.place.text}: {key}.{name}: not used, as in MindSpore Transformers' {known.name}"
+                work.notes.append(text)
+            continue
         work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
 
 

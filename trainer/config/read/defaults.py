@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
-from trainer.config.families import FAMILIES, Family, known_class, layers_with_experts, named_family
+from trainer.config.families import FAMILIES, Family, known_class, layers_with_experts, named_family, source_class
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
-from trainer.config.schema.fields import beside_of, yaml_names
+from trainer.config.schema.fields import Section, beside_of, fields_by_yaml_name, yaml_names
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig
 from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"
 _EXPERTS = f"{_MODEL}.moe_config"
 _NOT_SIZES = ("output_router_logits", "num_key_value_heads")
-_LENGTH = 4096  # the default seq_length of MindSpore Transformers' models
+_LENGTH = 4096  # the longest context of DeepSeek-V3 in its training
 _MUON = {"momentum": 0.95, "nesterov": True, "betas": [0.95, 0.95], "weight_decay": 0.1}
 
 
-def apply_derived_defaults(resolved: Resolved) -> None:
-    """Adds derived defaults to resolved values in place; validation reports values of a wrong type later."""
-    _from_family(resolved)
+def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> None:
+    """Adds derived defaults to resolved values in place; validation reports values of a wrong type later.
+
+    A complete configuration, which `dump_config` wrote, lacks only keys that are null: no class has defaults for them.
+    """
+    _from_family(resolved, is_complete)
     _from_aliases(resolved)
     _from_flat_yarn(resolved)
     _from_grouped_schedule(resolved)
@@ -32,18 +36,24 @@ def apply_derived_defaults(resolved: Resolved) -> None:
     _from_records(resolved)
 
 
-def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> None:
-    """Sets a key that the file leaves out; its location is that of the key `because`, which implies it."""
+def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool:
+    """Sets a key that the file leaves out; its location is that of the key `because`, which implies it.
+
+    Returns:
+        Whether the key was not set before.
+    """
     data = resolved.data
     *sections, name = key.split(".")
     for section in sections:
         data = data.setdefault(section, {})
         if not isinstance(data, dict):
-            return
-    if name not in data:
-        data[name] = value
-        place = resolved.positions[because]
-        resolved.positions[key] = SourceLocation(place.order, f"{place.text} ({place.key or because})")
+            return False
+    if name in data:
+        return False
+    data[name] = value
+    place = resolved.positions[because]
+    resolved.positions[key] = SourceLocation(place.order, f"{place.text} ({place.key or because})")
+    return True
 
 
 def _from_records(resolved: Resolved) -> None:
@@ -53,7 +63,7 @@ def _from_records(resolved: Resolved) -> None:
         _set_default(resolved, "runner_wrapper.local_norm", True, "monitor_config.local_norm_format")
 
 
-def _from_family(resolved: Resolved) -> None:
+def _from_family(resolved: Resolved, is_complete: bool) -> None:
     """Sets the keys that the name of a family implies: Qwen2 has biases on query, key and value, for example."""
     architecture = resolved.section("model.arch").get("type")
     because = "model.arch.type"
@@ -68,6 +78,9 @@ def _from_family(resolved: Resolved) -> None:
     family = None
     if isinstance(architecture, str):
         family = FAMILIES.get(architecture)
+    has_source_class = False
+    if family is not None and not is_complete:
+        has_source_class = _from_source_class(resolved, architecture)
     if family is not None:
         for name, value in family.model.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
@@ -75,8 +88,8 @@ def _from_family(resolved: Resolved) -> None:
         rule = beside_of(field)
         if rule is not None and rule.value != field.default and resolved.section(_MODEL).get(rule.other) is True:
             _set_default(resolved, f"{_MODEL}.{name}", rule.value, f"{_MODEL}.{rule.other}")
-    if resolved.section(_MODEL).get("multi_latent_attention") is True:
-        _from_class(resolved, architecture)
+    if family is not None and not is_complete and not has_source_class:
+        _released_sizes(resolved, family)
     if family is not None:
         _family_experts(resolved, family, because)
     # attention_bias of Hugging Face means a bias on o_proj, too, except for some families; qkv_has_bias does not.
@@ -109,10 +122,13 @@ def _family_experts(resolved: Resolved, family: Family, because: str) -> None:
     if not experts:
         return
     for name, value in family.experts.items():
-        equivalent = {"scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef"}.get(name)
+        equivalent = {
+            "scoring_func": "use_gating_sigmoid", "aux_loss_factor": "router_aux_loss_coef",
+            "topk_method": "balance_via_topk_bias",
+        }.get(name)  # fmt: skip
         if equivalent not in experts:
             _set_default(resolved, f"{_EXPERTS}.{name}", value, because)
-    if family.has_default_sizes and experts.get("topk_bias_update_rate"):
+    if "multi_latent_attention" in family.model and experts.get("topk_bias_update_rate"):
         rate = f"{_EXPERTS}.topk_bias_update_rate"
         _set_default(resolved, f"{_EXPERTS}.balance_via_topk_bias", True, rate)  # as MindSpore Transformers' class does
 
@@ -131,34 +147,119 @@ def _canonical_architecture(resolved: Resolved, architecture: Any) -> Any:
     return canonical
 
 
-def _from_class(resolved: Resolved, architecture: Any) -> None:
-    """Sets sizes that the file leaves out to those of its class, as MindSpore Transformers does, where they fit."""
+def _from_source_class(resolved: Resolved, architecture: str) -> bool:
+    """Sets keys that the file leaves out to the defaults of MindSpore Transformers' class, if the file names one.
+
+    Returns:
+        Whether it names one. A model folder has the defaults of Hugging Face instead.
+    """
     settings = resolved.section(_MODEL)
-    family = None
-    if isinstance(architecture, str):
-        family = FAMILIES.get(architecture)
-    if family is None or not family.has_default_sizes:
+    known = source_class(architecture, settings)
+    if known is None or resolved.data.get("pretrained_model_dir"):
+        return False
+    defaults = dict(known.defaults)
+    because = f"{_MODEL}.type"
+    if known.model_type:
+        defaults = {**FAMILIES[architecture].defaults, **known.defaults}
+        because = f"{_MODEL}.model_type"
+    for name in (*known.unread, "output_router_logits"):
+        defaults.pop(name, None)
+    place = resolved.positions[because].text
+    if defaults.get("kv_lora_rank"):
+        del defaults["num_key_value_heads"]  # without effect
+        _note_latent_differences(resolved, place, known.name)
+    used = _set_class_defaults(resolved, defaults, because, known.name, implied=FAMILIES[architecture].model)
+    if used:
+        text = f"{place}: not in the file, so as in MindSpore Transformers' {known.name}: {', '.join(used)}"
+        resolved.notes.append(text)
+    return True
+
+
+def _note_latent_differences(resolved: Resolved, place: str, name: str) -> None:
+    """Adds notes where a file has other multi-head latent attention in MindSpore Transformers than here."""
+    settings = resolved.section(_MODEL)
+    source = f"{place}: MindSpore Transformers' {name}"
+    if "use_qk_norm" not in settings:
+        resolved.notes.append(f"{source} has no norms on latent vectors unless qk_layernorm is True; here it has them")
+    if settings.get("position_embedding_type", "rope") == "rope" and settings.get("rope_scaling") is None:
+        text = f"{source} multiplies the scale of attention by (0.1 mscale ln(rotary_scaling_factor) + 1)^2 even"
+        resolved.notes.append(f"{text} without yarn, by default 1.59; here it does not")
+
+
+def _released_sizes(resolved: Resolved, family: Family) -> None:
+    """Sets sizes that a file with multi-head latent attention leaves out to those of the family's released model."""
+    settings = resolved.section(_MODEL)
+    if settings.get("multi_latent_attention") is not True or "multi_latent_attention" not in family.model:
         return
-    longest = settings.get("max_position_embeddings") or _LENGTH
-    if isinstance(longest, int):
-        _set_default(resolved, f"{_MODEL}.seq_length", min(_LENGTH, longest), "model.arch.type")
-    for name, value in family.defaults.items():
-        if name in yaml_names(ModelConfig):
-            key = f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
-        else:
-            key = f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
-        if value is not None and name not in _NOT_SIZES and _fits(name, value, settings):
-            _set_default(resolved, key, value, "model.arch.type")
+    sizes = {name: value for name, value in family.defaults.items() if name not in _NOT_SIZES}
+    _set_class_defaults(resolved, {"seq_length": _LENGTH, **sizes}, "model.arch.type")
+
+
+def _set_class_defaults(
+    resolved: Resolved,
+    defaults: dict[str, Any],
+    because: str,
+    source: str = "",
+    implied: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """Sets those defaults of a class that fit the keys of the file; returns texts of those that change the model.
+
+    Args:
+        source: MindSpore Transformers' class, for messages.
+        implied: Keys of ``model_config`` that the family implies, which no text names.
+    """
+    used = []
+    implied = implied or {}
+    place = resolved.positions[because]
+    settings = resolved.section(_MODEL)
+    longest = settings.get("max_position_embeddings")
+    for name, value in defaults.items():
+        if name == "seq_length" and isinstance(longest, int):
+            value = min(value, longest)
+        key = _model_key(name)
+        main = key.rpartition(".")[2]
+        if value is None or not _fits(name, value, settings) or not _set_default(resolved, key, value, because):
+            continue
+        if source:
+            section = place.key.rpartition(".")[0]
+            text = f"{place.text} (default of {source})"
+            resolved.positions[key] = SourceLocation(place.order, text, f"{section}.{name}".lstrip("."))
+        if value not in (_schema_default(key), implied.get(main)):
+            used.append(f"{name} {value}")
+    return used
+
+
+def _model_key(name: str) -> str:
+    """Returns the dotted key of a setting of the model, under any of its names."""
+    if name in yaml_names(ModelConfig):
+        return f"{_MODEL}.{yaml_names(ModelConfig)[name]}"
+    return f"{_EXPERTS}.{yaml_names(MoEConfig)[name]}"
+
+
+def _schema_default(key: str) -> Any:
+    section: type[Section] = ModelConfig
+    if key.startswith(_EXPERTS):
+        section = MoEConfig
+    return fields_by_yaml_name(section)[key.rpartition(".")[2]].default
 
 
 def _fits(name: str, value: Any, settings: dict[str, Any]) -> bool:
-    """Returns whether a size of the class agrees with the keys that the file has."""
+    """Returns whether a default of a class agrees with the keys that the file has."""
     moe = settings.get("moe_config")
     if not isinstance(moe, dict):
         moe = {}
+    if name == "moe_router_bias_update_rate":
+        return moe.get("balance_via_topk_bias") is True
+    if name == "moe_aux_loss_coeff":
+        return "router_aux_loss_coef" not in moe
+    if name == "moe_router_load_balancing_type":
+        return bool(moe.get("aux_loss_factor"))
     experts = moe.get("expert_num")
     groups = moe.get("n_group")
     layers = settings.get("num_layers")
+    if name == "pad_token_id":
+        vocabulary = settings.get("vocab_size")
+        return not isinstance(vocabulary, int) or vocabulary > value
     if name == "num_experts_per_tok":
         return not isinstance(experts, int) or experts >= value
     if name == "n_group":
@@ -174,7 +275,7 @@ def _from_aliases(resolved: Resolved) -> None:
         _set_default(resolved, f"{_EXPERTS}.use_gating_sigmoid", True, f"{_EXPERTS}.scoring_func")
     settings = resolved.section(_MODEL)
     heads = f"{_MODEL}.n_kv_heads"
-    is_group_number = resolved.name_in_file(heads) == "multi_query_group_num"
+    is_group_number = resolved.name_in_file(heads) in ("multi_query_group_num", "")
     if settings.get("multi_query_attention") is False and is_group_number:
         settings["n_kv_heads"] = None
     because = f"{_MODEL}.mlp_has_bias"

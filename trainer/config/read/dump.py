@@ -11,7 +11,6 @@ from yaml.nodes import SequenceNode
 from yaml.representer import SafeRepresenter
 from yaml.serializer import Serializer
 
-from trainer.config.families import FAMILIES
 from trainer.config.read.yaml_reader import ScalarResolver
 from trainer.config.schema.fields import Section, support_of
 from trainer.config.schema.root import Config
@@ -41,6 +40,8 @@ _Dumper.add_representer(list, _Dumper.represent_list)
 
 RESOLVED = "# The resolved configuration:"
 """The beginning of a run's config.yaml."""
+SMALL_COPY = "# Made by `run_trainer.py smoke`: a small copy of the file, with other data."
+"""The beginning of the configuration of a smoke run, which is complete, too."""
 
 
 def dump_config(config: Config) -> str:
@@ -70,11 +71,6 @@ def plain_values(config: Config) -> dict[str, Any]:
         del plain["runner_config"]["gradient_accumulation_steps"]  # another job derives its own number
     if config.classifier is not None:
         del plain["model"]["model_config"]  # the defaults of decoders, without effect
-    elif FAMILIES[config.model.arch.type].has_default_sizes:  # absent keys would get the sizes of the class
-        settings = plain["model"]["model_config"]
-        settings.setdefault("q_lora_rank", None)
-        for name in ("n_group", "topk_group", "first_k_dense_replace"):
-            settings["moe_config"].setdefault(name, None)
     return plain
 
 

@@ -14,7 +14,7 @@ from trainer.config.checks.validation import validate
 from trainer.config.note import Note
 from trainer.config.pynative import is_newer_schema
 from trainer.config.read.defaults import apply_derived_defaults
-from trainer.config.read.dump import RESOLVED, dump_values
+from trainer.config.read.dump import RESOLVED, SMALL_COPY, dump_values
 from trainer.config.read.model_folder import add_model_folder
 from trainer.config.read.nodes import Table, plain
 from trainer.config.read.overrides import Override, apply_overrides
@@ -65,7 +65,7 @@ def parse_config(
     resolved = resolve(root)
     add_model_folder(resolved)
     errors += resolved.problems
-    apply_derived_defaults(resolved)
+    apply_derived_defaults(resolved, is_complete=text.startswith((RESOLVED, SMALL_COPY)))
     all_notes = tuple(notes + override_notes + resolved.notes)
     source = ConfigSource(
         name, resolved.positions, all_notes, source_places, is_of_run=text.startswith(RESOLVED)

@@ -77,10 +77,11 @@ class MoEConfig(Section):
     use_fused_ops_permute: bool = setting(
         False, "Fused sorting of tokens by expert where the device has it.", aliases="moe_permute_fusion")
     moe_router_load_balancing_type: Literal[
-        "aux_loss", "seq_aux_loss", "gbs_aux_loss", "global_aux_loss", "sinkhorn", "none"
+        "aux_loss", "seq_aux_loss", "sub_seq_aux_loss", "gbs_aux_loss", "global_aux_loss", "sinkhorn", "none"
     ] = setting(
         "aux_loss", "The auxiliary loss: aux_loss and seq_aux_loss are that of each sequence (DeepSeek-V3, section"
-        " 2.1.2), independent of accumulation and ranks; gbs_aux_loss (Megatron-LM: global_aux_loss) is that of the"
+        " 2.1.2), independent of accumulation and ranks; sub_seq_aux_loss is that of the tokens of a micro-batch on one"
+        " rank, supported where they are one sequence; gbs_aux_loss (Megatron-LM: global_aux_loss) is that of the"
         " global batch.")
     moe_token_drop_policy: Literal["position", "probability", "probs", False] | None = setting(
         None, "Tokens to drop beyond the capacity: the last of a micro-batch (position), or those with the lowest score"
