@@ -67,7 +67,8 @@ def to_mindformers(weights: Arrays, sizes: Sizes, pynative: bool) -> Arrays:
     """Converts weights under Hugging Face's names, each expert by itself."""
     left = dict(weights)
     converted: Arrays = {}
-    for name in weights:
+    first_of_joined = ("q_proj.weight", "q_a_proj.weight", "gate_proj.weight")
+    for name in sorted(weights, key=lambda name: not name.endswith(first_of_joined)):
         if name not in left:
             continue
         stem = name.removesuffix("q_proj.weight")

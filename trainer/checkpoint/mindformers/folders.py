@@ -7,6 +7,8 @@
     checkpoint/rank_0/PREFIX_rank_0-EPOCH_STEP.safetensors, meta.json    versions 1.x, and use_legacy_format
     strategy/ckpt_strategy_rank_0.ckpt                                   how its ranks shard the tensors
 
+    param_name_map.json, part0.safetensors, hyper_param.safetensors      merged by mindspore.unified_safetensors
+
 The first kind is written by mindformers/checkpoint/checkpoint.py and metadata.py, the second by CheckpointMonitor in
 mindformers/core/callback/callback.py (read at commit 167a50de). Without redundancy each shard is in one file only.
 """
@@ -34,6 +36,7 @@ from trainer.storage.tensor_file import LazyArray, merge_shards
 OpenFile: TypeAlias = Callable[[Path], dict[str, LazyArray]]
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
+MERGED = "param_name_map.json"
 STRATEGY_KEY = "src_strategy_path_or_dir"
 _KEY = "load_checkpoint"
 _MODEL_FILE = re.compile(r"(?:.+-)?model-(\d{7})-(\d{7})\.safetensors")
@@ -45,8 +48,8 @@ class Source(NamedTuple):
     """A checkpoint of MindSpore Transformers.
 
     Attributes:
-        path: The folder of an iteration, or the one with the folders of the ranks.
-        files: The file of each rank; empty for the folder of an iteration.
+        path: The folder of an iteration or of merged files, or the one with the folders of the ranks.
+        files: The file of each rank; empty in the first two cases.
         name: What it is, for notes.
     """
 
@@ -95,7 +98,7 @@ def _find_source(path: Path, where: str, key: str) -> Source | None:
     if (path / TRACKER).is_file():
         iteration = _tracked_iteration(path, where, key)
         return Source(iteration, {}, iteration.name)
-    if any(_MODEL_FILE.fullmatch(file.name) for file in path.iterdir()):
+    if (path / MERGED).is_file() or any(_MODEL_FILE.fullmatch(file.name) for file in path.iterdir()):
         return Source(path, {}, path.name)
     iterations = sorted(path.glob("iteration_[0-9]*"))
     if iterations:
@@ -164,6 +167,9 @@ def _tracked_iteration(path: Path, where: str, key: str) -> Path:
 
 def _open_iteration(path: Path, open_file: OpenFile, where: str) -> dict[str, SourceTensor]:
     """Opens the tensors in the folder of an iteration; a single device writes no metadata.json."""
+    if (path / MERGED).is_file():
+        arrays = {file.name: open_file(file) for file in sorted(path.glob(f"*{ENDING}"))}
+        return {name: SourceTensor(array, file) for file, part in arrays.items() for name, array in part.items()}
     if not (path / METADATA).exists():
         files = [file for file in sorted(path.iterdir()) if _MODEL_FILE.fullmatch(file.name)]
         match = _MODEL_FILE.fullmatch(files[0].name)
