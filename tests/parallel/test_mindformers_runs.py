@@ -1,5 +1,5 @@
-"""Runs that start from checkpoints of MindSpore Transformers: what MindSpore itself merges and converts, and evaluations
-with one rank and two tensor-parallel ranks, which give the loss of the run that made the weights."""
+"""Runs that start from checkpoints of MindSpore Transformers: what MindSpore merges and converts, and evaluations with
+one rank and two tensor-parallel ranks, which give the loss of the run that made the weights."""
 
 from __future__ import annotations
 
