@@ -58,13 +58,22 @@ class _Choice:
 
 
 def recomputed_parts(config: Config) -> tuple[Part, ...]:
-    """Returns the recomputed part of each layer; `recompute_problems` must have found no error."""
+    """Returns the recomputed part of each layer and MTP module; `recompute_problems` must have found no error.
+
+    MTP modules, which are layers from num_layers on, recompute what the last layer does unless a key selects them.
+    """
     settings = config.recompute_config
     blocks = _layers(config.recompute or settings.recompute, config)
     selected = _sublayers(settings.select_recompute, config)
     excluded = _sublayers(settings.select_recompute_exclude, config, SUBLAYERS)
+    layers = config.decoder.num_layers
+    modules = config.decoder.mtp_depth
+    chosen = set(blocks).union(*selected.layers.values(), *excluded.layers.values())
     parts: list[Part] = []
-    for layer in range(config.decoder.num_layers):
+    for layer in range(layers + modules):
+        if layer >= layers > max(chosen, default=0):
+            parts.append(parts[layers - 1])
+            continue
         recomputed = {
             sublayer: (layer in blocks or layer in selected.layers[sublayer]) and layer not in excluded.layers[sublayer]
             for sublayer in SUBLAYERS
@@ -89,7 +98,7 @@ def comm_recompute_layers(config: Config) -> set[int]:
     if isinstance(written, dict):
         return {layer for layers in written.values() for layer in _layers(layers, config)}
     if _has_names(written):
-        return set(range(config.decoder.num_layers))
+        return set(_layers(True, config))
     return set(_layers(written, config))
 
 
@@ -101,21 +110,23 @@ def _has_names(written: Any) -> bool:
 def _layers(written: Any, config: Config) -> list[int]:
     """Returns the layers of a value: all for True, the first N for an integer N, or those of a string or a list.
 
-    In a pipeline a list with a number for each stage counts layers of each stage, as in MindSpore Transformers.
+    MTP modules are layers from num_layers on. In a pipeline a list with a number for each stage counts layers of each
+    stage, as in MindSpore Transformers.
 
     Raises:
         LayerError: The value names layers that the model does not have.
     """
     num_layers = config.decoder.num_layers
+    modules = config.decoder.mtp_depth
     counted = counts_per_stage(config, written)
     if counted is not None:
         return counted
     if written is True:
-        return list(range(num_layers))
+        return list(range(num_layers + modules))
     if written is False or written == []:
         return []
     if isinstance(written, (str, list)):
-        return layer_numbers(written, num_layers)
+        return layer_numbers(written, num_layers, modules)
     if not 0 <= written <= num_layers:
         raise LayerError(f"an integer counts layers from the first, and the model has {num_layers}")
     return list(range(written))
@@ -140,7 +151,7 @@ def _sublayers(written: Any, config: Config, default: tuple[str, ...] = ("mlp",)
         for pattern in written:
             if not isinstance(pattern, str):
                 raise LayerError(f"{pattern!r} is not the name of a sublayer: write attention or mlp")
-            choice.add(pattern, list(range(config.decoder.num_layers)))
+            choice.add(pattern, _layers(True, config))
     elif written:
         for sublayer in default:
             choice.add(sublayer, _layers(written, config))

@@ -181,9 +181,7 @@ class Decoder(DecoderForward):
             self.parameters_by_name, kernels.compute_dtype, specs, experts=True, shared=shared
         )
         self.balanced_layers = balanced_layers(settings, frozen)
-        # MTP modules recompute what the last layer recomputes.
-        again = list(recomputed) or [""] * self.num_layers
-        again += again[-1:] * self.mtp_modules
+        again = list(recomputed) or [""] * (self.num_layers + self.mtp_modules)
         if kernels.host_layers:
             self.parts: ArrayParts | CellParts = ArrayParts(
                 settings, kernels.host_dtype, self.parameters_by_name, self.compute_weights, again, trained, dropout,

@@ -98,7 +98,6 @@ class ActivationMemory:
         spec = self.spec
         passes = self.params.passes
         again = recomputed_parts(self.config)
-        again += again[-1:] * spec.mtp_modules  # multi-token prediction modules recompute what the last layer does
         first = spec.first_reached(trained_shapes(self.config))
         layers = {number: self.layer(spec.layers[number], again[number]) for number in passes if number >= first}
         kept = sum(one.kept * passes[number] for number, one in layers.items())

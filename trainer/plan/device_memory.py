@@ -262,7 +262,7 @@ def _activations(config: Config, degrees: Degrees, params: RankParams, half: boo
     if config.parallel_config.use_seq_parallel:
         rows = degrees.model_parallel
     spec = model_spec(settings).local(degrees.model_parallel)
-    again = recomputed_parts(config) + ("",) * spec.mtp_modules
+    again = recomputed_parts(config)
     first = spec.first_reached(trained_shapes(config))
     kept = 0  # bytes of a token
     largest = 0  # of a layer that is not recomputed

@@ -93,7 +93,6 @@ def graph_memory(
     tokens = config.runner_config.batch_size * settings.seq_length // degrees.context_parallel
     modules = model_spec(settings).mtp_modules
     again = recomputed_parts(config)
-    again += again[-1:] * modules
     chunks = _stage_chunks(config, degrees, stage)
     is_last = stage == degrees.pipeline_stage - 1
     mask = config.runner_config.batch_size * settings.seq_length**2

@@ -191,7 +191,7 @@ def _micro_batch_calls(
     sizes = _MessageSizes.from_config(config, world, device)
     looks_up = not job.trained.isdisjoint((EMBEDDING, MAPPING_IN))
     for layer in [*(layer for chunk in stage_chunks[where.pipeline] for layer in chunk), *modules]:
-        part = job.recomputed[min(layer, spec.num_layers - 1)]
+        part = job.recomputed[layer]
         passes = _Passes(layer >= job.first, part, sizes.on_host or config.context.mode == 0)
         yield from _tensor_calls(spec.layers[layer], sizes, passes)
         yield from _context_calls(config, degrees, sizes, passes)

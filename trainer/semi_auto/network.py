@@ -219,10 +219,7 @@ def set_recomputation(loss: LossCell, config: Config) -> None:
     """Marks the cells that the backward pass recomputes, and the communication that it repeats."""
     section = config.recompute_config
     layers = loss.decoder.layers
-    parts = recomputed_parts(config)
-    # MTP modules recompute the same parts as the last layer, as in explicit mode.
-    modules = len(layers) - len(parts)
-    for layer, part in zip(layers, parts + parts[-1:] * modules, strict=True):
+    for layer, part in zip(layers, recomputed_parts(config), strict=True):
         if not part:
             continue
         if part == "block":

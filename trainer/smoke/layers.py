@@ -100,10 +100,11 @@ def _expert_layers(config: Config, kept: Sequence[int]) -> Iterator[Change]:
 def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Change]:
     """Yields recomputation by layer with the new numbers of the layers; True and False are kept."""
     settings = config.recompute_config
+    places = [*kept, *model_spec(config.decoder).module_layers]
 
     def renumbered(layers: Collection[int]) -> list[int] | list[str]:
         """Returns the new numbers of the layers that are left."""
-        numbers = [new for new, old in enumerate(kept) if old in layers]
+        numbers = [new for new, old in enumerate(places) if old in layers]
         if stages == 1:
             return numbers
         return [str(layer) for layer in numbers]  # in a pipeline numbers would count layers of each stage
@@ -115,7 +116,9 @@ def _recompute(config: Config, kept: Sequence[int], stages: int) -> Iterator[Cha
     if all(isinstance(getattr(settings, name), bool) for name in names):
         return
     parts = recomputed_parts(config)
-    layers_of = {part: renumbered([layer for layer in kept if parts[layer] == part]) for part in ("block", *SUBLAYERS)}
+    layers_of = {
+        part: renumbered([layer for layer in places if parts[layer] == part]) for part in ("block", *SUBLAYERS)
+    }
     selected = {part: layers_of[part] for part in SUBLAYERS if layers_of[part]}
     for name, value in zip(names, (layers_of["block"] or False, selected or False, False), strict=True):
         yield from change_key(config, f"recompute_config.{name}", value, _REMAIN)

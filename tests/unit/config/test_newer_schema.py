@@ -255,6 +255,14 @@ def test_local_norm_takes_parts_of_names(written: str, read: bool | list[str]):
     assert config.runner_wrapper.local_norm == read
 
 
+@pytest.mark.parametrize("device", ["CPU", "Ascend"])
+def test_a_multi_token_module_is_the_layer_after_the_last(device: str):
+    text = SMALL.replace("CPU", device) + "  mtp_num_layers: 1\nrecompute: {mode: full, full_recompute_layer: [1, 4]}\n"
+    plan = plan_file(load(text), SINGLE_PROCESS, [])
+    assert plan.model.recomputed == ("", "block", "", "", "block")
+    assert "there is no layer 5" in error_of(text.replace("[1, 4]", "[1, 5]"))
+
+
 def test_select_recomputation_names_modules():
     text = "recompute: {mode: select, select_module: {'layers.*.self_attention.*': [0-2], 'layers.*.mlp.*': [1]}}\n"
     assert recomputed_parts(load(SMALL + text)) == ("attention", "block", "attention", "")

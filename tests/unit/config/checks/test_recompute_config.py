@@ -54,6 +54,22 @@ def test_what_is_computed_again(keys: str, parts: tuple[str, ...]) -> None:
     assert again == config and recomputed_parts(again) == parts
 
 
+@pytest.mark.parametrize(
+    ("keys", "parts"),
+    [
+        ("{recompute: True}", BLOCK * 6),
+        ("{recompute: [3]}", ("",) * 3 + BLOCK * 3),  # no list selects a module: both do what the last layer does
+        ("{recompute: [0, 4]}", BLOCK + ("",) * 3 + BLOCK + ("",)),
+        ("{select_recompute: {attention: 3-5, mlp: [4]}}", ("",) * 3 + ATTENTION + BLOCK + ATTENTION),
+        ("{recompute: True, select_recompute_exclude: {mlp: [5]}}", BLOCK * 5 + ATTENTION),
+    ],
+)
+def test_multi_token_modules_are_layers_from_num_layers_on(keys: str, parts: tuple[str, ...]) -> None:
+    config = load(f"{TEXT}recompute_config: {keys}\n", "model.model_config.mtp_depth=2")
+    assert recomputed_parts(config) == parts
+    assert recompute_text(build_plan(config).model.recomputed) == recompute_text(parts)
+
+
 def test_older_files_write_it_at_the_top() -> None:
     assert recomputed_parts(load(f"{TEXT}recompute: True\n")) == BLOCK * 4
     assert recomputed_parts(load(TEXT, "recompute_config.recompute=2")) == (*BLOCK * 2, "", "")
