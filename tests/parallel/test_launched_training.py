@@ -235,6 +235,23 @@ def test_a_rank_that_stands_still_is_a_hang(tmp_path: Path) -> None:
     assert "most recent call first" in job.log(0)
 
 
+def test_a_growing_batch_is_that_of_one_process(tmp_path: Path) -> None:
+    """Two ranks train the first steps of a ramp-up, one process the next ones, which it resumes."""
+    changes = {
+        "runner_config": {"batch_size": 2, "global_batch_size": 16, "rampup_batch_size": [4, 4, 60], "max_steps": 12},
+        "train_dataset.data_loader.num_samples": 100, "train_dataset.held_out": 0,
+    }  # fmt: skip
+    data = write_corpus(tmp_path / "data")
+    alone = train(write_config(tmp_path / "alone", data, changes))
+    config = write_config(tmp_path / "job", data, changes)
+    run(tmp_path / "job", 2, config, "--stop_step", 7)
+    output = train(config, resume_training=True)
+    batches = column(step_records(output), "global_batch_size")
+    assert batches == column(step_records(alone), "global_batch_size")
+    assert batches[0] == 4 < batches[6] < max(batches) == 16
+    assert_same_training(output, alone, set())
+
+
 def test_ranks_share_prompts_and_evaluation(tmp_path: Path) -> None:
     changes = {"runner_config.epochs": 2}
     config = write_config(tmp_path / "run", write_corpus(tmp_path / "data"), changes)

@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 # The rooms, from left to right. A module imports from its own room and from rooms further left; rooms of one place do
 # not know each other. The longest prefix decides where a module belongs.
 ROOMS = (
-    ("trainer.errors",),
+    ("trainer.errors", "trainer.tables"),
     ("trainer.input_files",),
     ("trainer.parallel.world", "trainer.parallel.sharding"),
     ("trainer.storage",),

@@ -10,7 +10,10 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from trainer.checkpoint.store import STATE, Checkpoint, damaged_checkpoint
+from trainer.data.batches.step_sizes import step_sizes
 from trainer.storage.json_files import Count, JsonError, LenientModel, StrictModel, check_json
+
+_LEVELS = 1 << 20  # of a ramp-up, more than any that was written
 
 
 class PositionState(StrictModel):
@@ -56,12 +59,19 @@ class DataLayout(LenientModel):
     ranks: int = Field(1, ge=1, le=2**31)  # checkpoints from before runs of several ranks lack it
     rows: Count | None = None
     drop_remainder: bool | None = None
+    rampup_batch_size: list[Count] | None = None
 
     @model_validator(mode="after")
     def is_consistent(self) -> DataLayout:
-        """Checks that the fields about the end of an epoch are both there or both missing."""
+        """Checks that fields do not contradict each other, and that each step of a ramp-up has a micro-batch."""
         if (self.rows is None) != (self.drop_remainder is None):
             raise ValueError("rows and drop_remainder stand together")
+        if self.rampup_batch_size is not None:
+            micro_batch = self.batch_size * self.ranks
+            full = micro_batch * self.gradient_accumulation_steps
+            start, increment, _ = self.rampup_batch_size if len(self.rampup_batch_size) == 3 else (0, 0, 0)
+            if not (micro_batch <= start <= full and 0 < increment and full - start <= _LEVELS * increment):
+                raise ValueError(f"rampup_batch_size is {self.rampup_batch_size}, and a step has {full} sequences")
         return self
 
     @property
@@ -131,11 +141,11 @@ class RunState(LenientModel):
         """Checks the step against epoch and batch, which determine the steps since the data began."""
         position = self.position
         batches = self.data.batches
-        accumulation = self.data.gradient_accumulation_steps
-        if batches is None:
-            return
-        done = position.epoch * -(-batches // accumulation) + -(-position.batch // accumulation)
         began = position.data_from_step
+        if not batches:
+            return
+        sizes = step_sizes(self.data.model_dump(), batches, began or 0)
+        done = sizes.steps_until(position.epoch * batches + position.batch)
         # Checkpoints of earlier versions do not say where the data began: --ignore_data_skip begins them anew.
         if position.step < done or (began is not None and position.step != began + done):
             meaning = f"position.epoch {position.epoch} and position.batch {position.batch} mean {done} steps"

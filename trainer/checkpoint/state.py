@@ -36,7 +36,6 @@ from trainer.checkpoint.weights import ShardSpecs, fitting_weights, is_finite
 from trainer.checkpoint.writing import FileShards, Stages, checkpoint_stages, run_stages
 from trainer.config.checks.adapters import SECTION
 from trainer.config.schema.fields import Section, support_of
-from trainer.data.batches.loader import optimizer_steps
 from trainer.errors import UserError
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
@@ -60,11 +59,11 @@ _NEW_RUN = "start a new run from its weights with --load_checkpoint"
 _ONE_RANK = {"ranks": 1}  # checkpoints from before multi-rank runs lack the key
 _FROM_BEGINNING = "--ignore_data_skip to start the data from its beginning"
 _BATCH_KEYS = ("batch_size", "gradient_accumulation_steps", "ranks")
-"""The keys of a data layout that may change; all other keys must stay."""
+"""Keys of a data layout that may change, if a step keeps its sequences; a ramp-up may change, and a note says so."""
 
 # What a step computes. Data and seed belong to the position in the data, which must fit: `data_layout`.
 _SECTIONS = ("lr_schedule", "optimizer", "runner_wrapper", "model")
-_KEYS = ("batch_size", "gradient_accumulation_steps", "epochs", "max_steps")  # of runner_config
+_KEYS = ("batch_size", "gradient_accumulation_steps", "rampup_batch_size", "epochs", "max_steps")  # of runner_config
 # Keys of the model that only matter for prediction, and batch_size, which runner_config has already.
 _PREDICTION = frozenset(
     "batch_size do_sample max_decode_length max_new_tokens temperature top_k top_p repetition_penalty".split()
@@ -352,7 +351,11 @@ def plan_resumed(plan: Plan, resumed: ResumedCheckpoint) -> Plan:
     """Returns the plan of a resumed run, with the position from which it continues and the settings that differ."""
     position = resumed.position
     resumes = Resumption(str(resumed.path), position.step, position.epoch, position.batch)
-    return replace(plan, resumes=resumes, notes=(*plan.notes, *resumed.notes))
+    steps = plan.steps
+    if position.data_from_step and steps.sizes.rampup is not None:
+        sizes = replace(steps.sizes, done_before=steps.sizes.batches_of(position.data_from_step))
+        steps = replace(steps, sizes=sizes)
+    return replace(plan, steps=steps, resumes=resumes, notes=(*plan.notes, *resumed.notes))
 
 
 def _check_same_freeze(checkpoint: Checkpoint, config: Config, mismatch: Mismatch) -> None:
@@ -417,7 +420,7 @@ def _position(state: RunState, config: Config, layout: Mapping[str, Any], mismat
         return Position(step=position.step, tokens=position.tokens, data_from_step=position.step)
     before = _ONE_RANK | state.data.model_dump(exclude_unset=True)
     now = _ONE_RANK | dict(layout)
-    same = [key for key in before if key in now and key not in _BATCH_KEYS]
+    same = [key for key in before if key in now and key not in (*_BATCH_KEYS, "rampup_batch_size")]
     changed = [f"{key} was {before[key]} and is {now[key]}" for key in same if now[key] != before[key]]
     if changed:
         rule = f"the checkpoint was made with other data, so its position has no meaning here: {', '.join(changed)}"
@@ -449,9 +452,9 @@ def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any])
             fix = f"choose {product} for {ranks} rank{'s' * (ranks > 1)}"
         raise UserError(rule, fix=f"{fix}, or {_FROM_BEGINNING}")
     if "rows" in before and "rows" in now:
-        was = _steps_of_epoch(before)
-        is_now = _steps_of_epoch(now)
-        if was != is_now:
+        was, sequences_before = _epoch_of(before)
+        is_now, sequences_now = _epoch_of(now)
+        if was != is_now or ("rampup_batch_size" in now and sequences_before != sequences_now):
             rule = f"an epoch of {now['rows']} sequences had {was} steps and would have {is_now}: {changes}"
             fix = f"change batch_size rather than gradient_accumulation_steps, or {_FROM_BEGINNING}"
             raise UserError(rule, fix=fix)
@@ -462,10 +465,12 @@ def resumed_batch(batch: int, before: Mapping[str, Any], now: Mapping[str, Any])
     return batches
 
 
-def _steps_of_epoch(layout: Mapping[str, Any]) -> int:
-    batches, left = divmod(layout["rows"], layout["batch_size"] * layout["ranks"])
+def _epoch_of(layout: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the steps with the full global batch of an epoch, and the sequences of its micro-batches."""
+    rows = layout["batch_size"] * layout["ranks"]
+    batches, left = divmod(layout["rows"], rows)
     batches += bool(left and not layout["drop_remainder"])
-    return optimizer_steps(batches, layout["gradient_accumulation_steps"])
+    return -(-batches // layout["gradient_accumulation_steps"]), batches * rows
 
 
 def settings_record(config: Config) -> dict[str, Any]:

@@ -332,8 +332,9 @@ def _plan(
         return _audit(_load(context.obj), audit, json_, world, rank)
     with gc_disabled():
         from trainer.config.checks.problem import ConfigErrors
-        from trainer.plan.render import plan_dict, plan_sections, print_sections
+        from trainer.plan.render import plan_dict, plan_sections
         from trainer.run.plan_file import plan_file, world_from_degrees
+        from trainer.tables import print_sections
 
         problems: list[ConfigError] = []
         loaded = _load(context.obj, problems)
@@ -370,9 +371,9 @@ def _smoke(
     """
     if ranks == 1:  # a launcher has handlers of its own, and the processes it starts would inherit blocked signals
         receive_signals_in_a_thread()
-    from trainer.plan.render import print_sections
     from trainer.smoke.report import changes_section, outcome_lines, smoke_result_dict
     from trainer.smoke.run import FEWEST_STEPS, smoke
+    from trainer.tables import print_sections
 
     for key, value, least in (("--ranks", ranks, 1), ("--steps", steps, FEWEST_STEPS)):
         if value < least:
@@ -431,8 +432,8 @@ def _audit(config: Config, device: str, json_: bool, world: World, rank: int) ->
         rule = "there is an audit for ascend alone"
         raise UserError(rule, where="flag --audit", key="--audit", value=device, fix="write --audit ascend")
     from trainer.dryrun.report import audit_on_backend, select_rank
-    from trainer.plan.render import print_sections
     from trainer.run.plan_file import world_from_degrees
+    from trainer.tables import print_sections
 
     world = select_rank(world_from_degrees(config, world), rank)
     # An image classifier has nothing to audit, which the audit itself says.
@@ -458,8 +459,8 @@ def _dry_run(arguments: Arguments, device: str, json_: bool, world: World, rank:
     """Does a dry run; returns exit code 1 if a step fails or takes more memory than the device has."""
     from trainer.config import Override
     from trainer.dryrun.report import check_name, dry_run, dry_run_dict, dry_run_sections, select_rank
-    from trainer.plan.render import print_sections
     from trainer.run.plan_file import world_from_degrees
+    from trainer.tables import print_sections
 
     check_name(device)
     problems: list[ConfigError] = []

@@ -34,8 +34,8 @@ def _compare(
     json_: _Json = False,
 ) -> int:
     """Compares runs: figures, settings that differ, and the first step whose numbers differ from the first run's."""
-    from trainer.plan.render import print_fitting
     from trainer.report.compare import compare, comparison_dict, comparison_tables
+    from trainer.tables import print_fitting
 
     if len(folders) < 2:
         raise UserError("there is nothing to compare", key="RUN", fix="name two runs or more")
@@ -71,8 +71,8 @@ def _runs(
     json_: _Json = False,
 ) -> int:
     """Lists the runs below a folder: state, step, loss, when and where; the newest last."""
-    from trainer.plan.render import print_fitting, sections_text
     from trainer.report.runs import HEADER, LEFT_OUT_FIRST, find_runs, run_dict, table_row
+    from trainer.tables import print_fitting, sections_text
 
     runs = find_runs(user_path(folder, "argument DIR"))
     _print_notes(runs)

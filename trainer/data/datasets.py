@@ -89,7 +89,10 @@ def data_layout(config: Config, data: SequenceDataset, ranks: int) -> dict[str, 
     """Returns the settings that decide what a position in the training data means."""
     train = config.train_dataset
     runner = config.runner_config
-    return {
+    rampup = {}
+    if runner.rampup_batch_size is not None:
+        rampup["rampup_batch_size"] = runner.rampup_batch_size
+    return rampup | {
         "seed": config.seed,
         "batch_size": runner.batch_size,
         "gradient_accumulation_steps": runner.gradient_accumulation_steps,

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.config.checks.problem import ConfigError
     from trainer.parallel.world import World
-    from trainer.plan.render import Section
+    from trainer.tables import Section
 
 _GIB = 1 << 30
 _HOST_BYTES = 3 * _GIB // 2  # MindSpore with its Ascend backend; weights and optimizer state are on the device

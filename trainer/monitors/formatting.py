@@ -160,7 +160,7 @@ def eval_line(metrics: EvalMetrics) -> str:
 def start_line(info: RunInfo) -> str:
     """Formats ``training: steps 51 to 100 of 200 (2 epochs of 100), continuing output/checkpoints/step-00000050``."""
     epochs = ""
-    if info.epochs > 1:
+    if info.epochs > 1 and info.total_steps <= info.epochs * info.steps_per_epoch:  # no ramp-up of the batch
         epochs = f" ({info.epochs} epochs of {info.steps_per_epoch})"
     origin = ""
     if info.resumed_from:

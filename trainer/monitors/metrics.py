@@ -39,9 +39,7 @@ class RunInfo:
     resumed_from: Path | None = None  # the checkpoint that this run continues
     restarted: Mapping[str, object] = field(default_factory=dict)  # number, most, reason and ranks of a restarted job
     compiles: bool = True  # whether the first step compiles
-    samples_per_step: int = 0  # sequences or images of a global batch
     ranks: int = 1
-    flops_per_step: float = 0.0  # floating-point operations of the model for a global batch, by the plan's count
 
 
 @dataclass(frozen=True)
@@ -71,6 +69,8 @@ class StepMetrics:
     step_seconds: float  # wall-clock time, including the wait for data
     data_wait_seconds: float  # the wait for data
     peak_rss_bytes: int  # highest resident memory of this process so far
+    samples: int = 0  # sequences or images of the global batch
+    samples_seen: int = 0  # by this step and all before
     extra: Mapping[str, float] = field(default_factory=dict)
     skipped: str = ""  # why the step updated nothing
     details: Mapping[str, object] = field(default_factory=dict)

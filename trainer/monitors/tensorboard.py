@@ -42,7 +42,7 @@ class TensorBoard:
         self._event: Any = None  # the classes and the writer of tensorboardX
         self._summary: Any = None
         self._writer: Any = None
-        self._info: RunInfo | None = None
+        self._ranks = 1
 
     def start(self, info: RunInfo) -> None:
         """Opens a new event file."""
@@ -51,7 +51,7 @@ class TensorBoard:
 
         folder = Path(self._section.tensorboard_dir or "").expanduser() / "rank_0"
         folder.mkdir(parents=True, exist_ok=True)
-        self._info = info
+        self._ranks = info.ranks
         self._event = event_pb2.Event
         self._summary = summary_pb2.Summary
         self._writer = EventsWriter(str(folder / "events"))
@@ -63,15 +63,13 @@ class TensorBoard:
 
     def step(self, metrics: StepMetrics) -> None:
         """Writes the values of a step over steps and over samples."""
-        info = self._info
-        assert info is not None, "`start` is called first"
-        main, others = step_tags(metrics, self._config, info)
+        main, others = step_tags(metrics, self._config, self._ranks)
         per_layer = {name: metrics.details[name] for name in _LAYER_FIELDS if name in metrics.details}
         others |= flat_numbers(per_layer, self._layers) | self._state.values(metrics, "tensorboard")
         self._scalars(metrics.step, main | others)
-        if info.samples_per_step:
+        if metrics.samples:
             over_samples = {f"{tag} vs samples": value for tag, value in main.items()}
-            self._scalars(metrics.step * info.samples_per_step, over_samples)
+            self._scalars(metrics.samples_seen, over_samples)
 
     def evaluation(self, metrics: EvalMetrics) -> None:
         """Writes an evaluation."""
@@ -116,22 +114,22 @@ class TensorBoard:
             self._write(1, summary=text(key, page))
 
 
-def step_tags(metrics: StepMetrics, config: Config, info: RunInfo) -> tuple[dict[str, float], dict[str, float]]:
+def step_tags(metrics: StepMetrics, config: Config, ranks: int) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the values of a step by tag: first those that are also written over samples, then the others."""
     section = config.tensorboard
     seconds = max(metrics.step_seconds, 1e-9)
-    main = {"learning-rate": metrics.lr, "batch-size": float(info.samples_per_step), "loss": metrics.loss}
+    main = {"learning-rate": metrics.lr, "batch-size": float(metrics.samples), "loss": metrics.loss}
     if metrics.global_norm is not None:
         main["grad-norm"] = metrics.global_norm
     if section.log_loss_scale_to_tensorboard:
         main["loss-scale"] = metrics.loss_scale
     others: dict[str, float] = {}
     if section.log_timers_to_tensorboard:
-        samples = info.samples_per_step / seconds
-        main |= {"iteration-time": 1000 * seconds, "throughput": samples / info.ranks}  # ms; samples/s on a device
+        samples = metrics.samples / seconds
+        main |= {"iteration-time": 1000 * seconds, "throughput": samples / ranks}  # ms; samples/s on a device
         others |= {
             "B-samples-per-day": samples * _SECONDS_PER_DAY / 1e9,
-            "model-flops-throughput-per-npu": info.flops_per_step / seconds / info.ranks / 1e12,  # TFLOP/s
+            "model-flops-throughput-per-npu": metrics.flops_per_second / ranks / 1e12,  # TFLOP/s
             "tokens-per-second": metrics.input_tokens_per_second,
             "data-wait-time": 1000 * metrics.data_wait_seconds,
         }

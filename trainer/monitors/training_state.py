@@ -35,7 +35,7 @@ class TrainingStateRecords:
         self._baseline = None
         if section.monitor_on:
             self._baseline = section.throughput_baseline
-        self._samples = 0.0
+        self._ranks = 1
         patterns = [read_pattern(text) for text in section.patterns]
         self.is_selected: Callable[[str], bool] = lru_cache(maxsize=None)(
             lambda name: any(has_name(pattern, name) for pattern in patterns) != section.invert
@@ -54,8 +54,8 @@ class TrainingStateRecords:
         return bool(self._destinations[name])
 
     def on_start(self, info: RunInfo) -> None:
-        """Takes the samples of a step and a rank, for the throughput."""
-        self._samples = info.samples_per_step / info.ranks
+        """Takes the number of ranks, for the throughput of one."""
+        self._ranks = info.ranks
 
     def values(self, metrics: StepMetrics, destination: str) -> dict[str, float]:
         """Returns the records of a step for ``log`` or ``tensorboard``, by tag; none if the step is not due."""
@@ -70,8 +70,9 @@ class TrainingStateRecords:
                 values |= {f"{name}/{key}": norm for key, norm in value.items() if self.is_selected(key)}
             elif value is not None:
                 values[name] = value
-        if self._baseline is not None and self._samples:
-            values["throughput_linearity"] = self._samples / max(metrics.step_seconds, 1e-9) / self._baseline
+        if self._baseline is not None and metrics.samples:
+            samples_per_second = metrics.samples / self._ranks / max(metrics.step_seconds, 1e-9)
+            values["throughput_linearity"] = samples_per_second / self._baseline
         return values
 
 

@@ -14,6 +14,7 @@ from trainer.config.checks.parallel import parallel_degrees, shard_threshold_byt
 from trainer.config.note import Note
 from trainer.config.patterns import read_pattern
 from trainer.config.recompute import Part, recomputed_parts
+from trainer.data.batches.step_sizes import StepSizes
 from trainer.device.resolve import device_notes
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import has_name, is_buffer
@@ -116,7 +117,8 @@ class StepsPlan:
 
     Attributes:
         batch_rows: Rows of a micro-batch on a rank.
-        rows_per_step, tokens_per_step: Rows and tokens of a global batch.
+        micro_batches, rows_per_step, tokens_per_step: Of a step with the full global batch.
+        steps_per_epoch: Steps of an epoch without a ramp-up.
         flops_per_row: Model FLOPs of a row, see `trainer.plan.flops`.
         total_steps: Steps of the learning-rate schedule.
         last_step: The step after which this run ends.
@@ -128,6 +130,7 @@ class StepsPlan:
 
     batch_rows: int
     micro_batches: int
+    sizes: StepSizes
     rows_per_step: int
     tokens_per_step: int
     flops_per_row: float
@@ -217,9 +220,8 @@ def plan_run(
     degrees = parallel_degrees(config, world)
     notes = _notes(config, world, backend, device, memory_bytes)
     data = None
-    steps_per_epoch = 0
     if opens_data:
-        data, steps_per_epoch = _open_data(config, backend, progress, notes)
+        data = _open_data(config, backend, progress, notes)
     traffic = None
     pipeline = None
     if config.trains:
@@ -236,7 +238,7 @@ def plan_run(
         resumes=None,
         model=_model_plan(config, world, device),
         data=_data_plan(config, data),
-        steps=_steps_plan(config, world, backend, steps_per_epoch),
+        steps=_steps_plan(config, world, backend, data),
         memory_bytes=dict(memory_bytes),
         division=sharding_plan(config, world),
         traffic=traffic,
@@ -297,10 +299,21 @@ def _data_plan(config: Config, data: TrainingBatches | EvalBatches | None) -> Da
     )
 
 
-def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_epoch: int) -> StepsPlan:
+def _steps_plan(
+    config: Config, world: World, backend: ExecutionMode, data: TrainingBatches | EvalBatches | None
+) -> StepsPlan:
     batch = backend.data_config.runner_config
-    rows = batch.batch_size * backend.data_ranks[1] * batch.gradient_accumulation_steps
-    epochs, total, last = _run_length(config, steps_per_epoch)
+    batches_per_epoch = 0
+    if config.trains and data is not None:
+        batches_per_epoch = data.loader.batches_per_epoch
+    sizes = StepSizes(
+        batches_per_epoch=batches_per_epoch,
+        micro_batches=batch.gradient_accumulation_steps,
+        rows=batch.batch_size * backend.data_ranks[1],
+        rampup=batch.rampup_batch_size,
+    )
+    rows = sizes.rows * sizes.micro_batches
+    epochs, total, last = _run_length(config, sizes)
     sharing = None
     if config.trains and shards_optimizer(config, world):
         degrees = parallel_degrees(config, world)
@@ -316,11 +329,12 @@ def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_
         learning_rates = _learning_rates(config, total, last)
     return StepsPlan(
         batch_rows=config.runner_config.batch_size,
-        micro_batches=batch.gradient_accumulation_steps,
+        micro_batches=sizes.micro_batches,
+        sizes=sizes,
         rows_per_step=rows,
         tokens_per_step=rows * config.network.labels_per_sequence,
         flops_per_row=flops_per_sequence(config),
-        steps_per_epoch=steps_per_epoch,
+        steps_per_epoch=-(-batches_per_epoch // sizes.micro_batches),
         epochs=epochs,
         total_steps=total,
         last_step=last,
@@ -331,35 +345,29 @@ def _steps_plan(config: Config, world: World, backend: ExecutionMode, steps_per_
     )
 
 
-def _run_length(config: Config, steps: int) -> tuple[int, int, int]:
-    """Returns the number of epochs, the steps of all epochs, and the last step of the run.
-
-    Args:
-        steps: Steps per epoch.
-    """
+def _run_length(config: Config, sizes: StepSizes) -> tuple[int, int, int]:
+    """Returns the number of epochs, the steps of the schedule, and the last step of the run; 0 steps without data."""
     runner = config.runner_config
-    if runner.max_steps and steps:
-        epochs = -(-runner.max_steps // steps)
-    else:
-        epochs = runner.epochs
-    total = min(runner.max_steps or steps * epochs, steps * epochs)
+    epochs = runner.epochs
+    if not sizes.batches_per_epoch:
+        return epochs, 0, 0
+    if runner.max_steps:
+        epochs = -(-sizes.batches_of(runner.max_steps) // sizes.batches_per_epoch)
+    total = runner.max_steps or sizes.steps_until(epochs * sizes.batches_per_epoch)
     return epochs, total, min(total, runner.stop_step or total)
 
 
 def _open_data(
     config: Config, backend: ExecutionMode, progress: Progress, notes: list[str]
-) -> tuple[TrainingBatches | EvalBatches | None, int]:
-    """Returns the opened data of a training or evaluation, and the steps per epoch, which are 0 if nothing is trained.
-    """
+) -> TrainingBatches | EvalBatches | None:
+    """Returns the opened data of a training or evaluation."""
     if config.run_mode in ("predict", "chat"):
-        return None, 0
-    from trainer.data.batches.loader import eval_batches, optimizer_steps, training_batches
+        return None
+    from trainer.data.batches.loader import eval_batches, training_batches
 
     if not config.trains:
-        return eval_batches(backend.data_config, backend.data_ranks, progress, notes.append), 0
-    data = training_batches(backend.data_config, backend.data_ranks, progress, notes.append)
-    accumulated = backend.data_config.runner_config.gradient_accumulation_steps
-    return data, optimizer_steps(data.loader.batches_per_epoch, accumulated)
+        return eval_batches(backend.data_config, backend.data_ranks, progress, notes.append)
+    return training_batches(backend.data_config, backend.data_ranks, progress, notes.append)
 
 
 def _notes(

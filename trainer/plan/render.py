@@ -1,26 +1,22 @@
-"""The plan and other results as tables: in a terminal's width, or as whole lines for a pipe and for plan.txt."""
+"""The plan as tables, for `plan` and for plan.txt."""
 
 from __future__ import annotations
 
 import math
 import re
-import sys
-import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from trainer.config.checks.adapters import adapters_text
 from trainer.config.note import NoteKind
 from trainer.config.recompute import recompute_text
 from trainer.config.schema.runner import LossScaleSection
 from trainer.models.spec.sublayers import attention_spec
+from trainer.tables import Rows, Section, sections_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from trainer.config import Config
     from trainer.config.schema.model import ModelConfig
     from trainer.data.batches.blend import SourceShare
@@ -28,10 +24,6 @@ if TYPE_CHECKING:
     from trainer.plan.pipeline import PipelinePlan
     from trainer.plan.plan import DataPlan, ModelPlan, OptimizerSharding, Plan, StepsPlan
     from trainer.plan.traffic import TrafficPlan
-
-Rows: TypeAlias = list[tuple[str, ...]]
-Section: TypeAlias = tuple[str, Rows]
-"""A title, and rows of cells of which the first is the header."""
 
 _LOCATION = re.compile(r"\(([^()\s]+\.ya?ml):(\d+)\)")
 _IGNORED = re.compile(r"ignored: (.*\)): ")
@@ -247,9 +239,25 @@ def _steps(steps: StepsPlan) -> str:
     ends = ""
     if steps.last_step != steps.total_steps:
         ends = f"; this run ends after step {steps.last_step}"
+    if steps.sizes.rampup is not None:
+        return f"{steps.total_steps:,}; an epoch has {steps.steps_per_epoch:,} with the full batch{ends}"
     if steps.total_steps == steps.steps_per_epoch * steps.epochs:
         return f"{steps.steps_per_epoch:,} an epoch x {steps.epochs} = {steps.total_steps:,}{ends}"
     return f"{steps.total_steps:,}; an epoch has {steps.steps_per_epoch:,}{ends}"
+
+
+def _rampup_text(steps: StepsPlan, data: DataPlan) -> str:
+    """Returns in words how the global batch grows, and what it has read when it is full."""
+    assert steps.sizes.rampup is not None
+    start, increment, _ = steps.sizes.rampup
+    text = f"from {format_count(start, _unit(data))} by {increment} to {steps.rows_per_step:,}"
+    if not steps.sizes.batches_per_epoch:
+        return text
+    first = steps.sizes.first_full_step()
+    rows = steps.sizes.batches_of(first) * steps.sizes.rows
+    labels = rows * steps.tokens_per_step // steps.rows_per_step
+    read = f"after {format_count(rows, _unit(data))}, {format_count(labels, data.labels)}"
+    return f"{text}, full from step {first + 1:,} on, {read}"
 
 
 def _step_rows(plan: Plan) -> Rows:
@@ -270,6 +278,8 @@ def _step_rows(plan: Plan) -> Rows:
     if data.rows:
         size = f"{format_count(data.rows, unit)} an epoch"
     rows: Rows = [("", ""), ("data", size), *_packing_rows(data), ("optimizer step", step)]
+    if steps.sizes.rampup is not None:
+        rows.append(("batch ramp-up", _rampup_text(steps, data)))
     if data.rows:
         rows.append(("steps", _steps(steps)))
     rows.append(("optimizer", ", ".join(_setting_text(name, value) for name, value in steps.optimizer.items())))
@@ -478,107 +488,3 @@ def _memory(plan: Plan, verbose: bool) -> Section:
         return title, [("part", "MiB"), *parts.items(), *sums.items()]
     listed = ", ".join(f"{part} {size}" for part, size in parts.items())
     return title, [("", ""), *((name, f"{size} MiB") for name, size in sums.items()), ("parts, MiB", listed)]
-
-
-def sections_text(sections: list[Section]) -> str:
-    """Formats titled tables as aligned plain text without folding lines."""
-    lines = []
-    for title, rows in sections:
-        name, bracket, more = title.partition(" (")
-        lines.append(name.upper() + bracket + more)
-        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        for row in rows:
-            line = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            if line:
-                lines.append(f"  {line}")
-        lines.append("")
-    return "\n".join(lines)
-
-
-def print_sections(sections: list[Section]) -> None:
-    """Prints titled tables: folded to the width of a terminal, as whole lines into a file or pipe."""
-    _print(sections, lambda console, rows: console.print(_table(rows)))
-
-
-def print_fitting(sections: list[Section], left_out_first: Sequence[str] = ()) -> None:
-    """Prints titled tables without folding their cells.
-
-    A table that is wider than the terminal loses columns of `left_out_first`, as many as needed. If it is still too
-    wide, each row becomes a list.
-    """
-
-    def show(console: Console, rows: Rows) -> None:
-        fitting, left_out = _fitting(rows, left_out_first, console.width)
-        if fitting:
-            console.print(_table(fitting))
-            if left_out:
-                text = f"left out, the terminal is narrow: {', '.join(left_out)}"
-                console.print(text, style="dim", markup=False, highlight=False)
-            return
-        for row in rows[1:]:
-            console.print(_as_list(rows[0], row, console.width), markup=False, highlight=False, soft_wrap=True)
-
-    _print(sections, show)
-
-
-def _print(sections: list[Section], show: Callable[[Console, Rows], None]) -> None:
-    if not sys.stdout.isatty():
-        print(sections_text(sections))
-        return
-    from rich.console import Console
-
-    console = Console()
-    for title, rows in sections:
-        console.print(title, style="bold", markup=False, highlight=False)
-        show(console, rows)
-        console.print()
-
-
-def _as_list(header: tuple[str, ...], row: tuple[str, ...], width: int) -> str:
-    """Returns a row as lines: its first cell, and the others below it, with their names if there are several.
-
-    A cell that is too wide beside its name gets lines of its own, without broken words.
-    """
-    names: tuple[str, ...] = ("",)
-    if len(row) > 2:
-        names = header[1:]
-    longest = max(map(len, names))
-    lines = [row[0]]
-    for name, cell in zip(names, row[1:], strict=True):
-        line = f"  {cell}"
-        if name:
-            line = f"  {name:<{longest}}  {cell}"
-        if len(line) <= width:
-            lines.append(line)
-            continue
-        if name:
-            lines.append(f"  {name}")
-        words = textwrap.wrap(cell, width - 4, break_long_words=False, break_on_hyphens=False)
-        lines += [f"    {part}" for part in words]
-    return "\n".join(lines)
-
-
-def _fitting(rows: Rows, left_out_first: Sequence[str], width: int) -> tuple[Rows, list[str]]:
-    """Returns the columns that fit and the names of the others; no rows if the table is too wide without all of them.
-    """
-    removable = [name for name in left_out_first if name in rows[0]]
-    for number in range(len(removable) + 1):
-        left_out = removable[:number]
-        columns = [column for column, name in enumerate(rows[0]) if name not in left_out]
-        widths = [max(len(row[column]) for row in rows) for column in columns]
-        if sum(widths) + 2 * (len(widths) - 1) <= width:
-            return [tuple(row[column] for column in columns) for row in rows], left_out
-    return [], []
-
-
-def _table(rows: Rows) -> Table:
-    from rich.table import Table
-    from rich.text import Text
-
-    header, *body = rows
-    table = Table(box=None, pad_edge=False, show_header=any(header))
-    for name in header:
-        table.add_column(name, overflow="fold")
-    for row in body:
-        table.add_row(*(Text(cell) for cell in row))
-    return table

@@ -56,7 +56,6 @@ from trainer.run.training import (
     is_over,
     open_engine,
     report_step,
-    require_training_batches,
     sample,
     save_checkpoint_if_new,
     save_if_due,
@@ -251,11 +250,12 @@ def _global_batches(job: Job, progress: Progress) -> Generator[GlobalBatch, None
 
     The last step of an epoch may have fewer micro-batches than the others. `report_step` advances the position.
     """
+    sizes = job.plan.steps.sizes
     while True:
         position = progress.position
         with contextlib.closing(job.batches.loader.epoch(position.epoch, position.batch)) as micro_batches:
             began = time.perf_counter()
-            while step_batches := list(itertools.islice(micro_batches, job.plan.steps.micro_batches)):
+            while step_batches := list(itertools.islice(micro_batches, progress.next_step(sizes))):
                 yield GlobalBatch(step_batches, began, time.perf_counter() - began)
                 began = time.perf_counter()
 
@@ -282,7 +282,6 @@ def _train_step(engine: Engine, progress: Progress, batch: GlobalBatch, stop: St
 def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
     config = prepared.config
     steps = prepared.plan.steps
-    samples = steps.micro_batches * require_training_batches(prepared.plan).loader.global_batch_size
     start_step = 0
     if prepared.resumed:
         start_step = prepared.resumed.position.step
@@ -296,9 +295,7 @@ def _run_info(world: World, prepared: PreparedRun) -> RunInfo:
         resumed_from=prepared.resume_from,
         restarted=heartbeat.restart_info(),
         compiles=not on_arrays(config, prepared.plan.device, world),
-        samples_per_step=samples,
         ranks=world.size,
-        flops_per_step=steps.flops_per_row * samples,
     )
 
 

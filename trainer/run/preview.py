@@ -17,8 +17,9 @@ from trainer.data.batches.blend import SourceShare
 from trainer.data.batches.loader import epoch_order
 from trainer.data.datasets import EVAL, TRAIN, find_tokenizer
 from trainer.errors import EXIT_OK, UserError
-from trainer.plan.render import Rows, Section, data_source_rows, format_count, print_sections
+from trainer.plan.render import data_source_rows, format_count
 from trainer.run.prepare import BuildProgress
+from trainer.tables import Rows, Section, print_sections
 
 if TYPE_CHECKING:
     from trainer.config import Config

@@ -20,7 +20,8 @@ from trainer.checkpoint.evaluations import EvalHistory, Evaluated
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Position, ResumedCheckpoint, save_stages
 from trainer.config.checks.moe import watches_drop_rate
-from trainer.data.batches.loader import TrainingBatches, optimizer_steps
+from trainer.data.batches.loader import TrainingBatches
+from trainer.data.batches.step_sizes import StepSizes
 from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import RunError
 from trainer.launch import heartbeat
@@ -90,6 +91,10 @@ class Progress:
     saved_at: tuple[int, int]
     sampled_at: int | None = None
     stopped_by: signal.Signals | None = None
+
+    def next_step(self, sizes: StepSizes) -> int:
+        """Returns the micro-batches of the next step, if no epoch ends in it."""
+        return sizes.next_step(self.position.epoch * sizes.batches_per_epoch + self.position.batch)
 
 
 @dataclass(frozen=True)
@@ -400,6 +405,8 @@ def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch
         position.batch = 0
     job.send_heartbeat(progress)
     _note_skipped(job, position.step, result)
+    first_batch = epoch * loader.batches_per_epoch
+    steps_before = steps.sizes.steps_until(first_batch)
     flops_per_second = sequences * steps.flops_per_row / seconds
     mfu = None
     if engine.peak_flops:
@@ -412,8 +419,8 @@ def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch
         last_step=job.info.last_step,
         epoch=epoch + 1,
         epochs=steps.epochs,
-        step_in_epoch=optimizer_steps(batch_in_epoch, steps.micro_batches),
-        steps_per_epoch=steps.steps_per_epoch,
+        step_in_epoch=steps.sizes.steps_until(first_batch + batch_in_epoch) - steps_before,
+        steps_per_epoch=steps.sizes.steps_until(first_batch + loader.batches_per_epoch) - steps_before,
         loss=result.loss,
         lr=result.lr,
         global_norm=global_norm,
@@ -421,9 +428,11 @@ def report_step(job: Job, engine: Engine, progress: Progress, batch: GlobalBatch
         overflow=result.overflow,
         skipped=result.skipped,
         extra=result.losses,
-        details=_details(job, engine, position.step, result),
+        details=_details(job, engine, position.step, sequences, result),
         labels=job.config.network.labels_text,
         tokens=result.tokens,
+        samples=sequences,
+        samples_seen=(steps.sizes.done_before + first_batch + batch_in_epoch) * loader.global_batch_size,
         tokens_per_second=result.tokens / seconds,
         input_tokens_per_second=sequences * job.config.network.labels_per_sequence / seconds,
         flops_per_second=flops_per_second,
@@ -446,9 +455,11 @@ def _note_skipped(job: Job, step: int, result: StepResult) -> None:
         job.events.note(f"step {step}: skipped {count} micro-batches, all of their labels are masked")
 
 
-def _details(job: Job, engine: Engine, step: int, result: StepResult) -> dict[str, object]:
-    """Returns the fields that only metrics.jsonl has: norms of parameters, rates of routers, waiting times."""
+def _details(job: Job, engine: Engine, step: int, sequences: int, result: StepResult) -> dict[str, object]:
+    """Returns the fields that only metrics.jsonl has: a growing batch, norms, rates of routers, waiting times."""
     details: dict[str, object] = {}
+    if job.plan.steps.sizes.rampup is not None:
+        details["global_batch_size"] = sequences
     if result.local_norms:
         details["local_norm"] = result.local_norms
     if job.world.size > 1 and result.reduce_seconds is not None:

@@ -215,5 +215,8 @@ def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
         yield problem(config, "model.model_config.embedding_size", rule, fix)
     if not config.runner_wrapper.accumulate_allreduce_grads_in_fp32:
         yield problem(config, "runner_wrapper.accumulate_allreduce_grads_in_fp32", _NOT_YET, "leave it out")
+    if config.runner_config.rampup_batch_size is not None:
+        fix = "leave it out, or set parallel.parallel_mode to 0"
+        yield problem(config, "runner_config.rampup_batch_size", f"{_NOT_YET}: one graph has all micro-batches", fix)
     if config.optimizer.type == "Muon":
         yield problem(config, "optimizer.type", _NOT_YET, "use AdamW or SGD")

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from trainer.plan.render import Section
 from trainer.smoke.changes import Change
 from trainer.smoke.run import SmokeResult
+from trainer.tables import Section
 
 _LONGEST = 40
 

@@ -91,6 +91,9 @@ def _steps(config: Config, setup: Setup) -> Iterator[Change]:
             why = f"in place of micro_batch_num {section.micro_batch_num} of the pipeline"
         yield from change_key(config, "parallel_config.micro_batch_num", 1)
         yield from change_key(config, f"{runner}.gradient_accumulation_steps", micro_batches(config), why)
+    if config.runner_config.rampup_batch_size is not None:
+        rows = smoke_batch_size(config) * setup.layout.degrees.data_parallel
+        yield from change_key(config, f"{runner}.rampup_batch_size", [rows, rows, rows], _SMALLER)
     yield from change_key(config, "resume_training", after=False, why="it trains first, and resumes that training")
 
 

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from trainer.cli.flags import Arguments
 from trainer.errors import UserError
-from trainer.plan.render import print_fitting
 from trainer.report.compare import compare, comparison_tables
 from trainer.report.compare_page import draw_comparison, write_page
 from trainer.report.record import is_run_folder
 from trainer.sweep.run import jobs_for, prepare_sweep, run_sweep
+from trainer.tables import print_fitting
 
 
 def sweep(arguments: Arguments, grids: Sequence[str], jobs: int | None) -> int:

@@ -217,7 +217,8 @@ def test_keys_of_muon_that_change_nothing_and_those_that_would():
     assert config.optimizer.adamw_include == ["*output_layer*"]
     assert config.parallel.enable_parallel_optimizer
     message = error_of(SMALL + "optimizer: {type: Muon, ns_coefficients: [[[3, -4, 2], 0]], qk_clip_enabled: True}\n")
-    assert "optimizer.ns_coefficients = " in message and "optimizer.qk_clip_enabled = True: not yet" in message
+    assert "optimizer.ns_coefficients = [[[3, -4, 2], 0]]: must be [a, b, c]" in message
+    assert "optimizer.qk_clip_enabled = True: not yet" in message
     inert = "optimizer: {type: Muon, qk_clip_enabled: False, qk_clip_threshold: 100, comm_strategy: allgather}\n"
     assert load(SMALL + inert).optimizer.type == "Muon"
     assert "comm_strategy" in notes(SMALL + inert.replace("allgather", "allgather_deredundency"))
@@ -299,7 +300,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("type: CosineWithWarmUpLR", "type: null", ["a.yaml:34: lr_scheduler.type: this key is required"]),
         ("num_attention_heads: 4", "num_attention_heads: 5", ["model.num_key_value_heads = 2: must divide num"]),
         ("shuffle: true", "shufle: true", ["a.yaml:49: train_dataset.dataloader.shufle: unknown key"]),
-        ("seed: 7", "rampup_batch_size: [16, 4, 200]", ["a.yaml:15: training.rampup_batch_size", "translated"]),
+        ("seed: 7", "rampup_batch_size: [16, 4]", ["a.yaml:15: training.rampup_batch_size = [16, 4]: must be [start"]),
         ("mode: full\n", "mode: select\n  select_module: [0-3]\n", ["select_module = ['0-3']: a list must have names"]),
         ("mode: full", "mode: all", ["a.yaml:40: recompute.mode = 'all': must be None, full"]),
         ("full_recompute_layer: [0-1, 3]", "select_module: null", ["recompute.mode full needs it"]),
@@ -375,6 +376,31 @@ def test_a_step_has_the_sequences_of_the_global_batch_in_any_job():
     assert "training.global_batch_size = 8: must be a multiple of local_batch_size x data_parallel = 2 x 3" in message
     again = parse_config("config.yaml", dump_config(resolve_for_job(config, world_of(2))))
     assert resolve_for_job(again, world_of(4)).runner_config.gradient_accumulation_steps == 1
+
+
+@pytest.mark.parametrize(
+    ("rampup", "ranks", "parts"),
+    [
+        ("[2, 4, 100]", 2, ["starts with 2 sequences, which local_batch_size x data_parallel = 4", "write [4, 4"]),
+        ("[12, 4, 100]", 1, ["more than the 8 of the full global batch"]),
+        ("[2, 4, 100]", 1, ["steps of 4 do not lead from 2 to the full global batch of 8", "write [2, 2, 100]"]),
+        ("[2, 3, 100]", 1, ["grows by 3 sequences", "write [2, 2, 100]"]),
+    ],
+)
+def test_a_batch_that_cannot_grow_so_is_refused(rampup: str, ranks: int, parts: list[str]):
+    text = SMALL.replace("global_batch_size: 8", f"global_batch_size: 8, rampup_batch_size: {rampup}")
+    message = failure(lambda: plan_file(load(text), world_of(ranks), []))
+    for part in ("a.yaml:2: training.rampup_batch_size = ", *parts):
+        assert part in message, message
+    fix = "[" + message.partition("write [")[2].partition("]")[0] + "]"
+    assert plan_file(load(text.replace(rampup, fix)), world_of(ranks), []).steps.total_steps == 6
+
+
+def test_a_ramp_up_is_not_for_one_graph():
+    text = SMALL.replace("steps: 6", "steps: 6, rampup_batch_size: [4, 4, 10]").replace("CPU", "Ascend")
+    older = ("parallel_config.model_parallel=2", "use_parallel=True", "parallel.parallel_mode=1")
+    told = "\n".join(plan_file(load(text, *older), world_of(2), []).notes)
+    assert "rampup_batch_size = [4, 4, 10]: not yet supported in semi-automatic mode" in told
 
 
 def test_a_run_has_the_steps_that_the_file_says():

@@ -25,7 +25,7 @@ def metrics(step: int, **changes: object) -> StepMetrics:
         "step": step, "last_step": 9, "epoch": 1, "epochs": 2, "step_in_epoch": step, "steps_per_epoch": 9, "loss": 1.5,
         "lr": 0.25, "global_norm": 2.0, "loss_scale": 1024.0, "overflow": False, "tokens": 100,
         "tokens_per_second": 50.0, "input_tokens_per_second": 60.0, "step_seconds": 2.0, "data_wait_seconds": 0.5,
-        "peak_rss_bytes": 7,
+        "peak_rss_bytes": 7, "samples": 8, "samples_seen": 8 * step, "flops_per_second": 4e12,
     }  # fmt: skip
     return StepMetrics(**{**values, **changes})
 
@@ -60,7 +60,7 @@ class Recorder(Tracker):
 
 
 def run_info(folder: Path, **changes: object) -> RunInfo:
-    return RunInfo(folder, 9, 9, samples_per_step=8, ranks=2, flops_per_step=8e12, **changes)
+    return RunInfo(folder, 9, 9, ranks=2, **changes)
 
 
 def tell(monitor: TrackerMonitor, folder: Path, steps: range) -> None:

@@ -15,7 +15,8 @@ from trainer.parallel.mesh import Degrees, Mesh, group_ranks
 from trainer.parallel.world import world_of
 from trainer.plan.division import ShardingPlan, model_layout_for, ranks_text, sharding_plan
 from trainer.plan.pipeline import pipeline_plan
-from trainer.plan.render import sections_text, sharding_sections
+from trainer.plan.render import sharding_sections
+from trainer.tables import sections_text
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LAYOUTS = {

@@ -77,6 +77,36 @@ def _batch_problems(config: Config, world: World) -> Iterator[ConfigError]:
         rule = f"must be a multiple of batch_size x data_parallel = {rows} x {ranks}"
         near = max(1, round(total / (rows * ranks))) * rows * ranks
         yield problem(config, "runner_config.global_batch_size", rule, f"write {near}, or change batch_size")
+    elif config.runner_config.rampup_batch_size is not None and config.trains:
+        full = rows * ranks * micro_batches_per_step(config, parallel_degrees(config, world))
+        yield from _rampup_problems(config, rows * ranks, full)
+
+
+def _rampup_problems(config: Config, micro_batch: int, full: int) -> Iterator[ConfigError]:
+    """Yields an error if a global batch of the ramp-up cannot be made of micro-batches, or misses the full one.
+
+    Args:
+        micro_batch: Sequences of a micro-batch over all ranks.
+        full: Sequences of the global batch after the ramp-up.
+    """
+    rampup = config.runner_config.rampup_batch_size
+    assert rampup is not None
+    start, increment, samples = rampup
+    rule = ""
+    if start > full:
+        rule = f"starts with {start} sequences, more than the {full} of the full global batch"
+    elif start % micro_batch:
+        rule = f"starts with {start} sequences, which batch_size x data_parallel = {micro_batch} does not divide"
+    elif (full - start) % increment:
+        rule = f"steps of {increment} do not lead from {start} to the full global batch of {full} sequences"
+    elif full - start > increment and increment % micro_batch:
+        rule = f"grows by {increment} sequences, which batch_size x data_parallel = {micro_batch} does not divide"
+    if rule:
+        near = max(1, min(start, full) // micro_batch) * micro_batch
+        steps = max(1, (full - near) // micro_batch)
+        grows = next(n for n in range(min(steps, max(1, increment // micro_batch)), 0, -1) if steps % n == 0)
+        fix = f"write [{near}, {grows * micro_batch}, {samples}]"
+        yield problem(config, "runner_config.rampup_batch_size", rule, fix)
 
 
 def shards_optimizer(config: Config, world: World) -> bool:

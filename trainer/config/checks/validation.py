@@ -125,7 +125,7 @@ def _rule(items: list[Any], path: tuple[str, ...]) -> str:
         return f"must be {' and '.join(bounds)}"
     if kinds:
         return f"must be {one_of(list(dict.fromkeys(kinds)))}"
-    if items[0]["type"] == "path":
+    if items[0]["type"] == "value_rule":
         return items[0]["msg"]
     if field is not None:
         types = [name for section in shape_of(field).kinds for name in types_of(section)]

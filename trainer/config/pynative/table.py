@@ -206,6 +206,7 @@ ROWS = (
     Row("training.steps", "runner_config.max_steps", "int", 1000),
     Row("training.local_batch_size", "runner_config.batch_size", "int", 1),
     Row("training.global_batch_size", "runner_config.global_batch_size", "int", 1),
+    Row("training.rampup_batch_size", "runner_config.rampup_batch_size", "list"),
     Row("training.max_norm", "runner_wrapper.use_clip_grad", "float", 1.0, transform=Transform(lambda norm: norm > 0)),
     Row("training.max_norm", "runner_wrapper.max_grad_norm", "float", 1.0, transform=Transform(_clipping_norm, float)),
     Row("training.deterministic", "context.deterministic", "bool", False, "training.deterministic", _ON),

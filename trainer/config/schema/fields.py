@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -36,9 +36,14 @@ Layer: TypeAlias = Annotated[int, Field(ge=-LAYERS, le=LAYERS)]
 """A layer, or the additional layers of a pipeline stage."""
 
 
+def refuse_value(rule: str) -> NoReturn:
+    """Raises the error of a validator, whose message is the rule."""
+    raise PydanticCustomError("value_rule", "{rule}", {"rule": rule})
+
+
 def _validate_path(path: str) -> str:
     if rule := path_error(path):
-        raise PydanticCustomError("path", "{rule}", {"rule": rule})
+        refuse_value(rule)
     return path
 
 

@@ -3,9 +3,8 @@
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 
-from trainer.config.schema.fields import COUNT, REQUIRED, Section, setting
+from trainer.config.schema.fields import COUNT, REQUIRED, Section, refuse_value, setting
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
@@ -25,8 +24,7 @@ def _validate_coefficients(value: list[Any]) -> list[Any]:
     segments = [part for part in value if isinstance(part, list) and len(part) == 2 and _is_triple(part[0])]
     counts = [part[1] for part in segments if type(part[1]) is int and part[1] >= 1]
     if not value or len(counts) < len(value) or sum(counts) > _NS_STEPS:
-        rule = f"must be [a, b, c], or [[[a, b, c], steps], ...] with 1 to {_NS_STEPS} steps in all"
-        raise PydanticCustomError("coefficients", "{rule}", {"rule": rule})
+        refuse_value(f"must be [a, b, c], or [[[a, b, c], steps], ...] with 1 to {_NS_STEPS} steps in all")
     return value
 
 

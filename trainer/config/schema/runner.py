@@ -2,9 +2,18 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
-from trainer.config.schema.fields import BATCH, COUNT, Section, setting
+from trainer.config.schema.fields import BATCH, COUNT, Section, refuse_value, setting
+
+
+def _validate_rampup(value: list[int]) -> list[int]:
+    if len(value) != 3 or not 1 <= value[0] <= BATCH or not 1 <= value[1] <= BATCH or not 0 <= value[2] <= COUNT:
+        refuse_value("must be [start, increment, samples], of which start and increment are at least 1")
+    return value
+
+
+RampUp = Annotated[list[int], AfterValidator(_validate_rampup)]
 
 
 class RunnerConfig(Section):
@@ -18,6 +27,10 @@ class RunnerConfig(Section):
         None, "Sequences of one optimizer step over all ranks. It determines gradient_accumulation_steps (in a pipeline"
         " micro_batch_num): global_batch_size / (batch_size x data_parallel). Default null: those keys.",
         ge=1, le=BATCH)
+    rampup_batch_size: RampUp | None = setting(
+        None, "[start, increment, samples]: the first steps have start sequences over all ranks, and over the first"
+        " samples sequences of the training the global batch grows to its full size, by increment at a time. Default"
+        " null: off.")
     max_steps: int | None = setting(
         None, "Optimizer steps of the run, instead of epochs: the data are read again as often as needed. Default null:"
         " epochs.", ge=1, le=COUNT)

@@ -134,11 +134,6 @@ def epoch_order(dataset: SequenceDataset, *, shuffle: bool, seed: int, epoch: in
     return np.arange(size)
 
 
-def optimizer_steps(micro_batches: int, micro_batches_per_step: int) -> int:
-    """Returns how many optimizer steps take these micro-batches; the last step may have fewer of them."""
-    return -(-micro_batches // micro_batches_per_step)
-
-
 @dataclass
 class BatchLoader:
     """Makes the micro-batches of a data set; it keeps no state between epochs.
