@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainer.config.schema.adapter import ModuleNames
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
 from trainer.models.spec.names import adapter_names, layer_prefix, sublayer_of
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
+    from trainer.config.schema.adapter import ModuleNames
     from trainer.config.schema.model import ModelConfig
 
 _GRAPH_NAMES = {
@@ -72,6 +72,8 @@ def adaptable_matrices(settings: ModelConfig, layer: int) -> dict[str, ModuleNam
 
 def module_names(settings: ModelConfig, layer: int, name: str) -> ModuleNames:
     """Returns the full names of the matrix `name` of a layer."""
+    from trainer.config.schema.adapter import ModuleNames  # its package imports this module
+
     graph = _GRAPH_NAMES[name]
     if name == "self_attn.q_proj" and latent_spec(settings) is not None:
         graph = _LATENT_QUERY
