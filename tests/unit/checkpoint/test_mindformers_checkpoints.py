@@ -21,6 +21,7 @@ from mindformers_checkpoints import (
 from safetensors.numpy import load_file, save_file
 
 from trainer.checkpoint.adapters import load_initial_weights
+from trainer.checkpoint.mindformers.strategy import StrategyError, read_strategy
 from trainer.checkpoint.state import checkpoint_to_resume
 from trainer.checkpoint.tensor_names import to_disk
 from trainer.config import Config, parse_config
@@ -198,9 +199,15 @@ def without_tensor(content: dict[str, Any]) -> None:
     del content["state_dict_metadata"][FC1]
 
 
+def with_offset(content: dict[str, Any]) -> None:
+    content["state_dict_metadata"][FC1]["chunk"][1]["global_offset"] = [7]
+    content["storage_data"][str((FC1, (7,)))] = content["storage_data"].pop(str((FC1, (1,))))
+
+
 @pytest.mark.parametrize(
     ("change", "changes", "parts"),
     [
+        (with_offset, {}, ["metadata.json: ", FC1, "has no shard [7]"]),
         (without_shard, {}, ["1 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
         (without_place, {}, ["says of no file that it has the shard [1] of", FC1]),
         (without_tensor, {}, ["lacks model.layers.1.mlp.gate_proj.weight (and 1 more)"]),
@@ -244,6 +251,9 @@ def test_shards_without_a_strategy_are_refused_with_the_command_that_merges_them
     (tmp_path / "strategy" / "ckpt_strategy_rank_0.ckpt").write_bytes(b"\xff" * 20)
     message = failure(lambda: load_initial_weights(config))
     assert "src_strategy_path_or_dir" in message and command in message and "not a strategy file" in message
+    (tmp_path / "empty").mkdir()
+    config = config_of("qwen3", folder, src_strategy_path_or_dir=str(tmp_path / "empty"))
+    assert "the folder has no .ckpt file" in failure(lambda: load_initial_weights(config))
 
 
 def test_ranks_without_a_common_step_are_refused(tmp_path: Path) -> None:
@@ -270,3 +280,33 @@ def test_the_numbers_of_optimizer_and_counters_are_not_weights(tmp_path: Path) -
     save_file(tensors | {"decoder.layers.0.mlp.extra": np.zeros(2, np.float32)}, file)
     message = failure(lambda: load_initial_weights(config_of("qwen3", folder)))
     assert "place for decoder.layers.0.mlp.extra in rank_0/model_rank_0-1_4.safetensors" in message
+
+
+def test_a_damaged_strategy_is_an_error_and_never_a_wrong_layout(tmp_path: Path) -> None:
+    weights = {"decoder.a.weight": np.zeros((8, 4), np.float32), "decoder.b.weight": np.zeros(4, np.float32)}
+    write_rank_folders(tmp_path, weights, MATRIX, lambda name, array: (("tp",), ())[: array.ndim])
+    path = tmp_path / "strategy" / "ckpt_strategy_rank_0.ckpt"
+    content = path.read_bytes()
+    layout = read_strategy(path)["decoder.a.weight"]
+    assert layout.place(3, (4, 4)) == ((4, 0), (8, 4))
+    draw = np.random.default_rng(0)
+    errors = 0
+    for length in range(len(content)):  # between two messages it reads like a whole file
+        path.write_bytes(content[:length])
+        errors += is_refused(path)
+    assert errors > len(content) // 2
+    for _ in range(500):
+        damaged = bytearray(content)
+        damaged[draw.integers(len(damaged))] = draw.integers(256)
+        path.write_bytes(bytes(damaged))
+        is_refused(path)
+
+
+def is_refused(path: Path) -> bool:
+    """Returns whether a strategy file is an error; anything else than StrategyError fails the test."""
+    try:
+        for layout in read_strategy(path).values():
+            layout.place(3, (4,) * len(layout.tensor_map))
+    except StrategyError:
+        return True
+    return False

@@ -30,7 +30,7 @@ from trainer.checkpoint.store import ENDING, read_safetensors
 from trainer.errors import UserError
 from trainer.input_files import read_bytes
 from trainer.parallel.world import SINGLE_PROCESS, World
-from trainer.storage.json_files import JsonError, LenientModel, parse_json
+from trainer.storage.json_files import Count, JsonError, LenientModel, parse_json
 from trainer.storage.tensor_file import LazyArray, merge_shards
 
 OpenFile: TypeAlias = Callable[[Path], dict[str, LazyArray]]
@@ -59,13 +59,13 @@ class Source(NamedTuple):
 
 
 class _Chunk(LenientModel):
-    global_offset: list[int]
-    local_shape: list[int]
+    global_offset: list[Count]
+    local_shape: list[Count]
 
 
 class _Tensor(LenientModel):
-    global_shape: list[int]
-    axis_fragmentations: list[int]
+    global_shape: list[Count]
+    axis_fragmentations: list[Count]
     chunk: list[_Chunk]
 
 
@@ -214,9 +214,10 @@ def _iteration_tensor(
             raise _problem(path, rule, "copy the complete folder, or use another checkpoint", where)
         # The offset is the number of the shard, those along the last axis first.
         counts = tensor.axis_fragmentations
-        number = chunk.global_offset[0]
-        if number >= math.prod(counts) or len(counts) != array.ndim:
-            raise _problem(path, f"{METADATA}: {name} has no shard {number}", "use another checkpoint", where)
+        number = sum(chunk.global_offset)
+        if number >= math.prod(counts) or len(counts) != array.ndim or len(chunk.global_offset) != 1:
+            rule = f"{METADATA}: {name} has no shard {chunk.global_offset}"
+            raise _problem(path, rule, "use another checkpoint", where)
         index = np.unravel_index(number, counts)
         shards[tuple(int(at) * size for at, size in zip(index, array.shape, strict=True))] = array
     return _merge_tensor(path, name, tuple(tensor.global_shape), shards, first, where)
@@ -294,7 +295,11 @@ def _open_ranks(
             shape = array.shape
             layout = layouts.get(rank, {}).get(name)
             if layout is not None and len(layout.tensor_map) == array.ndim:
-                start, shape = layout.place(rank, array.shape)
+                try:
+                    start, shape = layout.place(rank, array.shape)
+                except StrategyError as error:
+                    rule = f"the strategy of {name} cannot be used: {error}"
+                    raise _problem(folder, rule, _merge_fix(source, folder), where, STRATEGY_KEY) from None
             files.setdefault(name, f"{file.parent.name}/{file.name}")
             if shapes.setdefault(name, shape) != shape:
                 rule = f"{name} has other shapes in {files[name]} and {file.parent.name}/{file.name}: shards of a job"
@@ -335,12 +340,14 @@ def _open_strategies(
     elif (source.path / "strategy").is_dir():
         folder = source.path / "strategy"
     files = [folder]
-    if folder.is_dir():
+    if folder.is_dir() or not strategy:
         files = sorted(folder.rglob("*.ckpt"))
-    if not strategy and not folder.is_dir():
+    if not files and not strategy:
         return {}, folder
     layouts: dict[int, dict[str, ParameterLayout]] = {}
     try:
+        if not files:
+            raise StrategyError("the folder has no .ckpt file")
         read = {file: read_strategy(file) for file in files}
         for rank in source.files:
             matching = [file for file in files if re.search(rf"rank_{rank}\.ckpt$", file.name)] or files

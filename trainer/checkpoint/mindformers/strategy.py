@@ -123,6 +123,10 @@ def _parameter_layout(message: bytes) -> ParameterLayout:
     if not numbers.get(_OPTIMIZER_STEP, 0):
         optimizer_ranks = 0
     sharding = tuple(tuple(axis for axis in axes if axis != -1) for axes in tensor_map)
+    if not sharding or min(device_matrix) < 1 or optimizer_ranks < -1:
+        raise ValueError("a layout without axes or ranks")
+    if any(axis not in range(len(device_matrix)) for axes in sharding for axis in axes):
+        raise ValueError("an axis that the device matrix does not have")
     return ParameterLayout(device_matrix, sharding, optimizer_ranks)
 
 
