@@ -317,6 +317,8 @@ def _sharding_candidates(config: Config, world: World) -> list[tuple[int, dict[s
         }  # fmt: skip
         changes = {key: value for key, value in settings.items() if value_of(config, key) != value}
         if changes:
+            if config.parallel_config.expert_model_parallel:  # the loader multiplies the degree that a file has
+                changes |= {"parallel_config.expert_parallel": expert, "parallel_config.expert_model_parallel": 1}
             candidates.append((degrees.ranks * stages * tensor, changes))
     return sorted(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
 

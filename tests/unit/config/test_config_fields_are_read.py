@@ -101,6 +101,8 @@ ELSEWHERE = {
     "parallel_config.context_parallel_algo",
     "parallel_config.ulysses_degree_in_cp",
     "parallel_config.expert_parallel",
+    # The loader multiplies expert_parallel by it.
+    "parallel_config.expert_model_parallel",
     "parallel_config.pipeline_stage",
     "parallel_config.micro_batch_num",
 }

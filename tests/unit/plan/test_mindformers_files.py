@@ -9,7 +9,7 @@ from config_helpers import failure, load, notes
 from data_helpers import write_tokenizer
 from tolerances import FOUR_DECIMALS, SMALL_ARRAYS, SMALLER_ARRAYS
 
-from trainer.config import parse_config
+from trainer.config import dump_config, parse_config
 from trainer.config.checks.problem import ConfigError, ConfigErrors
 from trainer.config.recompute import recomputed_parts
 from trainer.config.stages import stage_layers
@@ -151,17 +151,20 @@ def test_weights_beyond_the_device_are_an_error():
 EXPERTS = FINETUNE.replace("offset: [1, -1]", "offset: 0\n    moe_config: {expert_num: 8, num_experts_chosen: 2}")
 UNSHARED = EXPERTS.replace("enable_parallel_optimizer: True", "enable_parallel_optimizer: False")
 EXPLICIT = EXPERTS.replace("parallel_mode: 1", "parallel_mode: 0")
+MULTIPLIED = {"parallel_config.expert_model_parallel": "1"}  # without it the loader multiplies expert_parallel
 
 
 @pytest.mark.parametrize(
     ("text", "limit", "settings"),
     [
-        (UNSHARED, "3GB", {"parallel_config.expert_parallel": "4"}),  # on the same ranks
-        (UNSHARED, "1.5GB", {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "8"}),
+        (UNSHARED, "2.5GB", {"parallel_config.expert_parallel": "8"} | MULTIPLIED),  # on the same ranks
+        (UNSHARED, "1.5GB",
+         {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "8"} | MULTIPLIED),
         # Explicit mode has no level 3 on an Ascend; in the other one it does not go with experts in this pipeline.
         (EXPLICIT, "1.5GB", {"parallel_config.model_parallel": "16", "parallel_config.expert_parallel": "8",
                              "parallel.parallel_optimizer_config.optimizer_level": "level2"}),
-        (EXPERTS, "1.5GB", {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "4"}),
+        (EXPERTS, "1GB", {"parallel_config.model_parallel": "4", "parallel_config.expert_parallel": "4",
+                          "parallel.parallel_optimizer_config.optimizer_level": "level2"} | MULTIPLIED),
         (FINETUNE, "0.25GB", {"parallel.parallel_optimizer_config.optimizer_level": "level2"}),  # and 4 offsets
         (FINETUNE.replace("use_parallel: True", ""), "2GB", {"use_parallel": "True"}),
     ],
@@ -345,3 +348,28 @@ def test_the_names_of_the_other_program(capsys):
     assert load("run_mode: predict_with_train_model\n").run_mode == "predict"
     assert load("output_dir: ''\n").output_dir == "./output"
     assert load("parallel: {parallel_mode: MANUAL_PARALLEL}\n").parallel.parallel_mode == 0
+
+
+@pytest.mark.parametrize(
+    ("degrees", "more", "ranks"),
+    [
+        ("data_parallel: 2, model_parallel: 4, expert_parallel: 2", "", 8),
+        ("data_parallel: 1, model_parallel: 8", "", 8),
+        ("data_parallel: 4, model_parallel: 4, expert_parallel: 4", "", 8),  # of 8 experts
+        ("data_parallel: 2, model_parallel: 4, expert_parallel: 2", "use_legacy: False\n", 2),
+        ("data_parallel: 2, model_parallel: 4, expert_parallel: 2, expert_model_parallel: 1", "", 2),
+        ("data_parallel: 2, model_parallel: 4, expert_parallel: 2, expert_model_parallel: 2", "use_legacy: False\n", 4),
+    ],
+)
+def test_experts_that_are_sharded_there_are_spread_over_as_many_ranks(degrees: str, more: str, ranks: int):
+    """The experts of Mixtral's files would not fit otherwise."""
+    text = f"""{more}parallel: {{parallel_mode: 1}}
+parallel_config: {{{degrees}}}
+model: {{arch: {{type: LlamaForCausalLM}}, model_config: {{num_layers: 2, num_heads: 8}}}}
+moe_config: {{expert_num: 8, num_experts_chosen: 2}}
+"""
+    config = load(text)
+    assert config.parallel_config.expert_parallel == ranks
+    says_so = "also shards each expert over" in notes(text)
+    assert says_so == (f"expert_parallel: {ranks}" not in degrees)
+    assert parse_config("again", dump_config(config)).parallel_config == config.parallel_config

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
+from trainer.config.checks.parallel import SEMI_AUTO
 from trainer.config.families import FAMILIES, Family, known_class, layers_with_experts, named_family, source_class
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
@@ -34,6 +35,8 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
     _from_sparse_layers(resolved)
     _from_optimizer(resolved)
     _from_records(resolved)
+    if not is_complete:
+        _from_sharded_experts(resolved)
 
 
 def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool:
@@ -54,6 +57,47 @@ def _set_default(resolved: Resolved, key: str, value: Any, because: str) -> bool
     place = resolved.positions[because]
     resolved.positions[key] = SourceLocation(place.order, f"{place.text} ({place.key or because})")
     return True
+
+
+def _from_sharded_experts(resolved: Resolved) -> None:
+    """Multiplies expert_parallel by the ranks that shard each expert in MindSpore Transformers: here they are whole.
+
+    Its legacy classes shard experts over model_parallel, too, unless expert_model_parallel says otherwise.
+    """
+    degrees = resolved.section("parallel_config")
+    key = "parallel_config.expert_parallel"
+    because = "parallel_config.expert_model_parallel"
+    shards = degrees.get("expert_model_parallel")
+    if shards is None and _is_legacy(resolved):
+        because = "parallel_config.model_parallel"
+        shards = degrees.get("model_parallel")
+    names = ("expert_parallel", "data_parallel", "model_parallel", "context_parallel")
+    numbers: list[Any] = [degrees.get(name, 1) for name in names]
+    numbers += [shards, resolved.section(_EXPERTS).get("expert_num")]
+    if not all(isinstance(number, int) for number in numbers):
+        return
+    degrees["expert_model_parallel"] = 1
+    written, *ranks_of_stage, shards, experts = numbers
+    ranks = math.gcd(written * shards, experts, math.prod(ranks_of_stage))
+    if ranks <= written:
+        return
+    degrees.pop("expert_parallel", None)
+    place = resolved.positions.get(key)
+    _set_default(resolved, key, ranks, because)
+    if place is not None:
+        resolved.positions[key] = place._replace(value=written)
+    text = (f"{key} {written}: taken as {ranks}, because MindSpore Transformers also shards each expert over {shards}"
+            f" ranks ({because}); here all of them have whole experts")  # fmt: skip
+    resolved.notes.append(Note(text, "parallel"))
+
+
+def _is_legacy(resolved: Resolved) -> bool:
+    """Returns whether a file trains one of MindSpore Transformers' legacy classes in semi-automatic mode."""
+    is_semi_auto = resolved.value("parallel.parallel_mode") in SEMI_AUTO
+    trains = resolved.data.get("run_mode", "train") in ("train", "finetune")
+    name = resolved.value("model.arch.type")
+    is_class = "model.arch.type" in resolved.positions and name in ("LlamaForCausalLM", "TelechatForCausalLM")
+    return is_semi_auto and trains and is_class and resolved.data.get("use_legacy") is not False
 
 
 def _from_records(resolved: Resolved) -> None:

@@ -108,6 +108,9 @@ class ParallelConfig(Section):
     ulysses_degree_in_cp: int = setting(
         1, "hybrid_cp: neighbouring ranks of context_parallel that exchange heads.", ge=1, le=RANKS)
     expert_parallel: int = setting(1, "Expert-parallel degree: ranks that shard the experts.", ge=1, le=RANKS)
+    expert_model_parallel: int | None = setting(
+        None, "Ranks that shard each expert in MindSpore Transformers: it multiplies expert_parallel, as a rank has"
+        " whole experts here. Default null: model_parallel in files of its legacy classes, else 1.", ge=1, le=RANKS)
     pipeline_stage: int = setting(1, "Number of pipeline stages.", ge=1, le=RANKS)
     micro_batch_num: int = setting(1, "Micro-batches of a step in a pipeline.", ge=1, le=BATCH)
     use_seq_parallel: bool = setting(
