@@ -34,6 +34,7 @@ _LATENT = {"architectures": "LlamaForCausalLM", "multi_latent_attention": True, 
 _EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1,
             "first_k_dense_replace": 1}
 _SHARED = {"enable_parallel_optimizer": True, "parallel_optimizer_config": {"parallel_optimizer_threshold": 1}}
+_PAIRS = {"parallel_optimizer_threshold": 0, "optimizer_weight_shard_size": 2}
 _SHARED_WEIGHTS = {"enable_parallel_optimizer": True,
                    "parallel_optimizer_config": {"parallel_optimizer_threshold": 0, "optimizer_level": "level3"}}
 CASES: dict[str, dict[str, Any]] = {
@@ -71,6 +72,14 @@ CASES: dict[str, dict[str, Any]] = {
                   "compute_dtype": "float16",
                   "moe_config": _EXPERTS | {"capacity_factor": 1.5, "drop_policy": "probability"}},
         "sections": _AGAIN | {"parallel": {"pipeline_config": {"pipeline_interleave": True}}},
+    },
+    "state of pairs": {"degrees": {"data_parallel": 4}, "model": {"num_layers": 1}, "sections": {
+        "parallel": {"enable_parallel_optimizer": True, "parallel_optimizer_config": _PAIRS}}},
+    "experts and gradients of pairs": {
+        "degrees": {"data_parallel": 4, "expert_parallel": 2}, "model": {"moe_config": _EXPERTS}, "sections": {
+            "runner_config": {"gradient_accumulation_steps": 2}, "parallel": {
+                "enable_parallel_optimizer": True,
+                "parallel_optimizer_config": _PAIRS | {"optimizer_level": "level2"}}},
     },
     "stages": {"degrees": {"pipeline_stage": 2, "data_parallel": 2}, "more": {"micro_batch_num": 2},
                "model": {"tie_word_embeddings": True, "num_layers": 4, "pp_interleave_num": 2},

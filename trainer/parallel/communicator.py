@@ -19,8 +19,8 @@ from trainer.models.spec.sublayers import attention_spec
 from trainer.parallel.connections import Connections
 from trainer.parallel.gradients import GradientReducer
 from trainer.parallel.host_group import CpuGroup
-from trainer.parallel.layout import SUM_GROUPS, SumGroup
-from trainer.parallel.mesh import build_mesh
+from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, SumGroup
+from trainer.parallel.mesh import Degrees, build_mesh
 from trainer.parallel.process_groups import process_groups
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ class Communicator:
             each rank is a replica of the model with different batches.
         layout: How they shard the model; None without `groups`.
         where: This rank's coordinate in the mesh; None without `groups`.
+        shard_groups: The groups of this rank where only some data-parallel ranks share the shards of ZeRO; None: all.
 
     Attributes:
         data_rank: Index of this rank's batches and dropout masks; ranks that compute one replica have the same.
@@ -58,11 +59,13 @@ class Communicator:
         groups: ProcessGroups | None = None,
         layout: ModelLayout | None = None,
         where: MeshCoordinate | None = None,
+        shard_groups: ProcessGroups | None = None,
     ) -> None:
         self.group: ProcessGroup = group or CpuGroup(Connections(0, {}), [0])
         self.groups = groups
         self.layout = layout
         self.where = where
+        self.shard_groups = shard_groups
         self.rank = self.group.rank
         self.size = self.group.size
         self.shards_model = groups is not None
@@ -116,7 +119,7 @@ class Communicator:
         if self.size == 1:
             groups = []
         else:
-            groups = [self.groups_of(name) for name in parameters]
+            groups = [self._reduction_groups(*each) for each in zip(parameters, is_sharded, strict=True)]
         return GradientReducer(
             list(parameters.values()), is_sharded, groups,
             shards_gradients=shards_gradients, overlaps=not self.group.on_host, in_float32=in_float32,
@@ -132,12 +135,26 @@ class Communicator:
     def optimizer_state_group(self, name: str) -> ProcessGroup | None:
         """Returns the ranks with the same shard of a parameter, which may shard its optimizer state; None: only this.
         """
+        if self.shard_groups is not None:
+            return getattr(self.shard_groups, SHARD_GROUPS[self._data_group(name)][0])
         if self.groups is None or self.layout is None:
             return self.group
-        is_expert = "expert_dp" in self.layout.parameters[name].sums
-        if is_expert:
-            return self.groups.expert_dp
-        return self.groups.dp_cp
+        return getattr(self.groups, self._data_group(name))
+
+    def _data_group(self, name: str) -> SumGroup:
+        """Returns the group of the ranks with the same shard of a parameter."""
+        if self.layout is not None and "expert_dp" in self.layout.parameters[name].sums:
+            return "expert_dp"
+        return "dp_cp"
+
+    def _reduction_groups(self, name: str, is_sharded: bool) -> dict[SumGroup, ProcessGroup]:
+        """Returns the groups of `groups_of`; a sharded gradient is summed over its shards first, then over replicas."""
+        groups = self.groups_of(name)
+        if not is_sharded or self.shard_groups is None:
+            return groups
+        kinds = [part for kind in groups for part in SHARD_GROUPS.get(kind, (kind,))]
+        split = {kind: groups.get(kind) or getattr(self.shard_groups, kind) for kind in kinds}
+        return {kind: group for kind, group in split.items() if group is not None}
 
     def norm_weights(self, names: Sequence[str], scattered: Collection[str] = ()) -> np.ndarray:
         """Returns the factors of this rank's squared norms in sums over all ranks: 1, or 0 if another rank counts.
@@ -152,23 +169,40 @@ class Communicator:
         """Returns whether this rank saves its shard of a parameter: it is the first rank with this shard.
 
         Args:
-            is_sharded: The ranks with this shard each have and save a range of it (ZeRO).
+            is_sharded: The ranks with this shard each have and save a range of it (ZeRO), the first one with each.
         """
+        if is_sharded and self.shard_groups is not None:
+            replicas = getattr(self.shard_groups, SHARD_GROUPS[self._data_group(name)][1])
+            if replicas is not None and replicas.rank > 0:
+                return False
         if self.layout is None or self.where is None:
             return is_sharded or self.rank == 0
         return self.layout.is_first_holder(name, self.where, is_sharded)
 
 
-def model_parallel(group: ProcessGroup, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1) -> Communicator:
+def data_parallel(group: ProcessGroup, sharding: int = 0) -> Communicator:
+    """Makes the communicator of ranks that each have the model; for `sharding` see `group_ranks`."""
+    if sharding in (0, group.size):
+        return Communicator(group)
+    mesh = build_mesh(Degrees(data_parallel=group.size), group.size)
+    return Communicator(group, shard_groups=process_groups(group, mesh, sharding=sharding))
+
+
+def model_parallel(
+    group: ProcessGroup, settings: ModelConfig, layout: ModelLayout, ulysses: int = 1, sharding: int = 0
+) -> Communicator:
     """Makes the communicator of ranks that shard a model.
 
     Args:
         group: All ranks of the job.
-        ulysses: See `group_ranks`.
+        ulysses, sharding: See `group_ranks`.
     """
     mesh = build_mesh(layout.degrees, group.size)
-    groups = process_groups(group, mesh, attention_spec(settings).shared_kv_heads, ulysses)
-    return Communicator(group, groups, layout, mesh.coordinate_of(group.rank))
+    groups = process_groups(group, mesh, attention_spec(settings).shared_kv_heads, ulysses, sharding)
+    shard_groups = None
+    if sharding not in (0, layout.degrees.data_parallel):
+        shard_groups = groups
+    return Communicator(group, groups, layout, mesh.coordinate_of(group.rank), shard_groups)
 
 
 def _exact_sums(values: Sequence[float], group: ProcessGroup) -> list[float]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from trainer.parallel.layout import SUM_GROUPS, SumGroup
+from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, SumGroup
 from trainer.parallel.sharding import FLOAT32_BYTES
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from trainer.parallel.collectives import PendingResult, ProcessGroup
 
 
-_STATE_GROUPS: tuple[SumGroup, ...] = ("dp_cp", "expert_dp")  # whose ranks shard the optimizer state
+# Groups whose ranks shard the optimizer state.
+_STATE_GROUPS: tuple[SumGroup, ...] = (*SHARD_GROUPS, *(shard for shard, _ in SHARD_GROUPS.values()))
 _MAX_PENDING = 2  # buckets: while one travels the next one waits, so that the link is never idle
 
 
@@ -306,6 +307,9 @@ class GradientReducer:
         group = self._state_group(place)
         assert group.on_host
         local = reduce_scatter_range(gradient, group)
+        for kind, group in self.groups[place].items():
+            if kind in ("dp_replicas", "expert_replicas"):
+                [local] = all_reduce([local], group)
         self.seconds += time.perf_counter() - began
         return local
 

@@ -27,10 +27,16 @@ from trainer.parallel.sharding import Shard, ShardSpec, shard_range
 if TYPE_CHECKING:
     from trainer.config.schema.model import ModelConfig
 
-SumGroup = Literal["tp", "kv", "dp_cp", "expert_dp", "embedding"]
+SumGroup = Literal[
+    "tp", "kv", "dp_cp", "dp_shard", "dp_replicas", "expert_dp", "expert_shard", "expert_replicas", "embedding"
+]
 """Group of ranks over which a gradient is summed, in the order of the sums: a field of
 `trainer.parallel.process_groups.ProcessGroups`."""
 SUM_GROUPS: tuple[SumGroup, ...] = get_args(SumGroup)
+SHARD_GROUPS: dict[SumGroup, tuple[SumGroup, SumGroup]] = {
+    "dp_cp": ("dp_shard", "dp_replicas"), "expert_dp": ("expert_shard", "expert_replicas"),
+}  # fmt: skip
+"""The groups that ZeRO shards a parameter over -> the parts of each where only some of its ranks share the shards."""
 
 
 class ParameterLayout(NamedTuple):

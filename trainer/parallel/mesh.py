@@ -132,7 +132,7 @@ def build_mesh(degrees: Degrees, ranks: int) -> Mesh:
 
 
 def group_ranks(
-    mesh: Mesh, rank: int, kv_heads: int | None = None, ulysses: int = 1
+    mesh: Mesh, rank: int, kv_heads: int | None = None, ulysses: int = 1, sharding: int = 0
 ) -> dict[str, Sequence[int]]:
     """Returns the ranks, ascending, of each group of a rank: the fields of
     `trainer.parallel.process_groups.ProcessGroups` except the world.
@@ -140,6 +140,7 @@ def group_ranks(
     Args:
         kv_heads: Heads of keys and values of the model; None: at least as many as tensor-parallel ranks.
         ulysses: Neighbours of a context group that exchange heads; one of each such group is in a ring.
+        sharding: Neighbours of a data-parallel group that shard optimizer state, gradients or weights; 0: all.
     """
     degrees = mesh.degrees
     tensor = degrees.model_parallel
@@ -155,6 +156,11 @@ def group_ranks(
     embedding = [rank]
     if rank in (stages[0], stages[-1]):
         embedding = sorted({stages[0], stages[-1]})
+    dp_cp = stage[rank % tensor :: tensor]
+    expert_dp = stage[(rank - first) % degrees.expert_parallel :: degrees.expert_parallel]
+    replicas = degrees.data_parallel // (sharding or degrees.data_parallel)
+    dp_shard, dp_replicas = _split_group(dp_cp, rank, replicas)
+    expert_shard, expert_replicas = _split_group(expert_dp, rank, replicas)
     return {
         "tp": tp,
         "kv": tp[first_copy : first_copy + copies],
@@ -163,13 +169,24 @@ def group_ranks(
         "ring": cp[cp.index(rank) % ulysses :: ulysses],
         "tp_cp": range(rank - rank % tensor_context, rank - rank % tensor_context + tensor_context),
         "dp": mesh.group_of("dp", rank),
-        "dp_cp": stage[rank % tensor :: tensor],
+        "dp_cp": dp_cp,
+        "dp_shard": dp_shard,
+        "dp_replicas": dp_replicas,
         "stage": stage,
         "ep": mesh.group_of("ep", rank),
-        "expert_dp": stage[(rank - first) % degrees.expert_parallel :: degrees.expert_parallel],
+        "expert_dp": expert_dp,
+        "expert_shard": expert_shard,
+        "expert_replicas": expert_replicas,
         "pp": stages,
         "embedding": embedding,
     }
+
+
+def _split_group(ranks: range, rank: int, blocks: int) -> tuple[range, range]:
+    """Returns the block of neighbours with this rank, of equally large ones, and the ranks in its place in each."""
+    size = len(ranks) // blocks
+    index = ranks.index(rank)
+    return ranks[index // size * size :][:size], ranks[index % size :: size]
 
 
 class ModelReplicaRanks(NamedTuple):

@@ -23,9 +23,13 @@ class ProcessGroups(NamedTuple):
         tp_cp: `tp` and `cp` together: the ranks that shard the tokens of a micro-batch for the experts.
         dp: The ranks with other sequences and the same shard of the model.
         dp_cp: `dp` and `cp` together: all-reduces the gradients of all parameters but the experts.
+        dp_shard: The neighbours of `dp_cp` that shard optimizer state, gradients or weights.
+        dp_replicas: The ranks of `dp_cp` with the same shards.
         stage: All ranks of this pipeline stage.
         ep: The neighbours that together have all experts of a layer.
         expert_dp: The ranks of the stage with the same experts: all-reduces their gradients.
+        expert_shard: The neighbours of `expert_dp` that shard optimizer state, gradients or weights of experts.
+        expert_replicas: The ranks of `expert_dp` with the same shards.
         pp: One rank of each pipeline stage, in the order of stages.
         embedding: The ranks of `pp` with the embedding: the first and the last; None in the stages between them.
     """
@@ -39,19 +43,25 @@ class ProcessGroups(NamedTuple):
     tp_cp: ProcessGroup | None = None
     dp: ProcessGroup | None = None
     dp_cp: ProcessGroup | None = None
+    dp_shard: ProcessGroup | None = None
+    dp_replicas: ProcessGroup | None = None
     stage: ProcessGroup | None = None
     ep: ProcessGroup | None = None
     expert_dp: ProcessGroup | None = None
+    expert_shard: ProcessGroup | None = None
+    expert_replicas: ProcessGroup | None = None
     pp: ProcessGroup | None = None
     embedding: ProcessGroup | None = None
 
 
-def process_groups(world: ProcessGroup, mesh: Mesh, kv_heads: int | None = None, ulysses: int = 1) -> ProcessGroups:
+def process_groups(
+    world: ProcessGroup, mesh: Mesh, kv_heads: int | None = None, ulysses: int = 1, sharding: int = 0
+) -> ProcessGroups:
     """Makes the groups of this rank; all ranks of the job must call it. For the arguments see `group_ranks`."""
     # Kinds with the same ranks share a group: on a device each group takes memory.
     made: dict[tuple[int, ...], ProcessGroup] = {}
     groups: dict[str, ProcessGroup] = {}
-    for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads, ulysses).items():
+    for kind, ranks in group_ranks(mesh, world.ranks[world.rank], kv_heads, ulysses, sharding).items():
         if len(ranks) == 1:
             continue
         if len(ranks) == world.size:

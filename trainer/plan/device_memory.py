@@ -19,6 +19,7 @@ from trainer.config.checks.parallel import (
     parallel_degrees,
     runs_semi_auto,
     shard_threshold_bytes,
+    sharding_ranks,
     shards_optimizer,
     zero_level,
 )
@@ -94,6 +95,7 @@ def _stage_memory(
     """
     trains = bool(trained)
     is_graph = params is None
+    sharding = degrees
     settings = config.decoder
     stages = degrees.pipeline_stage
     if params is None:
@@ -102,16 +104,14 @@ def _stage_memory(
     else:
         shapes = params.shapes
         names = list(shapes)
-    least = shard_threshold_bytes(config)
+        sharding = degrees._replace(data_parallel=sharding_ranks(config, degrees))
+    thresholds = {False: None, True: shard_threshold_bytes(config)}
     shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
         """Returns the bytes of a rank's shard of a parameter."""
-        threshold = None
-        if shared:
-            threshold = least
-        return _local_bytes(name, shapes[name], degrees, is_graph, threshold)
+        return _local_bytes(name, shapes[name], sharding, is_graph, thresholds[shared])
 
     parts = {"weights": sum(size(name, shares_weights) for name in names)}
     half = resolve_precision(settings, config.amp_level, "Ascend").compute.dtype != "float32"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto
+from trainer.config.checks.parallel import parallel_degrees, runs_semi_auto, sharding_ranks
 from trainer.config.layer_ranges import layer_text
 from trainer.config.stages import chunk_layers, stage_layers, training_schedule
 from trainer.models.spec.build import model_spec
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from trainer.config import Config
     from trainer.parallel.world import World
 
-_GROUPS = ("tp", "cp", "ulysses", "ring", "tp_cp", "dp", "dp_cp", "ep", "expert_dp", "pp", "embedding")
+_GROUPS = ("tp", "cp", "ulysses", "ring", "tp_cp", "dp", "dp_cp", "dp_shard", "dp_replicas", "ep", "expert_dp",
+           "expert_shard", "expert_replicas", "pp", "embedding")  # fmt: skip
 """Named as in Megatron-Core's ProcessGroupCollection; see `trainer.parallel.process_groups.ProcessGroups`."""
 
 
@@ -121,7 +122,8 @@ def model_layout_for(config: Config, world: World) -> ModelLayout:
 def rank_groups(config: Config, world: World, rank: int) -> dict[str, Sequence[int]]:
     """Returns the ranks of each group that a rank belongs to, as `group_ranks` does."""
     kv_heads = attention_spec(config.decoder).shared_kv_heads
-    return group_ranks(Mesh(parallel_degrees(config, world)), rank, kv_heads, ulysses_degree(config))
+    degrees = parallel_degrees(config, world)
+    return group_ranks(Mesh(degrees), rank, kv_heads, ulysses_degree(config), sharding_ranks(config, degrees))
 
 
 def fullest_rank(degrees: Degrees, stage: int) -> MeshCoordinate:
@@ -176,7 +178,9 @@ def _groups(config: Config, world: World, layout: ModelLayout) -> list[GroupPlan
     degrees = layout.degrees
     unused: set[str] = set()
     if not config.decoder.experts:
-        unused |= {"tp_cp", "ep", "expert_dp"}
+        unused |= {"tp_cp", "ep", "expert_dp", "expert_shard", "expert_replicas"}
+    if sharding_ranks(config, degrees) == degrees.data_parallel:
+        unused |= {"dp_shard", "dp_replicas", "expert_shard", "expert_replicas"}
     if not 1 < ulysses_degree(config) < degrees.context_parallel:
         unused |= {"ulysses", "ring"}
     if len(layout.parameters[EMBEDDING].stages) == 1:

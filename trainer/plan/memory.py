@@ -15,6 +15,7 @@ from trainer.config.checks.parallel import (
     micro_batches_per_step,
     parallel_degrees,
     shard_threshold_bytes,
+    sharding_ranks,
     shards_optimizer,
     zero_level,
 )
@@ -122,7 +123,7 @@ class _ShardBytes:
         """Returns the bytes of the rank's shard of a parameter."""
         size = _bytes({name: shape})
         degrees = self.degrees
-        ranks = degrees.data_parallel * degrees.context_parallel
+        ranks = sharding_ranks(self.config, degrees) * degrees.context_parallel
         if is_expert(name):
             ranks = ranks * degrees.model_parallel // degrees.expert_parallel
         if size < self.threshold_bytes or not self.level:

@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import config_notes
-from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, shards_optimizer, zero_level
+from trainer.config.checks.parallel import (
+    parallel_degrees,
+    shard_threshold_bytes,
+    sharding_ranks,
+    shards_optimizer,
+    zero_level,
+)
 from trainer.config.note import Note
 from trainer.config.patterns import read_pattern
 from trainer.config.recompute import Part, recomputed_parts
@@ -317,7 +323,7 @@ def _steps_plan(
     sharing = None
     if config.trains and shards_optimizer(config, world):
         degrees = parallel_degrees(config, world)
-        ranks = degrees.data_parallel * degrees.context_parallel
+        ranks = sharding_ranks(config, degrees) * degrees.context_parallel
         sharing = OptimizerSharding(ranks, zero_level(config), shard_threshold_bytes(config))
     optimizer = config.optimizer
     keys = ["type", *_OPTIMIZER_KEYS[optimizer.type]]

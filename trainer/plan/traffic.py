@@ -22,6 +22,7 @@ from trainer.config.checks.parallel import (
     parallel_degrees,
     runs_semi_auto,
     shard_threshold_bytes,
+    sharding_ranks,
     shards_optimizer,
     zero_level,
 )
@@ -35,7 +36,7 @@ from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.select import precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.groups import parameter_groups
-from trainer.parallel.layout import SUM_GROUPS, ModelLayout
+from trainer.parallel.layout import SHARD_GROUPS, SUM_GROUPS, ModelLayout, SumGroup
 from trainer.parallel.mesh import Degrees, Mesh, MeshCoordinate
 from trainer.parallel.sharding import BUCKET_BYTES, FLOAT32_BYTES, Collective, buckets, bytes_sent, shard_range
 from trainer.plan.division import fullest_rank, micro_batch_tokens, model_layout_for, rank_groups
@@ -466,11 +467,13 @@ class _ZeroShards(NamedTuple):
     Attributes:
         level: The result of `zero_level`; empty without sharding.
         sizes: Numbers in this rank's shard, by the names of the sharded parameters.
+        has_replicas: Whether other data-parallel ranks have the same shards.
     """
 
     layout: ModelLayout
     level: str
     sizes: dict[str, int]
+    has_replicas: bool = False
 
     @classmethod
     def from_config(
@@ -482,8 +485,9 @@ class _ZeroShards(NamedTuple):
         degrees = layout.degrees
         least = shard_threshold_bytes(config)
         shard_sizes = {}
-        replicas = degrees.data_parallel * degrees.context_parallel
-        replica = where.data * degrees.context_parallel + where.context
+        sharding = sharding_ranks(config, degrees)
+        replicas = sharding * degrees.context_parallel
+        replica = where.data % sharding * degrees.context_parallel + where.context
         for name, size in sizes.items():
             group = replicas
             position = replica
@@ -493,10 +497,23 @@ class _ZeroShards(NamedTuple):
             if 1 < group <= size and size * FLOAT32_BYTES >= least:
                 shard = shard_range(size, position, group)
                 shard_sizes[name] = shard.stop - shard.start
-        return cls(layout, zero_level(config), shard_sizes)
+        return cls(layout, zero_level(config), shard_sizes, sharding < degrees.data_parallel)
 
     def group(self, name: str) -> str:
         """Returns the group whose ranks shard a parameter."""
+        if self.has_replicas:
+            return SHARD_GROUPS[self._data_group(name)][0]
+        return self._data_group(name)
+
+    def sums(self, name: str) -> Iterator[SumGroup]:
+        """Yields the groups over which the gradient of a parameter is summed, one after the other."""
+        for kind in self.layout.parameters[name].sums:
+            if self.has_replicas and name in self.sizes:
+                yield from SHARD_GROUPS.get(kind, (kind,))
+            else:
+                yield kind
+
+    def _data_group(self, name: str) -> SumGroup:
         if is_expert(name):
             return "expert_dp"
         return "dp_cp"
@@ -514,10 +531,13 @@ def _sums_of_gradients(
                 if kind in ("tp", "kv"):
                     yield _Call(kind, what, "all_reduce", sizes[name] * FLOAT32_BYTES, times)
             yield _Call(shared.group(name), what, "reduce_scatter", sizes[name] * FLOAT32_BYTES, times)
+            for kind in shared.sums(name):
+                if kind in ("dp_replicas", "expert_replicas"):
+                    yield _Call(kind, what, "all_reduce", shared.sizes[name] * FLOAT32_BYTES, times)
     for kind in SUM_GROUPS:
         gradients = []
         for name, size in sizes.items():
-            if kind not in layout.parameters[name].sums:
+            if kind not in shared.sums(name):
                 continue
             if name not in scattered:
                 gradients.append(_Numbers(size))
@@ -542,7 +562,7 @@ def _update_calls(
             yield _Call("tp", "Muon", "all_gather", sizes[name] * FLOAT32_BYTES, 1)
     if shared.level not in ("level1", "level2"):
         return
-    for group in ("dp_cp", "expert_dp"):
+    for group in SUM_GROUPS:
         names = [name for name in sizes if shared.group(name) == group and name not in by_muon]
         updated = sum(shared.sizes.get(name, 0) for name in names)
         yield _Call(group, "updated weights", "all_gather", updated * FLOAT32_BYTES, bool(updated))

@@ -16,7 +16,13 @@ import numpy as np
 
 from trainer.checkpoint.state import load_weights
 from trainer.config.checks.degrees import ulysses_degree
-from trainer.config.checks.parallel import parallel_degrees, shard_threshold_bytes, shards_optimizer, zero_level
+from trainer.config.checks.parallel import (
+    parallel_degrees,
+    shard_threshold_bytes,
+    sharding_ranks,
+    shards_optimizer,
+    zero_level,
+)
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.data.batches.context import ContextShard
@@ -40,7 +46,7 @@ from trainer.parallel.collectives import (
     init_process_group,
     write_local_ranges,
 )
-from trainer.parallel.communicator import Communicator, check_same_values, model_parallel
+from trainer.parallel.communicator import Communicator, check_same_values, data_parallel, model_parallel
 from trainer.parallel.host_group import CpuGroup
 from trainer.parallel.sharding import OptimizerShard
 from trainer.parallel.tensor import RankModelShard, TensorParallel, TensorShardedMatrices
@@ -129,9 +135,11 @@ def open_session(
 
 def _communicator(config: Config, world: World, group: ProcessGroup) -> Communicator:
     """Returns the communicator of a job with several ranks."""
-    if not parallel_degrees(config, world).shards_model:
-        return Communicator(group)
-    return model_parallel(group, config.decoder, model_layout_for(config, world), ulysses_degree(config))
+    degrees = parallel_degrees(config, world)
+    sharding = sharding_ranks(config, degrees)
+    if not degrees.shards_model:
+        return data_parallel(group, sharding)
+    return model_parallel(group, config.decoder, model_layout_for(config, world), ulysses_degree(config), sharding)
 
 
 def _local_shard(config: Config, communicator: Communicator) -> RankModelShard | None:

@@ -179,6 +179,8 @@ def _mode(config: Config, setup: Setup) -> Iterator[Change]:
     yield from change_key(config, "parallel.parallel_fallback", None)
     if ranks == 1 or not config.parallel.enable_parallel_optimizer:
         return
+    key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+    yield from change_key(config, key, -1, "all data-parallel ranks, of which there are fewer")
     threshold = config.parallel.parallel_optimizer_config.parallel_optimizer_threshold
     if not setup.layout.shares:
         why = setup.left_out.get(SHARING, "")

@@ -100,6 +100,15 @@ def test_strategies_and_policies_are_optimizer_levels(keys: str, level: str, asc
         assert planned(keys, ASCEND).steps.sharing.level == ascend_level
 
 
+def test_some_ranks_shard_and_others_copy():
+    config, plan = loaded("data_parallel_shard: 2"), planned("data_parallel_shard: 2")
+    assert config.parallel.parallel_optimizer_config.optimizer_weight_shard_size == 2
+    assert plan.steps.sharing.ranks == 2 and planned("data_parallel_shard: -1").steps.sharing.ranks == 4
+    weights = SMALL.replace("vocab_size: 300", "vocab_size: 90000")
+    two, four = (planned(f"data_parallel_shard: {ranks}", weights).memory_bytes for ranks in (2, 4))
+    assert 1.9 < two["optimizer state"] / four["optimizer state"] < 2  # the state of small arrays is not sharded
+
+
 def test_one_shard_is_a_copy_on_each_rank():
     plan = planned("data_parallel_shard: 1, data_parallel_shard_strategy: optim")
     assert plan.steps.sharing is None
@@ -110,6 +119,7 @@ def test_one_shard_is_a_copy_on_each_rank():
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
+        ("data_parallel_shard: 8, tensor_parallel: 2", ["data_parallel_shard = 8: must divide data_parallel 4"]),
         ("data_parallel_shard: 0", ["data_parallel_shard = 0: must be -1 or at least 1"]),
         ("data_parallel_shard_strategy: all", ["data_parallel_shard_strategy = 'all': must be optim, optim_grads or"]),
         ("reshard_after_forward_policy: often", ["reshard_after_forward_policy = 'often': must be always, never or"]),

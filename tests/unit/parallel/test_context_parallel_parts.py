@@ -70,8 +70,8 @@ def test_a_rank_sees_what_one_rank_does(ranks: int, window: int | None) -> None:
         ),
         (
             "{context_parallel: 8, context_parallel_algo: ulysses_cp}",
-            "context_parallel = 8: with ulysses_cp its ranks must share the 4 heads and 4 heads of keys and values."
-            "\n  Fix: change it, or write hybrid_cp and ulysses_degree_in_cp 1, 2 or 4.",
+            "context_parallel = 8: with Ulysses its ranks must share the 4 heads and 4 heads of keys and values."
+            "\n  Fix: change it, or use the hybrid method with ulysses_degree_in_cp 1, 2 or 4.",
         ),
         ("{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 2}", None),
         ("{context_parallel: 4, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 4}", None),

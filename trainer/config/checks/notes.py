@@ -77,13 +77,10 @@ _SEMI_AUTO_ONLY = "only semi-automatic mode uses it"
 _NOT_SHARED = "parallel.enable_parallel_optimizer is False"
 _UNUSED = (
     _Unused("parallel", "comm_fusion force_fp32_communication", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
-    _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size", lambda c: not is_semi_auto(c),
-            _SEMI_AUTO_ONLY),
     _Unused("parallel_config", "gradient_aggregation_group", lambda c: not is_semi_auto(c), _SEMI_AUTO_ONLY),
-    _Unused("parallel.parallel_optimizer_config", "optimizer_weight_shard_size",
-            lambda c: is_semi_auto(c) and not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.parallel_optimizer_config", "optimizer_level gradient_accumulation_shard"
-            " parallel_optimizer_threshold", lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
+            " parallel_optimizer_threshold optimizer_weight_shard_size",
+            lambda c: not c.parallel.enable_parallel_optimizer, _NOT_SHARED),
     _Unused("parallel.pipeline_config", "pipeline_interleave pipeline_scheduler",
             lambda c: c.parallel_config.pipeline_stage == 1, "parallel_config.pipeline_stage is 1"),
     _Unused("parallel_config", "ulysses_degree_in_cp", lambda c: c.parallel_config.context_parallel_algo != "hybrid_cp",

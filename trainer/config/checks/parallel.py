@@ -115,6 +115,14 @@ def shards_optimizer(config: Config, world: World) -> bool:
     return config.parallel.enable_parallel_optimizer and degrees.data_parallel * degrees.context_parallel > 1
 
 
+def sharding_ranks(config: Config, degrees: Degrees) -> int:
+    """Returns how many data-parallel ranks shard what `zero_level` names; the others have copies of these shards."""
+    ranks = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    if config.parallel.enable_parallel_optimizer and 0 < ranks < degrees.data_parallel:
+        return ranks
+    return degrees.data_parallel
+
+
 def shard_threshold_bytes(config: Config) -> int:
     """Returns the size in bytes below which a parameter's optimizer state is not sharded."""
     return config.parallel.parallel_optimizer_config.parallel_optimizer_threshold * _KIB
@@ -166,9 +174,10 @@ def parallel_problems(config: Config, world: World) -> list[ConfigError]:
     if mismatch:
         problems += mismatch
     elif config.classifier is not None:
-        problems += _only_data_parallel(config, degrees)
+        problems += [*_only_data_parallel(config, degrees), *_sharding_size(config, degrees)]
     else:
         problems += [*_explicit_pipeline(config, degrees), *_explicit_sharding(config, degrees)]
+        problems += _sharding_size(config, degrees)
     if world.size > 1:
         problems += _several_ranks(config, world)
     return problems
@@ -190,6 +199,22 @@ def _explicit_sharding(config: Config, degrees: Degrees) -> Iterator[ConfigError
         yield from tensor_problems(config, repeats_heads=True)
     yield from context_problems(config)
     yield from expert_problems(config)
+
+
+def _sharding_size(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
+    """Yields errors where the number of ranks that shard optimizer state does not fit the other degrees."""
+    key = "parallel.parallel_optimizer_config.optimizer_weight_shard_size"
+    size = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    replicas = degrees.data_parallel
+    if not config.parallel.enable_parallel_optimizer or size == -1:
+        return
+    if not size or replicas % size:
+        yield problem(config, key, f"must divide data_parallel {replicas}", f"{set_to_divisor(replicas)}, or to -1")
+        return
+    ranks = size * degrees.context_parallel * degrees.model_parallel
+    if ranks % degrees.expert_parallel:
+        rule = f"expert_parallel {degrees.expert_parallel} must divide the {ranks} ranks that shard weights together"
+        yield problem(config, key, rule, "set it to -1, for all data-parallel ranks")
 
 
 def _explicit_pipeline(config: Config, degrees: Degrees) -> Iterator[ConfigError]:

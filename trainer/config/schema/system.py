@@ -52,7 +52,7 @@ class ParallelOptimizerConfig(Section):
     parallel_optimizer_threshold: int = setting(
         64, "Parameters smaller than this many KiB are not sharded.", ge=0, le=COUNT)
     optimizer_weight_shard_size: int = setting(
-        -1, "Semi-automatic mode: ranks that shard the state of a weight. Default -1: all that have a copy of it.",
+        -1, "Data-parallel ranks that shard the state of a weight together. Default -1: all that have a copy of it.",
         ge=-1, le=RANKS)
     optimizer_level: Literal["level1", "level2", "level3"] = setting(
         "level1", "ZeRO stage: level1 shards optimizer state, level2 also gradients, level3 also weights, which are"

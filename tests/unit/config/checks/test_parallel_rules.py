@@ -105,6 +105,8 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
             "parallel_config: {context_parallel: 2, context_parallel_algo: hybrid_cp, ulysses_degree_in_cp: 3}\n",
             ["ulysses_degree_in_cp = 3: must divide context_parallel 2, and", "set it to 1 or 2"],
         ),
+        ("parallel: {enable_parallel_optimizer: True, parallel_optimizer_config: {optimizer_weight_shard_size: 3}}\n",
+         ["optimizer_weight_shard_size = 3: must divide data_parallel 8", "set it to 1, 2, 4 or 8, or to -1"]),
         ("parallel: {parallel_mode: 2}\n", ["parallel_mode = 2: not yet supported"]),
         ("parallel: {parallel_mode: hybrid_parallel}\n", ["= 'hybrid_parallel': not yet supported"]),
         ("parallel: {parallel_mode: STAND_ALONE}\n", ["'stand_alone': runs one rank, and the job has 8"]),
