@@ -10,6 +10,8 @@ _HasNoEffect: TypeAlias = Callable[[Any, Mapping[str, Any]], bool]
 
 OTHERS = {
     "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
+    "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
+                   " route tokens by a hash",
     "deepseek_v2": "attention is multi-head latent attention, and the router is another",
     "ernie4_5": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
@@ -33,6 +35,16 @@ OTHERS = {
 }  # fmt: skip
 """Sentences about the differences between a Llama and other families, by model_type."""
 
+
+DEEPSEEK_V4 = frozenset(
+    "enable_hyper_connections enable_hc_head num_residual_streams hc_mult hc_eps hc_sinkhorn_iters"
+    " mhc_layernorm_epsilon mhc_sinkhorn_iterations mhc_init_gating_factor use_fused_mhc csa_window_size"
+    " csa_compress_ratios compress_ratios csa_compress_rotary_base compress_rope_theta csa_dense_mode o_groups"
+    " o_lora_rank num_hash_layers moe_n_hash_layers actual_vocab_size activation_func_clamp_value swiglu_limit"
+    " apply_dsa_kernel_fusion experimental_attention_variant index_n_heads index_head_dim index_topk"
+    " dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss".split()
+)
+"""Keys of the parts of DeepSeek-V4, some of which DeepSeek-V3.2 has, too."""
 
 _SUFFIX = "ForCausalLM"
 

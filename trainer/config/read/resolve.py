@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of, problem_at
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
-from trainer.config.other_models import NOT_BUILT, effect_of, is_known_effect
+from trainer.config.other_models import DEEPSEEK_V4, NOT_BUILT, effect_of, is_known_effect
 from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
 from trainer.config.read.relocate import disagreement, merge
 from trainer.config.schema.fields import (
@@ -55,6 +55,8 @@ class Resolved:
     positions: dict[str, SourceLocation] = field(default_factory=dict)
     problems: list[ConfigError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    foreign: list[_Path] = field(default_factory=list)
+    """Keys of DeepSeek-V4 that are set."""
 
     def value(self, key: str) -> Any:
         """Returns the value of a dotted key; None if there is none."""
@@ -104,6 +106,11 @@ def resolve(root: Table) -> Resolved:
     """Converts a tree into plain values, which are validated against the schema later."""
     resolved = Resolved()
     resolved.data = _section(root, Config, _Path("", NO_LOCATION), resolved)
+    is_named = resolved.value("model.model_config.model_type") == "deepseek_v4"
+    if resolved.foreign and (not is_named or resolved.value("model.arch.type")):  # otherwise an error names the family
+        names = ", ".join(path.place.key.rpartition(".")[2] for path in resolved.foreign)
+        rule = f"not yet supported, a part of DeepSeek-V4: {names}"
+        resolved.problems.append(resolved.foreign[0].problem(rule, NOT_BUILT))
     return resolved
 
 
@@ -117,6 +124,9 @@ def _section(table: Table, section: type[Section], path: _Path, resolved: Resolv
             if effect := effect_of(name, plain(table)):
                 rule = f"not yet supported: {effect}"
                 resolved.problems.append(below.problem(rule, NOT_BUILT, plain(entry.node)))
+        elif name not in names and path.key == "model.model_config" and name in DEEPSEEK_V4:
+            if plain(entry.node) not in (None, False, 0):
+                resolved.foreign.append(below)
         elif name not in names:
             resolved.problems.append(_unknown(name, section, path, below, resolved))
         elif names[name] not in chosen:
