@@ -168,7 +168,10 @@ def _open_weights(
         strategy = config.src_strategy_path_or_dir
         tensors, fix = open_source(source, where, strategy, numbers=numbers, world=world)
         note = f"load_checkpoint: the weights of MindSpore Transformers' checkpoint ({source.name}); a run takes its"
-        return convert_weights(tensors, config.decoder, path, where, fix), f"{note} weights only, no optimizer state"
+        weights: Mapping[str, ArrayOrLazyArray] = {name: tensor.array for name, tensor in tensors.items()}
+        if has_mindformers_names(tensors):  # `split_fused_tensors` knows those of other families
+            weights = convert_weights(tensors, config.decoder, path, where, fix)
+        return weights, f"{note} weights only, no optimizer state"
     weights = read_weights(path, where, numbers=numbers, world=world)
     if config.classifier is None and has_mindformers_names(weights):
         tensors = {name: SourceTensor(array, path.name) for name, array in weights.items() if not is_run_state(name)}

@@ -19,11 +19,13 @@ from mindformers_checkpoints import (
     write_rank_folders,
 )
 from safetensors.numpy import load_file, save_file
+from test_joined_names import as_chatglm, golden
 
 from trainer.checkpoint.adapters import load_initial_weights
 from trainer.checkpoint.mindformers.strategy import StrategyError, read_strategy
 from trainer.checkpoint.state import checkpoint_to_resume
 from trainer.checkpoint.tensor_names import to_disk
+from trainer.checkpoint.weights import fitting_weights
 from trainer.config import Config, parse_config
 from trainer.models.spec.init import initial_value
 from trainer.models.spec.shapes import parameter_specs
@@ -167,6 +169,21 @@ def test_a_merged_file_and_older_names_of_llama_load(tmp_path: Path) -> None:
         np.testing.assert_array_equal(loaded[key], array, key)
 
 
+def test_families_with_other_names_load_from_folders_of_ranks(tmp_path: Path) -> None:
+    weights, settings, _ = golden("model_glm", tmp_path)
+    expected = fitting_weights(weights, settings, Path("file"))
+    path = tmp_path / "checkpoint" / "rank_0"
+    path.mkdir(parents=True)
+    theirs = as_chatglm(expected, joined=False)
+    state = {f"adam_m.{name}": array for name, array in theirs.items()} | {"global_step": np.array([4])}
+    save_file(theirs | state, path / "glm2_rank_0-1_4.safetensors")
+    text = {"pretrained_model_dir": str(tmp_path), "load_checkpoint": str(path.parent), "run_mode": "train"}
+    loaded = load_initial_weights(parse_config("a.yaml", json.dumps(text)))
+    assert loaded.keys() == expected.keys()
+    for key, array in loaded.items():
+        np.testing.assert_array_equal(array, expected[key], key)
+
+
 def test_extra_modules_are_left_out_with_a_note(tmp_path: Path) -> None:
     folder = write_iteration(tmp_path, converted("deepseek", pynative=True), MATRIX)
     notes: list[str] = []
@@ -204,9 +221,14 @@ def with_offset(content: dict[str, Any]) -> None:
     content["storage_data"][str((FC1, (7,)))] = content["storage_data"].pop(str((FC1, (1,))))
 
 
+def with_other_axis(content: dict[str, Any]) -> None:
+    content["state_dict_metadata"][FC1]["axis_fragmentations"] = [1, 2]
+
+
 @pytest.mark.parametrize(
     ("change", "changes", "parts"),
     [
+        (with_other_axis, {}, ["2 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
         (with_offset, {}, ["metadata.json: ", FC1, "has no shard [7]"]),
         (without_shard, {}, ["1 shards of", FC1, "are not all of a tensor of shape [96, 32]"]),
         (without_place, {}, ["says of no file that it has the shard [1] of", FC1]),

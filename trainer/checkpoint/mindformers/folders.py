@@ -157,8 +157,13 @@ def _tracked_iteration(path: Path, where: str, key: str) -> Path:
     try:
         folder = path / f"iteration_{int(read_bytes(path / TRACKER)):08d}"
     except (OSError, ValueError):
-        raise _problem(path, f"{TRACKER} does not contain the number of an iteration", "name the folder of an"
-                       " iteration", where, key) from None
+        raise _problem(
+            path,
+            f"{TRACKER} does not contain the number of an iteration",
+            "name the folder of an iteration",
+            where,
+            key,
+        ) from None
     if not folder.is_dir():
         rule = f"{TRACKER} names {folder.name}, which does not exist"
         raise _problem(path, rule, "name the folder of an iteration", where, key)
@@ -232,12 +237,24 @@ def _merge_tensor(
     where: str,
 ) -> SourceTensor:
     """Returns a tensor of its shards; raises a UserError if some are missing."""
-    if sum(math.prod(shard.shape) for shard in shards.values()) != math.prod(shape):
+    if not _is_tiled(shape, shards):
         rule = f"{len(shards)} shards of {name} (the first in {file}) are not all of a tensor of shape {list(shape)}"
         raise _problem(path, rule, "copy the files of all ranks, or use another checkpoint", where)
     if len(shards) == 1:
         return SourceTensor(next(iter(shards.values())), file)
     return SourceTensor(merge_shards(shape, shards), file)
+
+
+def _is_tiled(shape: tuple[int, ...], shards: Mapping[tuple[int, ...], LazyArray]) -> bool:
+    """Returns whether shards, which start at multiples of their shapes, cover an array of this shape once."""
+    local_shapes = {shard.shape for shard in shards.values()}
+    if len(local_shapes) != 1:
+        return False
+    (local_shape,) = local_shapes
+    if len(local_shape) != len(shape) or len(shards) * math.prod(local_shape) != math.prod(shape):
+        return False
+    bounds = list(zip(local_shape, shape, strict=True))
+    return all(at + local <= size for start in shards for at, (local, size) in zip(start, bounds, strict=True))
 
 
 # ---- folders of ranks ------------------------------------------------------------------------------------------------
@@ -281,9 +298,7 @@ def _rank_source(folder: Path, ranks: Mapping[int, Path], where: str, key: str) 
     return Source(folder, by_step[max(complete)], name)
 
 
-def _open_ranks(
-    source: Source, open_file: OpenFile, where: str, strategy: str
-) -> tuple[dict[str, SourceTensor], str]:
+def _open_ranks(source: Source, open_file: OpenFile, where: str, strategy: str) -> tuple[dict[str, SourceTensor], str]:
     """Opens the tensors of all ranks; those that a strategy file shards are merged."""
     layouts, folder = _open_strategies(source, where, strategy)
     tensors: dict[str, dict[tuple[int, ...], LazyArray]] = {}
@@ -330,9 +345,7 @@ def _merge_fix(source: Source, strategy: Path) -> str:
     )
 
 
-def _open_strategies(
-    source: Source, where: str, strategy: str
-) -> tuple[dict[int, dict[str, ParameterLayout]], Path]:
+def _open_strategies(source: Source, where: str, strategy: str) -> tuple[dict[int, dict[str, ParameterLayout]], Path]:
     """Returns the layouts of each rank, and the folder of the strategy files; no layouts if it does not exist."""
     folder = source.path.parent / "strategy"
     if strategy:

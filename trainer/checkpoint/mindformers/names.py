@@ -110,11 +110,11 @@ _OUTSIDE_LAYERS = {
 }
 _LAYER = re.compile(r"(decoder|model)\.layers\.(\d+)\.(.+)")
 _MTP_LAYER = re.compile(r"mtp\.layers\.(\d+)\.(?:transformer_layer\.)?(.+)")
-_FOREIGN = ("decoder.", "mtp.layers.", "embedding.word_embeddings.", "model.tok_embeddings.")
+_FOREIGN = ("decoder.", "embedding.word_embeddings.", "model.tok_embeddings.")
 # Parameters of the run beside the model's: the optimizer's, and counters.
 _STATE = re.compile(
-    r"(?!decoder\.|mtp\.|embedding\.|model\.)[\w.]+\.(decoder|mtp|model)\.[\w.]+"
-    r"|[\w.]+\.(embedding\.word_embeddings|output_layer|lm_head)\.weight"
+    r"(?!(decoder|mtp|model|embedding|transformer)\.)\w+"
+    r"\.(decoder|mtp|model|embedding|output_layer|lm_head|transformer)\.[\w.]+"
     r"|(epoch_num|step_num|global_step|loss_scale|scale_sense|global_batch_size|consumed_samples|learning_rate"
     r"|current_iterator_step|last_overflow_iterator_step|__exception_save__)"
     r"|.*(tokens_per_expert|expert_load|fi_accu|fi_parameter|ga_steps|max_logits_val)"
