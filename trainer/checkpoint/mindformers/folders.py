@@ -129,14 +129,13 @@ def open_source(
         UserError: A file is missing or damaged, or shards are missing.
     """
 
-    @cache
     def open_file(file: Path) -> dict[str, LazyArray]:
-        """Opens the weights of a file once."""
+        """Opens the weights of a file; it is closed if none of them is used, as those of a rank with copies."""
         return read_safetensors(file, where, numbers=numbers, world=world, leave_out=is_run_state)
 
     if source.files:
         return _open_ranks(source, open_file, where, strategy)
-    return _open_iteration(source.path, open_file, where), ""
+    return _open_iteration(source.path, cache(open_file), where), ""
 
 
 def _problem(path: Path, rule: str, fix: str, where: str, key: str = _KEY) -> UserError:
