@@ -42,7 +42,8 @@ DEEPSEEK_V4 = frozenset(
     " csa_compress_ratios compress_ratios csa_compress_rotary_base compress_rope_theta csa_dense_mode o_groups"
     " o_lora_rank num_hash_layers moe_n_hash_layers actual_vocab_size activation_func_clamp_value swiglu_limit"
     " apply_dsa_kernel_fusion experimental_attention_variant index_n_heads index_head_dim index_topk"
-    " dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss".split()
+    " dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss"
+    .split()
 )
 """Keys of the parts of DeepSeek-V4, some of which DeepSeek-V3.2 has, too."""
 

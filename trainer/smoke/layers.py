@@ -69,6 +69,8 @@ def layer_changes(config: Config, kept: Sequence[int], stages: int = 1) -> Itera
     why = "a layer of each kind, and a second one of the most frequent kind"
     yield from change_key(config, f"{_MODEL}.num_layers", len(kept), why)
     yield from _adapters(config, kept)
+    for name in ("window_size", "window_attn_skip_freq"):
+        yield from change_key(config, f"{_MODEL}.{name}", None, "sliding_window and layer_types say it")
     if len(kept) == decoder.num_layers:
         return
     if decoder.layer_types:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 from config_helpers import error_of, load, notes
 
+from trainer.config import dump_config, parse_config
+from trainer.config.hugging_face import class_differences
+from trainer.models.spec.rotary import rotary_angles
+from trainer.models.spec.sublayers import attention_spec
+
 SIZES = "num_layers: 4, hidden_size: 64, num_heads: 4, vocab_size: 300, seq_length: 32"
 DATA = """\
 training: {steps: 2}
@@ -67,3 +72,57 @@ def test_parts_of_deepseek_v4_are_one_error(schema) -> None:
     assert "hyper-connections, attention is compressed and sparse" in named and "hc_mult" not in named
     forced = "model: {arch: {type: LlamaForCausalLM}}\n" + older("model_type: deepseek_v4, hc_mult: 4")
     assert "a part of DeepSeek-V4: hc_mult" in error_of(forced)
+
+
+@pytest.mark.parametrize("schema", [older, newer])
+@pytest.mark.parametrize(
+    ("keys", "window", "layers"),
+    [
+        ("window_size: [7, 0]", 8, (0, 1, 2, 3)),
+        ("window_size: [7, 0], window_attn_skip_freq: 3", 8, (0, 1, 3)),
+        ("window_size: [7, 0], window_attn_skip_freq: [1, 1, 0, 0]", 8, (0, 1)),
+        ("window_size: [0, 0], window_attn_skip_freq: 1", 1, ()),
+        ("window_size: [-1, 0], window_attn_skip_freq: 2", None, ()),
+        ("window_size: [7, 0], sliding_window: 8, layer_types: null", 8, (0, 1, 2, 3)),
+    ],
+)
+def test_a_window_of_megatron_is_a_sliding_window(schema, keys: str, window: int | None, layers: tuple) -> None:
+    config = load(schema(keys))
+    assert (config.decoder.sliding_window, config.decoder.window_layers) == (window, layers)
+    assert parse_config("again", dump_config(config)) == config
+    assert ("PynativeTrainer does not read it" in notes(schema(keys))) == (schema is newer)
+
+
+def test_where_its_code_takes_layer_0_for_layer_1_is_a_note() -> None:
+    text = "MindSpore Transformers' code takes layer 0 for layer 1"
+    assert text in notes(older("window_size: [7, 0], window_attn_skip_freq: 2"))
+    assert text not in notes(older("window_size: [7, 0], window_attn_skip_freq: 3"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ("window_size: [7, 1]", "window_size = [7, 1]: must be two numbers"),
+        ("window_size: [7]", "window_size = [7]: must be two numbers"),
+        ("window_size: [7, 0], sliding_window: 7", "disagrees with sliding_window = 7: it means 8"),
+        ("window_attn_skip_freq: 2", "requires window_size"),
+        ("window_size: [7, 0], window_attn_skip_freq: [1, 0]", "must have one entry for each of the 4 layers"),
+        ("softmax_scale: 0.0", "softmax_scale = 0.0"),
+        ("softmax_scale: 0.1, multi_latent_attention: True", "has a scale of its own"),
+    ],
+)
+def test_windows_and_scales_that_mean_something_else_are_errors(keys: str, part: str) -> None:
+    assert part in error_of(older(keys))
+
+
+def test_the_scale_of_the_scores_and_the_rotated_part_of_a_head() -> None:
+    decoder = load(older("softmax_scale: 0.3, rotary_percent: 0.5")).decoder
+    assert attention_spec(decoder).scale == 0.3 and decoder.rotary_size == 8
+    assert "another factor on the attention's scores" in class_differences(decoder, "LlamaForCausalLM")
+
+
+def test_the_trained_length_of_flat_yarn() -> None:
+    keys = "position_embedding_type: yarn, rotary_scaling_factor: 4, max_position_embeddings: 64"
+    flat = load(older(f"{keys}, original_max_position_embeddings: 16")).decoder
+    assert flat.rope_scaling.original_max_position_embeddings == 16
+    assert rotary_angles(flat, 8)[1].tolist() != rotary_angles(load(older(keys)).decoder, 8)[1].tolist()

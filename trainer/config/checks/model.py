@@ -12,7 +12,7 @@ from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.data import IMAGES, TokenizerConfig
 from trainer.config.schema.fields import beside_of
-from trainer.config.schema.model import LATENT_SIZES, ModelConfig
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig, window_layer_types
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
 
@@ -174,6 +174,7 @@ def _attention(config: Config) -> Iterator[ConfigError]:
     if types is not None and len(types) != decoder.num_layers:
         rule = f"must have one entry for each of the {decoder.num_layers} layers, and has {len(types)}"
         yield problem(config, f"{_KEY}.layer_types", rule, "give that many, or leave it out", value="...")
+    yield from _window_size(config)
     windowed = "sliding_attention" in (types or ())
     if windowed and (not decoder.sliding_window or decoder.use_sliding_window is False):
         rule = "contains sliding_attention, but there is no sliding window"
@@ -185,6 +186,28 @@ def _attention(config: Config) -> Iterator[ConfigError]:
     if decoder.use_sliding_window and types is None and FAMILIES[architecture].windows == "other":
         rule = f"not yet supported: {architecture} has the window in other layers than Qwen2 and Qwen3"
         yield problem(config, f"{_KEY}.use_sliding_window", rule, "write layer_types, which says in which")
+
+
+def _window_size(config: Config) -> Iterator[ConfigError]:
+    """Yields errors for values of window_size and window_attn_skip_freq that are no causal window, or other windows."""
+    decoder = config.decoder
+    window = decoder.window_size
+    frequency = decoder.window_attn_skip_freq
+    if window is None:
+        if frequency is not None:
+            yield problem(config, f"{_KEY}.window_attn_skip_freq", "requires window_size, which is not set", "write it")
+        return
+    if len(window) != 2 or window[1] != 0:
+        rule = "must be two numbers, of tokens before the current one and 0 after it: attention is causal"
+        fix = "write [W, 0] for a window of W tokens before the current one"
+        yield problem(config, f"{_KEY}.window_size", rule, fix)
+    elif window[0] >= 0 and decoder.sliding_window != window[0] + 1:
+        rule = f"disagrees with sliding_window = {decoder.sliding_window}: it means {window[0] + 1}"
+        yield problem(config, f"{_KEY}.window_size", rule, _ONE)
+    elif frequency is None or window[0] < 0:
+        return
+    elif decoder.layer_types != window_layer_types(decoder.num_layers, frequency):
+        yield problem(config, f"{_KEY}.window_attn_skip_freq", "disagrees with layer_types", _ONE)
 
 
 def _vocabulary(config: Config) -> Iterator[ConfigError]:

@@ -115,6 +115,9 @@ def _dataset(work: Translation, row: Row) -> None:
     work.set_key("train_dataset.data_loader", table, key)
 
 
+_GRAPH_MODE_ONLY = ("window_size", "window_attn_skip_freq", "softmax_scale")
+
+
 def _model(work: Translation, row: Row) -> None:
     """Sets the keys of the model, except those of Hugging Face that MindSpore Transformers' class drops."""
     key = row.old
@@ -129,6 +132,9 @@ def _model(work: Translation, row: Row) -> None:
                 text = f"{entry.place.text}: {key}.{name}: not used, as in MindSpore Transformers' {known.name}"
                 work.notes.append(text)
             continue
+        if name in _GRAPH_MODE_ONLY and settings[name] is not None:
+            text = "acts here; MindSpore Transformers' PynativeTrainer does not read it"
+            work.notes.append(f"{entry.place.text}: {key}.{name}: {text}")
         work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
 
 

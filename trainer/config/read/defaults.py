@@ -13,7 +13,7 @@ from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
 from trainer.config.schema.fields import Section, beside_of, fields_by_yaml_name, yaml_names
-from trainer.config.schema.model import LATENT_SIZES, ModelConfig
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig, window_layer_types
 from trainer.config.schema.moe import MoEConfig
 
 _MODEL = "model.model_config"
@@ -31,6 +31,7 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
     _from_family(resolved, is_complete)
     _from_aliases(resolved)
     _from_flat_yarn(resolved)
+    _from_window_size(resolved)
     _from_grouped_schedule(resolved)
     _from_sparse_layers(resolved)
     _from_optimizer(resolved)
@@ -364,7 +365,7 @@ def _from_flat_yarn(resolved: Resolved) -> None:
     if not isinstance(existing, dict) or existing.get("rope_type") != "yarn":
         existing = {}
     _set_default(resolved, f"{_MODEL}.rope_scaling", {**existing, "rope_type": "yarn", "factor": factor}, because)
-    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    names = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "original_max_position_embeddings")
     for name in (name for name in names if settings.get(name) is not None):
         settings["rope_scaling"].pop(name, None)
         _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", settings[name], f"{_MODEL}.{name}")
@@ -372,16 +373,37 @@ def _from_flat_yarn(resolved: Resolved) -> None:
         unset = (0.707, 0.707)
     else:
         unset = (1.0, 0.0)
-    scales = [settings.get(name, default) for name, default in zip(names[2:], unset, strict=True)]
+    scales = [settings.get(name, default) for name, default in zip(names[2:4], unset, strict=True)]
     are_numbers = all(isinstance(value, int | float) for value in scales)
     if not existing and settings.get("multi_latent_attention"):
-        for name, value in zip(names[2:], scales, strict=True):
+        for name, value in zip(names[2:4], scales, strict=True):
             _set_default(resolved, f"{_MODEL}.rope_scaling.{name}", value, because)
     elif not existing and not all(scales) and are_numbers and isinstance(factor, int | float) and factor >= 1:
         numerator, denominator = (0.1 * scale * math.log(factor) + 1 for scale in scales)
         _set_default(resolved, f"{_MODEL}.rope_scaling.attention_factor", numerator / denominator, because)
     for name in (key, *names, "position_embedding_type"):  # rope_scaling replaces them
         settings.pop(name, None)
+
+
+def _from_window_size(resolved: Resolved) -> None:
+    """Sets sliding_window and layer_types from MindSpore Transformers' window_size and window_attn_skip_freq."""
+    settings = resolved.section(_MODEL)
+    window = settings.get("window_size")
+    if not isinstance(window, list) or len(window) != 2 or not all(type(size) is int for size in window):
+        return  # none, or an error follows
+    key = f"{_MODEL}.window_size"
+    if window[0] < 0:
+        return
+    _set_default(resolved, f"{_MODEL}.sliding_window", window[0] + 1, key)
+    layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
+    if settings.get("window_attn_skip_freq") is None or type(layers) is not int:
+        return
+    types = window_layer_types(layers, settings["window_attn_skip_freq"])
+    _set_default(resolved, f"{_MODEL}.layer_types", types, f"{_MODEL}.window_attn_skip_freq")
+    if len(types) > 1 and types[0] != types[1]:
+        place = resolved.positions[f"{_MODEL}.window_attn_skip_freq"]
+        text = "MindSpore Transformers' code takes layer 0 for layer 1; here each is as written"
+        resolved.notes.append(f"{place.text}: {place.key}: {text}")
 
 
 def _from_grouped_schedule(resolved: Resolved) -> None:

@@ -1,7 +1,7 @@
 """The decoder: YAML ``model.model_config``."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,18 @@ from trainer.config.schema.moe import MoEConfig
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+WindowSide = Annotated[int, Field(ge=-1, le=LENGTH)]
+
+
+def window_layer_types(layers: int, skip_frequency: Any) -> list[str]:
+    """Converts Megatron-LM's frequency of layers without a window to ``layer_types``."""
+    if isinstance(skip_frequency, list):
+        windowed = [bool(value) for value in skip_frequency]
+    elif isinstance(skip_frequency, int) and skip_frequency > 0:
+        windowed = [(layer + 1) % skip_frequency != 0 for layer in range(layers)]
+    else:
+        windowed = [True] * layers
+    return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
 
 
 class RopeScaling(Section):
@@ -120,6 +132,16 @@ class ModelConfig(Section):
         ge=0, le=LAYERS)
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = setting(
         None, "Attention of each layer: full_attention or sliding_attention. Default null: the other keys decide.")
+    window_size: list[WindowSide] | None = setting(
+        None, "MindSpore Transformers' sliding window: the tokens before and after the current one that attention sees;"
+        " [W, 0] is sliding_window W + 1, and -1 is no limit. Default null: sliding_window decides.",
+        fix="write [W, 0] for a window of W tokens before the current one")
+    window_attn_skip_freq: Layer | list[Layer] | None = setting(
+        None, "Layers without the window of window_size: every Nth for an integer N; a list has 1 (window) or 0 for"
+        " each layer. Default null: none, or layer_types.")
+    softmax_scale: float | None = setting(
+        None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head).", gt=0,
+        beside=Beside("multi_latent_attention", None, "multi_latent_attention has a scale of its own"))
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(
@@ -218,7 +240,7 @@ class ModelConfig(Section):
     repetition_penalty: float = setting(
         1.0, "predict: divides the scores of tokens that the text already has. Default 1: off.", gt=0)
     rotary_pct: float = setting(
-        1.0, "Fraction of a head with rotary embedding.", gt=0, le=1, aliases="partial_rotary_factor",
+        1.0, "Fraction of a head with rotary embedding.", gt=0, le=1, aliases="partial_rotary_factor rotary_percent",
         beside=Beside("multi_latent_attention", 1.0, "multi_latent_attention has qk_rope_head_dim for the part of a"
                       " head that is rotated"))
     rope_interleave: bool = setting(

@@ -82,6 +82,8 @@ def _score_scale(settings: ModelConfig) -> float:
     elsewhere cosines and sines have this factor, but here they rotate only a part of a head.
     """
     scaling = settings.rope_scaling
+    if settings.softmax_scale is not None:
+        return settings.softmax_scale
     scale = settings.head_size**-0.5
     if latent_spec(settings) is None or scaling is None or scaling.rope_type == "default":
         return scale
