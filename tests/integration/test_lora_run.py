@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -42,7 +43,7 @@ HALF = 6
 RANK = 2
 CHANGES = {
     "model.model_config.pet_config": {
-        "lora_rank": RANK, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*wv|.*down_proj",
+        "lora_rank": RANK, "lora_alpha": 6, "lora_dropout": 0.1, "target_modules": ".*wq|.*layers.1.*(wv|down_proj)",
     },
     "run_mode": "finetune",
     "train_dataset.data_loader.type": "JsonlDataset",
@@ -86,7 +87,7 @@ def merged(home: Path, path: Path, whole: Path) -> Path:
     """Returns the model with the adapters folded in."""
     file = home / "merged" / "model.safetensors"
     output = exported("--config", path, "--adapter", whole, "--merge", "--output", file)
-    assert output.startswith(f"wrote {file}: ") and "6 adapters" in output and "times 3" in output
+    assert output.startswith(f"wrote {file}: ") and "4 adapters" in output and "times 3" in output
     return file
 
 
@@ -124,7 +125,10 @@ def test_a_checkpoint_holds_the_adapters_alone(whole: Path, path: Path, base: Pa
     assert moments == set(adapter_shapes(settings))
     described = json.loads((folder / "adapter_config.json").read_text())
     assert described["r"] == RANK and described["lora_alpha"] == 6 and described["peft_type"] == "LORA"
-    assert described["target_modules"] == ["q_proj", "v_proj", "down_proj"]
+    assert described["target_modules"] == [  # PEFT compares full names, too
+        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj",
+        "model.layers.1.mlp.down_proj",
+    ]  # fmt: skip
     assert described["base_model_name_or_path"] == str(base)
 
 
@@ -286,4 +290,7 @@ def test_other_targets_are_refused(home: Path, path: Path, whole: Path) -> None:
     message = refusal(path, home / "refused", run_mode="eval", adapter_id=whole, **{key: "'.*wq|.*wk|.*wv|.*w2'"})
     assert "lacks model.layers.0.self_attn.k_proj.lora_A.weight" in message
     message = refusal(path, whole, resume_training=True, **{key: "'.*wq|.*wv'"})
-    assert "holds model.layers.0.mlp.down_proj.lora_A.weight" in message and "this model does not have" in message
+    assert "lacks model.layers.0.self_attn.v_proj.lora_A.weight" in message
+    assert "holds model.layers.1.mlp.down_proj.lora_A.weight" in message and "this model does not have" in message
+    fix = re.search(r"Fix: write .*target_modules: ('.*')", message)
+    assert loss_of(path, home / "fixed", adapter_id=whole, **{key: fix[1]}) == eval_records(whole)[-1]["eval_loss"]

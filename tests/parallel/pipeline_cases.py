@@ -26,7 +26,8 @@ from trainer.run.session import open_training  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-LORA = {"pet_type": "lora", "lora_rank": 2, "target_modules": ".*q_proj|.*down_proj", "lora_dropout": 0.1}
+LORA = {"pet_type": "lora", "lora_rank": 2, "target_modules": ".*layers.[0-2].*(q|down)_proj", "lora_dropout": 0.1}
+"""The last chunk of the second stage has none."""
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BIASED = {"balance_via_topk_bias": True, "topk_bias_update_rate": 0.01, "z_loss_factor": 0.01}
 OF_STEP = {"moe_router_load_balancing_type": "gbs_aux_loss"}

@@ -31,14 +31,16 @@ RANK, ALPHA, RATE = 3, 7.5, 0.25
 ALL = ".*_proj"
 # Not the same in every layer.
 SOME = ".*layers.0.*(q_proj|down_proj)|.*layers.1.*(wv|w1|w2)"
+# Two of four layers, and the module behind them.
+SEARCHED = {"target_modules": r"layers\.[0-2]\..*linear_(qkv|fc2)", "exclude_layers": r"decoder\.layers\.1$"}
 DENSE = {"qkv_has_bias": True, "mlp_has_bias": True, "use_qk_norm": True}
 LIMITS = decoder_limits(config_of().decoder, rows=1)
 NATIVE = pytest.mark.parametrize("native", [True, False], ids=["native", "cells"])
 
 
-def adapted(targets: str = ALL, dropout: float = 0.0) -> dict:
+def adapted(targets: str = ALL, dropout: float = 0.0, **section: object) -> dict:
     pet = {"lora_rank": RANK, "lora_alpha": ALPHA, "lora_dropout": dropout, "target_modules": targets}
-    return {"pet_config": pet}
+    return {"pet_config": pet | section}
 
 
 def with_random_adapters(tiny: TinyTrainer, seed: int = 8) -> TinyTrainer:
@@ -135,7 +137,11 @@ def tiny() -> TinyTrainer:
 
 
 @NATIVE
-@pytest.mark.parametrize("model", [adapted(), {**adapted(SOME), **DENSE}], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "model",
+    [adapted(), {**adapted(SOME), **DENSE}, {**adapted(match="search", **SEARCHED), "num_layers": 4, "mtp_depth": 1}],
+    ids=["all", "some", "two layers of four"],
+)
 def test_adapters_and_merged_weights_are_the_same_model(model: dict, native: bool) -> None:
     """Logits of both; the adapters' gradients by the chain rule: of V = W + s B A, dA = s B^T dV and dB = s dV A^T."""
     mine = with_random_adapters(TinyTrainer(native, **model))
@@ -147,6 +153,9 @@ def test_adapters_and_merged_weights_are_the_same_model(model: dict, native: boo
     right_loss, right = losses_and_gradients(dense, batch)
     assert loss == pytest.approx(right_loss, rel=LIMITS.loss)
     assert gradients.keys() == adapter_shapes(mine.model.settings).keys()
+    if "num_layers" in model:
+        layers = {"model.layers.0", "model.layers.2", "model.layers.4"}
+        assert {name[: len("model.layers.0")] for name in gradients} == layers
     scale = ALPHA / RANK
     for name in gradients:
         weight, kind = name.split(".lora_")
@@ -164,6 +173,10 @@ def test_new_adapters_change_nothing(native: bool) -> None:
     np.testing.assert_array_equal(logits[0], logits[1])
     started = {name: value for name, value in fresh.initial.items() if name not in plain.initial}
     assert all(value.any() == ("lora_A" in name) for name, value in started.items())
+    drawn = TinyTrainer(native, **adapted(lora_a_std=0.02, lora_b_std=0.02))
+    assert drawn.initial.keys() == fresh.initial.keys()
+    assert all(value.any() for value in drawn.initial.values() if value.ndim > 1)
+    assert not np.array_equal(drawn.model.logits(drawn.build_inputs(batch)).asnumpy(), logits[0])
     others = TinyTrainer(native, **adapted("q_proj")).initial  # a seed's values do not depend on the others
     assert_same_bits({name: fresh.initial[name] for name in others}, others)
 

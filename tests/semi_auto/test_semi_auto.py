@@ -282,8 +282,9 @@ def computed(step: GraphStep, window: list[Batch]) -> tuple[Tensor, tuple[Tensor
         ({"multi_latent_attention": True, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8,
           "qk_rope_head_dim": 4, "v_head_dim": 6, "rope_interleave": True,
           "architectures": "LlamaForCausalLM"}, None),
-        # Adapters in one layer of two: the other one has none.
-        ({"num_layers": 2, "pet_config": {"lora_rank": 4, "target_modules": r"model.layers.1.*(q|v|down)_proj"}}, None),
+        # Adapters in one layer of two and in the module behind them: the other layer has none.
+        ({"num_layers": 2, "mtp_depth": 1, "pet_config": {
+            "lora_rank": 4, "target_modules": r"model.layers.[12].*(q|v|down)_proj"}}, None),
         # Half precision: the kernels round in other places, by 2^-8 each time; the errors do not add up to more.
         ({"compute_dtype": "bfloat16"}, 3e-2),
     ],
@@ -300,7 +301,8 @@ def test_gradients_are_those_of_the_kernels_of_a_run(changes: dict[str, Any], cl
     right = run.backward(window[0], 0, 1 / (window[0].labels != -100).sum())
     step = open_semi_auto_training(config, lambda update: 0.0, weights, SINGLE_PROCESS, "CPU")
     loss, gradients = computed(step, window)
-    assert distance(loss.asnumpy(), right.loss_sum.asnumpy() / (window[0].labels != -100).sum()) < limits.loss
+    if not config.decoder.mtp_depth:  # the graph's loss includes that of the modules
+        assert distance(loss.asnumpy(), right.loss_sum.asnumpy() / (window[0].labels != -100).sum()) < limits.loss
     for name, mine, its in zip(run.optimizer.parameters, gradients, right.gradients, strict=True):
         assert distance(mine.asnumpy(), its.asnumpy()) < limits.gradients, name
 

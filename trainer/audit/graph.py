@@ -23,6 +23,7 @@ from trainer.models.block import Block, EmbeddingMapping, Head, MtpMerge
 from trainer.models.decoder import DecoderForward
 from trainer.models.inputs import InputBuilder, ModelInputs
 from trainer.models.moe import MoeLayer
+from trainer.models.spec.adapters import layer_targets
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import is_buffer
 from trainer.models.spec.shapes import (
@@ -271,10 +272,12 @@ def _input_groups(
     yield inputs.sequence_weights or ()
     mtp = [layer - settings.num_layers for layer in layers if layer >= settings.num_layers]
     yield [tuple(inputs.mtp[module]) for module in mtp]
-    yield [_dropout_masks(settings, kernels, inputs) for _ in layers]
+    yield [_dropout_masks(settings, kernels, inputs, layer) for layer in layers]
 
 
-def _dropout_masks(settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs) -> list[Tensor | None]:
+def _dropout_masks(
+    settings: ModelConfig, kernels: KernelSet, inputs: ModelInputs, layer: int
+) -> list[Tensor | None]:
     """Returns the dropout masks of a layer: scores, attention, MLP and adapters; None where nothing is dropped."""
     tokens = inputs.ids_N.shape[0]
     stream = None
@@ -284,10 +287,13 @@ def _dropout_masks(settings: ModelConfig, kernels: KernelSet, inputs: ModelInput
     if settings.attention_dropout:
         scores = kernels.mask_form(inputs.scores_shape, of_scores=True)
     columns = attention_shapes(settings) | mlp_shapes(settings)
-    adapters = [
-        kernels.mask_form((tokens, columns[f"{name}.weight"][1])) for name in dropped_projections(settings)
-    ]
-    forms = [scores, stream, stream, *adapters]
+    forms = [scores, stream, stream]
+    targets = layer_targets(settings, layer)
+    for name in dropped_projections(settings):
+        form = None
+        if name in targets:
+            form = kernels.mask_form((tokens, columns[f"{name}.weight"][1]))
+        forms.append(form)
     masks = []
     for form in forms:
         if form is None:

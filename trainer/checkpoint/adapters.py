@@ -11,8 +11,9 @@ must match; adapters from elsewhere have no digest and are not checked.
 from __future__ import annotations
 
 import hashlib
+import re
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,7 @@ from trainer.checkpoint.weights import (
 )
 from trainer.config.checks.adapters import SECTION
 from trainer.errors import UserError
-from trainer.models.spec.adapters import adapter_spec, layer_targets, merged_matrix
+from trainer.models.spec.adapters import adapter_spec, layer_targets, merged_matrix, projections, target_pattern
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import adapter_shapes, parameter_shapes, parameter_specs
 from trainer.parallel.world import SINGLE_PROCESS, World
@@ -47,6 +48,8 @@ PREFIX = "base_model.model."
 """PEFT's prefix of every parameter name."""
 PART = "adapter_model"
 CONFIG_FILE = "adapter_config.json"
+
+_ADAPTER = re.compile(r"model\.layers\.(\d+)\.(.+)\.lora_[AB]\.weight")
 
 Weights = dict[str, np.ndarray]
 # Keys of PEFT's adapter_config.json that change what adapters compute, and the values that are supported.
@@ -190,9 +193,30 @@ def fitting_adapters(
     _check_description(path, config, where, key)
     adapters = {name.removeprefix(PREFIX): array for name, array in tensors.items()}
     shapes = adapter_shapes(config.decoder)
-    check_weights(adapters, shapes, path, where, key=key)
+    fix = ""
+    if adapters.keys() != shapes.keys():
+        fix = _fix_for_targets(adapters, config.decoder)
+    check_weights(adapters, shapes, path, where, key=key, fix=fix)
     arrays = {name: adapters[name] for name in shapes}
     return CheckedWeights(arrays, arrays, path, where, key)
+
+
+def _fix_for_targets(names: Iterable[str], settings: ModelConfig) -> str:
+    """Returns a fix with the `target_modules` of adapters with these names.
+
+    Returns an empty text if the model lacks a matrix, or if `target_modules` has other names of matrices.
+    """
+    if settings.pet_config is None or settings.pet_config.match == "search":
+        return ""
+    targets: dict[int, list[str]] = {}
+    for name in sorted(names):
+        match = _ADAPTER.fullmatch(name)
+        if match is None or match[2] not in projections(settings):
+            return ""
+        layer = targets.setdefault(int(match[1]), [])
+        if match[2] not in layer:
+            layer.append(match[2])
+    return f"write {SECTION}.target_modules: '{target_pattern(dict(sorted(targets.items())))}'"
 
 
 def check_base(before: BaseRecord, config: Config, base: Mapping[str, ArrayOrLazyArray]) -> None:

@@ -310,10 +310,11 @@ def check_weights(
     where: str = "",
     key: str = "load_checkpoint",
     settings: ModelConfig | None = None,
+    fix: str = "",
 ) -> None:
     """Checks that every parameter is there with its shape; the file may also contain a tied head.
 
-    `path`, `where` and `key` are for messages; `settings` is the model section, None for adapters.
+    `path`, `where`, `key` and `fix` are for messages; `settings` is the model section, None for adapters.
 
     Raises:
         UserError: Names the first parameter that is missing, unknown or of another shape, and counts the others.
@@ -331,7 +332,6 @@ def check_weights(
         ours = tuple(shapes[other[0]])
         problems.append(f"has {first_of(other)} of shape {list(theirs)} where this model has {list(ours)}")
     if problems:
-        fix = ""
         if settings is not None and not other:
             fix = fix_for(missing, unknown, settings)
         fix = fix or "use the model_config of the checkpoint (config.yaml beside it), or another checkpoint"

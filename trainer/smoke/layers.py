@@ -15,7 +15,7 @@ from trainer.config import Config
 from trainer.config.recompute import SUBLAYERS, comm_recompute_layers, recomputed_parts
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.model import ModelConfig
-from trainer.models.spec.adapters import module_names, projections
+from trainer.models.spec.adapters import module_names, projections, target_pattern
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.names import layer_prefix
 from trainer.models.spec.shapes import all_shapes
@@ -161,11 +161,8 @@ def _adapters(config: Config, kept: Sequence[int]) -> Iterator[Change]:
     small = config.decoder.model_copy(update={"num_layers": len(kept)})
     if targets == _targets(small, range(len(targets))):
         return
-    layers: dict[str, list[str]] = {}
-    for layer, names in enumerate(targets):
-        layers.setdefault("|".join(names), []).append(str(layer))
-    patterns = [rf"model\.layers\.({'|'.join(numbers)})\..*\.({names})" for names, numbers in layers.items() if names]
-    for name, value in {"target_modules": "|".join(patterns), "exclude_layers": [], "match": "full"}.items():
+    pattern = target_pattern(dict(enumerate(targets)))
+    for name, value in {"target_modules": pattern, "exclude_layers": [], "match": "full"}.items():
         yield from change_key(config, f"{key}.{name}", value, f"the same of {_REMAIN}")
 
 
@@ -174,7 +171,4 @@ def _targets(decoder: ModelConfig, layers: Sequence[int]) -> list[list[str]]:
     adapters = decoder.pet_config
     assert adapters is not None
     names = projections(decoder)
-    return [
-        [name.rpartition(".")[2] for name in names if adapters.adapts(module_names(decoder, layer, name))]
-        for layer in layers
-    ]
+    return [[name for name in names if adapters.adapts(module_names(decoder, layer, name))] for layer in layers]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
@@ -102,6 +102,22 @@ def layer_targets(settings: ModelConfig, layer: int) -> tuple[str, ...]:
     if adapters is None:
         return ()
     return tuple(name for name, names in adaptable_matrices(settings, layer).items() if adapters.adapts(names))
+
+
+def target_pattern(targets: Mapping[int, Collection[str]]) -> str:
+    """Returns the `target_modules` that selects these matrices, by layer with their names in it."""
+    layers: dict[str, list[str]] = {}
+    for layer, names in targets.items():
+        if names:
+            layers.setdefault(_one_of([name.rpartition(".")[2] for name in names]), []).append(str(layer))
+    return "|".join(rf"model\.layers\.{_one_of(numbers)}\..*\.{names}" for names, numbers in layers.items())
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    """Returns a regular expression for one of several texts."""
+    if len(texts) == 1:
+        return texts[0]
+    return f"({'|'.join(texts)})"
 
 
 def merged_matrix(weight_OI: Matrix, a_RI: Matrix, b_OR: Matrix, scale: float) -> Matrix:
