@@ -181,6 +181,9 @@ def test_adapters_of_peft_are_taken_and_trained_further(home: Path, path: Path, 
     folder.mkdir()
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         shutil.copy(source / name, folder / name)
+    described = json.loads((folder / "adapter_config.json").read_text())
+    described |= {"target_modules": ["q_proj"], "layers_to_transform": [0, 1], "layers_pattern": "layers"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))  # the tensors say which matrices are adapted
     assert loss_of(path, home / "eval_peft", adapter_id=folder) == eval_records(whole)[-1]["eval_loss"]
     further = train(path, output_dir=home / "further", adapter_id=folder, runner_config__stop_step=2)
     assert step_records(further)[0]["loss"] < step_records(whole)[0]["loss"]
