@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import dataclasses
 import errno
 import functools
 import json
@@ -333,13 +334,15 @@ def _plan(
     with gc_disabled():
         from trainer.config.checks.problem import ConfigErrors
         from trainer.plan.render import plan_dict, plan_sections
-        from trainer.run.plan_file import plan_file, world_from_degrees
+        from trainer.run.plan_file import fewest_ranks, plan_file
         from trainer.tables import print_sections
 
         problems: list[ConfigError] = []
         loaded = _load(context.obj, problems)
         try:
-            plan = plan_file(loaded, world_from_degrees(loaded, world), problems)
+            job, notes = fewest_ranks(loaded, world)
+            plan = plan_file(loaded, job, problems)
+            plan = dataclasses.replace(plan, notes=(*plan.notes, *notes))
         except ConfigErrors as errors:
             if verbose:
                 raise errors.full from None

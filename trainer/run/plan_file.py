@@ -35,6 +35,9 @@ _MODEL = "model.model_config"
 _LIMIT = "context.max_device_memory"
 _SHARDED_OPTIMIZER = "parallel.enable_parallel_optimizer"
 _LEVEL = "parallel.parallel_optimizer_config.optimizer_level"
+_GIB = 1 << 30
+_MOST_DOUBLINGS = 14
+"""Of the ranks of a file that needs more memory."""
 _MAX_RANK_FACTOR = 8
 """A fix has at most this many times the ranks of the file."""
 _DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
@@ -49,11 +52,52 @@ def world_from_degrees(config: Config, world: World) -> World:
     if world != SINGLE_PROCESS or not config.use_parallel or not config.trains:
         return world
     degrees = parallel_degrees(config, world)
-    if config.parallel_config.data_parallel is None:  # expert parallelism needs a minimum
+    if config.parallel_config.data_parallel is None:  # experts and shards need a minimum
         experts = degrees.expert_parallel
         minimum = experts // math.gcd(experts, degrees.context_parallel * degrees.model_parallel)
+        if config.parallel.enable_parallel_optimizer:
+            minimum = math.lcm(minimum, max(1, config.parallel.parallel_optimizer_config.optimizer_weight_shard_size))
         degrees = degrees._replace(data_parallel=minimum)
     return world_of(degrees.ranks)
+
+
+def fewest_ranks(config: Config, world: World) -> tuple[World, list[Note]]:
+    """Returns the job of `world_from_degrees`, or a larger one if only that has enough memory, and a note that says so.
+    """
+    job = world_from_degrees(config, world)
+    if world != SINGLE_PROCESS or not config.trains or config.parallel_config.data_parallel is not None:
+        return job, []
+    job, why = _job_with_memory(config, job)
+    if job.size == 1:
+        return job, []
+    return job, [Note(f"planned for {job.size} ranks, {why}; --ranks plans for another number", "parallel")]
+
+
+def _job_with_memory(config: Config, job: World) -> tuple[World, str]:
+    """Returns the smallest job with enough memory, and in what respect it is; the same job if none has.
+
+    A job with too little for the estimated activations alone is the result if no other one has enough.
+    """
+    fallback = job, "the fewest that the degrees need"
+    limit_bytes = _limit_bytes(config)
+    if limit_bytes is None or not config.parallel.enable_parallel_optimizer or config.use_parallel is False:
+        return fallback
+    if not plans_elsewhere(config) or _broken_rules(resolve_for_job(config, job), job):
+        return fallback
+    for doubling in range(_MOST_DOUBLINGS):
+        larger = world_of(job.size << doubling)
+        changed = apply_device_defaults(resolve_for_job(config, larger), planned_device(config))
+        if _broken_rules(changed, larger):
+            continue
+        memory_bytes = _memory(changed, larger)
+        is_possible = fixed_bytes(memory_bytes) <= limit_bytes
+        if is_possible and doubling == 0:
+            return fallback
+        if memory_bytes["total"] <= limit_bytes:
+            return larger, "the fewest whose memory fits"
+        if is_possible and fallback[0] == job:
+            fallback = larger, "the fewest whose weights, gradients and optimizer state fit"
+    return fallback
 
 
 def plan_file(
@@ -246,24 +290,30 @@ def _memory(config: Config, world: World) -> dict[str, int]:
     return memory_estimate(config, config.trains, planned_device(config), world)
 
 
+def _limit_bytes(config: Config) -> float | None:
+    limit = config.context.max_device_memory
+    if limit is None:
+        return None
+    return float(limit.removesuffix("GB")) * _GIB
+
+
 def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int]) -> list[Note]:
     """Returns a note if a rank probably needs more than max_device_memory.
 
     Raises:
         UserError: Weights, gradients and optimizer state, whose size is certain, already need more.
     """
-    limit = config.context.max_device_memory
-    if limit is None:
+    limit_bytes = _limit_bytes(config)
+    if limit_bytes is None:
         return []
-    gib = 1 << 30
-    limit_gib = float(limit.removesuffix("GB"))
-    fixed = fixed_bytes(memory_bytes) / gib
-    total = memory_bytes["total"] / gib
-    if fixed > limit_gib:
-        rule = f"a rank needs {fixed:.1f} GiB for weights, gradients and optimizer state"
-        raise problem(config, _LIMIT, rule, _memory_fix(config, world, limit_gib * gib)).error
-    if total > limit_gib:
-        text = f"{_LIMIT} {limit}: a rank needs about {total:.1f} GiB with the estimated activations"
+    fixed = fixed_bytes(memory_bytes)
+    total = memory_bytes["total"]
+    if fixed > limit_bytes:
+        rule = f"a rank needs {fixed / _GIB:.1f} GiB for weights, gradients and optimizer state"
+        raise problem(config, _LIMIT, rule, _memory_fix(config, world, limit_bytes)).error
+    if total > limit_bytes:
+        limit = config.context.max_device_memory
+        text = f"{_LIMIT} {limit}: a rank needs about {total / _GIB:.1f} GiB with the estimated activations"
         return [Note(text, "parallel")]
     return []
 
@@ -281,7 +331,7 @@ def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
         if fixed_bytes(memory_bytes) > limit_bytes:
             continue
         settings = ", ".join(f"{config.source.name(key)} to {value}" for key, value in changes.items())
-        needed = f"{memory_bytes['total'] / (1 << 30):.1f} GiB with the estimated activations"
+        needed = f"{memory_bytes['total'] / _GIB:.1f} GiB with the estimated activations"
         fix = f"for example set {settings}: each of {ranks} ranks then needs {needed}"
         if memory_bytes["total"] <= limit_bytes:
             return fix

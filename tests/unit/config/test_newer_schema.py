@@ -414,8 +414,8 @@ def test_a_run_has_the_steps_that_the_file_says():
 def test_the_plan_is_that_of_the_smallest_job_of_its_degrees():
     config = load(FULL)
     plan = plan_file(config, world_from_degrees(config, SINGLE_PROCESS), [])
-    assert (plan.ranks, plan.steps.micro_batches) == (4, 16)
-    assert plan.degrees == {"pipeline_stage": 2, "model_parallel": 2}
+    assert (plan.ranks, plan.steps.micro_batches) == (8, 8)
+    assert plan.degrees == {"pipeline_stage": 2, "data_parallel": 2, "model_parallel": 2}
 
 
 def test_a_model_without_sizes_is_planned_as_far_as_it_goes():

@@ -9,9 +9,9 @@ from test_newer_schema import SMALL
 from trainer.config import Config, convert_schema, parse_config
 from trainer.config.stages import stage_layers
 from trainer.errors import UserError
-from trainer.parallel.world import World, world_of
+from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.plan import Plan
-from trainer.run.plan_file import plan_file
+from trainer.run.plan_file import fewest_ranks, plan_file
 
 ASCEND = SMALL.replace("device_target: CPU", "device_target: Ascend").replace("float32", "bfloat16")
 FOUR = world_of(4)
@@ -176,3 +176,31 @@ def test_what_ranks_of_an_ascend_cannot_do_is_an_error(keys: str, part: str):
     message = failed(keys, ASCEND)
     assert part in message and "set context.device_target to CPU" in message
     assert not any(older in message for older in OLDER), message
+
+
+LARGE = ASCEND.replace("hidden_size: 64", "hidden_size: 4096").replace("vocab_size: 300", "vocab_size: 150000")
+LARGE = LARGE.replace("global_batch_size: 8", "global_batch_size: 64")
+TENSOR = "tensor_parallel: 2, sequence_parallel: True"
+STRATEGY = "data_parallel_shard_strategy: optim_grads"
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit", "ranks", "why"),
+    [
+        (STRATEGY, "59GB", 1, ""),
+        (STRATEGY, "11GB", 4, "planned for 4 ranks, the fewest whose memory fits; --ranks"),
+        (f"{STRATEGY}, {TENSOR}", "59GB", 2, "planned for 2 ranks, the fewest that the degrees need"),
+        (f"{STRATEGY}, {TENSOR}", "9GB", 4, "planned for 4 ranks, the fewest whose memory"),
+    ],
+)
+def test_a_plan_without_ranks_takes_the_fewest_with_enough_memory(keys: str, limit: str, ranks: int, why: str):
+    text = LARGE.replace("device_target: Ascend", f"device_target: Ascend, max_device_memory: {limit}")
+    config = loaded(keys, text)
+    job, notes = fewest_ranks(config, SINGLE_PROCESS)
+    assert job.size == ranks and why in "".join(notes)
+    assert plan_file(config, job, []).ranks == ranks
+    assert fewest_ranks(config, FOUR) == (FOUR, [])
+    if limit != "59GB":  # half as many are too few
+        assert "GiB for weights, gradients and optimizer state" in failed(keys, text, world_of(ranks // 2))
+    nothing = loaded(keys, text.replace(limit, "0.1GB"))
+    assert fewest_ranks(nothing, SINGLE_PROCESS)[0].size in (1, 2)

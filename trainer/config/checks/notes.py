@@ -316,7 +316,7 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
         yield ("sample_prompt: not used, semi-automatic mode generates no text; add --run_mode predict"
                " --use_parallel False to generate from the checkpoints")
     if world.size > 1:
-        if config.use_parallel is None:
+        if config.use_parallel is None and not config.source.source_places:  # the newer schema has no such key
             yield f"use_parallel: not set; it is True, because the job has {world.size} ranks"
         if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
             yield (f"parallel.parallel_mode {parallel.parallel_mode}: replaced by explicit mode, because"
