@@ -3,10 +3,14 @@
 
     git clone https://github.com/mindspore-lab/mindformers /tmp/mindformers
     python scripts/check_mindformers.py /tmp/mindformers [/tmp/another_checkout ...] [--ranks 8] [-- flags]
+    git clone --bare https://github.com/mindspore-ai/mindformers /tmp/mindformers.git
+    python scripts/check_mindformers.py /tmp/mindformers.git
 
 The flags are those of run_trainer.py, `--ranks` is that of `smoke`; a file is planned for the job that it describes.
-A training file is a YAML file below `configs` or `research` with run_mode train or finetune. Exit code 1 where one of
-them is not accepted, does not pass, or ends in a traceback.
+A training file is a YAML file below `configs`, `research` or `tests` that trains: run_mode train or finetune, or the
+section training of the newer schema. Of a bare repository the branches master, dev and 1.7 to 2.0 are read, and a file
+that several of them have is checked once. Exit code 1 where a file is not accepted, does not pass, or ends in a
+traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +29,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PROGRAM = Path(__file__).resolve().parent.parent / "run_trainer.py"
-TRAINS = re.compile(r"^run_mode: *['\"]?(train|finetune)\b", re.MULTILINE)
+TRAINS = re.compile(r"^run_mode: *['\"]?(train|finetune)\b|^training:", re.MULTILINE)
+BRANCHES = re.compile(r"(master|dev|r?(1\.[7-9]|2\.0)\b.*)")
+FOLDERS = ("configs", "research", "tests")
 _MOST_NOTES = 12
 _SMOKE_LIMIT_SECONDS = 300
 
@@ -50,10 +56,34 @@ class Result(NamedTuple):
 
 def training_files(folder: Path) -> Iterator[Path]:
     """Returns the training files of a checkout, in order."""
-    for part in ("configs", "research"):
+    for part in FOLDERS:
         for file in sorted((folder / part).rglob("*.yaml")):
             if TRAINS.search(file.read_text(encoding="utf-8")):
                 yield file
+
+
+def extract_branches(repository: Path, folder: Path) -> list[Path]:
+    """Writes the YAML files of a bare repository to a folder, each into that of the first branch that has it."""
+    known: set[str] = set()
+    folders = []
+    names = _git(repository, "for-each-ref", "--format=%(refname:short)", "refs/heads").split()
+    branches = [name for name in names if BRANCHES.fullmatch(name)]
+    for branch in sorted(branches, key=lambda name: (name != "master", name == "dev", name)):
+        folders.append(folder / branch)
+        for line in _git(repository, "ls-tree", "-r", branch, *FOLDERS).splitlines():
+            entry, _, path = line.partition("\t")
+            blob = entry.split()[2]
+            if path.endswith((".yaml", ".yml")) and blob not in known:
+                known.add(blob)
+                target = folder / branch / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(_git(repository, "cat-file", "blob", blob), encoding="utf-8")
+    return folders
+
+
+def _git(repository: Path, *arguments: str) -> str:
+    command = ["git", f"--git-dir={repository}", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def plan(file: Path, flags: list[str]) -> Result:
@@ -74,7 +104,7 @@ def plan(file: Path, flags: list[str]) -> Result:
 
 
 def smoke(planned: Result, ranks: int, flags: list[str]) -> Result:
-    """Runs `smoke` on a file, also on one whose job has too little memory for it."""
+    """Runs `smoke` on a file; on one with errors it ends at once with the first of them."""
     start, cpu = time.monotonic(), _cpu_seconds()
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(PROGRAM), "smoke", "--json", "--config", str(planned.file)]
@@ -90,6 +120,8 @@ def smoke(planned: Result, ranks: int, flags: list[str]) -> Result:
     except ValueError:
         last = (done.stderr.strip().splitlines() or [""])[-1]
         return planned._replace(smoke="fail", smoke_problem=f"exit {done.returncode}: {last}", smoke_seconds=seconds)
+    if verdict["result"] == "invalid":
+        return planned._replace(smoke="fail", smoke_problem="invalid", smoke_seconds=seconds)
     changes = [change for change in verdict["changes"] if change["why"]]
     return planned._replace(
         smoke=verdict["result"], smoke_problem=verdict["problem"].partition("\n")[0], smoke_seconds=seconds,
@@ -138,7 +170,7 @@ def summary(results: list[Result], runs: bool) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a checkout of MindSpore Transformers")
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="a checkout or bare repository")
     parser.add_argument("--ranks", type=int, default=1, help="processes that each smoke run trains on")
     parser.add_argument("--plan", action="store_true", help="plan alone")
     parser.add_argument("--json", action="store_true", help="for machines")
@@ -147,7 +179,14 @@ def main() -> int:
         own, flags = own[: own.index("--")], own[own.index("--") + 1 :]
     options = parser.parse_args(own)
     results = []
-    for file in (file for folder in options.folders for file in training_files(folder)):
+    scratch = Path(tempfile.mkdtemp())
+    folders = []
+    for folder in options.folders:
+        if (folder / "objects").is_dir():
+            folders += extract_branches(folder, scratch)
+        else:
+            folders.append(folder)
+    for file in (file for folder in folders for file in training_files(folder)):
         result = plan(file, flags)
         results.append(result if options.plan else smoke(result, options.ranks, flags))
         print(shown(results[-1]), flush=True, file=sys.stderr if options.json else sys.stdout)
