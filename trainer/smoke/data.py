@@ -76,7 +76,10 @@ def _section_changes(config: Config, setup: Setup, section: str, rows: int) -> I
     limit = "enough for a batch"
     if section == TRAIN:
         limit = f"enough for {setup.steps} steps"
-    yield from change_key(config, f"{key}.num_samples", min(loader.num_samples or rows, rows), limit)
+    samples = rows
+    if section not in setup.missing and loader.type != "SyntheticDataset":  # existing data keeps its limit
+        samples = min(loader.num_samples or rows, rows)
+    yield from change_key(config, f"{key}.num_samples", samples, limit)
     if isinstance(loader, MegatronLoader):
         sizes = [rows * (size != 0) for size in loader.sizes]
         yield from change_key(config, f"{key}.sizes", sizes, limit)

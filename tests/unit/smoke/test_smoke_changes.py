@@ -167,6 +167,8 @@ def test_data_that_is_not_here_has_the_same_form():
     assert config.train_dataset.data_loader.type == "MindDataset" and config.do_eval
     assert config.train_dataset.input_columns == ["input_ids", "target_ids", "attention_mask"]
     assert config.train_dataset.data_loader.num_samples == 3 * 2 * 2
+    few = small(DENSE, "train_dataset.data_loader.num_samples=1")[0].train_dataset.data_loader
+    assert few.num_samples == 3 * 2 * 2  # otherwise the run would end before its third step
     assert told["do_eval"][2] == "the file has an eval_dataset"
     assert config.eval_dataset.data_loader.dataset_dir == "/tmp/smoke/data/eval_dataset/rows.mindrecord"
     loader = small(EXPERTS)[0].train_dataset.data_loader
