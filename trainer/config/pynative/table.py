@@ -223,7 +223,7 @@ ROWS = (
     # There it is read by nobody; here it is a folder like save_path, which wins.
     Row("output_dir", "output_dir", "str", "", "output_dir"),
     Row("checkpoint.save_path", "output_dir", "str", "", "checkpoint.save_path",
-        note="used as output_dir; the checkpoints are in {}/checkpoints"),
+        note="the folder of the run; the checkpoints are in {}/checkpoints"),
     Row("checkpoint.load_path", "load_checkpoint", "str", "", "checkpoint.load_path"),
     Row("checkpoint.no_load_optim", "resume_training", "bool", False, "checkpoint.load_path", _OPPOSITE),
     Row("parallelism.tensor_parallel", "parallel_config.model_parallel", "int", apply=set_degree),
