@@ -369,6 +369,7 @@ model: {{arch: {{type: LlamaForCausalLM}}, model_config: {{num_layers: 2, num_he
 moe_config: {{expert_num: 8, num_experts_chosen: 2}}
 """
     config = load(text)
+    assert "expert_parallel = 0: must be at least 1" in failure(lambda: load(text, "parallel_config.expert_parallel=0"))
     assert config.parallel_config.expert_parallel == ranks
     says_so = "also shards each expert over" in notes(text)
     assert says_so == (f"expert_parallel: {ranks}" not in degrees)

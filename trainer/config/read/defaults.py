@@ -75,7 +75,7 @@ def _from_sharded_experts(resolved: Resolved) -> None:
     names = ("expert_parallel", "data_parallel", "model_parallel", "context_parallel")
     numbers: list[Any] = [degrees.get(name, 1) for name in names]
     numbers += [shards, resolved.section(_EXPERTS).get("expert_num")]
-    if not all(isinstance(number, int) for number in numbers):
+    if not all(isinstance(number, int) and number > 0 for number in numbers):
         return
     degrees["expert_model_parallel"] = 1
     written, *ranks_of_stage, shards, experts = numbers
