@@ -136,6 +136,7 @@ _FACTS = (
     _Fact(lambda s: s.down_has_bias != s.mlp_has_bias, "a bias on one side of the feed-forward layer"),
     _Fact(lambda s: s.rotary_size != s.rotary_head_size, "rotary positions on a part of a head"),
     _Fact(lambda s: (s.rope_interleave,), "other pairs of rotary positions"),
+    _Fact(lambda s: s.unrotated_layers, "layers without rotary positions"),
     _Fact(lambda s: s.window_layers, "layers with a sliding window"),
     _Fact(lambda s: s.softmax_scale, "another factor on the attention's scores"),
     _Fact(lambda s: (attention_spec(s).post_norm, mlp_spec(s).post_norm), "other norms after the sublayers"),

@@ -53,10 +53,12 @@ class AttentionLayer(nn.Cell):
         kernels: KernelSet,
         window: int | None = None,
         tensor: TensorParallel | None = None,
+        is_rotated: bool = True,
     ) -> None:
         super().__init__()
         names = block_names(settings)
         spec = attention_spec(settings)
+        self.is_rotated = is_rotated
         if tensor is not None:
             spec = spec.local(tensor.group.size)
         self.qk_norm = spec.head_norm
@@ -75,7 +77,8 @@ class AttentionLayer(nn.Cell):
         self.heads = spec.heads
         self.cache_heads = spec.kv_heads
         options = kernels.attention_options(settings, window)
-        self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, **options)
+        self.scale = spec.scale
+        self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, scale=self.scale, **options)
         self.has_post_norm = spec.post_norm
         self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
         if self.has_post_norm:
@@ -121,6 +124,8 @@ class AttentionLayer(nn.Cell):
         if self.qk_norm:
             q_NC = self.query_norm(q_NC, weights[self.q_norm])
             k_NK = self.key_norm(k_NK, weights[self.k_norm])
+        if not self.is_rotated:
+            return q_NC, k_NK, v_NK
         q_NC = self.query_rotary(q_NC, query_tables[0], query_tables[1])
         return q_NC, self.key_rotary(k_NK, key_tables[0], key_tables[1]), v_NK
 
@@ -137,7 +142,8 @@ class AttentionLayer(nn.Cell):
         rows = cached[0].shape[0]
         heads = self.heads
         kv_heads = self.cache_heads
-        out_BQC = attend(q_NC.reshape(rows, -1, q_NC.shape[1]), cached[0], cached[1], mask, heads, kv_heads)
+        queries_BQC = q_NC.reshape(rows, -1, q_NC.shape[1])
+        out_BQC = attend(queries_BQC, cached[0], cached[1], mask, heads, kv_heads, scale=self.scale)
         return self.project_output(out_BQC.reshape(q_NC.shape), weights)
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
@@ -203,6 +209,7 @@ class Block(nn.Cell):
         part: "block", or its sublayer "attention" or "mlp", which ignores the weights and masks of the other one.
         window: The sliding window of the layer, see `KernelSet.window`.
         tensor: The tensor-parallel ranks that share the block; None: this rank has all of it.
+        is_rotated: Whether the layer has rotary positions; latent attention always has.
     """
 
     def __init__(
@@ -212,15 +219,16 @@ class Block(nn.Cell):
         part: str = "block",
         window: int | None = None,
         tensor: TensorParallel | None = None,
+        is_rotated: bool = True,
     ) -> None:
         super().__init__()
         self.has_attention = part in ("block", "attention")
         self.has_mlp = part in ("block", "mlp")
         if self.has_attention:
-            layer = AttentionLayer
-            if latent_spec(settings) is not None:
-                layer = LatentAttentionLayer
-            self.attention = layer(settings, kernels, window, tensor)
+            if latent_spec(settings) is None:
+                self.attention = AttentionLayer(settings, kernels, window, tensor, is_rotated)
+            else:
+                self.attention = LatentAttentionLayer(settings, kernels, window, tensor)
             self.add_attention = P.Add()
             self.drop_attention = kernels.dropout(settings.hidden_dropout)
         if self.has_mlp:

@@ -94,6 +94,9 @@ class CellParts:
         self.embedding, self.final_norm = map(weights.main_params.get, (EMBEDDING, FINAL_NORM))
         self.head_weight = weights.get(EMBEDDING if self.spec.tied else HEAD)
         self.block = Block(settings, kernels, tensor=self.tensor)
+        self.unrotated_block = self.block
+        if settings.unrotated_layers:
+            self.unrotated_block = Block(settings, kernels, tensor=self.tensor, is_rotated=False)
         self.head = Head(settings, kernels, self.tensor)
         self.head_product = kernels.linear()
         self.moe: MoeLayer | None = None
@@ -142,11 +145,11 @@ class CellParts:
         kernels = self.kernels
 
         @functools.cache
-        def function(name: str, window: int | None) -> Differentiable:
-            """Returns the block, or one of its sublayers, for a window."""
-            if name == "block" and window is None:
+        def function(name: str, window: int | None, is_rotated: bool) -> Differentiable:
+            """Returns the block, or one of its sublayers, for a window, with or without rotary positions."""
+            if name == "block" and window is None and is_rotated:
                 return Differentiable(self.block, compiled)
-            return Differentiable(Block(settings, kernels, name, window, self.tensor), compiled)
+            return Differentiable(Block(settings, kernels, name, window, self.tensor, is_rotated), compiled)
 
         first = self.spec.first_reached(trained)
         layers: list[dict[str, LayerFunction | MoeFunction]] = []
@@ -164,14 +167,18 @@ class CellParts:
                 sublayers = SUBLAYERS
             for name in sublayers:
                 window = None
+                is_rotated = True
                 if name != "mlp":
                     window = kernels.window(settings, layer)
+                    is_rotated = self.spec.layers[layer].attention.rotary_size > 0
                 used = [
                     weight if name in ("block", sublayer_of(weight_name)) else None
                     for weight_name, weight in zip(block_weights(settings), weights, strict=True)
                 ]
                 recomputes = again == name or (is_moe and again == "block")
-                parts[name] = LayerFunction(function(name, window), used, reached=reached, recomputed=recomputes)
+                parts[name] = LayerFunction(
+                    function(name, window, is_rotated), used, reached=reached, recomputed=recomputes
+                )
             if is_moe:
                 assert self.moe is not None and settings.experts is not None
                 parts["experts"] = MoeFunction(
@@ -300,8 +307,10 @@ class CellParts:
 
     def predict_layers(self, layers: Sequence[int], x_ND: Tensor, call: PredictionCall) -> Tensor:
         """Returns the residual stream [N, D] after consecutive layers, for new tokens of a prediction."""
-        attention = self.block.attention
         for layer in layers:
+            attention = self.block.attention
+            if not self.spec.layers[layer].attention.rotary_size:
+                attention = self.unrotated_block.attention
             weights = [*self.layer_weights[layer], *([None] * len(self.adapter_masks.names))]
             q_NC, *new = attention.project(x_ND, call.tables[0:2], call.tables[2:4], weights)
             cached = call.cache.update(layer, new)

@@ -167,7 +167,8 @@ class InputBuilder:
             self.tensor = shard.tensor
         spec = model_spec(settings)
         self.mtp_modules = spec.mtp_modules
-        attention = spec.layers[0].attention
+        rotated = (layer.attention for layer in spec.layers if layer.attention.rotary_size)
+        attention = next(rotated, spec.layers[0].attention)
         self.masks = kernels.attention_masks(settings)
         if self.tensor is not None:
             attention = attention.local(self.tensor.group.size)

@@ -69,10 +69,11 @@ class SemiAutoDecoder(DecoderForward):
             """Returns the cell of a layer, with its weights."""
             weights, expert_weights = parts.layers[layer]
             sites = mask_sites(settings, layer)
+            is_rotated = spec.layers[layer].attention.rotary_size > 0
             if experts is None or not spec.layers[layer].is_moe:
-                return LayerCell(Block(settings, kernels), weights, sites)
+                return LayerCell(Block(settings, kernels, is_rotated=is_rotated), weights, sites)
             cell = experts.make_layer(layer_prefix(layer), expert_weights)
-            return LayerCell(Block(settings, kernels, "attention"), weights, sites, cell)
+            return LayerCell(Block(settings, kernels, "attention", is_rotated=is_rotated), weights, sites, cell)
 
         self.layers = _cells(map(layer_cell, range(len(spec.layers))))
         self.has_window = tuple(layer.attention.window is not None for layer in spec.layers)

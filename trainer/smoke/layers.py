@@ -78,6 +78,10 @@ def layer_changes(config: Config, kept: Sequence[int], stages: int = 1) -> Itera
     elif decoder.use_sliding_window and decoder.max_window_layers:
         below = sum(layer < decoder.max_window_layers for layer in kept)
         yield from change_key(config, f"{_MODEL}.max_window_layers", below, _REMAIN)
+    if decoder.unrotated_layers and decoder.position_embedding_type != "none":
+        unrotated = [new for new, old in enumerate(kept) if not decoder.has_rotary(old)]
+        yield from change_key(config, f"{_MODEL}.nope_layers", unrotated, _REMAIN)
+        yield from change_key(config, f"{_MODEL}.nope_layer_interval", None, "nope_layers says it")
     if decoder.layers_group > 1:  # so that one layer shares its attention with the next, and another does not
         yield from change_key(config, f"{_MODEL}.layers_group", 2, _REMAIN)
     yield from _expert_layers(config, kept)

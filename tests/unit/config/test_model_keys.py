@@ -121,6 +121,39 @@ def test_the_scale_of_the_scores_and_the_rotated_part_of_a_head() -> None:
     assert "another factor on the attention's scores" in class_differences(decoder, "LlamaForCausalLM")
 
 
+@pytest.mark.parametrize("schema", [older, newer])
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        ("nope_layer_interval: 2", (1, 3)),
+        ("nope_layer_interval: 1", (0, 1, 2, 3)),
+        ("nope_layers: [0, 3]", (0, 3)),
+        ("nope_layers: []", ()),
+        ("position_embedding_type: none", (0, 1, 2, 3)),
+    ],
+)
+def test_layers_without_rotary_positions(schema, keys: str, layers: tuple) -> None:
+    config = load(schema(keys))
+    assert config.decoder.unrotated_layers == layers
+    assert parse_config("again", dump_config(config)) == config
+    words = "layers without rotary positions"
+    assert (words in class_differences(config.decoder, "LlamaForCausalLM")) == bool(layers)
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ("nope_layer_interval: 0", "nope_layer_interval = 0: must be at least 1"),
+        ("nope_layer_interval: 2, nope_layers: [1]", "disagrees with nope_layers"),
+        ("nope_layers: [4]", "there is no layer 4: the model's layers are 0 to 3"),
+        ("nope_layer_interval: 2, mtp_depth: 1", "not yet supported with multi_latent_attention, and with multi-token"),
+        ("position_embedding_type: learned_absolute", "position_embedding_type = 'learned_absolute'"),
+    ],
+)
+def test_layers_without_rotary_positions_that_are_refused(keys: str, part: str) -> None:
+    assert part in error_of(older(keys))
+
+
 def test_the_trained_length_of_flat_yarn() -> None:
     keys = "position_embedding_type: yarn, rotary_scaling_factor: 4, max_position_embeddings: 64"
     flat = load(older(f"{keys}, original_max_position_embeddings: 16")).decoder

@@ -151,7 +151,7 @@ class CpuRotary:
         else:
             self.angles = slice(half)
         self.orders: dict[str, tuple[int, np.ndarray]] = {}
-        if spec.rotary_interleaved or not pairs:
+        if spec.rotary_interleaved or not pairs or not self.size:
             return
         pair_order = np.arange(self.size).reshape(2, -1).T.reshape(-1)
         if spec.latent is None:
@@ -175,6 +175,8 @@ class CpuRotary:
 
     def apply(self, x_nhd: np.ndarray, rotation_n1h: np.ndarray) -> None:
         """Rotates the first numbers of each head of [n, heads, d] in place."""
+        if not self.size:
+            return
         if self.rotates_pairs:
             numbers = x_nhd[..., : self.size].view(np.complex64)
             numbers *= rotation_n1h

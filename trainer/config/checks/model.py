@@ -152,6 +152,7 @@ def _positions(config: Config) -> Iterator[ConfigError]:
         fix = f"write rope_scaling with rope_type: {positions}, or rope here"
         rule = f"rope_scaling is {scaling_type}, not {positions}"
         yield problem(config, f"{_KEY}.position_embedding_type", rule, fix)
+    yield from _unrotated_layers(config)
     if scaling is None:
         return
     key = f"{_KEY}.rope_scaling"
@@ -164,6 +165,24 @@ def _positions(config: Config) -> Iterator[ConfigError]:
     if scaling.rope_type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         rule = f"must be below beta_fast ({scaling.beta_fast})"
         yield problem(config, f"{key}.beta_slow", rule, "use 1 and 32, as yarn does")
+
+
+def _unrotated_layers(config: Config) -> Iterator[ConfigError]:
+    """Yields errors about layers without rotary positions that the model does not have or that are not supported."""
+    decoder = config.decoder
+    chosen = [name for name in ("nope_layer_interval", "nope_layers") if getattr(decoder, name) is not None]
+    if not chosen:
+        return
+    key = f"{_KEY}.{chosen[0]}"
+    beyond = [layer for layer in decoder.nope_layers or () if layer >= decoder.num_layers]
+    if len(chosen) > 1:
+        yield problem(config, key, "disagrees with nope_layers, which says it too", _ONE)
+    elif decoder.multi_latent_attention or decoder.mtp_depth:
+        rule = "not yet supported with multi_latent_attention, and with multi-token prediction modules"
+        yield problem(config, key, rule, "leave it out, which is another model")
+    elif beyond:
+        rule = f"there is no layer {beyond[0]}: the model's layers are 0 to {decoder.num_layers - 1}"
+        yield problem(config, key, rule, "remove it, or correct num_layers")
 
 
 def _attention(config: Config) -> Iterator[ConfigError]:

@@ -115,7 +115,7 @@ def _dataset(work: Translation, row: Row) -> None:
     work.set_key("train_dataset.data_loader", table, key)
 
 
-_GRAPH_MODE_ONLY = ("window_size", "window_attn_skip_freq", "softmax_scale")
+_GRAPH_MODE_ONLY = ("window_size", "window_attn_skip_freq", "softmax_scale", "nope_layer_interval")
 
 
 def _model(work: Translation, row: Row) -> None:

@@ -139,6 +139,12 @@ class ModelConfig(Section):
     window_attn_skip_freq: Layer | list[Layer] | None = setting(
         None, "Layers without the window of window_size: every Nth for an integer N; a list has 1 (window) or 0 for"
         " each layer. Default null: none, or layer_types.")
+    position_embedding_type: Literal["rope", "yarn", "llama3", "none"] = setting(
+        "rope", "Kind of positions: rotary, whose stretching rope_scaling describes; none: there are none.")
+    nope_layer_interval: int | None = setting(
+        None, "Every Nth layer has no rotary positions (NoPE). Default null: nope_layers decides.", ge=1, le=LAYERS)
+    nope_layers: list[Layer] | None = setting(
+        None, "Layers without rotary positions, counted from 0. Default null: none.")
     softmax_scale: float | None = setting(
         None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head).", gt=0,
         beside=Beside("multi_latent_attention", None, "multi_latent_attention has a scale of its own"))
@@ -295,6 +301,21 @@ class ModelConfig(Section):
         if self.layer_types is not None:
             return self.layer_types[layer] == "sliding_attention"
         return not self.use_sliding_window or layer >= (self.max_window_layers or 0)
+
+    def has_rotary(self, layer: int) -> bool:
+        """Returns whether a layer has rotary positions; MTP modules have them unless no layer has."""
+        if self.position_embedding_type == "none":
+            return False
+        if layer >= self.num_layers:
+            return True
+        if self.nope_layers is not None:
+            return layer not in self.nope_layers
+        return self.nope_layer_interval is None or (layer + 1) % self.nope_layer_interval != 0
+
+    @property
+    def unrotated_layers(self) -> tuple[int, ...]:
+        """Returns the layers without rotary positions."""
+        return tuple(layer for layer in range(self.num_layers) if not self.has_rotary(layer))
 
     @property
     def window_layers(self) -> tuple[int, ...]:

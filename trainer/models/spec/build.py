@@ -34,7 +34,7 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
         targets = layer_targets(settings, layer)
-        kind = (is_mtp, is_moe, settings.has_window(layer), targets)
+        kind = (is_mtp, is_moe, settings.has_window(layer), settings.has_rotary(layer), targets)
         if kind not in kinds:
             kinds[kind] = _layer_spec(settings, layer, targets)
         layers.append(kinds[kind])

@@ -93,7 +93,8 @@ class AttentionSpec:
         head_size, value_size: Widths of a query or key, and of a value, of one head.
         scale: Factor on the scores before the softmax.
         window: Tokens that a query sees, including its token; None: all tokens up to its token.
-        rotary_size: How many numbers of a head, or with `latent` of its rotated part, are rotated.
+        rotary_size: How many numbers of a head, or with `latent` of its rotated part, are rotated; 0 in a layer without
+            rotary positions. Where no layer has them, the angles of all positions are 0 instead.
         rotary_interleaved: Rotates neighbouring numbers instead of the two halves.
         head_norm: Queries and keys of each head are normed before they are rotated.
         post_norm: The output is normed before it is added to the residual stream.

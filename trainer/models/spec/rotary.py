@@ -19,7 +19,7 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
     """Returns cosines and sines of the first `positions` positions, float32 [positions, rotary_head_size].
 
     The second half of the rotated width repeats the first half; with rope_interleave, neighbours are equal instead. The
-    rest of a head has cosine 1 and sine 0.
+    rest of a head has cosine 1 and sine 0, and so has every head without positions.
     """
     size = settings.rotary_size
     exponents = np.arange(0, size, 2, dtype=np.float64) / size
@@ -27,6 +27,9 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
     factor = 1.0
     if settings.rope_scaling is not None and settings.rope_scaling.rope_type != "default":
         frequencies, factor = _scale(frequencies, settings, settings.rope_scaling)
+    if settings.position_embedding_type == "none":
+        frequencies = np.zeros_like(frequencies)
+        factor = 1.0
     angles = np.outer(np.arange(positions), frequencies)
     if settings.rope_interleave:
         angles = np.repeat(angles, 2, axis=-1)

@@ -55,6 +55,9 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
     window = None
     if settings.has_window(layer):
         window = settings.sliding_window
+    rotary_size = settings.rotary_size
+    if not settings.has_rotary(layer) and settings.position_embedding_type != "none":
+        rotary_size = 0
     return AttentionSpec(
         hidden=settings.hidden_size,
         heads=settings.num_heads,
@@ -63,7 +66,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         value_size=value_size,
         scale=_score_scale(settings),
         eps=settings.rms_norm_eps,
-        rotary_size=settings.rotary_size,
+        rotary_size=rotary_size,
         rotary_interleaved=settings.rope_interleave,
         window=window,
         head_norm=settings.use_qk_norm and latent is None,

@@ -1,0 +1,104 @@
+"""Layers without rotary positions, windows of Megatron-LM and the scale of scores, against a decoder in NumPy.
+
+Each engine is held to it: native layers, compiled cells as an Ascend has them, and operator by operator.
+"""
+
+from __future__ import annotations
+
+import mindspore
+import numpy as np
+import pytest
+from numpy_kernels import attention, distance, linear, rms_norm, rotary, swiglu
+from tiny_trainer import TOKENS, TinyTrainer, make_batch
+from tolerances import decoder_limits
+
+from trainer.data import IGNORE_INDEX, Batch
+from trainer.models.generate import Generator, Sampling
+from trainer.models.inputs import RouterStatistics
+from trainer.models.spec.rotary import rotary_angles
+
+ENGINES = pytest.mark.parametrize(
+    "engine", [{}, {"host_layers": False}, {"compiled": False}], ids=["native", "cells", "operators"]
+)
+MODELS = {
+    "every second": {"nope_layer_interval": 2},
+    "first alone, normed": {"nope_layers": [0], "use_qk_norm": True},
+    "every": {"nope_layer_interval": 1},
+    "none": {"position_embedding_type": "none", "rope_theta": 100.0},
+    "scale": {"softmax_scale": 0.7},
+    "window": {"window_size": [3, 0], "window_attn_skip_freq": 2, "nope_layer_interval": 2},
+}
+UNROTATED = {"every second": {1}, "first alone, normed": {0}, "every": {0, 1}, "none": {0, 1}, "scale": set(),
+             "window": {1}}  # fmt: skip
+
+
+def numpy_logits(trainer: TinyTrainer, batch: Batch, name: str) -> np.ndarray:
+    """Returns the logits [B * T, V] in float64."""
+    settings = trainer.model.settings
+    weights = {key: value.astype(np.float64) for key, value in trainer.weights().items()}
+    cos, sin = (table.astype(np.float64) for table in rotary_angles(
+        settings.model_copy(update={"position_embedding_type": "rope"}), TOKENS))  # fmt: skip
+    positions_N = batch.positions.reshape(-1)
+    x_ND = weights["model.embed_tokens.weight"][batch.input_ids.reshape(-1)]
+    rows = np.arange(TOKENS)
+    same_BQS = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
+    for layer in range(settings.num_layers):
+        of = {key.removeprefix(f"model.layers.{layer}."): value for key, value in weights.items()}
+        window = 4 if name == "window" and layer == 0 else TOKENS
+        allowed_BQS = same_BQS & (rows[:, None] >= rows) & (rows[:, None] - rows < window)
+        y_ND = rms_norm(x_ND, of["input_layernorm.weight"], settings.rms_norm_eps)
+        q_NC, k_NK, v_NK = (linear(y_ND, of[f"self_attn.{letter}_proj.weight"]) for letter in "qkv")
+        if settings.use_qk_norm:
+            q_NC, k_NK = (
+                rms_norm(x.reshape(len(x), -1, settings.head_size), of[f"self_attn.{letter}_norm.weight"],
+                         settings.rms_norm_eps).reshape(x.shape)
+                for x, letter in ((q_NC, "q"), (k_NK, "k"))
+            )  # fmt: skip
+        if layer not in UNROTATED[name]:
+            q_NC, k_NK = (rotary(x, cos[positions_N], sin[positions_N]) for x in (q_NC, k_NK))
+        scale = 0.7 if name == "scale" else None
+        heads_NC = attention(q_NC, k_NK, v_NK, allowed_BQS, settings.head_size, scale=scale)
+        x_ND = x_ND + linear(heads_NC, of["self_attn.o_proj.weight"])
+        y_ND = rms_norm(x_ND, of["post_attention_layernorm.weight"], settings.rms_norm_eps)
+        gate_NF, up_NF = (linear(y_ND, of[f"mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        x_ND = x_ND + linear(swiglu(gate_NF, up_NF), of["mlp.down_proj.weight"])
+    return linear(rms_norm(x_ND, weights["model.norm.weight"], settings.rms_norm_eps), weights["lm_head.weight"])
+
+
+@ENGINES
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_numpy(name: str, engine: dict[str, bool]) -> None:
+    trainer = TinyTrainer(**engine, **MODELS[name])
+    batch = make_batch(3, valid=9, rows=2)
+    logits = trainer.model.logits(trainer.build_inputs(batch)).asnumpy()
+    assert distance(logits, numpy_logits(trainer, batch, name)) < decoder_limits(trainer.model.settings, rows=2).loss
+
+
+@pytest.mark.parametrize("name", ["every second", "first alone, normed", "none", "scale"])
+def test_gradients_of_native_layers_are_those_of_operators(name: str) -> None:
+    gradients = []
+    for engine in ({}, {"compiled": False}):
+        trainer = TinyTrainer(**engine, **MODELS[name])
+        inputs = trainer.build_inputs(make_batch(3, valid=9, rows=2))
+        parameters = tuple(trainer.model.parameters_by_name.values())
+        forward = mindspore.value_and_grad(
+            lambda model=trainer.model, given=inputs: model(given, None, RouterStatistics()).total, None, parameters
+        )
+        gradients.append([value.asnumpy() for value in forward()[1]])
+    limit = 2 * decoder_limits(trainer.model.settings, rows=2).gradients  # both are rounded
+    for native, operators in zip(*gradients, strict=True):
+        assert distance(native, operators) < limit
+
+
+@ENGINES
+@pytest.mark.parametrize("name", ["every second", "none", "scale"])
+def test_generation_goes_the_same_way_as_the_whole_row(name: str, engine: dict[str, bool]) -> None:
+    trainer = TinyTrainer(**engine, **MODELS[name])
+    prompt = [3, 1, 4, 1, 5]
+    generator = Generator(trainer.model, trainer.build_inputs, ())
+    tokens = [step[0] for step in generator.stream([prompt], [5], Sampling())]
+    ids = np.array([prompt + tokens], np.int32)
+    positions = np.arange(ids.size, dtype=np.int32)[None]
+    row = trainer.build_inputs(Batch(ids, np.full_like(ids, IGNORE_INDEX), positions, np.zeros_like(ids)))
+    likeliest = trainer.model.logits(row).asnumpy().argmax(-1)
+    assert likeliest[len(prompt) - 1 : -1].tolist() == tokens
