@@ -71,6 +71,7 @@ ROOMS = (
     ("trainer.run",),
     ("trainer.dryrun",),
     ("trainer.smoke", "trainer.sweep"),
+    ("trainer.convert",),
     ("trainer.cli",),
 )
 LAST_ROOM_BEFORE_MINDSPORE = "trainer.launch.checks"

@@ -294,7 +294,8 @@ def test_the_page_of_flags_holds_every_flag_and_its_key() -> None:
 def test_every_flag_in_the_text_exists() -> None:
     """Looks up flags in backquotes: those of a run, of a command or of launch, negated or not."""
     known = {flag.name for flag in FLAGS} | {*HELP, "elastic", "force", "worker_num", "config", "options", "output_dir"}
-    own = (*SWITCHES.values(), *OPTIONS.values(), *OF_RUNS.values(), ("--exact",))
+    of_convert = ("--to", "--lossy", "--proof", "--steps")
+    own = (*SWITCHES.values(), *OPTIONS.values(), *OF_RUNS.values(), ("--exact",), of_convert)
     known |= {flag.removeprefix("--") for flags in own for flag in flags}
     for page in PAGES:
         for text in re.findall(r"`([^`]+)`", prose(page)):

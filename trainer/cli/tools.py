@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from trainer.device.stop_signals import receive_signals_in_a_thread
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, UserError
 from trainer.input_files import user_path
 
@@ -60,26 +62,55 @@ def _verify(
 @tools.command("convert")
 def _convert(
     file: Annotated[str, typer.Argument(metavar="FILE", help="The YAML file.", show_default=False)],
-    output: Annotated[Path | None, typer.Option("--output", help="Default: standard output.", metavar="PATH")] = None,
+    schema: Annotated[str, typer.Option("--to", help="The schema to write: 1.x or 2.0.", metavar="SCHEMA")] = "1.x",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Default: standard output.", metavar="PATH")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    lossy: Annotated[
+        bool, typer.Option("--lossy", help="Leave out what the other schema cannot say, and list it.")
+    ] = False,
+    proof: Annotated[
+        bool, typer.Option("--proof", help="Train small copies of both files for three steps: equal losses.")
+    ] = False,
+    steps: Annotated[
+        int | None, typer.Option("--steps", help="To 2.0, without the data: optimizer steps.", metavar="INT")
+    ] = None,
 ) -> int:
-    """Writes a file of MindSpore Transformers' newer schema (--mode 1) with the keys of this trainer.
+    """Converts a file between the schemas of MindSpore Transformers 1.x and 2.0, and compares both plans.
 
-    Every command takes such a file as it is; notes say what has no counterpart.
+    2.0 is the newer schema (--mode 1), 1.x that of this trainer. Every command takes files of both as they are.
+
+    What the other schema cannot say is an error, exit code 2. Exit code 1: --proof found different losses.
     """
-    from trainer.config import convert_schema
     from trainer.config.read.yaml_reader import read_text
+    from trainer.convert.convert import NEWER, OLDER, convert
 
-    text, notes = convert_schema(file, read_text(file))
-    for note in notes:
-        print(f"note: {note}", file=sys.stderr)
+    if schema not in (OLDER, NEWER):
+        raise UserError("no such schema", where="flag --to", value=schema, fix=f"write {OLDER} or {NEWER}")
+    if output is not None:
+        output = user_path(output, "flag --output")
+        if output.exists() and not force:
+            fix = "give another --output, or add --force"
+            raise UserError("is there already", where="flag --output", key=str(output), fix=fix)
+    conversion = convert(file, read_text(file), schema, is_lossy=lossy, steps=steps)
+    report_progress = functools.partial(print, file=sys.stderr, flush=True)
+    for note in conversion.notes:
+        report_progress(f"note: {note}")
+    for comparison in conversion.comparisons:
+        report_progress(comparison.line)
+    for change in conversion.changes:
+        report_progress(f"changed: {change.text}")
+    if proof:
+        from trainer.convert.proof import prove
+
+        receive_signals_in_a_thread()
+        report_progress(prove(conversion, report_progress))
     if output is None:
-        print(text, end="")
+        print(conversion.text, end="")
         return EXIT_OK
-    output = user_path(output, "flag --output")
-    if output.exists():
-        raise UserError("is there already", where="flag --output", key=str(output), fix="give another --output")
     try:
-        output.write_text(text, encoding="utf-8")
+        output.write_text(conversion.text, encoding="utf-8")
     except OSError as error:
         rule = f"cannot be written: {error.strerror or error}"
         fix = "give another --output"

@@ -3,7 +3,7 @@
 from trainer.config.checks.rules import preflight
 from trainer.config.read.dump import dump_config
 from trainer.config.read.json_schema import json_schema
-from trainer.config.read.loader import config_notes, convert_schema, load_config, parse_config
+from trainer.config.read.loader import config_notes, load_config, parse_config
 from trainer.config.read.overrides import Override, is_boolean
 from trainer.config.read.relocate import is_top_level
 from trainer.config.read.resolve import in_sections, key_names, sections_with
@@ -14,7 +14,6 @@ __all__ = [
     "Override",
     "preflight",
     "config_notes",
-    "convert_schema",
     "dump_config",
     "in_sections",
     "is_boolean",

@@ -13,7 +13,7 @@ import pytest
 from config_helpers import BASE, error_of, failure, load, notes
 from fork_server import FORKED, ensure_server
 
-from trainer.config import Override, convert_schema, dump_config, parse_config
+from trainer.config import Override, dump_config, parse_config
 from trainer.config.checks.parallel import resolve_for_job
 from trainer.config.pynative.table import ROWS
 from trainer.config.read.nodes import plain
@@ -21,6 +21,7 @@ from trainer.config.read.rows import reverse
 from trainer.config.read.yaml_reader import parse_document
 from trainer.config.recompute import recomputed_parts
 from trainer.config.schema.callbacks import CheckpointMonitor
+from trainer.convert.convert import older_text
 from trainer.errors import UserError
 from trainer.models.spec.adapters import layer_targets
 from trainer.parallel.world import SINGLE_PROCESS, world_of
@@ -429,7 +430,7 @@ def test_a_model_without_sizes_is_planned_as_far_as_it_goes():
 
 @pytest.mark.parametrize("text", [SMALL, FULL])
 def test_the_conversion_is_the_same_configuration(text: str):
-    written, told = convert_schema("a.yaml", text)
+    written, told = older_text("a.yaml", text)
     assert parse_config("b.yaml", written) == load(text)
     assert "newer schema" not in notes(written) and told
 
@@ -449,7 +450,7 @@ def test_convert_writes_a_file_once(tmp_path):
     again = convert(source, "--output", target)
     assert again.returncode == 2 and "is there already" in again.stderr
     older = convert(target)
-    assert older.returncode == 2 and "does not use the newer schema" in older.stderr
+    assert older.returncode == 2 and "has the 1.x schema already" in older.stderr
 
 
 def _keys(section: dict, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -483,6 +484,6 @@ def test_whatever_a_key_holds_is_refused_or_converted():
         except UserError as error:
             assert "a.yaml" in str(error)
         else:
-            assert parse_config("b.yaml", convert_schema("a.yaml", text)[0]) == config, path
+            assert parse_config("b.yaml", older_text("a.yaml", text)[0]) == config, path
             accepted += 1
     assert accepted

@@ -6,8 +6,9 @@ import pytest
 from config_helpers import load
 from test_newer_schema import SMALL
 
-from trainer.config import Config, convert_schema, parse_config
+from trainer.config import Config, parse_config
 from trainer.config.stages import stage_layers
+from trainer.convert.convert import older_text
 from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
 from trainer.plan.plan import Plan
@@ -54,7 +55,7 @@ def test_degrees_are_those_of_explicit_mode(keys: str, expected: dict[str, objec
     assert {name: getattr(config.parallel_config, name) for name in expected} == expected
     if base == SMALL:
         assert planned(keys).degrees
-    written, _ = convert_schema("a.yaml", f"{base}parallelism: {{{keys}}}\n")
+    written, _ = older_text("a.yaml", f"{base}parallelism: {{{keys}}}\n")
     assert parse_config("b.yaml", written) == config
 
 

@@ -20,10 +20,10 @@ _CHUNKS = "parallelism.pipeline_parallel_interleave_num"
 _METHOD = "parallelism.context_parallel_method"
 _SHARD = "parallelism.data_parallel_shard"
 _RESHARDING = "parallelism.reshard_after_forward_policy"
-_LEVELS = {"optim": "level1", "optim_grads": "level2", "optim_grads_params": "level3"}
+LEVELS = {"optim": "level1", "optim_grads": "level2", "optim_grads_params": "level3"}
 _POLICIES = {name: name for name in ("always", "never", "default")}
 _SCHEDULERS = {"1f1b": "1f1b", "interleaved_1f1b": "1f1b", "gpipe": "gpipe"}
-_CONTEXT = {"colossal": "colossalai_cp", "ulysses": "ulysses_cp", "hybrid": "hybrid_cp"}
+CONTEXT_METHODS = {"colossal": "colossalai_cp", "ulysses": "ulysses_cp", "hybrid": "hybrid_cp"}
 _RANGE = re.compile(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?")
 
 
@@ -50,7 +50,7 @@ def set_sequence_parallel(work: Translation, row: Row) -> None:
 
 def set_context_method(work: Translation, row: Row) -> None:
     """Sets the attention of context parallelism."""
-    method = _choice(work, row.old, _CONTEXT)
+    method = _choice(work, row.old, CONTEXT_METHODS)
     if method is not None and row.old in work.entries:
         work.set_key(row.new, method, row.old)
 
@@ -140,7 +140,7 @@ def set_sharding_level(work: Translation, row: Row) -> None:
     The default policy reshards weights after the forward pass where MindSpore Transformers' does, without a pipeline,
     except on an Ascend, where explicit mode cannot do it yet.
     """
-    level = _choice(work, row.old, _LEVELS)
+    level = _choice(work, row.old, LEVELS)
     policy = _choice(work, _RESHARDING, _POLICIES)
     if level is None or policy is None:
         return

@@ -14,6 +14,7 @@ import yaml
 
 from trainer.config.families import named_family, source_class
 from trainer.config.note import Note
+from trainer.config.pynative import inverses
 from trainer.config.pynative.degrees import (
     set_context_method,
     set_degree,
@@ -31,6 +32,23 @@ from trainer.config.read.rows import Row, Transform, reverse
 _MODEL = "model.model_config"
 _EVENTS = "monitor.tensorboard.output_dir"
 _PROFILES = "profiler.enable_profiling"
+_SIZES = {
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "n_kv_heads": "num_key_value_heads",
+    "qkv_has_bias": "attention_bias", "mlp_has_bias": "mlp_bias", "use_qk_norm": "qk_layernorm",
+    "layernorm_compute_type": "layernorm_compute_dtype", "softmax_compute_type": "softmax_compute_dtype",
+    "param_init_type": "params_dtype", "use_fused_rope": "apply_rope_fusion", "rotary_pct": "partial_rotary_factor",
+    "use_fused_swiglu": "bias_swiglu_fusion", "mtp_depth": "num_nextn_predict_layers",
+    "mtp_loss_factor": "mtp_loss_scaling_factor",
+}  # fmt: skip
+"""Keys of the decoder here -> their names in MindSpore Transformers' newer files, where those differ."""
+_EXPERTS = {
+    "expert_num": "num_experts", "num_experts_chosen": "num_experts_per_tok", "z_loss_factor": "moe_z_loss_coeff",
+    "capacity_factor": "moe_expert_capacity_factor", "aux_loss_factor": "moe_aux_loss_coeff",
+    "shared_expert_num": "n_shared_experts", "use_shared_expert_gating": "moe_shared_expert_gate",
+    "balance_via_topk_bias": "moe_router_enable_expert_bias", "topk_bias_update_rate": "moe_router_bias_update_rate",
+    "use_gmm": "moe_grouped_gemm", "use_fused_ops_permute": "moe_permute_fusion",
+}  # fmt: skip
+"""The same of experts."""
 
 
 def _saving(work: Translation, row: Row) -> None:
@@ -214,14 +232,16 @@ ROWS = (
     Row("training.global_batch_size", "runner_config.global_batch_size", "int", 1),
     Row("training.rampup_batch_size", "runner_config.rampup_batch_size", "list"),
     Row("training.max_norm", "runner_wrapper.use_clip_grad", "float", 1.0, transform=Transform(lambda norm: norm > 0)),
-    Row("training.max_norm", "runner_wrapper.max_grad_norm", "float", 1.0, transform=Transform(_clipping_norm, float)),
+    Row("training.max_norm", "runner_wrapper.max_grad_norm", "float", 1.0, transform=Transform(_clipping_norm),
+        inverse=inverses.max_norm),
     Row("training.deterministic", "context.deterministic", "bool", False, "training.deterministic", _ON),
-    Row("checkpoint.enable_save", "", "bool", True),  # _saving reads it, as the next three
-    Row("checkpoint.save_max", "", "int", 5),
-    Row("checkpoint.async_save", "", "bool", False),
-    Row("checkpoint.save_interleaved_steps", "", "int", 1000),
     # There it is read by nobody; here it is a folder like save_path, which wins.
     Row("output_dir", "output_dir", "str", "", "output_dir"),
+    # _saving reads these four.
+    Row("checkpoint.enable_save", "", "bool", True, inverse=inverses.enable_save),
+    Row("checkpoint.save_max", "", "int", 5, inverse=lambda config: config.checkpoint_monitor.keep_checkpoint_max),
+    Row("checkpoint.async_save", "", "bool", False, inverse=lambda config: config.checkpoint_monitor.async_save),
+    Row("checkpoint.save_interleaved_steps", "", "int", 1000, inverse=inverses.save_interleaved_steps),
     Row("checkpoint.save_path", "output_dir", "str", "", "checkpoint.save_path",
         note="the folder of the run; the checkpoints are in {}/checkpoints"),
     Row("checkpoint.load_path", "load_checkpoint", "str", "", "checkpoint.load_path"),
@@ -231,48 +251,61 @@ ROWS = (
         apply=set_sequence_parallel),
     Row("parallelism.context_parallel", "parallel_config.context_parallel", "int", apply=set_degree),
     Row("parallelism.context_parallel_method", "parallel_config.context_parallel_algo", "str", "colossal",
-        apply=set_context_method),
-    Row("parallelism.ulysses_degree_in_cp", "parallel_config.ulysses_degree_in_cp", "int", apply=set_ulysses_degree),
+        apply=set_context_method, inverse=inverses.context_parallel_method),
+    Row("parallelism.ulysses_degree_in_cp", "parallel_config.ulysses_degree_in_cp", "int", apply=set_ulysses_degree,
+        inverse=inverses.ulysses_degree_in_cp),
     Row("parallelism.pipeline_parallel", "parallel_config.pipeline_stage", "int", apply=set_degree),
     Row("parallelism.pipeline_parallel_interleave_num", f"{_MODEL}.pp_interleave_num", "int"),
     Row("parallelism.pipeline_parallel_schedule", "parallel.pipeline_config.pipeline_scheduler", "str", "1f1b",
         apply=set_schedule),
     Row("parallelism.expert_parallel", "parallel_config.expert_parallel", "int", apply=set_degree),
-    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=set_sharding),
+    Row("parallelism.data_parallel_shard", "parallel.enable_parallel_optimizer", "int", -1, apply=set_sharding,
+        inverse=inverses.data_parallel_shard),
     Row("parallelism.data_parallel_shard_strategy", "parallel.parallel_optimizer_config.optimizer_level", "str",
-        "optim_grads_params", apply=set_sharding_level),
-    Row("parallelism.reshard_after_forward_policy", "", "str", "default"),  # set_sharding_level reads it
+        "optim_grads_params", apply=set_sharding_level, inverse=inverses.data_parallel_shard_strategy),
+    # set_sharding_level reads it.
+    Row("parallelism.reshard_after_forward_policy", "", "str", "default", inverse=inverses.reshard_after_forward),
     Row("optimizer", "optimizer", "dict", {}, apply=_optimizer),
     Row("optimizer.type", "optimizer.type", default="AdamW"),
     Row("optimizer.weight_decay", "optimizer.weight_decay", default=0.01),
     Row("optimizer.betas", "optimizer.betas", default=[0.9, 0.95], when="optimizer.type=AdamW"),
     Row("optimizer.eps", "optimizer.ns_eps", default=1e-8, when="optimizer.type=Muon"),
+    Row("optimizer.adamw_eps", "optimizer.eps", when="optimizer.type=Muon"),
+    Row("optimizer.adamw_betas", "optimizer.betas", when="optimizer.type=Muon"),
     Row("lr_scheduler", "lr_schedule", "dict", {}, apply=_schedule),
     Row("lr_scheduler.learning_rate", "lr_schedule.learning_rate", default=1e-5, apply=_learning_rate),
     Row("train_dataset.dataloader", "train_dataset.data_loader", "dict", {}, apply=_dataset),
     Row("train_dataset.dataloader.shuffle", "train_dataset.data_loader.shuffle", default=False,
         when="train_dataset.dataloader"),
+    Row("train_dataset.dataloader.column_names", "train_dataset.input_columns", when="train_dataset.dataloader"),
     Row("train_dataset.drop_remainder", "train_dataset.drop_remainder", "bool", True),
     Row("model", _MODEL, "dict", {}, apply=_model),
     # Behind the model, whose layers it divides.
-    Row("parallelism.pipeline_parallel_layers_per_stage", f"{_MODEL}.offset", "str|list", apply=set_stage_layers),
+    Row("parallelism.pipeline_parallel_layers_per_stage", f"{_MODEL}.offset", "str|list", apply=set_stage_layers,
+        inverse=inverses.layers_per_stage),
+    Row("model.architectures", "model.arch.type"),
+    *(Row(f"model.{old}", f"{_MODEL}.{new}") for new, old in _SIZES.items()),
+    *(Row(f"model.{old}", f"{_MODEL}.moe_config.{new}") for new, old in _EXPERTS.items()),
+    Row("model.n_routed_experts", f"{_MODEL}.moe_config.expert_num", when="model.architectures=DeepseekV3ForCausalLM"),
     Row("lora_config", f"{_MODEL}.pet_config"),
-    Row("lora_config.target_modules", f"{_MODEL}.pet_config.target_modules", "str", "", "lora_config", apply=_targets),
+    Row("lora_config.target_modules", f"{_MODEL}.pet_config.target_modules", "str", "", "lora_config", apply=_targets,
+        inverse=inverses.target_modules),
     Row("lora_config.lora_rank", f"{_MODEL}.pet_config.lora_rank", "int", 8, "lora_config"),
     Row("lora_config.lora_alpha", f"{_MODEL}.pet_config.lora_alpha", "float", 16.0, "lora_config"),
     Row("lora_config.lora_dropout", f"{_MODEL}.pet_config.lora_dropout", "float", 0.0, "lora_config"),
     Row("lora_config.lora_a_std", f"{_MODEL}.pet_config.lora_a_std", "float", 0.01, "lora_config"),
     Row("lora_config.lora_b_std", f"{_MODEL}.pet_config.lora_b_std", "float", 0.0, "lora_config"),
-    Row("lora_config.exclude_layers", f"{_MODEL}.pet_config.exclude_layers", "str", None, "lora_config"),
-    Row("recompute.mode", "", "str", apply=_recompute_mode),
+    Row("lora_config.exclude_layers", f"{_MODEL}.pet_config.exclude_layers", "str", None, "lora_config",
+        inverse=inverses.exclude_layers),
+    Row("recompute.mode", "", "str", apply=_recompute_mode, inverse=inverses.recompute_mode),
     Row("recompute.full_recompute_layer", "recompute_config.recompute", "list", None, "recompute.mode=full",
-        Transform(_texts, list)),
+        Transform(_texts), inverse=inverses.full_recompute_layer),
     Row("recompute.select_module", "recompute_config.select_recompute", "dict|list", None, "recompute.mode=select",
-        apply=_recompute_modules),
+        apply=_recompute_modules, inverse=inverses.select_module),
     Row("context", "context", "dict", {}, apply=_context),
     Row("context.device_target", "context.device_target", default="Ascend"),
     Row("context.max_device_memory", "context.max_device_memory", default="59GB", when="context.device_target=Ascend"),
-    Row("callbacks", "callbacks", "list", [], apply=_saving),
+    Row("callbacks", "callbacks", "list", [], apply=_saving, inverse=inverses.callbacks),
     Row("monitor.train_state.local_norm", "runner_wrapper.local_norm", "bool|str|list", "",
         "monitor.train_state.local_norm", Transform(_norms, lambda names: names)),
     Row(_EVENTS, "tensorboard.tensorboard_dir", "str", "", _EVENTS),

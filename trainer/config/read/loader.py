@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.notes import mode_notes, parallel_notes, rule_notes
@@ -14,16 +13,14 @@ from trainer.config.checks.validation import validate
 from trainer.config.note import Note
 from trainer.config.pynative import is_newer_schema
 from trainer.config.read.defaults import apply_derived_defaults
-from trainer.config.read.dump import RESOLVED, SMALL_COPY, dump_values
+from trainer.config.read.dump import RESOLVED, SMALL_COPY
 from trainer.config.read.model_folder import add_model_folder
-from trainer.config.read.nodes import Table, plain
+from trainer.config.read.nodes import Table
 from trainer.config.read.overrides import Override, apply_overrides
 from trainer.config.read.relocate import find_entry, move_to_canonical_sections
 from trainer.config.read.resolve import resolve
 from trainer.config.read.yaml_reader import parse_document, read_text
-from trainer.config.schema.fields import fields_by_yaml_name
 from trainer.config.schema.root import Config, ConfigSource
-from trainer.errors import UserError
 from trainer.parallel.world import SINGLE_PROCESS, World
 
 if TYPE_CHECKING:
@@ -112,26 +109,6 @@ def _translate(
     translation.problems[:0] = problems
     translation.notes[:0] = notes
     return translation, others
-
-
-def convert_schema(name: str, text: str) -> tuple[str, list[str]]:
-    """Translates a file of the newer schema; returns YAML text in the schema of this trainer, and notes.
-
-    Raises:
-        UserError: The file has another schema, or errors.
-    """
-    from trainer.config.pynative.translate import translate
-
-    root, notes = parse_document(name, text)
-    if not is_newer_schema(root):
-        rule = "this file does not use the newer schema (sections training, parallelism): there is nothing to convert"
-        raise UserError(rule, where=name, fix="use it as it is")
-    parse_config(name, text)
-    translation = translate(name, root)
-    comment = f"# The translation of {Path(name).name}.\n"
-    sections = plain(translation.root)
-    ordered = {key: sections[key] for key in fields_by_yaml_name(Config) if key in sections}
-    return dump_values(ordered, comment), notes + translation.notes
 
 
 def _independent(broken_rules: list[ConfigError], problems: list[ConfigError]) -> list[ConfigError]:

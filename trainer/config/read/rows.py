@@ -36,6 +36,12 @@ class Row(NamedTuple):
     """Why the key has no effect; for a refused key, what to do instead."""
     is_refused: bool = False
     """Whether another value than the default is an error, because it would change the results."""
+    inverse: Callable[[Any], Any] | None = None
+    """Computes the old value from a configuration, if `new` alone does not tell it; ``...`` as for a transform.
+
+    A row with a transform or `apply`, but without any inverse, is read in one direction only: `convert` refuses its
+    value unless another row says it.
+    """
     keeps_null: bool = False
     """Whether null is a value of the key; elsewhere it means that the key is not set."""
 
