@@ -159,3 +159,12 @@ def test_the_trained_length_of_flat_yarn() -> None:
     flat = load(older(f"{keys}, original_max_position_embeddings: 16")).decoder
     assert flat.rope_scaling.original_max_position_embeddings == 16
     assert rotary_angles(flat, 8)[1].tolist() != rotary_angles(load(older(keys)).decoder, 8)[1].tolist()
+
+
+@pytest.mark.parametrize("schema", [older, newer])
+def test_rules_of_initial_values_are_read_and_a_wrong_expression_is_an_error(schema) -> None:
+    rules = "param_init_std_rules: [{{target: '{}', init_method_std: 0.1}}]"
+    config = load(schema(rules.format(".*linear_proj.*")))
+    assert config.decoder.param_init_std_rules[0].init_method_std == 0.1
+    assert parse_config("again", dump_config(config)) == config
+    assert "param_init_std_rules.0.target = '(a+)+b'" in error_of(schema(rules.format("(a+)+b")))

@@ -85,6 +85,20 @@ def test_initial_weights_have_their_documented_deviations() -> None:
             assert abs(value.mean()) < 4 * expected / math.sqrt(value.size), name
 
 
+def test_rules_by_name_give_initial_weights_another_deviation() -> None:
+    rules = [{"target": ".*linear_qkv", "init_method_std": 0.2}, {"target": r"model\.layers\.1\.self_attn\.q_proj",
+             "init_method_std": 0.3}, {"target": "linear_fc2", "init_method_std": 9.0},
+             {"target": r"decoder\.layers\.0\.mlp\.linear_fc2", "init_method_std": 0.0}]  # fmt: skip
+    plain = initial_values(settings_of())
+    values = initial_values(settings_of(param_init_std_rules=rules))
+    expected = {"model.layers.0.self_attn.k_proj.weight": 0.2, "model.layers.1.self_attn.q_proj.weight": 0.3}
+    for name, deviation in expected.items():
+        np.testing.assert_allclose(values[name], plain[name] * np.float32(deviation / 0.02), rtol=1e-6)
+    assert not values["model.layers.0.mlp.down_proj.weight"].any()
+    same = "model.layers.1.mlp.down_proj.weight"
+    np.testing.assert_array_equal(values[same], plain[same])
+
+
 def test_a_seed_gives_the_same_bits_and_no_two_parameters_share_theirs() -> None:
     first, again, other = (initial_values(settings_of(), seed) for seed in (1, 1, 2))
     for name, value in first.items():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from trainer.config.checks.adapters import adapter_problems
 from trainer.config.checks.problem import ConfigError, problem, value_of
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
+from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.data import IMAGES, TokenizerConfig
@@ -45,8 +46,8 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
     if config.model.classifier is not None:
         rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {config.model.arch.type}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
-    for rules in (_sizes, _contradictions, _positions, _attention, adapter_problems, _family, _sparse_layers,
-                  _vocabulary, _precision, recompute_problems):  # fmt: skip
+    for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems, _family,
+                  _sparse_layers, _vocabulary, _precision, recompute_problems):  # fmt: skip
         yield from rules(config)
 
 
@@ -183,6 +184,16 @@ def _unrotated_layers(config: Config) -> Iterator[ConfigError]:
     elif beyond:
         rule = f"there is no layer {beyond[0]}: the model's layers are 0 to {decoder.num_layers - 1}"
         yield problem(config, key, rule, "remove it, or correct num_layers")
+
+
+def _initial_values(config: Config) -> Iterator[ConfigError]:
+    """Yields errors for rules about initial values whose target is no regular expression."""
+    for number, rule in enumerate(config.decoder.param_init_std_rules or ()):
+        try:
+            read_pattern(rule.target)
+        except PatternError as error:
+            key = f"{_KEY}.param_init_std_rules.{number}.target"
+            yield problem(config, key, str(error), "write for example .*linear_proj.*")
 
 
 def _attention(config: Config) -> Iterator[ConfigError]:

@@ -133,7 +133,9 @@ def _dataset(work: Translation, row: Row) -> None:
     work.set_key("train_dataset.data_loader", table, key)
 
 
-_GRAPH_MODE_ONLY = ("window_size", "window_attn_skip_freq", "softmax_scale", "nope_layer_interval")
+_GRAPH_MODE_ONLY = (
+    "window_size", "window_attn_skip_freq", "softmax_scale", "nope_layer_interval", "param_init_std_rules",
+)  # fmt: skip
 
 
 def _model(work: Translation, row: Row) -> None:

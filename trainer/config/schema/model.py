@@ -11,6 +11,7 @@ from trainer.config.schema.fields import (
     LAYERS,
     LENGTH,
     RANKS,
+    REQUIRED,
     TOKEN_ID,
     VOCABULARY,
     WIDTH,
@@ -64,6 +65,15 @@ class RopeScaling(Section):
 
 LATENT_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 """Sizes that only multi-head latent attention has."""
+
+
+class InitRule(Section):
+    """Initial values of the weights with some names (YAML ``model_config.param_init_std_rules``)."""
+
+    target: str = setting(
+        REQUIRED, "Regular expression that matches the beginning of the names, here or in MindSpore Transformers:"
+        " decoder.layers.0.self_attention.linear_qkv.weight.")
+    init_method_std: float = setting(REQUIRED, "Standard deviation of the normal values, whose mean is 0.", ge=0)
 
 
 class ModelConfig(Section):
@@ -185,6 +195,9 @@ class ModelConfig(Section):
         0.0, "Dropout on attention weights.", aliases="attention_dropout_rate attention_dropout_prob attn_dropout")
     initializer_range: float = setting(
         0.02, "Standard deviation of new weights.", gt=0, aliases="init_method_std sigma")
+    param_init_std_rules: list[InitRule] | None = setting(
+        None, "Standard deviations of new weights by name; of several rules the last one counts. Default null:"
+        " initializer_range.")
     hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
         "silu", "Activation: silu with a gate (SwiGLU), under each of its names.")
     compute_dtype: Dtype | None = setting(

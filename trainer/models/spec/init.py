@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trainer.config.patterns import read_pattern
 from trainer.config.schema.classifier import ClassifierConfig
+from trainer.models.spec.names import starts_with_name
 from trainer.parallel.sharding import ShardSpec, full_shard_spec
 
 if TYPE_CHECKING:
@@ -46,9 +48,11 @@ def initial_value(
     shape = parameter.shape
     if part is None:
         part = full_shard_spec(shape)
-    if parameter.init == "ones":
-        return np.ones(part.shape, np.float32)
-    deviation = _deviation(parameter, settings)
+    deviation = _rule_deviation(parameter, settings)
+    if deviation is None:
+        if parameter.init == "ones":
+            return np.ones(part.shape, np.float32)
+        deviation = _deviation(parameter, settings)
     if deviation == 0:
         return np.zeros(part.shape, np.float32)
     stream = np.random.Generator(np.random.Philox(key=[seed, zlib.crc32(parameter.name.encode())]))
@@ -61,6 +65,16 @@ def initial_value(
     values = _draw_shard(lambda out: stream.standard_normal(out=out, dtype=np.float32), math.prod(shape), part)
     values *= np.float32(deviation)
     return values
+
+
+def _rule_deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig) -> float | None:
+    """Returns the standard deviation that the last rule for a parameter says; None if there is no rule for it."""
+    if isinstance(settings, ClassifierConfig) or parameter.role in ("adapter", "buffer"):
+        return None
+    for rule in reversed(settings.param_init_std_rules or ()):
+        if starts_with_name(read_pattern(rule.target), parameter.name):
+            return rule.init_method_std
+    return None
 
 
 def _deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfig) -> float | None:

@@ -114,3 +114,8 @@ def megatron_names(names: Iterable[str]) -> dict[str, str]:
 def has_name(pattern: re.Pattern[str], name: str) -> bool:
     """Returns whether a regular expression finds the name of a parameter, here or in MindSpore Transformers."""
     return any(pattern.search(each) for each in (name, megatron_names([name])[name]))
+
+
+def starts_with_name(pattern: re.Pattern[str], name: str) -> bool:
+    """Returns whether a regular expression matches the beginning of a parameter's name, here or there."""
+    return any(pattern.match(each) for each in (name, megatron_names([name])[name]))
