@@ -43,10 +43,12 @@ model:
   num_experts: 4
   num_experts_per_tok: 2
   moe_aux_loss_coeff: 0.3
+  moe_router_load_balancing_type: seq_aux_loss
   num_hidden_layers: 4
   num_attention_heads: 4
   num_key_value_heads: 2
   init_method_std: 0.3
+  hidden_dropout: 0.0
   compute_dtype: "float32"
   params_dtype: "float32"
 """

@@ -174,8 +174,10 @@ def recompute_problems(config: Config) -> Iterator[ConfigError]:
             read(written, config)
         except LayerError as error:
             description = RecomputeConfig.model_fields[name].description or ""
-            fix = description.split(":", 1)[1].strip(" .")
-            yield problem(config, f"{_KEY}.{name}", str(error), f"{name}: {fix}")
+            fix = f"{name}: {description.split(':', 1)[1].strip(' .')}"
+            if config.source.source_places:  # the other schema has other forms
+                fix = "write numbers and ranges of layers of the model, as [0-3]"
+            yield problem(config, f"{_KEY}.{name}", str(error), fix)
 
 
 def recompute_notes(config: Config) -> Iterator[str]:

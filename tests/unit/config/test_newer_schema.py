@@ -305,6 +305,7 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("mode: full\n", "mode: select\n  select_module: [0-3]\n", ["select_module = ['0-3']: a list must have names"]),
         ("mode: full", "mode: all", ["a.yaml:40: recompute.mode = 'all': must be None, full"]),
         ("full_recompute_layer: [0-1, 3]", "select_module: null", ["recompute.mode full needs it"]),
+        ("full_recompute_layer: [0-1, 3]", "full_recompute_layer: [0-9]", ["no layer 9", "Fix: write numbers"]),
     ],
 )  # fmt: skip
 def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts: list[str]):
