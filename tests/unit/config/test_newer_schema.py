@@ -448,6 +448,9 @@ def test_convert_writes_a_file_once(tmp_path):
     done = convert(source, "--output", target)
     assert done.returncode == 0 and "note: " in done.stderr, done.stderr
     assert parse_config("ours.yaml", target.read_text()) == load(FULL)
+    assert "layout          equal: " in done.stderr and "losses" not in done.stderr
+    forced = convert(source, "-o", target, "--force")
+    assert forced.returncode == 0 and parse_config("ours.yaml", target.read_text()) == load(FULL)
     again = convert(source, "--output", target)
     assert again.returncode == 2 and "is there already" in again.stderr
     older = convert(target)
