@@ -501,6 +501,8 @@ def _differing(section: Section, key: str) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Section):
             yield from _differing(value, dotted)
         elif name == "type" or value != field.get_default(call_default_factory=True):
+            if isinstance(value, list):
+                value = [item.model_dump() if isinstance(item, Section) else item for item in value]
             yield dotted, value
 
 

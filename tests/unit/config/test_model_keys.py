@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from config_helpers import error_of, load, notes
 
+from trainer.checkpoint.state import settings_record
 from trainer.config import dump_config, parse_config
 from trainer.config.hugging_face import class_differences
 from trainer.models.spec.rotary import rotary_angles
@@ -166,5 +169,7 @@ def test_rules_of_initial_values_are_read_and_a_wrong_expression_is_an_error(sch
     rules = "param_init_std_rules: [{{target: '{}', init_method_std: 0.1}}]"
     config = load(schema(rules.format(".*linear_proj.*")))
     assert config.decoder.param_init_std_rules[0].init_method_std == 0.1
+    recorded = settings_record(config)["model.model_config.param_init_std_rules"]
+    assert json.loads(json.dumps(recorded)) == [{"target": ".*linear_proj.*", "init_method_std": 0.1}]
     assert parse_config("again", dump_config(config)) == config
     assert "param_init_std_rules.0.target = '(a+)+b'" in error_of(schema(rules.format("(a+)+b")))
