@@ -237,7 +237,7 @@ def fit_problems(config: Config, world: World) -> list[ConfigError]:
     fix = mismatch.fix("start it with `run_trainer.py launch --nproc {ranks}`")
     if world.size == 1:
         fix += "; to run one process, add --use_parallel False"
-    else:
+    elif not config.source.source_places:  # the newer schema has no such key
         fix += "; an unset data_parallel takes the remaining ranks"
     key = mismatch.key
     if key != "expert_parallel" and config.parallel_config.data_parallel is None:  # the others do not fit
