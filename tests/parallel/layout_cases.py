@@ -32,7 +32,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 2, "v_head_dim": 4, "mtp_depth": 1, "moe_config": EXPERTS | {
             "shared_expert_num": 1, "use_gating_sigmoid": True, "balance_via_topk_bias": True,
             "topk_bias_update_rate": 0.01, "first_k_dense_replace": 1}},
+    "MuonClip": {  # heads whose queries and keys are scaled down in each step
+        "architectures": "LlamaForCausalLM", "multi_latent_attention": True, "q_lora_rank": 10,
+        "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 4, "mtp_depth": 1},
 }  # fmt: skip
+OPTIMIZERS = {"MuonClip": {"type": "Muon", "ns_steps": 2, "qk_clip_threshold": 0.02}}
 CLIPPED = {"use_clip_grad": True, "max_grad_norm": 1.0}
 
 
@@ -90,7 +94,7 @@ def has_layout(model: str, layout: str) -> bool:
 
 def config_of_case(model: str, layout: Layout, alone: bool) -> Config:
     # AdamW divides a gradient by its size: one that is nothing but rounding would move a weight as far as any other.
-    sections: dict[str, Any] = {"optimizer": {"eps": 1e-5}, "runner_wrapper": CLIPPED}
+    sections: dict[str, Any] = {"optimizer": {"eps": 1e-5} | OPTIMIZERS.get(model, {}), "runner_wrapper": CLIPPED}
     if not alone:
         level = {"parallel_optimizer_threshold": 0, "optimizer_level": layout.level or "level1"}
         sections |= {

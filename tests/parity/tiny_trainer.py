@@ -11,6 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.config import Config, parse_config
+from trainer.config.checks.qk_clip import clips_queries
 from trainer.config.recompute import recomputed_parts
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.data.batches.batch import concatenate, padding_batch
@@ -90,9 +91,13 @@ class TinyTrainer:
         if communicator is None:
             communicator = Communicator()
             communicator.data_rank = rank
+        threshold = None
+        if clips_queries(config, "CPU"):
+            threshold = config.optimizer.qk_clip_threshold
         return TrainStep(
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed,
             communicator=communicator, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
+            qk_clip_threshold=threshold,
         )  # fmt: skip
 
 

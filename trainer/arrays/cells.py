@@ -90,10 +90,10 @@ class PartWeights:
 
 def run_part(
     part: DecoderPart, weights: PartWeights, inputs: Sequence[Tensor], constants: Sequence[Any] = (), save: bool = True,
-    dropout: LayerDropout | None = None,
+    dropout: LayerDropout | None = None, max_logits: np.ndarray | None = None,
 ) -> Results:  # fmt: skip
     """Runs a part and lets MindSpore differentiate it. Without `save` the backward pass recomputes it."""
-    cell = _PartCell(part, weights, len(inputs), constants, save, dropout)
+    cell = _PartCell(part, weights, len(inputs), constants, save, dropout, max_logits)
     return cell(*inputs, *(weights.named[name] for name in cell.trained))
 
 
@@ -102,9 +102,10 @@ class _PartCell(nn.Cell):
 
     def __init__(
         self, part: DecoderPart, weights: PartWeights, inputs: int, constants: Sequence[Any], save: bool,
-        dropout: LayerDropout | None,
+        dropout: LayerDropout | None, max_logits: np.ndarray | None,
     ) -> None:  # fmt: skip
         super().__init__(auto_prefix=False)
+        self.max_logits = max_logits
         self.part = part
         self.weights = weights
         self.trained = weights.trained
@@ -118,7 +119,10 @@ class _PartCell(nn.Cell):
         """Returns the results of the part; with `save`, keeps the arrays that `bprop` needs."""
         inputs = self.arguments(inputs_and_trained)
         with self.unsharded_weights():
-            call = SublayerCall(self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained)
+            call = SublayerCall(
+                self.weights.arrays(), dropout=self.dropout, save=self.save, trained=self.trained,
+                max_logits=self.max_logits,
+            )  # fmt: skip
             results = self.part.forward(call, *inputs)
         if self.save:
             self.saved = call.saved
@@ -167,7 +171,7 @@ class BlockPart:
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions) -> Tensor:
         """Returns the residual stream after the layer."""
-        first = SublayerCall(call.weights, dropout=call.dropout, save=call.save)
+        first = SublayerCall(call.weights, dropout=call.dropout, save=call.save, max_logits=call.max_logits)
         middle_ND = self.attention.forward(first, x_ND, positions).asnumpy()
         second = SublayerCall(
             call.weights, dropout=call.dropout, save=call.save, compute_output=call.compute_output

@@ -227,14 +227,17 @@ class SublayerCall:
         compute_output: Whether the forward pass computes its result; otherwise the result is undefined.
         input_gradient: Whether the backward pass computes the gradient of x; otherwise it is undefined.
         gradients: Takes the gradients of the trained weights in the backward pass.
+        max_logits: Takes the largest attention logit of each head, [heads]; None: it is not measured.
         working: Arrays of this pass, by name.
     """
 
     def __init__(
         self, weights: Arrays, *, dropout: LayerDropout | None = None, save: bool = True, compute_output: bool = True,
         saved: dict[str, Any] | None = None, trained: Iterable[str] = (), input_gradient: bool = True,
+        max_logits: np.ndarray | None = None,
     ) -> None:  # fmt: skip
         self.weights = weights
+        self.max_logits = max_logits
         self.dropout = dropout
         self.save = save
         self.compute_output = compute_output

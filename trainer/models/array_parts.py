@@ -240,7 +240,10 @@ class ArrayParts:
                 if number == self.first_reached < self.spec.num_layers:  # nothing before it is trained
                     inputs = ()
                     constants = (host_array(x_ND), call.inputs.positions)
-                x_ND = run_part(part, weights, inputs, constants, save=save, dropout=dropout)
+                max_logits = None
+                if statistics is not None:
+                    max_logits = statistics.max_logits.get(number)
+                x_ND = run_part(part, weights, inputs, constants, save, dropout, max_logits)
         return x_ND, aux_loss, z_loss
 
     def run_merge(self, module: int, x_ND: Tensor, call: DecoderCall) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -104,16 +104,18 @@ class LossSums(NamedTuple):
 
 @dataclass
 class RouterStatistics:
-    """The decisions of the routers in one forward pass of a training.
+    """The decisions of the routers in one forward pass of a training, and the largest attention logits.
 
     Attributes:
         routings: (layer, its routing, the router's scores) of each MoE layer, in forward order: arrays where the host
             has decided the routing, tensors where a graph has.
         load: The expert load of the step, only for gbs_aux_loss.
+        max_logits: By layer, the array that takes the largest attention logit of each head; only native layers do it.
     """
 
     routings: list[tuple[int, Any, Any]] = field(default_factory=list)
     load: StepExpertLoad | None = None
+    max_logits: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def counts(self) -> RoutingCounts | None:
         """Returns the counts of all MoE layers; None where the model has none."""

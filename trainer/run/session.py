@@ -23,6 +23,7 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
+from trainer.config.checks.qk_clip import clips_queries
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.data.batches.context import ContextShard
@@ -234,6 +235,9 @@ def open_training(
         else:
             shards = make_shards(trained)
     shard = session.model.shard
+    threshold = None
+    if clips_queries(config, session.device):
+        threshold = config.optimizer.qk_clip_threshold
     matrices = None
     if shard is not None and shard.tensor is not None:
         matrices = TensorShardedMatrices(shard)
@@ -248,6 +252,7 @@ def open_training(
         stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
         pipeline=session.pipeline,
         shards_gradients=bool(shards) and zero_level(config) != "level1",
+        qk_clip_threshold=threshold,
     )
 
 

@@ -460,6 +460,9 @@ def _details(job: Job, engine: Engine, step: int, sequences: int, result: StepRe
     details: dict[str, object] = {}
     if job.plan.steps.sizes.rampup is not None:
         details["global_batch_size"] = sequences
+    if result.max_logits is not None:
+        details["max_attention_logit"] = result.max_logits.max(1).tolist()
+        details["clipped_heads"] = result.clipped_heads
     if result.local_norms:
         details["local_norm"] = result.local_norms
     if job.world.size > 1 and result.reduce_seconds is not None:

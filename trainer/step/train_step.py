@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,11 +24,13 @@ from trainer.data.batches.batch import Batch
 from trainer.models.compute_weights import cast_to_float32
 from trainer.models.decoder import DecoderCall
 from trainer.models.inputs import LossSums, RouterStatistics, mtp_labels
+from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import moe_config
 from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import metric_functions
 from trainer.ops.routing import RouterRates, RoutingCounts, StepExpertLoad
 from trainer.optim.groups import parameter_of
+from trainer.optim.qk_clip import MaxLogits, QkClip
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, full_shard_spec
 from trainer.step.accumulate import (
@@ -80,6 +82,8 @@ class StepResult:
     reduce_seconds: float | None = None
     rank_flags: Sequence[float] | None = None  # sums of the flags over the ranks
     bubble_share: float | None = None  # see StepGradients
+    max_logits: np.ndarray | None = None  # largest attention logit of each layer and head, [L, H], if it was measured
+    clipped_heads: int = 0  # heads whose queries and keys QK-clip has scaled
 
 
 class CheckpointShard(NamedTuple):
@@ -107,6 +111,8 @@ class TrainStep:
         stop_at_bad_loss: Raise on a loss that is not finite, even where loss scaling would skip the step.
         pipeline: The pipeline whose stage the model is; None: no pipeline parallelism.
         shards_gradients: ZeRO stage 2: the ranks that shard the optimizer's state also shard the gradients.
+        qk_clip_threshold: The attention logit above which QK-clip scales a head of latent attention after an update;
+            None: no head, and no logit is measured.
     """
 
     computes_together = False  # ranks evaluate different batches
@@ -124,6 +130,7 @@ class TrainStep:
         stop_at_bad_loss: bool = False,
         pipeline: Pipeline | None = None,
         shards_gradients: bool = False,
+        qk_clip_threshold: float | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -163,6 +170,16 @@ class TrainStep:
         # Otherwise the ranks communicate in each micro-batch: none may skip one.
         self.skips_empty = self.load is None and self.communicator.skips_empty and not shards_gradients
 
+        self.qk_clip: QkClip | None = None
+        self.max_logits: MaxLogits | None = None
+        if qk_clip_threshold is not None:
+            layers = model_spec(model.settings).layers
+            ranges = model.compute_weights.local_ranges
+            self.qk_clip = QkClip(
+                qk_clip_threshold, layers[0].attention, model.parameters_by_name, self.shard_spec, ranges
+            )
+            heads = self.qk_clip.heads(len(layers))
+            self.max_logits = MaxLogits(heads, model.settings.num_heads, len(layers), self.communicator.gather_bytes)
         self.current_call: DecoderCall | None = None
         self.current_sums: LossSums | None = None
 
@@ -190,6 +207,8 @@ class TrainStep:
         lr = self.schedule(self.optimizer.updates)
         if self.load is not None:
             self.load.start()
+        if self.max_logits is not None:
+            self.max_logits.start()
         run_pipeline = None
         if self.pipeline is not None:
             run_pipeline = partial(self.run_pipeline, self.pipeline, micro_batches)
@@ -200,6 +219,9 @@ class TrainStep:
         )  # fmt: skip
         self.model.compute_weights.end_step()
         result = apply_gradients(gradients, lr, self.optimizer, self.wrapper, self.guards)
+        if result.updated and self.qk_clip is not None and self.max_logits is not None:
+            logits_LH = self.max_logits.reduce_max()
+            result = replace(result, max_logits=logits_LH, clipped_heads=self.qk_clip.clip(logits_LH))
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
             self.model.update_expert_bias(gradients.routing)
@@ -227,7 +249,10 @@ class TrainStep:
     def decoder_call(self, batch: Batch, number: int) -> DecoderCall:
         """Builds the inputs of the model for micro-batch `number` of a step."""
         dropout = DropoutKey(self.seed, self.communicator.data_rank, self.optimizer.updates, number)
-        return DecoderCall(self.build_inputs(batch), dropout, RouterStatistics(load=self.load))
+        statistics = RouterStatistics(load=self.load)
+        if self.max_logits is not None:
+            statistics.max_logits = self.max_logits.local
+        return DecoderCall(self.build_inputs(batch), dropout, statistics)
 
     def run_pipeline(
         self,

@@ -43,8 +43,12 @@ class BlockAttention:
     def forward(
         self, sequence: SequenceBlocks, block: QueryBlock, q_NC: np.ndarray, k_NK: np.ndarray, v_NK: np.ndarray,
         out_NV: np.ndarray, tile: Tile, dropout: LayerDropout | None, keep_masks: bool = False,
+        max_logits: np.ndarray | None = None,
     ) -> None:  # fmt: skip
-        """Writes the results of the block's queries to their rows of `out_NV`."""
+        """Writes the results of the block's queries to their rows of `out_NV`.
+
+        `max_logits` [K, G] takes the largest score of each head that a query sees, if it is larger.
+        """
         run = operators()
         head_blocks = list(self._head_blocks([block], self.kv_heads))
         scores_buffer, narrow_buffer = self._score_buffers(block, head_blocks[0], q_NC.dtype, tile, 1)
@@ -56,6 +60,8 @@ class BlockAttention:
                 q = self._queries(q_NC, block, heads, group, self.head_size)
                 scores = _view(scores_buffer[0], len(q), q.shape[1], k.shape[1])
                 _masked_scores(q, k, block, scores)
+                if max_logits is not None:
+                    np.maximum(max_logits[heads, group], scores.max((1, 2)), out=max_logits[heads, group])
                 if narrow_buffer:
                     probabilities = _view(narrow_buffer[0], *scores.shape)
                 else:

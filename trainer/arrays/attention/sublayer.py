@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mindspore import Tensor
 
     from trainer.arrays.attention.context import ContextParallel
-    from trainer.arrays.attention.positions import QueryBlock, SequenceBlocks, TokenPositions
+    from trainer.arrays.attention.positions import SequenceBlocks, TokenPositions
     from trainer.arrays.sublayer import SequenceParallelComm
     from trainer.arrays.tiles import Gradients, Scratch, SublayerCall, Tile
     from trainer.models.spec.model import AttentionSpec
@@ -222,16 +222,26 @@ class CpuAttention:
             heads_NV = empty(len(arrays["q"]), self.attention.width, dtype=dtype)[1]
         self.output.begin_forward(call, x_ND, tokens)
 
-        def attend(task: tuple[SequenceBlocks, QueryBlock], thread: int) -> None:
+        tasks = [(sequence, block) for sequence in sequences for block in sequence.blocks]
+        max_logits = np.zeros((len(tasks), self.attention.kv_heads, self.attention.groups), np.float32)
+
+        def attend(number: int, thread: int) -> None:
             """Computes the attention of a block of queries, then their output projection."""
-            sequence, block = task
+            sequence, block = tasks[number]
             tile = self.scratch.tile(block.queries, thread)
             inputs = arrays["q"], arrays["k"], arrays["v"]
-            self.attention.forward(sequence, block, *inputs, heads_NV, tile, call.dropout, call.save)
+            max_of_task = None
+            if call.max_logits is not None:
+                max_of_task = max_logits[number]
+            self.attention.forward(
+                sequence, block, *inputs, heads_NV, tile, call.dropout, call.save, max_of_task
+            )
             if self.ulysses == 1:
                 self.output.forward(call, x_ND, heads_NV[tile.rows], out_ND, tile)
 
-        host_threads().run([(sequence, block) for sequence in sequences for block in sequence.blocks], attend)
+        host_threads().run(range(len(tasks)), attend)
+        if call.max_logits is not None:
+            np.maximum(call.max_logits, max_logits.max(0).reshape(-1), out=call.max_logits)
         if self.context is not None and self.ulysses > 1:
             local_NV = arrays["heads"]
             local_NV[...] = self.context.to_tokens(heads_NV, self.spec.heads, len(sequences))

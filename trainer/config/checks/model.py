@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from trainer.config.checks.adapters import adapter_problems
 from trainer.config.checks.problem import ConfigError, problem, value_of
+from trainer.config.checks.qk_clip import qk_clip_problems
 from trainer.config.families import FAMILIES, layers_with_experts, named_family
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.precision import PART_KEYS, level_dtype
@@ -120,13 +121,10 @@ def _embedding(config: Config) -> Iterator[ConfigError]:
 
 
 def _latent(config: Config) -> Iterator[ConfigError]:
-    """Yields errors about sizes of multi-head latent attention, and about its clipping, which is not supported."""
+    """Yields errors about sizes of multi-head latent attention, and about its clipping where it is not supported."""
     if config.decoder.qk_rope_head_dim % 2:
         yield problem(config, f"{_KEY}.qk_rope_head_dim", _EVEN, "use 64, as DeepSeek-V3 does")
-    is_written = config.source.where("optimizer.qk_clip_threshold")
-    if config.optimizer.type == "Muon" and is_written and not config.source.where("optimizer.qk_clip_enabled"):
-        fix = "remove it: the queries and keys are not clipped then, which is another training"
-        yield problem(config, "optimizer.qk_clip_threshold", "not yet supported: there is no QK-clip", fix)
+    yield from qk_clip_problems(config)
 
 
 def _contradictions(config: Config) -> Iterator[ConfigError]:

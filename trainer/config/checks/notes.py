@@ -8,6 +8,7 @@ from typing import NamedTuple
 from trainer.config.checks.adapters import adapter_notes
 from trainer.config.checks.moe import capacity_factor, watched_keys, watches_drop_rate
 from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, parallel_degrees, runs_semi_auto
+from trainer.config.checks.qk_clip import qk_clip_notes
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import named_family
 from trainer.config.hugging_face import class_differences, saved_class
@@ -99,6 +100,11 @@ _UNUSED = (
             lambda c: c.optimizer.type == "SGD", "optimizer.type is SGD"),
     _Unused("optimizer", "momentum nesterov ns_steps ns_coefficients ns_eps adamw_include matched_adamw_rms",
             lambda c: c.optimizer.type == "AdamW", "optimizer.type is AdamW"),
+    _Unused("optimizer", "qk_clip_threshold", lambda c: c.optimizer.type != "Muon" or not c.optimizer.qk_clip_enabled,
+            "only Muon with qk_clip_enabled uses it"),
+    _Unused("optimizer", "qk_clip_threshold",
+            lambda c: c.optimizer.type == "Muon" and not c.decoder.multi_latent_attention,
+            "it acts on multi-head latent attention alone"),
     _Unused("optimizer", "ns_steps",
             lambda c: c.optimizer.type == "Muon" and len(c.optimizer.newton_schulz) != c.optimizer.ns_steps,
             "ns_coefficients has the steps"),
@@ -193,7 +199,8 @@ def rule_notes(config: Config, device: str) -> list[str]:
     unused = [Note(text, "ignored") for text in _unused(config)]
     dtypes = [Note(text, "dtype") for text in _precision(config, device)]
     recomputed = [Note(text, "ignored") for text in recompute_notes(config)]  # the numbers are the same
-    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notes(config), *recomputed]
+    unclipped = qk_clip_notes(config, device)
+    return [*unused, *dtypes, *_run(config), *unclipped, *_mixture(config), *adapter_notes(config), *recomputed]
 
 
 def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:
@@ -245,8 +252,6 @@ def _run(config: Config) -> Iterator[str]:
         yield "do_eval: evaluates only at the end, because eval_step_interval and eval_epoch_interval are -1"
     if config.trains and config.runner_wrapper.type == "MFPipelineWithLossScaleCell":
         yield "runner_wrapper.type MFPipelineWithLossScaleCell: treated as MFTrainOneStepCell"
-    if config.trains and config.optimizer.type == "Muon" and latent_spec(decoder) is not None:
-        yield "optimizer.type Muon: queries and keys are not clipped; MindSpore Transformers has a QK-clip for them"
     saves_decoder = config.trains and config.classifier is None and not config.has_adapters
     if saves_decoder and not saved_class(decoder, config.model.arch.type):
         features = ", ".join(class_differences(decoder, config.model.arch.type))

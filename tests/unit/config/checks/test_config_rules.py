@@ -238,7 +238,7 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ("model_config: {seq_length: 64, max_position_embeddings: 32}\n", ["seq_length 64 exceeds"]),
         ("optimizer: {type: SGD, betas: [0.9, 0.95]}\n", ["optimizer.betas: not used, optimizer.type is SGD"]),
         ("optimizer: {ns_steps: 3, nesterov: True}\n", ["nesterov True, optimizer.ns_steps 3: not used, "]),
-        ("optimizer: {type: Muon, qk_clip_threshold: 100}\n", ["optimizer.qk_clip_threshold", "latent attention"]),
+        ("optimizer: {type: Muon, qk_clip_threshold: 50}\n", ["optimizer.qk_clip_threshold", "latent attention"]),
         ("optimizer: {momentum: 0.9}\n", ["optimizer.momentum 0.9: not used, optimizer.type is AdamW"]),
         (
             "eval_dataset: {data_loader: {type: SFTDataLoader}}\n",

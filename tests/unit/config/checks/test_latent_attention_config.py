@@ -157,8 +157,8 @@ def test_a_published_config_json(tmp_path: Path) -> None:
         (dense(multi_latent_attention=False), ["q_lora_rank = 12", "requires multi_latent_attention: True"]),
         (dense(q_lora_rank=0), ["q_lora_rank = 0", "at least 1"]),
         (
-            deepseek("num_layers: 4", "optimizer: {type: Muon, qk_clip_threshold: 100.0}\n"),
-            ["qk_clip_threshold", "there is no QK-clip"],
+            deepseek("num_layers: 4", "optimizer: {type: Muon, qk_clip_threshold: 9.0}\nfreeze: {layers: 0}\n"),
+            ["optimizer.qk_clip_enabled", "not yet supported with adapters or frozen weights"],
         ),
     ],
 )
@@ -169,7 +169,11 @@ def test_what_is_refused(text: str, parts: list[str]) -> None:
 
 
 def test_muon_without_qk_clip_is_told() -> None:
-    assert "queries and keys are not clipped" in notes(deepseek("num_layers: 4", "optimizer: {type: Muon}\n"))
+    muon = "optimizer: {type: Muon}\n"
+    assert "not clipped" not in notes(deepseek("num_layers: 4", muon))
+    told = notes(deepseek("num_layers: 4", f"{muon}freeze: {{layers: 0}}\n"))
+    assert "attention logits above 100 are not clipped with adapters or frozen weights" in told
+    assert "not clipped" not in notes(deepseek("num_layers: 4", muon.replace("}", ", qk_clip_enabled: False}")))
 
 
 # Names and shapes
