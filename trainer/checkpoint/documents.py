@@ -69,9 +69,9 @@ class DataLayout(LenientModel):
         if self.rampup_batch_size is not None:
             micro_batch = self.batch_size * self.ranks
             full = micro_batch * self.gradient_accumulation_steps
-            start, increment, *_ = *self.rampup_batch_size, 0, 0
-            is_triple = len(self.rampup_batch_size) == 3
-            if not (is_triple and micro_batch <= start <= full and 0 < increment and full - start <= _LEVELS * increment):
+            start, increment = [*self.rampup_batch_size, 0, 0][:2]
+            fits = micro_batch <= start <= full and 0 < increment and full - start <= _LEVELS * increment
+            if len(self.rampup_batch_size) != 3 or not fits:
                 raise ValueError(f"rampup_batch_size is {self.rampup_batch_size}, and a step has {full} sequences")
         return self
 
