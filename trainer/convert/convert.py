@@ -25,6 +25,7 @@ from trainer.config.schema.fields import fields_by_yaml_name, support_of
 from trainer.config.schema.system import ParallelConfig
 from trainer.convert.facts import Comparison, compare
 from trainer.convert.newer import NewerFile, different_keys, newer_file, newer_text
+from trainer.data.batches.mindrecord import column_roles
 from trainer.errors import UserError, shorten_repr
 from trainer.parallel.world import SINGLE_PROCESS
 from trainer.plan.plan import Plan
@@ -218,7 +219,8 @@ def _restated(config: Config, plan: Plan, steps: int) -> Config:
     runner = config.runner_config.model_copy(update=numbers)
     changes: dict[str, Any] = {"runner_config": runner, "run_mode": "train"}
     data = config.train_dataset
-    if data.construct_args_key == data.input_columns:
+    columns = data.input_columns or []
+    if column_roles(columns, data.construct_args_key or []) == column_roles(columns, []):
         changes["train_dataset"] = data.model_copy(update={"construct_args_key": None})
     changes["context"] = config.context.model_copy(update={"device_target": plan.device})
     if plan.ranks == 1:

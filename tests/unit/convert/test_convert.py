@@ -100,6 +100,11 @@ OLD_FILES = {
     + "use_parallel: True\nparallel_config: {data_parallel: 2, expert_parallel: 2}\n",
     "semi_auto": OLD.replace("CPU", "Ascend") + "use_parallel: True\nparallel: {parallel_mode: 1}\n"
     "parallel_config: {data_parallel: 2, model_parallel: 2, use_seq_parallel: True, micro_batch_num: 2}\n",
+    "columns": OLD.replace("CPU", "Ascend").replace(
+        "type: TextDataset, dataset_dir: stdlib}", "type: MindDataset, dataset_dir: /not/here}\n"
+        "  input_columns: [input_ids, target_ids]\n  construct_args_key: [input_ids, labels]"
+    ),
+    "rampup": OLD.replace("max_steps", "global_batch_size: 8, rampup_batch_size: [2, 2, 16], max_steps"),
     "tensorboard": OLD
     + "tensorboard: {tensorboard_dir: events, log_interval: 3}\nprofile: True\nprofile_stop_step: 4\n",
 }  # fmt: skip

@@ -213,6 +213,12 @@ def _paths(name: str, location: Location, is_listed: bool) -> list[Path]:
     return list_files(path, location)
 
 
+def column_roles(names: Sequence[str], keys: Sequence[str]) -> list[str]:
+    """Returns what each of input_columns means, by construct_args_key as far as it goes, else by its name."""
+    written = [*keys[: len(names)], *names[len(keys) :]]
+    return [_OTHER_NAMES.get(role, role) for role in written]
+
+
 def _columns(config: Config, section: str, files: Sequence[MindRecordFile], location: Location) -> dict[str, str]:
     """Finds the columns of tokens, labels and masks: those of input_columns, or all with the usual names."""
     settings = getattr(config, section)
@@ -224,11 +230,7 @@ def _columns(config: Config, section: str, files: Sequence[MindRecordFile], loca
         names = [name for name in first.types if _OTHER_NAMES.get(name, name) in (_TOKENS, _LABELS, _MASK)]
         keys = []
     roles: dict[str, str] = {}
-    for number, name in enumerate(names):
-        role = name
-        if number < len(keys):
-            role = keys[number]
-        role = _OTHER_NAMES.get(role, role)
+    for name, role in zip(names, column_roles(names, keys), strict=True):
         if role not in _ROLES:
             known = f"{_TOKENS}, {_LABELS} (or target_ids), {_MASK}, {_LOSS_MASK} and {_POSITIONS}"
             guess = nearest(role, _ROLES)
