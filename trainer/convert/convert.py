@@ -307,7 +307,9 @@ def _header(path: str, config: Config, plan: Plan, file: NewerFile, steps: int) 
     """Yields the lines at the top of a new file: where it comes from, and what its keys mean."""
     yield f"{Path(path).name} in the schema of MindSpore Transformers {NEWER}, written by `run_trainer.py convert`."
     runner = config.runner_config
-    if runner.max_steps is None:
+    if file.config.runner_config.max_steps != steps:
+        yield f"training.steps {runner.stop_step}: runner_config.stop_step, which is the schedule's total_steps"
+    elif runner.max_steps is None:
         yield f"training.steps {steps}: runner_config.epochs {runner.epochs} with the data of this machine"
     batch = plan.steps
     ranks = batch.rows_per_step // (batch.batch_rows * batch.micro_batches)

@@ -221,6 +221,7 @@ def test_a_file_says_where_it_comes_from_and_what_its_keys_mean():
     assert "checkpoint.save_path: the folder" in head
     assert "betas: [0.9, 0.999]" in conversion.text and "max_norm: 0.0" in conversion.text
     assert "log_timers_to_tensorboard False becomes True" in "\n".join(conversion.notes)
+    assert "# training.steps 20: runner_config.stop_step" in converted(OLD_FILES["stop"], NEWER).text
     assert "# The translation of a.yaml" in converted(NEW, OLDER).text
 
 
