@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import zero_level
 from trainer.config.checks.problem import ConfigError, problem
-from trainer.config.checks.qk_clip import clips_queries, is_written
+from trainer.config.checks.qk_clip import QK_CLIP_FIX, clips_queries, is_written
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import latent_spec
@@ -44,7 +44,7 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
         yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
     if is_written(config) and clips_queries(config, "CPU"):
         rule = "an Ascend computes attention in one operator, which does not tell the largest logit"
-        yield problem(config, "optimizer.qk_clip_enabled", rule, "set it to False: another training")
+        yield problem(config, "optimizer.qk_clip_enabled", rule, QK_CLIP_FIX)
     if degrees.context_parallel > 1:
         yield from _context_problems(apply_device_defaults(config, "Ascend"))
 

@@ -322,7 +322,7 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
             ["a.yaml:5: train_dataset.dataloader.num_samples = None: ", "set train_dataset.dataloader.num_samples to"],
         ),
         (
-            SMALL.replace("steps: 6", "steps: 6, deterministic: True"), 1,
+            SMALL.replace("steps: 6", "steps: 6, deterministic: True") + "parallelism: {data_parallel_shard: -1}\n", 1,
             ["training.deterministic (a.yaml:2): only Ascend",
              "parallelism.data_parallel_shard -1: not used, the run has one device"],
         ),

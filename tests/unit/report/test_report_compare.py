@@ -262,7 +262,7 @@ def test_the_answer_is_the_same_where_nobody_reads_the_tables(tmp_path, monkeypa
     def gone(*texts: object, **options: object) -> None:
         raise BrokenPipeError
 
-    monkeypatch.setattr("trainer.plan.render.print_sections", gone)
+    monkeypatch.setattr("trainer.tables.print_sections", gone)
     assert dispatch(["compare", *runs, "--exact"]) == 0
     assert dispatch(["compare", *runs, other, "--exact"]) == 1
 

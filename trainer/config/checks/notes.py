@@ -338,7 +338,7 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
     keys = []
     if not semi_auto and parallel.parallel_mode not in (*DATA_PARALLEL, "stand_alone"):
         keys.append(f"parallel.parallel_mode {parallel.parallel_mode}")
-    if parallel.enable_parallel_optimizer:
+    if parallel.enable_parallel_optimizer and config.source.place("parallel.enable_parallel_optimizer").order:
         keys.append("parallel.enable_parallel_optimizer True")
     if keys:
         yield f"{', '.join(keys)}: not used, the run has one device"

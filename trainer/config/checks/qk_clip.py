@@ -10,6 +10,8 @@ from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
 from trainer.models.spec.sublayers import latent_spec
 
+QK_CLIP_FIX = "set it to False: the queries and keys are not clipped then, which is another training"
+
 
 def is_written(config: Config) -> bool:
     """Returns whether the file asks for QK-clip, which is on by default."""
@@ -21,8 +23,7 @@ def qk_clip_problems(config: Config) -> Iterator[ConfigError]:
     """Yields an error where a file asks for QK-clip and a CPU cannot do it."""
     obstacle = _obstacle(config)
     if config.trains and _is_requested(config) and is_written(config) and obstacle:
-        fix = "set it to False: the queries and keys are not clipped then, which is another training"
-        yield problem(config, "optimizer.qk_clip_enabled", f"not yet supported {obstacle}", fix)
+        yield problem(config, "optimizer.qk_clip_enabled", f"not yet supported {obstacle}", QK_CLIP_FIX)
 
 
 def _is_requested(config: Config) -> bool:

@@ -26,7 +26,7 @@ from trainer.config.pynative.degrees import (
     set_ulysses_degree,
 )
 from trainer.config.pynative.work import Translation
-from trainer.config.read.nodes import Entry, Items, Table, tree
+from trainer.config.read.nodes import Entry, Items, Table, plain, tree
 from trainer.config.read.rows import Row, Transform, reverse
 
 _MODEL = "model.model_config"
@@ -57,7 +57,8 @@ def _saving(work: Translation, row: Row) -> None:
     entries = []
     if isinstance(callbacks, Items):
         entries = list(callbacks.entries)
-    entries.append(Entry(tree({"type": "MFLossMonitor"}, work.place(row.old)), work.place(row.old)))
+    if not any(plain(entry.node).get("type") == "MFLossMonitor" for entry in entries if isinstance(entry.node, Table)):
+        entries.append(Entry(tree({"type": "MFLossMonitor"}, work.place(row.old)), work.place(row.old)))
     steps_key = "checkpoint.save_interleaved_steps"
     steps = work.values[steps_key]
     if not work.values["checkpoint.enable_save"]:

@@ -13,7 +13,7 @@ def _validate_rampup(value: list[int]) -> list[int]:
     return value
 
 
-RampUp = Annotated[list[int], AfterValidator(_validate_rampup)]
+RampUp = Annotated[list[Annotated[int, Field(ge=0, le=COUNT)]], AfterValidator(_validate_rampup)]
 
 
 class RunnerConfig(Section):
