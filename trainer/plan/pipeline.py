@@ -42,6 +42,7 @@ class PipelinePlan:
     """The pipeline of a job: its stages, micro-batches and bubble.
 
     Attributes:
+        scheduler: The order of passes, as `pipeline_config.pipeline_scheduler` names it.
         chunks: Model chunks of each stage.
         bubble_share: Estimated share of a step in which a stage waits for others, mean over the stages. Sending is
             assumed to take no time.
@@ -49,6 +50,7 @@ class PipelinePlan:
             chunks and m micro-batches.
     """
 
+    scheduler: str
     micro_batches: int
     chunks: int
     stages: tuple[StagePlan, ...]
@@ -68,7 +70,9 @@ def pipeline_plan(config: Config, stages: int) -> PipelinePlan | None:
     plans = tuple(StagePlan(max_in_flight(schedule, s), time / sum(busy)) for s, time in enumerate(busy))
     step_time = _step_time(partial(training_schedule, config, stages), stages, micro_batches, costs)
     even = (stages - 1) / (chunks * micro_batches + stages - 1)
-    return PipelinePlan(micro_batches, chunks, plans, 1 - sum(busy) * micro_batches / stages / step_time, even)
+    scheduler = config.parallel.pipeline_config.pipeline_scheduler
+    bubble = 1 - sum(busy) * micro_batches / stages / step_time
+    return PipelinePlan(scheduler, micro_batches, chunks, plans, bubble, even)
 
 
 def _step_time(

@@ -219,6 +219,9 @@ def _pipeline_rows(pipeline: PipelinePlan) -> Rows:
     parts = ""
     if pipeline.chunks > 1:
         kind = "interleaved 1F1B"
+    if pipeline.scheduler == "gpipe":
+        kind = "GPipe"
+    if pipeline.chunks > 1:
         parts = f", {pipeline.chunks} chunks of layers each"
     even = f"{pipeline.even_bubble_share:.1%} if all stages took the same time"
     return [

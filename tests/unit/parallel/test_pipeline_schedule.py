@@ -28,6 +28,7 @@ from trainer.parallel.schedule import (
 )
 from trainer.parallel.world import World
 from trainer.plan.memory import memory_estimate
+from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -168,7 +169,10 @@ def test_plan_tells_and_draws_the_schedule(tmp_path: Path, capsys: pytest.Captur
 def test_a_stage_has_its_part_of_the_memory_and_of_the_data() -> None:
     file = str(REPOSITORY / "configs" / "quickstart.yaml")
     flags = {"use_parallel": True, "parallel_config.pipeline_stage": 2, "parallel_config.micro_batch_num": 8}
+    flags["parallel.pipeline_config.pipeline_scheduler"] = "gpipe"
     plan = build_plan(load_config(file, [Override(key, str(value)) for key, value in flags.items()]), World(3, 4, 3, 4))
     assert plan.backend.data_ranks == (1, 2) and plan.steps.micro_batches == 8
     assert plan.steps.rows_per_step == 2 * 8 * 32
+    assert plan.pipeline is not None and [stage.in_flight for stage in plan.pipeline.stages] == [8, 8]
+    assert "GPipe, 2 stages, 8 micro-batches" in plan_text(plan)
     assert plan.memory_bytes["weights"] < 0.6 * memory_estimate(load_config(file), True, "CPU")["weights"]

@@ -99,7 +99,7 @@ def _sizes(config: Config) -> Iterator[ConfigError]:
         rule = f"gives {rotary} rotary dimensions of {head}, and {_EVEN}"
         yield problem(config, f"{_KEY}.rotary_pct", rule, f"write {fraction:g} for {even} of them")
     if heads % decoder.kv_heads:
-        fix = f"write {_divisor(heads, decoder.kv_heads)}, or {heads} for a key head of each query head"
+        fix = f"write a divisor of {heads}, for example {_divisor(heads, decoder.kv_heads)}"
         yield problem(config, f"{_KEY}.n_kv_heads", f"must divide num_heads ({heads})", fix)
     yield from _embedding(config)
 

@@ -92,7 +92,7 @@ def test_an_integer_is_a_number_but_a_number_is_no_integer():
         ("model_config: {head_dim: 24, rotary_pct: 0.04}\n", ["gives 0 rotary dimensions", "write 0.083334 for 2 of"]),
         ("model_config: {rotary_pct: 0.0}\n", ["rotary_pct = 0.0: must be greater than 0"]),
         ("model_config: {rotary_pct: 1.5}\n", ["rotary_pct = 1.5: must be at most 1"]),
-        ("model_config: {num_heads: 4, n_kv_heads: 3}\n", ["n_kv_heads = 3: must divide num_heads (4)", "write 2"]),
+        ("model_config: {num_heads: 4, n_kv_heads: 3}\n", ["n_kv_heads = 3: must divide num_heads (4)", "example 2"]),
         ("model_config: {num_heads: 4, n_kv_heads: 8}\n", ["n_kv_heads = 8: must divide num_heads (4)"]),
         ("model_config: {position_embedding_type: yarn}\n", ["rope_scaling is absent", "rope_type: yarn"]),
         (
