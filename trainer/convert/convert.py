@@ -24,7 +24,7 @@ from trainer.config.schema.callbacks import LossMonitor
 from trainer.config.schema.fields import fields_by_yaml_name, support_of
 from trainer.config.schema.system import ParallelConfig
 from trainer.convert.facts import Comparison, compare
-from trainer.convert.newer import NewerFile, different_keys, newer_file, newer_text
+from trainer.convert.newer import NewerFile, different_keys, is_below, newer_file, newer_text
 from trainer.data.batches.mindrecord import column_roles
 from trainer.errors import UserError, shorten_repr
 from trainer.parallel.world import SINGLE_PROCESS
@@ -245,12 +245,8 @@ def _acting_differences(
         without_effect += _OF_TEXT
     if loader.type != "MindDataset":
         without_effect += ("train_dataset.input_columns", "train_dataset.construct_args_key")
-    acting = [key for key in differences if not _is_below(key, without_effect) and not _is_ignored(key)]
+    acting = [key for key in differences if not is_below(key, without_effect) and not _is_ignored(key)]
     return {key: differences[key] for key in acting}
-
-
-def _is_below(key: str, places: tuple[str, ...]) -> bool:
-    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 def _is_ignored(key: str) -> bool:
@@ -265,7 +261,7 @@ def _harmless(key: str) -> str:
     """Returns why a difference of a key does not change a training; empty if it may."""
     if key.partition(".")[0].startswith(("profile", "mstx")):
         return _UNRECORDED
-    return next((why for place, why in _WITHOUT_NUMBERS.items() if _is_below(key, (place,))), "")
+    return next((why for place, why in _WITHOUT_NUMBERS.items() if is_below(key, (place,))), "")
 
 
 def _differences(

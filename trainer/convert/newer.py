@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from trainer.config import Config, parse_config
 from trainer.config.checks.problem import ConfigError, raise_problems
-from trainer.config.pynative.reverse import Statement, look_up, source_statements
+from trainer.config.pynative.reverse import Statement, source_statements
 from trainer.config.pynative.table import ROWS
 from trainer.config.read.dump import dump_values, flatten, plain_values
+from trainer.config.read.nodes import look_up
 
 _ALWAYS = ("model.architectures", "lr_scheduler.type", "train_dataset.dataloader.type")
 """Keys that every file has."""
@@ -84,9 +85,12 @@ def _is_set(statement: Statement, config: Config) -> bool:
     """Returns whether the older file sets a key to another value than the default of the newer schema."""
     if statement.value == statement.default:
         return False
-    positions = config.source.positions
-    is_below = (at == place or at.startswith(f"{place}.") for place in statement.places for at in positions)
-    return not statement.places or any(is_below)
+    return not statement.places or any(is_below(key, statement.places) for key in config.source.positions)
+
+
+def is_below(key: str, places: tuple[str, ...]) -> bool:
+    """Returns whether a dotted key is one of these places or below one."""
+    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 def different_keys(first: Config, second: Config) -> dict[str, tuple[Any, Any]]:

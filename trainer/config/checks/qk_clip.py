@@ -22,13 +22,14 @@ def is_written(config: Config) -> bool:
 def qk_clip_problems(config: Config) -> Iterator[ConfigError]:
     """Yields an error where a file asks for QK-clip and a CPU cannot do it."""
     obstacle = _obstacle(config)
-    if config.trains and _is_requested(config) and is_written(config) and obstacle:
+    if _is_requested(config) and is_written(config) and obstacle:
         yield problem(config, "optimizer.qk_clip_enabled", f"not yet supported {obstacle}", QK_CLIP_FIX)
 
 
 def _is_requested(config: Config) -> bool:
     optimizer = config.optimizer
-    return optimizer.type == "Muon" and optimizer.qk_clip_enabled and latent_spec(config.decoder) is not None
+    clips = config.trains and optimizer.type == "Muon" and optimizer.qk_clip_enabled
+    return clips and latent_spec(config.decoder) is not None
 
 
 def _obstacle(config: Config) -> str:
@@ -44,12 +45,12 @@ def _obstacle(config: Config) -> str:
 
 def clips_queries(config: Config, device: str) -> bool:
     """Returns whether a training clips the queries and keys of latent attention after an update of Muon."""
-    return config.trains and _is_requested(config) and device == "CPU" and not _obstacle(config)
+    return _is_requested(config) and device == "CPU" and not _obstacle(config)
 
 
 def qk_clip_notes(config: Config, device: str) -> Iterator[str]:
     """Yields a note where MindSpore Transformers clips queries and keys, and this run does not."""
-    if config.trains and _is_requested(config) and not clips_queries(config, device):
+    if _is_requested(config) and not clips_queries(config, device):
         reason = _obstacle(config) or f"on {device}"
         yield (f"optimizer.qk_clip_enabled: attention logits above {config.optimizer.qk_clip_threshold:g} are not"
                f" clipped {reason}, and MindSpore Transformers clips them")

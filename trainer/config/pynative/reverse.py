@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.pynative.table import ROWS, SOURCE_PLACES
 from trainer.config.read.dump import plain_values
+from trainer.config.read.nodes import look_up
 from trainer.config.read.rows import Row
 from trainer.config.schema.root import Config
 
@@ -53,16 +54,6 @@ def _old_value(row: Row, config: Config, here: dict[str, Any]) -> Any:
         return row.transform.backward(value)
     if isinstance(value, dict) or (row.kind and type(value).__name__ not in row.kind.replace("float", "int|float")):
         return ...
-    return value
-
-
-def look_up(here: dict[str, Any], key: str) -> Any:
-    """Returns the value of a dotted key in nested sections; None if there is none."""
-    value: Any = here
-    for part in key.split("."):
-        if not isinstance(value, dict):
-            return None
-        value = value.get(part)
     return value
 
 

@@ -125,3 +125,13 @@ def _tree_entry(value: Any, place: SourceLocation, name: str) -> Entry:
 def is_null(node: Node) -> bool:
     """Returns whether a node is an empty value or ``null``."""
     return isinstance(node, Scalar) and node.value is None
+
+
+def look_up(sections: dict[str, Any], key: str) -> Any:
+    """Returns the value of a dotted key in nested sections; None if there is none."""
+    value: Any = sections
+    for part in key.split("."):
+        if not isinstance(value, dict):
+            return None
+        value = value.get(part)
+    return value

@@ -14,7 +14,7 @@ from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import DEEPSEEK_V4, NOT_BUILT, effect_of, is_known_effect
-from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, plain
+from trainer.config.read.nodes import Entry, Items, Scalar, Table, is_null, look_up, plain
 from trainer.config.read.relocate import disagreement, merge
 from trainer.config.schema.fields import (
     Section,
@@ -60,12 +60,7 @@ class Resolved:
 
     def value(self, key: str) -> Any:
         """Returns the value of a dotted key; None if there is none."""
-        data: Any = self.data
-        for part in key.split("."):
-            if not isinstance(data, dict):
-                return None
-            data = data.get(part)
-        return data
+        return look_up(self.data, key)
 
     def section(self, key: str) -> dict[str, Any]:
         """Returns the values of a section; an empty dictionary if it is absent or not a section."""

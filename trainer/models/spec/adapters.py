@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainer.models.spec.model import AdapterSpec, ParameterSpec, Sharding
-from trainer.models.spec.names import adapter_names, layer_prefix, sublayer_of
+from trainer.models.spec.names import adapter_names, layer_prefix, megatron_module, sublayer_of
 from trainer.models.spec.sublayers import attention_parameters, latent_spec, mlp_parameters
 
 if TYPE_CHECKING:
@@ -28,19 +28,6 @@ _GRAPH_NAMES = {
 }
 _LATENT_QUERY = "self_attention.linear_q_proj"
 """MindSpore Transformers' name of q_proj in multi-head latent attention."""
-_PYNATIVE_NAMES = {
-    "self_attn.q_proj": "self_attention.linear_qkv",
-    "self_attn.k_proj": "self_attention.linear_qkv",
-    "self_attn.v_proj": "self_attention.linear_qkv",
-    "self_attn.o_proj": "self_attention.linear_proj",
-    "self_attn.q_a_proj": "self_attention.linear_qkv",
-    "self_attn.q_b_proj": "self_attention.linear_qb",
-    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_qkv",
-    "self_attn.kv_b_proj": "self_attention.linear_kvb",
-    "mlp.gate_proj": "mlp.linear_fc1",
-    "mlp.up_proj": "mlp.linear_fc1",
-    "mlp.down_proj": "mlp.linear_fc2",
-}
 
 Matrix = TypeVar("Matrix", bound=Any)  # an array or a tensor
 
@@ -82,8 +69,8 @@ def module_names(settings: ModelConfig, layer: int, name: str) -> ModuleNames:
     others = [f"{prefix}{name}", f"{prefix}{graph}"]
     if graph.startswith("self_attention."):
         others.append(f"{module}{graph}")
-    pynative = _PYNATIVE_NAMES[name]
-    return ModuleNames(tuple(others), (f"model.{module}{pynative}", f"{module}{pynative}"))
+    pynative = f"{module}{megatron_module(name)}"
+    return ModuleNames(tuple(others), (f"model.{pynative}", pynative))
 
 
 def pynative_layer(settings: ModelConfig, layer: int) -> str:

@@ -97,9 +97,7 @@ def megatron_names(names: Iterable[str]) -> dict[str, str]:
     modules = [int(name.split(".")[2]) for name in names if name.endswith(MTP_WEIGHTS)]
     megatron = {}
     for name in names:
-        translated = name
-        for old, new in _MEGATRON.items():
-            translated = translated.replace(old, new)
+        translated = _translate(name)
         if translated.startswith("model.layers."):
             layer, rest = translated.removeprefix("model.layers.").split(".", 1)
             translated = f"decoder.layers.{layer}.{rest}"
@@ -109,6 +107,17 @@ def megatron_names(names: Iterable[str]) -> dict[str, str]:
                 translated = f"mtp.layers.{int(layer) - min(modules)}.{rest}"
         megatron[name] = translated
     return megatron
+
+
+def megatron_module(projection: str) -> str:
+    """Returns the module of a layer that has a matrix in those models: ``self_attention.linear_qkv`` has q_proj."""
+    return _translate(f".{projection}.").strip(".")
+
+
+def _translate(name: str) -> str:
+    for old, new in _MEGATRON.items():
+        name = name.replace(old, new)
+    return name
 
 
 def has_name(pattern: re.Pattern[str], name: str) -> bool:
