@@ -150,7 +150,7 @@ def test_what_is_left_out_has_the_defaults_of_that_schema():
     assert config.checkpoint_monitor == CheckpointMonitor(type="CheckpointMonitor", save_checkpoint_steps=1000)
     profiled = load(SMALL + "profiler: {enable_profiling: False, start_step: 7}\noptimizer: {type: null}\n")
     assert (profiled.profile_start_step, profiled.optimizer) == (1, config.optimizer)
-    off = load(SMALL.replace("steps: 6", "max_norm: 0, steps: 6") + "checkpoint: {enable_save: False}\n")
+    off = load(SMALL.replace("steps: 6", "max_norm: 1.e+30, steps: 6") + "checkpoint: {enable_save: False}\n")
     assert not off.runner_wrapper.use_clip_grad and off.checkpoint_monitor.save_checkpoint_steps == 0
     context = load(SMALL.replace("context: {device_target: CPU}", "context: {mode: 1}")).context
     assert (context.device_target, context.max_device_memory) == ("Ascend", "59GB")
@@ -292,6 +292,8 @@ def test_keys_without_a_counterpart_are_notes_with_their_lines():
         ("  steps: 100", "  step: 100", ["a.yaml:11: training.step: unknown key", "training.steps"]),
         ("  steps: 100", "  steps: many", ["a.yaml:11: training.steps = 'many': must be an integer"]),
         ("  steps: 100", "  steps: 0", ["a.yaml:11: training.steps = 0: must be at least 1"]),
+        ("max_norm: 0.5", "max_norm: 0", ["a.yaml:14: training.max_norm = 0: ", "by 0.", "Fix: write 1.0e+30, "]),
+        ("max_norm: 0.5", "max_norm: -1.0", ["a.yaml:14: training.max_norm = -1.0: ", "reverse the gradients"]),
         ("tensor_parallel: 2", "tensor_paralel: 2", ["a.yaml:20: parallelism.tensor_paralel: unknown"]),
         ("profiler:", "profilr:", ["a.yaml:60: profilr: unknown key at the top level", "you probably mean profiler"]),
         ("hidden_size: 64", "hiden_size: 64", ["a.yaml:66: model.hiden_size: unknown key in model", "hidden_size"]),

@@ -120,7 +120,7 @@ NEW_FILES = {
     "context": NEW + "parallelism: {context_parallel: 4, context_parallel_method: hybrid, ulysses_degree_in_cp: 2}\n",
     "shards": NEW + "parallelism: {tensor_parallel: 2, sequence_parallel: True, data_parallel_shard_strategy: optim}\n",
     "monitor": NEW + "monitor: {train_state: {local_norm: True}, tensorboard: {output_dir: tb}}\n",
-    "unclipped": NEW.replace("steps: 40", "steps: 40, max_norm: 0, seed: 5, deterministic: True"),
+    "unclipped": NEW.replace("steps: 40", "steps: 40, max_norm: 1.e+30, seed: 5, deterministic: True"),
 }  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def test_a_file_says_where_it_comes_from_and_what_its_keys_mean():
     assert "training.global_batch_size 2: batch_size 2 x 1" in head
     assert "optimizer.betas" in head.partition("their defaults differ:")[2]
     assert "checkpoint.save_path: the folder" in head
-    assert "betas: [0.9, 0.999]" in conversion.text and "max_norm: 0.0" in conversion.text
+    assert "betas: [0.9, 0.999]" in conversion.text and "max_norm: 1.0e+30" in conversion.text
     assert "log_timers_to_tensorboard False becomes True" in "\n".join(conversion.notes)
     assert "# training.steps 20: runner_config.stop_step" in converted(OLD_FILES["stop"], NEWER).text
     assert "# The translation of a.yaml" in converted(NEW, OLDER).text

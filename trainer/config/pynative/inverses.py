@@ -17,13 +17,15 @@ from trainer.models.spec.adapters import adaptable_matrices
 _MODULES = {"attention": "layers.*.self_attention.*", "mlp": "layers.*.mlp.*"}
 _ADDED = ("MFLossMonitor", "CheckpointMonitor")
 """Callbacks that every translation has: the section checkpoint describes them."""
+NO_CLIPPING = 1e30
+"""The ``training.max_norm`` that means no clipping."""
 
 
 def max_norm(config: Config) -> float:
-    """Returns the largest gradient norm; 0 without clipping."""
+    """Returns the largest gradient norm."""
     if config.runner_wrapper.use_clip_grad:
         return config.runner_wrapper.max_grad_norm
-    return 0.0
+    return NO_CLIPPING
 
 
 def enable_save(config: Config) -> bool:

@@ -204,11 +204,17 @@ def _context(work: Translation, row: Row) -> None:
             work.set_key(f"{row.new}.{name}", entry.node, f"{row.old}.{name}", place=entry.place)
 
 
-def _clipping_norm(norm: float) -> Any:
-    """Returns the largest norm; ``...`` if it means that gradients are not clipped."""
-    if norm > 0:
-        return norm
-    return ...
+def _clipping_norm(work: Translation, row: Row) -> None:
+    """Sets the largest norm of the gradients. There, clipping multiplies them by max_norm / their norm, if that is
+    below 1 (mindformers/pynative/trainer/utils.py, line 787): 0 does not switch it off."""
+    norm = work.values[row.old]
+    fix = f"write {inverses.NO_CLIPPING:.1e}, which clips nothing"
+    if norm < 0:
+        work.problem(row.old, "MindSpore Transformers would reverse the gradients", fix)
+    elif norm == 0:
+        work.problem(row.old, "MindSpore Transformers would multiply the gradients by 0", fix)
+    elif norm < inverses.NO_CLIPPING:
+        work.set_key(row.new, norm, row.old)
 
 
 def _texts(layers: list[Any]) -> list[str]:
@@ -234,8 +240,9 @@ ROWS = (
     Row("training.local_batch_size", "runner_config.batch_size", "int", 1),
     Row("training.global_batch_size", "runner_config.global_batch_size", "int", 1),
     Row("training.rampup_batch_size", "runner_config.rampup_batch_size", "list"),
-    Row("training.max_norm", "runner_wrapper.use_clip_grad", "float", 1.0, transform=Transform(lambda norm: norm > 0)),
-    Row("training.max_norm", "runner_wrapper.max_grad_norm", "float", 1.0, transform=Transform(_clipping_norm),
+    Row("training.max_norm", "runner_wrapper.use_clip_grad", "float", 1.0,
+        transform=Transform(lambda norm: norm < inverses.NO_CLIPPING)),
+    Row("training.max_norm", "runner_wrapper.max_grad_norm", "float", 1.0, apply=_clipping_norm,
         inverse=inverses.max_norm),
     Row("training.deterministic", "context.deterministic", "bool", False, "training.deterministic", _ON),
     # There it is read by nobody; here it is a folder like save_path, which wins.
