@@ -141,6 +141,7 @@ def test_invalid_files_do_not(text, part):
         "train_dataset: {data_loader: {dataset_dir: a}}\n",
         "runner_wrapper: {scale_sense: {type: DynamicLossScaleUpdateCell}}\n",
         "resume_training: step-1\n",
+        "optimizer: {beta1: 0.9}\nmodel_config: {rope_parameters: {rope_theta: 500000.0}}\n",
     ],
 )
 def test_other_names_places_and_empty_sections_satisfy_it(text):

@@ -5,10 +5,8 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from trainer.config.read.relocate import canonical_key
+from trainer.config.read.relocate import fields_at, rows_by_place
 from trainer.config.schema.fields import Section, shape_of, yaml_names
-from trainer.config.schema.model import ModelConfig
-from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
 
 
@@ -77,22 +75,26 @@ def _alias_schema(schema: dict[str, Any], main: str) -> dict[str, Any]:
 
 
 def _add_places(schema: dict[str, Any]) -> None:
-    """Adds the other places of sections, which `relocate` accepts."""
-    definitions = schema["$defs"]
-    top = schema["properties"]
-    model = definitions[ModelConfig.__name__]["properties"]
-    moe = definitions[MoEConfig.__name__]["properties"]
-    for key in list(moe):
-        if canonical_key(f"model_config.{key}").endswith(f"moe_config.{key}"):
-            model[key] = _alias_schema(moe[key], f"moe_config.{key}")
-    top["callback"] = _alias_schema(top["callbacks"], "callbacks")
-    top["model_config"] = _alias_schema(definitions["ModelSection"]["properties"]["model_config"], "model.model_config")
-    top["moe_config"] = _alias_schema(model["moe_config"], "model.model_config.moe_config")
-    name = "parallel_optimizer_threshold"
-    threshold = definitions["ParallelOptimizerConfig"]["properties"][name]
-    definitions["ParallelSection"]["properties"][name] = _alias_schema(threshold, f"parallel_optimizer_config.{name}")
-    dataset = {"anyOf": [{"$ref": "#/$defs/DatasetConfig"}, {"type": "null"}], "description": "The data set itself."}
-    definitions["DatasetTask"]["properties"]["dataset_config"] = dataset
+    """Adds the other places of keys, which `relocate` accepts."""
+    for row in rows_by_place().values():
+        section, _, name = row.old.rpartition(".")
+        for properties in _properties(schema, section):
+            properties.setdefault(name, _alias_schema(_declaration(schema, row.new), row.new))
+
+
+def _properties(schema: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    """Returns the properties of each class of a section; those of the file for an empty key."""
+    if not section:
+        return [schema["properties"]]
+    kinds = [kind for field in fields_at(section) for kind in shape_of(field).kinds]
+    return [schema["$defs"][kind.__name__]["properties"] for kind in kinds]
+
+
+def _declaration(schema: dict[str, Any], key: str) -> dict[str, Any]:
+    section, _, name = key.rpartition(".")
+    if name.isdecimal():
+        return _declaration(schema, section)["items"]
+    return next(properties[name] for properties in _properties(schema, section) if name in properties)
 
 
 def _drop_discriminators(schema: Any) -> None:

@@ -26,7 +26,10 @@ _EXPERTS = f"{_MODEL}.moe_config"
 
 @cache
 def rows_by_place() -> dict[str, Row]:
-    """Returns the rows of older names and other places, by the old place, in which sections have their new places."""
+    """Returns the rows of older names and other places by the old place, in which sections have their new places.
+
+    The rows of sections stand before those of their keys.
+    """
     threshold = "parallel_optimizer_threshold"
     rows = [
         Row("callback", "callbacks"),
@@ -49,12 +52,6 @@ def rows_by_place() -> dict[str, Row]:
     flat = (name for name in yaml_names(MoEConfig) if name not in yaml_names(ModelConfig))
     rows += [Row(f"{_MODEL}.{name}", f"{_EXPERTS}.{name}", keeps_null=True) for name in flat]
     return {row.old: row for row in rows}
-
-
-@cache
-def _sections() -> frozenset[str]:
-    """Returns the sections below which keys may move."""
-    return frozenset(key[:at] for key in rows_by_place() for at, letter in enumerate(key) if letter == ".")
 
 
 def canonical_key(key: str) -> str:
@@ -95,29 +92,14 @@ def move_to_canonical_sections(root: Table) -> list[str]:
         UserError: Two places give the same key different values.
     """
     notes = _restore_lost_indentation(root)
-    _move_keys(root, root, "")
+    for row in rows_by_place().values():
+        entry = find_entry(root, row.old)
+        if entry is not None:
+            _move(root, row, entry)
     settings = find_entry(root, _MODEL)
     if settings is not None and isinstance(settings.node, Table):
         _drop_total_width(settings.node)
     return notes
-
-
-def _move_keys(root: Table, section: Node, path: str) -> None:
-    """Moves the keys of a section whose place has a row, and those below; `path` is the place of the section."""
-    if not isinstance(section, Table):
-        return
-    for name, entry in section.entries().items():
-        key = f"{path}.{name}".lstrip(".")
-        node = entry.node
-        if key in rows_by_place():
-            row = rows_by_place()[key]
-            _move(root, row, entry)
-            key = row.new
-        if key in _sections():
-            moved = find_entry(root, key)
-            if moved is not None:
-                node = moved.node
-            _move_keys(root, node, key)
 
 
 def _drop_total_width(settings: Table) -> None:
