@@ -49,15 +49,18 @@ _MEMORY_SECTIONS = frozenset(("model", "parallel", "parallel_config", "use_paral
 def world_from_degrees(config: Config, world: World) -> World:
     """Returns the job of a plan: that of the flags or the environment, else the smallest job with the file's degrees.
     """
+    sharding = config.parallel.parallel_optimizer_config.optimizer_weight_shard_size
+    if not config.parallel.enable_parallel_optimizer:
+        sharding = 1
+    if config.use_parallel is None and sharding > 1:
+        config = config.model_copy(update={"use_parallel": True})
     if world != SINGLE_PROCESS or not config.use_parallel or not config.trains:
         return world
     degrees = parallel_degrees(config, world)
     if config.parallel_config.data_parallel is None:  # experts and shards need a minimum
         experts = degrees.expert_parallel
         minimum = experts // math.gcd(experts, degrees.context_parallel * degrees.model_parallel)
-        if config.parallel.enable_parallel_optimizer:
-            minimum = math.lcm(minimum, max(1, config.parallel.parallel_optimizer_config.optimizer_weight_shard_size))
-        degrees = degrees._replace(data_parallel=minimum)
+        degrees = degrees._replace(data_parallel=math.lcm(minimum, max(1, sharding)))
     return world_of(degrees.ranks)
 
 

@@ -98,7 +98,10 @@ def test_strategies_and_policies_are_optimizer_levels(keys: str, level: str, asc
         message = failed(keys, ASCEND)
         assert "a.yaml:19: parallelism.reshard_after_forward_policy = 'always': ranks of an Ascend" in message
     else:
-        assert planned(keys, ASCEND).steps.sharing.level == ascend_level
+        plan = planned(keys, ASCEND)
+        assert plan.steps.sharing.level == ascend_level
+        keeps = "parallelism.reshard_after_forward_policy default: as never, because ranks of an Ascend"
+        assert (keeps in "".join(plan.notes)) == (keys == "data_parallel_shard: -1")
 
 
 def test_some_ranks_shard_and_others_copy():
@@ -108,6 +111,8 @@ def test_some_ranks_shard_and_others_copy():
     weights = SMALL.replace("vocab_size: 300", "vocab_size: 90000")
     two, four = (planned(f"data_parallel_shard: {ranks}", weights).memory_bytes for ranks in (2, 4))
     assert 1.9 < two["optimizer state"] / four["optimizer state"] < 2  # the state of small arrays is not sharded
+    job, notes = fewest_ranks(config, SINGLE_PROCESS)
+    assert job.size == 2 and "planned for 2 ranks, the fewest that the degrees need" in notes[0]
 
 
 def test_one_shard_is_a_copy_on_each_rank():

@@ -137,10 +137,15 @@ def adapters_text(decoder: ModelConfig) -> str:
             where = f" of {layer_text(layers)}"
         phrases[where] = f"{phrases.get(where, '')} {name}"
     text = ";".join(names + where for where, names in phrases.items())
-    dropout = ""
+    options = ""
     if adapter.dropout:
-        dropout = f", dropout {adapter.dropout:g}"
-    return f"rank {adapter.rank}, times {adapter.scale:g}{dropout}, on{text}"
+        options = f", dropout {adapter.dropout:g}"
+    settings = decoder.pet_config
+    assert settings is not None
+    for matrix, deviation in (("A", settings.lora_a_std), ("B", settings.lora_b_std)):
+        if deviation:
+            options += f", {matrix} starts with standard deviation {deviation:g}"
+    return f"rank {adapter.rank}, times {adapter.scale:g}{options}, on{text}"
 
 
 def _target_notes(config: Config, adapters: PetConfig) -> Iterator[str]:

@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from trainer.config.checks.adapters import adapter_notes
 from trainer.config.checks.moe import capacity_factor, watched_keys, watches_drop_rate
-from trainer.config.checks.parallel import DATA_PARALLEL, SEMI_AUTO, is_semi_auto, parallel_degrees, runs_semi_auto
+from trainer.config.checks.parallel import (
+    DATA_PARALLEL,
+    SEMI_AUTO,
+    is_semi_auto,
+    parallel_degrees,
+    runs_semi_auto,
+    shards_optimizer,
+)
 from trainer.config.checks.qk_clip import qk_clip_notes
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import named_family
@@ -326,6 +333,10 @@ def parallel_notes(config: Config, world: World) -> Iterator[str]:
         if parallel.parallel_mode in SEMI_AUTO and parallel.parallel_fallback:
             yield (f"parallel.parallel_mode {parallel.parallel_mode}: replaced by explicit mode, because"
                    f" parallel_fallback is {parallel.parallel_fallback}")
+        level = config.source.place("parallel.parallel_optimizer_config.optimizer_level")
+        has_stages = parallel_degrees(config, world).pipeline_stage > 1  # then both trainers keep the weights
+        if level.value == "default" and not has_stages and shards_optimizer(config, world):
+            yield f"{level.key} default: as never, because ranks of an Ascend do not yet reshard weights"
         return
     section = config.parallel_config
     names = (*Degrees._fields, "micro_batch_num")

@@ -167,8 +167,6 @@ def _level_of_policy(work: Translation, policy: str, strategy: str) -> tuple[str
     elif policy == "default" and _degree(work, _STAGES) == 1:
         if not is_ascend:
             return "level3", strategy
-        text = f"{_RESHARDING} default: as never, because ranks of an Ascend do not yet reshard weights"
-        work.notes.append(Note(text, "parallel"))
     return "level2", _RESHARDING
 
 

@@ -362,8 +362,10 @@ def test_the_plan_tells_what_is_trained_and_what_it_takes() -> None:
     assert "adapters" not in plan_text(plain)
     some = build_plan(config_of(target_modules=".*layers.1.*w2"))
     assert re.search("adapters +rank 8, times 2, on down_proj of layer 1\n", plan_text(some))
-    some = build_plan(config_of(target_modules=".*layers.1.*w2|.*wq"))
+    some = build_plan(config_of(target_modules=".*layers.1.*w2|.*wq", lora_a_std=0.02, lora_b_std=0.01))
     assert "on q_proj; down_proj of layer 1\n" in plan_text(some)
+    starts = "rank 8, times 2, A starts with standard deviation 0.02, B starts with standard deviation 0.01, on"
+    assert starts in plan_text(some) and "starts with" not in text
     sizes, before = plan.memory_bytes, plain.memory_bytes
     assert sizes["gradients"] == 4 * adapters and sizes["optimizer state"] == 8 * adapters
     assert sizes["weights"] == before["weights"] + 4 * adapters
