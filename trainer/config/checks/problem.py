@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 20
 _FILES = 3
+_LISTED = 15
+"""The largest number of keys of a section that a message about an unknown key lists."""
 _LINE = re.compile(r":\d+$")
 _FIND: Any = object()
 NO_VALUE: Any = object()
@@ -73,6 +75,28 @@ def problem_at(place: SourceLocation, key: str, rule: str, fix: str, value: Any 
     if value is NO_VALUE:
         return ConfigError(place, UserError(rule, where=place.text, key=key, fix=fix))
     return ConfigError(place, UserError(rule, where=place.text, key=key, value=value, fix=fix))
+
+
+def unknown_key(
+    place: SourceLocation, section: str, name: str, guess: str, homes: str, listed: Sequence[str]
+) -> ConfigError:
+    """Makes the error for an unknown key of a section, as the file writes both; the top level has no name.
+
+    The fix is `guess`, the most similar key there, or `homes`, a sentence about other sections with a key of exactly
+    this name. Without both it lists the keys of the section, if these are few.
+    """
+    if homes and guess.lower() != name.lower():
+        fix = homes
+    elif guess:
+        fix = f"you probably mean {f'{section}.{guess}'.lstrip('.')}"
+    elif len(listed) <= _LISTED:
+        fix = f"remove it; the keys here are {', '.join(listed)}"
+    else:
+        fix = "remove it; `run_trainer.py schema` lists all keys"
+    rule = "unknown key at the top level"
+    if section:
+        rule = f"unknown key in {section}"
+    return problem_at(place, f"{section}.{name}".lstrip("."), rule, fix)._replace(is_extra=not (homes or guess))
 
 
 def value_of(config: Config, key: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from trainer.config.checks.problem import ConfigError, nearest, problem_at
+from trainer.config.checks.problem import ConfigError, nearest, problem_at, unknown_key
 from trainer.config.checks.unsupported import UnsupportedKey, ignored_texts, is_neutral
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
@@ -135,16 +135,6 @@ def _unknown(path: str, name: str, place: SourceLocation) -> ConfigError:
     keys = sorted(_keys()[0])
     known = dict.fromkeys(key[len(path) :].split(".")[0] for key in keys if key.startswith(path))
     acting = dict.fromkeys(row.old[len(path) :].split(".")[0] for row in ROWS if row.old.startswith(path))
-    homes = [key for key in keys if key.endswith(f".{name}")]
+    homes = [f"write it in its section: {key}" for key in keys if key.endswith(f".{name}")]
     guess = nearest(name, list(known))
-    fix = "remove it"
-    if acting:
-        fix = f"remove it; the keys here are {', '.join(acting)}"
-    if guess:
-        fix = f"you probably mean {path}{guess}"
-    elif homes:
-        fix = f"write it in its section: {homes[0]}"
-    rule = "unknown key at the top level"
-    if path:
-        rule = f"unknown key in {path.rstrip('.')}"
-    return problem_at(place, f"{path}{name}", rule, fix)._replace(is_extra=not (homes or guess))
+    return unknown_key(place, path.rstrip("."), name, guess, next(iter(homes), ""), list(acting or known))

@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of, problem_at
+from trainer.config.checks.problem import NO_VALUE, ConfigError, nearest, one_of, problem_at, unknown_key
 from trainer.config.location import NO_LOCATION, SourceLocation
 from trainer.config.note import Note
 from trainer.config.other_models import DEEPSEEK_V4, NOT_BUILT, effect_of, is_known_effect
@@ -31,8 +31,6 @@ from trainer.errors import UserError
 
 _SUGGESTED = 3
 """The largest number of sections that a message names for a key in the wrong section."""
-_LISTED = 15
-"""The largest number of keys of a section that a message about an unknown key lists."""
 _GUESSED = 100
 """The number of unknown keys for which the nearest name is searched, which takes milliseconds each."""
 _ELSEWHERE = {
@@ -150,31 +148,21 @@ def _merged(key: str, first: Entry, second: Entry, resolved: Resolved) -> Entry:
 
 def _unknown(name: str, section: type[Section], path: _Path, below: _Path, resolved: Resolved) -> ConfigError:
     """Returns the problem of an unknown key, with the key that was probably meant or the sections that have it."""
-    is_one_of_many = len(resolved.problems) > _GUESSED
     names = yaml_names(section)
-    guess = ""
-    if name in _ELSEWHERE and _ELSEWHERE[name] in names:
-        guess = _ELSEWHERE[name]
-    elif not is_one_of_many:
-        guess = nearest(name, list(names))
+    guess = _ELSEWHERE.get(name, "")
+    if guess not in names:
+        guess = ""
+        if len(resolved.problems) <= _GUESSED:
+            guess = nearest(name, list(names))
     elsewhere = [other for other in sections_with(name) if other != re.sub(r"\.\d+(?=\.|$)", ".N", path.key)]
-    written_section = (below.place.key or below.key).rpartition(".")[0]
-    if elsewhere and guess.lower() != name.lower():
-        fix = f"write it in its section: {in_sections(name, elsewhere)}"
+    homes = ""
+    if elsewhere:
+        homes = f"write it in its section: {in_sections(name, elsewhere)}"
     elif path.key and name in yaml_names(Config):
-        fix = f"write {name} at the top level"
-    elif guess:
-        fix = f"you probably mean {f'{written_section}.{guess}'.lstrip('.')}"
-    else:
-        acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]
-        fix = "remove it; `run_trainer.py schema` lists all keys"
-        if len(acting) <= _LISTED:
-            fix = f"remove it; the keys here are {', '.join(acting)}"
-    rule = "unknown key at the top level"
-    if written_section:
-        rule = f"unknown key in {written_section}"
-    is_extra = not elsewhere and not guess and not is_one_of_many
-    return below.problem(rule, fix)._replace(is_extra=is_extra)
+        homes = f"write {name} at the top level"
+    acting = [key for key, info in fields_by_yaml_name(section).items() if support_of(info)[0] == "supported"]
+    written_section, _, written_name = (below.place.key or below.key).rpartition(".")
+    return unknown_key(below.place, written_section, written_name, guess, homes, acting)
 
 
 def sections_with(name: str) -> list[str]:
