@@ -186,23 +186,12 @@ def checkpoint_stages(
 
     results_of_ranks = partial(_results_of_ranks, rank=rank, ranks=ranks, folder=folder, needed_bytes=needed_bytes)
 
-    def prepare() -> str:
-        """Returns the name of the unfinished folder, which rank 0 makes; other ranks return ""."""
-        if is_first_rank:
-            return _begin(path, {part: shards[part] for part in shared}, needed_bytes, stage)
-        return ""
-
-    unfinished = folder / results_of_ranks((yield StageWork(prepare)))[0]
-
-    def write() -> dict[str, _Written]:
-        """Writes this rank's shards, and returns the size and checksum of each file."""
-        if not unfinished.is_dir():
-            raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
-        for part in shared:
-            if part in shards:
-                _write_shared(unfinished, part, shards[part], stage)
-        alone = {part: one for part, one in shards.items() if writers[part] == [rank]}
-        return _write_files(unfinished, alone, files if is_first_rank else {}, stage)
+    begin: Callable[[], str] = str  # the other ranks make no folder
+    if is_first_rank:
+        begin = partial(_begin, path, {part: shards[part] for part in shared}, needed_bytes, stage)
+    unfinished = folder / results_of_ranks((yield StageWork(begin)))[0]
+    local = {part: one for part, one in shards.items() if rank in writers[part]}
+    write = partial(_write_files, unfinished, local, shared, files if is_first_rank else {}, stage)
 
     def read_back() -> dict[str, _Written]:
         """Computes the checksums of files that several ranks wrote; the ranks share the files."""
@@ -217,15 +206,15 @@ def checkpoint_stages(
 
     def complete() -> None:
         """Moves the folder in place, marks it complete and removes older checkpoints (rank 0)."""
-        if is_first_rank:
-            _flush_to_disk(unfinished)
-            _move_in_place(unfinished, path, step, written, stage)
-            # Before older checkpoints are removed: whatever happens, it points to one that is there.
-            _point_to_best(folder, step_folder_name(best_steps[0]) if best_steps else "", stage)
+        if not is_first_rank:
+            return
+        _flush_to_disk(unfinished)
+        _move_in_place(unfinished, path, step, written, stage)
+        # Before older checkpoints are removed: whatever happens, it points to one that is there.
+        _point_to_best(folder, step_folder_name(best_steps[0]) if best_steps else "", stage)
         stage("complete")
-        if is_first_rank:
-            _remove_folder(path.with_name(path.name + REPLACED), stage)
-            _remove_older(folder, keep_max, best_steps, stage)
+        _remove_folder(path.with_name(path.name + REPLACED), stage)
+        _remove_older(folder, keep_max, best_steps, stage)
         stage("done")
 
     results_of_ranks((yield StageWork(complete, takes_long=True)))
@@ -320,14 +309,29 @@ def _check_space(folder: Path, needed_bytes: int) -> None:
 
 
 def _write_files(
-    unfinished: Path, parts: Mapping[str, FileShards], files: Mapping[str, bytes], stage: OnStage
+    unfinished: Path,
+    parts: Mapping[str, FileShards],
+    shared: Sequence[str],
+    files: Mapping[str, bytes],
+    stage: OnStage,
 ) -> dict[str, _Written]:
-    """Writes the files that this rank has all of and flushes them to disk."""
+    """Writes this rank's shards and other files and flushes them to disk.
+
+    Returns:
+        Size and checksum of each file that this rank has all of; several ranks write those of the parts `shared`.
+    """
+    if not unfinished.is_dir():
+        raise OSError(errno.ENOENT, "the folder that rank 0 made is not there; all hosts must see one output_dir")
     checksums = {}
     for part, (entries, pieces) in parts.items():
         path = unfinished / f"{part}{ENDING}"
-        checksums[path.name] = write_tensors(path, entries, order_shards(entries, pieces))
-        stage(f"wrote {part}")
+        if part in shared:
+            write_shards(path, entries, pieces)
+            stage(f"wrote pieces of {part}")
+            _flush_to_disk(path)
+        else:
+            checksums[path.name] = write_tensors(path, entries, order_shards(entries, pieces))
+            stage(f"wrote {part}")
     for name, content in files.items():
         (unfinished / name).write_bytes(content)
         checksums[name] = checksum_of_bytes(content)
@@ -338,15 +342,6 @@ def _write_files(
         written[name] = _Written((unfinished / name).stat().st_size, checksums[name])
         stage(f"flushed {name}")
     return written
-
-
-def _write_shared(unfinished: Path, part: str, shards: FileShards, stage: OnStage) -> None:
-    """Writes this rank's pieces of a file of several ranks and flushes them to disk."""
-    if any(shards.pieces.values()):
-        path = unfinished / f"{part}{ENDING}"
-        write_shards(path, *shards)
-        stage(f"wrote pieces of {part}")
-        _flush_to_disk(path)
 
 
 def _read_back(path: Path) -> _Written:

@@ -16,6 +16,7 @@ import re
 from typing import TYPE_CHECKING
 
 from trainer.config.checks.parallel import (
+    micro_batches_per_step,
     parallel_degrees,
     runs_semi_auto,
     shard_threshold_bytes,
@@ -93,20 +94,18 @@ def _stage_memory(
         trained: The shapes of the trained parameters; empty if nothing is trained.
         params: The rank's parameters in explicit mode; None in semi-automatic mode.
     """
-    trains = bool(trained)
     is_graph = params is None
     sharding = degrees
     settings = config.decoder
-    stages = degrees.pipeline_stage
     if params is None:
         shapes = all_shapes(settings)
-        names = _semi_auto_names(config, stage, stages)
+        names = _semi_auto_names(config, stage, degrees.pipeline_stage)
     else:
         shapes = params.shapes
         names = list(shapes)
         sharding = degrees._replace(data_parallel=sharding_ranks(config, degrees))
     thresholds = {False: None, True: shard_threshold_bytes(config)}
-    shares_weights = is_graph and trains and config.parallel.enable_parallel_optimizer
+    shares_weights = is_graph and bool(trained) and config.parallel.enable_parallel_optimizer
     shares_state = shares_weights or (not is_graph and shards_optimizer(config, world))
 
     def size(name: str, shared: bool) -> int:
@@ -118,17 +117,13 @@ def _stage_memory(
     matrices = {name: size(name, False) for name in names if len(shapes[name]) > 1}
     # A copy of each matrix in the dtype of the products; unsharded, even if ranks shard the weights.
     copies = sum(bytes_ for name, bytes_ in matrices.items() if half and name != EMBEDDING) // 2
-    if not trains:
+    if not trained:
         parts["weights in half precision"] = copies
         return parts | {"total": sum(parts.values())}
-    of_stage = set(names)
-    trained = {name: shape for name, shape in trained.items() if name in of_stage}
+    trained = {name: trained[name] for name in names if name in trained}
     groups = parameter_groups(trained, config.optimizer)
     of_trained = [name for name in trained if not is_buffer(name)]
-    micro_batches = 1
-    if stages > 1:
-        micro_batches = config.parallel_config.micro_batch_num
-    adds_up = max(config.runner_config.gradient_accumulation_steps, micro_batches) > 1
+    adds_up = micro_batches_per_step(config, degrees) > 1
     level = zero_level(config)
     shares_sums = shares_state and level != "level1" or shares_weights and not adds_up
     parts["gradients"] = sum(size(name, shares_sums) for name in of_trained)

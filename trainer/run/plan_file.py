@@ -175,13 +175,9 @@ def plan_file(
         if elsewhere and has_sizes and checks_memory and not broken & _MEMORY_SECTIONS:
             collect(lambda: _memory_notes(config, world, _memory(config, world)))
         raise_problems(list({str(each.error): each for each in problems}.values()))
-    notes = []
-    if not_implemented:
-        notes.append(_not_implemented_note(not_implemented))
-    names = [f"{each.error.key} {each.error.value}" for each in missing_paths if each.error.key != model]
-    names += [f"{name}.data_loader {path or '(no path is written)'}" for name, path in missing.items()]
-    if names:
-        notes.append(Note(f"not checked, because it is not on this machine: {', '.join(names)}", "parallel"))
+    paths = {each.error.key: each.error.value for each in missing_paths if each.error.key != model}
+    paths |= {f"{name}.data_loader": path or "(no path is written)" for name, path in missing.items()}
+    notes = _notes_elsewhere(not_implemented, paths)
     if not has_sizes:
         return _without_sizes(config, plan, notes)
     return replace(plan, notes=(*plan.notes, *notes, *memory_notes))
@@ -220,9 +216,18 @@ def _with_place(config: Config, error: UserError) -> ConfigError:
     return rename_keys(ConfigError(SourceLocation(order, error.where), error), config.source)
 
 
-def _not_implemented_note(problems: list[ConfigError]) -> Note:
-    parts = [str(each.error).splitlines()[0].removeprefix(f"{each.error.where}: ").rstrip(".") for each in problems]
-    return Note(f"not supported on Ascend: {'; '.join(parts)}", "parallel")
+def _notes_elsewhere(not_implemented: Sequence[ConfigError], missing: Mapping[str, object]) -> list[Note]:
+    """Returns notes about what this machine does not tell of a run on another one; `missing` are paths by their keys.
+    """
+    notes = []
+    if not_implemented:
+        texts = [str(each.error).splitlines()[0].removeprefix(f"{each.error.where}: ") for each in not_implemented]
+        rules = "; ".join(text.rstrip(".") for text in texts)
+        notes.append(Note(f"not supported on Ascend: {rules}", "parallel"))
+    if missing:
+        names = ", ".join(f"{key} {path}" for key, path in missing.items())
+        notes.append(Note(f"not checked, because it is not on this machine: {names}", "parallel"))
+    return notes
 
 
 def missing_data(config: Config, sections: Iterable[str]) -> dict[str, str]:
