@@ -10,8 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainer.config.families import named_family, source_class
 from trainer.config.note import Note
 from trainer.config.pynative import inverses
@@ -28,6 +26,7 @@ from trainer.config.pynative.degrees import (
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, plain, tree
 from trainer.config.read.rows import Row, Transform, reverse
+from trainer.config.schema.unsupported import read_table
 
 _MODEL = "model.model_config"
 _EVENTS = "monitor.tensorboard.output_dir"
@@ -342,8 +341,7 @@ SOURCE_PLACES = {**reverse(ROWS), f"{_MODEL}.moe_config": "model"}
 @cache
 def rows_without_effect() -> tuple[Row, ...]:
     """Returns the rows of keys that change nothing here, or whose other values are refused."""
-    with (Path(__file__).parent / "unused.yaml").open(encoding="utf-8") as file:
-        table = yaml.safe_load(file)
+    table = read_table(Path(__file__).with_name("unused.yaml"))
     return tuple(
         Row(key, default=default, reason=reason, is_refused=kind == "refused")
         for kind, reasons in table.items()

@@ -55,7 +55,7 @@ def unsupported_keys(section: str) -> Iterator[tuple[str, Any, Any, Support, str
 
     The keys of a section that is unsupported as a whole have no reason of their own: it is "".
     """
-    for kind, reasons in _table().get(section, {}).items():
+    for kind, reasons in read_table(Path(__file__).with_suffix(".yaml")).get(section, {}).items():
         support: Support = "supported"
         if kind == "ignored":
             support = "ignored"
@@ -70,9 +70,10 @@ def unsupported_keys(section: str) -> Iterator[tuple[str, Any, Any, Support, str
 
 
 @cache
-def _table() -> dict[str, dict[str, dict[str, Any]]]:
+def read_table(path: Path) -> dict[str, dict[str, dict[str, Any]]]:
+    """Returns a table of keys by their reasons, from a file of this package."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # six times as fast, where PyYAML was built with it
-    with Path(__file__).with_suffix(".yaml").open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8") as file:
         return yaml.load(file, loader)
 
 
