@@ -83,6 +83,10 @@ ALSO_WITHOUT_MINDSPORE = (
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_FILES_IN_A_FOLDER = 14
+FILES_THAT_NAME = {
+    "multi_latent_attention": 6, "pet_config": 10, "mtp_depth": 10, "use_qk_norm": 4, "post_self_attn_layernorm": 4,
+}  # fmt: skip
+"""Keys of the model -> files that may name them; the others read `trainer.models.spec`, which is made from them."""
 
 FUSED_OPERATORS = frozenset(
     "rms_norm RmsNorm swiglu Swiglu rotary_position_embedding RotaryPositionEmbedding apply_rotary_pos_emb "
@@ -350,6 +354,11 @@ def real_package() -> list[Module]:
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_the_package_keeps_the_rule(real_package: list[Module], rule) -> None:
     assert rule(real_package) == []
+
+
+def test_few_files_name_a_key_of_the_model(real_package: list[Module]) -> None:
+    found = {key: sum(key in module.text for module in real_package) for key in FILES_THAT_NAME}
+    assert all(0 < found[key] <= most for key, most in FILES_THAT_NAME.items()), found
 
 
 def test_importing_the_left_side_leaves_mindspore_out(real_package: list[Module]) -> None:

@@ -117,6 +117,17 @@ def take_tokens(x: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
     out[tokens == len(x)] = 0
 
 
+def rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
+    """Returns the row of each token, [R, D], and zeros for rows without a token."""
+    rows_RD = empty(len(token_R), x_ND.shape[1])[1]
+
+    def copy(rows: slice, thread: int) -> None:
+        take_tokens(x_ND, token_R[rows], rows_RD[rows])
+
+    host_threads().run(row_blocks(slice(0, len(token_R)), MOST_MOVED), copy)
+    return rows_RD
+
+
 def combine_expert_rows(y: np.ndarray, row_Nk: np.ndarray, gates_Nk: np.ndarray | None, out: np.ndarray) -> None:
     """Writes the sum of each token's rows of y to `out`, weighted by the gates if there are any."""
     threads = host_threads()

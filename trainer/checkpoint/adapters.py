@@ -288,7 +288,7 @@ def merge_adapters(weights: Mapping[str, np.ndarray], settings: ModelConfig) -> 
     adapters = adapter_spec(settings)
     assert adapters is not None
     merged = {name: weights[name] for name in parameter_shapes(settings) if name in weights}
-    for layer in range(settings.num_layers + settings.mtp_depth):
+    for layer in settings.layers:
         for projection in layer_targets(settings, layer):
             name = layer_prefix(layer) + projection
             if f"{name}.weight" not in merged:  # of an MTP module that the file of the base model lacks

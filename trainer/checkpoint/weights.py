@@ -354,7 +354,7 @@ def unused_modules(names: Iterable[str], settings: ModelConfig) -> tuple[set[str
     beyond = [name for name in names if _layer(name) >= settings.num_layers]
     layers = {_layer(name) for name in beyond}
     modules = _modules(beyond)
-    unused = {layer for layer in modules if layer >= settings.num_layers + settings.mtp_depth}
+    unused = {layer for layer in modules if layer not in settings.layers}
     # If there are other layers among them, the file is of a deeper model.
     if not unused or layers != modules:
         return set(), ""
@@ -377,8 +377,7 @@ def module_layers(names: Iterable[str], settings: ModelConfig) -> set[int]:
 def missing_modules(names: Iterable[str], settings: ModelConfig, trains: bool) -> tuple[set[str], str]:
     """Returns the parameters of MTP modules that the file lacks completely, and a note about them."""
     present = {_layer(name) for name in names}
-    depth = range(settings.num_layers, settings.num_layers + settings.mtp_depth)
-    missing = [layer for layer in depth if layer not in present]
+    missing = [layer for layer in settings.layers[settings.num_layers :] if layer not in present]
     prefixes = tuple(layer_prefix(layer) for layer in missing)
     text = f"the checkpoint has no multi-token prediction module: {layer_text(missing)}"
     starts = f"(mtp_depth {settings.mtp_depth}) {'starts' if len(missing) == 1 else 'start'} from the seed"

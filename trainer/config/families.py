@@ -32,6 +32,8 @@ class SourceClass(NamedTuple):
     """Its defaults: of an older class, those that differ from the schema's; of another, from `Family.defaults`."""
     unread: tuple[str, ...] = ()
     """Keys of Hugging Face's class that it drops."""
+    differences: Mapping[str, str] = {}
+    """Keys -> how models of files without them differ from those here."""
 
 
 class Family(NamedTuple):
@@ -90,6 +92,9 @@ _CORE_EXPERTS = _CORE | {
     "moe_router_bias_update_rate": 0.001,
 }  # fmt: skip
 _CORE_SIGMOID = {"moe_router_enable_expert_bias": True, **_CORE_EXPERTS}
+_LATENT_NORMS = {
+    "use_qk_norm": "has no norms on latent vectors unless qk_layernorm is True; here it has them",
+}  # fmt: skip
 _DROPPED_WINDOWS = ("max_window_layers", "sliding_window", "use_sliding_window")
 _ALL: dict[str, Any] = {
     "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
@@ -306,7 +311,7 @@ FAMILIES = {
         source_classes=(
             SourceClass(
                 "DeepseekV3Config", "deepseek_v3",
-                _CORE_SIGMOID | {"hidden_dropout": 0.0, "pad_token_id": 0},
+                _CORE_SIGMOID | {"hidden_dropout": 0.0, "pad_token_id": 0}, differences=_LATENT_NORMS,
             ),
             SourceClass(
                 "TeleChat3MoeConfig", "telechat3_moe",
@@ -316,6 +321,7 @@ FAMILIES = {
                     "num_attention_heads": 32, "num_key_value_heads": 32, "n_routed_experts": 192,
                     "routed_scaling_factor": 2.8,
                 },
+                differences=_LATENT_NORMS,
             ),
         ),
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),

@@ -67,10 +67,9 @@ def recomputed_parts(config: Config) -> tuple[Part, ...]:
     selected = _sublayers(settings.select_recompute, config)
     excluded = _sublayers(settings.select_recompute_exclude, config, SUBLAYERS)
     layers = config.decoder.num_layers
-    modules = config.decoder.mtp_depth
     chosen = set(blocks).union(*selected.layers.values(), *excluded.layers.values())
     parts: list[Part] = []
-    for layer in range(layers + modules):
+    for layer in config.decoder.layers:
         if layer >= layers > max(chosen, default=0):
             parts.append(parts[layers - 1])
             continue
@@ -117,16 +116,16 @@ def _layers(written: Any, config: Config) -> list[int]:
         LayerError: The value names layers that the model does not have.
     """
     num_layers = config.decoder.num_layers
-    modules = config.decoder.mtp_depth
+    layers = config.decoder.layers
     counted = counts_per_stage(config, written)
     if counted is not None:
         return counted
     if written is True:
-        return list(range(num_layers + modules))
+        return list(layers)
     if written is False or written == []:
         return []
     if isinstance(written, (str, list)):
-        return layer_numbers(written, num_layers, modules)
+        return layer_numbers(written, num_layers, len(layers) - num_layers)
     if not 0 <= written <= num_layers:
         raise LayerError(f"an integer counts layers from the first, and the model has {num_layers}")
     return list(range(written))

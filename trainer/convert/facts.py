@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from trainer.config.checks.adapters import SECTION
 from trainer.config.recompute import recompute_text
 from trainer.config.schema.fields import support_of
 from trainer.config.stages import stage_layers
+from trainer.models.spec.adapters import adapter_spec
 from trainer.models.spec.shapes import adapter_shapes, all_shapes
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
@@ -72,12 +74,12 @@ def _facts(plan: Plan, steps: int) -> Iterator[Fact]:
     numbers = ", ".join(f"{key} {value}" for key, value in plan.steps.optimizer.items() if key != "type")
     yield Fact("optimizer", optimizer, f"{config.optimizer.type}, {numbers}")
     adapters = adapter_shapes(config.network)
-    settings = config.decoder.pet_config
+    adapter = adapter_spec(config.decoder)
     text = "none"
-    if settings is not None:
-        text = f"{len(adapters) // 2} matrices, rank {settings.lora_rank}, alpha {settings.lora_alpha:g}"
-    pet = "model.model_config.pet_config"
-    yield Fact("adapters", adapters, text, (f"{pet}.target_modules", f"{pet}.match", f"{pet}.exclude_layers"))
+    if adapter is not None:
+        text = f"{len(adapters) // 2} matrices, rank {adapter.rank}, alpha {adapter.scale * adapter.rank:g}"
+    keys = tuple(f"{SECTION}.{key}" for key in ("target_modules", "match", "exclude_layers"))
+    yield Fact("adapters", adapters, text, keys)
     text = recompute_text(plan.model.recomputed) or "none"
     yield Fact("recomputation", plan.model.recomputed, text, ("recompute", "recompute_config.recompute",
                "recompute_config.select_recompute", "recompute_config.select_recompute_exclude"))  # fmt: skip

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from mindspore import Tensor, nn
 
-from trainer.arrays.memory import cast, expert_rows, host_array
+from trainer.arrays.memory import cast, expert_rows, host_array, rows_of_tokens
 from trainer.ops.routing import DropPolicy, Routing, RoutingRule, route
 
 
@@ -73,7 +73,7 @@ class Permute(nn.Cell):
         super().__init__(auto_prefix=False)
 
     def construct(self, x_ND: Tensor, token_R: Tensor, row_Nk: Tensor) -> Tensor:
-        return cast(Tensor.from_numpy(_rows_of_tokens(host_array(x_ND), token_R.asnumpy())), x_ND.dtype)
+        return cast(Tensor.from_numpy(rows_of_tokens(host_array(x_ND), token_R.asnumpy())), x_ND.dtype)
 
     def bprop(
         self, x_ND: Tensor, token_R: Tensor, row_Nk: Tensor, out: Tensor, grad_RD: Tensor
@@ -100,17 +100,10 @@ class Unpermute(nn.Cell):
         row = row_Nk.asnumpy()
         gate_R = np.zeros(len(y), np.float32)
         gate_R[row] = host_array(gates_Nk)
-        grad_y = _rows_of_tokens(host_array(grad_ND), token_R.asnumpy())
+        grad_y = rows_of_tokens(host_array(grad_ND), token_R.asnumpy())
         grad_gates = np.einsum("rd,rd->r", y, grad_y)[row]
         grad_y *= gate_R[:, None]
         return (
             cast(Tensor.from_numpy(grad_y), y_RD.dtype), cast(Tensor.from_numpy(grad_gates), gates_Nk.dtype),
             None, None,
         )  # fmt: skip
-
-
-def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
-    rows_RD = np.zeros((len(token_R), x_ND.shape[1]), np.float32)
-    is_token_R = token_R < len(x_ND)
-    rows_RD[is_token_R] = x_ND[token_R[is_token_R]]
-    return rows_RD

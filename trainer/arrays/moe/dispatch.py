@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from trainer.arrays.memory import MOST_MOVED, combine_expert_rows, empty, host_threads, row_blocks, take_tokens
+from trainer.arrays.memory import combine_expert_rows, empty, rows_of_tokens
 from trainer.arrays.moe.experts import CpuExperts, ExpertGradients, ExpertWeights, SavedExperts
 from trainer.data.batches.context import ContextShard
 from trainer.ops.routing import Routing, SharedTokens, local_routing, route_received_rows
@@ -65,7 +65,7 @@ class AllToAllExperts:
         self, x_ND: np.ndarray, gates_Nk: np.ndarray, weights: ExpertWeights, routing: Routing
     ) -> tuple[np.ndarray, _Exchanged]:
         """Returns the sums of all experts of each token, [N, D], and the saved arrays for `backward`."""
-        rows_RD = _rows_of_tokens(x_ND, routing.token_R)
+        rows_RD = rows_of_tokens(x_ND, routing.token_R)
         sent_Se = routing.counts_E.reshape(self.group.size, -1)
         received_Se = np.stack(self.group.all_to_all(list(sent_Se), [sent_Se[0].shape] * self.group.size))
         send_S = sent_Se.sum(1)
@@ -83,7 +83,7 @@ class AllToAllExperts:
         grad_ND: np.ndarray, trained: Collection[str],
     ) -> ExpertGradients:  # fmt: skip
         """Returns the gradients of tokens, gates and weights; `trained` has fields of `ExpertWeights`."""
-        grad_RD = _rows_of_tokens(grad_ND, routing.token_R)
+        grad_RD = rows_of_tokens(grad_ND, routing.token_R)
         gate_R = np.zeros(len(grad_RD), np.float32)
         gate_R[routing.row_Nk] = gates_Nk
         grad_gate_R = np.einsum("rd,rd->r", saved.out_RD, grad_RD)
@@ -153,17 +153,6 @@ class AllGatherExperts:
         )
         grad_x_ND = self.group.reduce_scatter(gradients.x_ND)
         return ExpertGradients(grad_x_ND, self.group.reduce_scatter(gradients.gates_Nk), gradients.weights)
-
-
-def _rows_of_tokens(x_ND: np.ndarray, token_R: np.ndarray) -> np.ndarray:
-    """Returns the row of each token, [R, D], and zeros for rows without a token."""
-    rows_RD = empty(len(token_R), x_ND.shape[1])[1]
-
-    def copy(rows: slice, thread: int) -> None:
-        take_tokens(x_ND, token_R[rows], rows_RD[rows])
-
-    host_threads().run(row_blocks(slice(0, len(token_R)), MOST_MOVED), copy)
-    return rows_RD
 
 
 class TokenSharingGroup:

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.checkpoint.store import first_of
 from trainer.config.schema.model import ModelConfig
 from trainer.errors import UserError
-from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, layer_prefix
+from trainer.models.spec.names import EMBEDDING, FINAL_NORM, HEAD, POST_ATTENTION_NORM, POST_MLP_NORM, layer_prefix
 from trainer.models.spec.shapes import parameter_shapes
 from trainer.parallel.sharding import Shard
 from trainer.storage.tensor_file import ArrayOrLazyArray, LazyArray, box_array, concatenate_arrays
@@ -54,8 +54,8 @@ _MLP = ("mlp.gate_proj.", "mlp.up_proj.")
 _ROWS = (
     _Row("input_layernorm.", ("input_layernorm.",)),
     _Row("pre_mlp_layernorm.", ("post_attention_layernorm.",)),
-    _Row("post_self_attn_layernorm.", ("post_self_attn_layernorm.",)),
-    _Row("post_mlp_layernorm.", ("post_mlp_layernorm.",)),
+    _Row(POST_ATTENTION_NORM, (POST_ATTENTION_NORM,)),
+    _Row(POST_MLP_NORM, (POST_MLP_NORM,)),
     _Row("self_attention.linear_qkv.", _ATTENTION, "head groups"),
     _Row("self_attention.linear_qkv.", ("self_attn.q_a_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
     _Row("self_attention.linear_qkv.", ("self_attn.q_proj.", "self_attn.kv_a_proj_with_mqa."), "stacked"),
@@ -190,7 +190,7 @@ def _find_targets(name: str, shapes: Shapes, settings: ModelConfig) -> tuple[Lay
     elif match := _MTP_LAYER.fullmatch(name):
         layer = settings.num_layers + int(match[1])
         rest = match[2]
-        if int(match[1]) >= settings.mtp_depth:
+        if layer not in settings.layers:
             return "same", [layer_prefix(layer) + rest]
     for row in _ROWS:
         if rest.startswith(row.there):

@@ -127,13 +127,13 @@ def adapters_text(decoder: ModelConfig) -> str:
     if adapter is None:
         return ""
     layers_by_name: dict[str, list[int]] = {}
-    for layer in _all_layers(decoder):
+    for layer in decoder.layers:
         for name in layer_targets(decoder, layer):
             layers_by_name.setdefault(name.rpartition(".")[2], []).append(layer)
     phrases: dict[str, str] = {}
     for name, layers in layers_by_name.items():
         where = ""
-        if len(layers) < len(_all_layers(decoder)):
+        if len(layers) < len(decoder.layers):
             where = f" of {layer_text(layers)}"
         phrases[where] = f"{phrases.get(where, '')} {name}"
     text = ";".join(names + where for where, names in phrases.items())
@@ -189,22 +189,18 @@ def _peft_notes(config: Config) -> Iterator[str]:
 
 def _adapted_names(decoder: ModelConfig) -> list[str]:
     """Returns the names, within their layers, of the matrices that have an adapter in some layer."""
-    return list(dict.fromkeys(name for layer in _all_layers(decoder) for name in layer_targets(decoder, layer)))
-
-
-def _all_layers(decoder: ModelConfig) -> range:
-    return range(decoder.num_layers + decoder.mtp_depth)
+    return list(dict.fromkeys(name for layer in decoder.layers for name in layer_targets(decoder, layer)))
 
 
 def _all_matrices(decoder: ModelConfig) -> Iterator[ModuleNames]:
-    for layer in _all_layers(decoder):
+    for layer in decoder.layers:
         yield from adaptable_matrices(decoder, layer).values()
 
 
 def _other_modules(decoder: ModelConfig) -> Iterator[tuple[str, ModuleNames]]:
     """Yields the last words and full names of the modules of `_OTHER_MODULES` that the model has."""
     modules = [("output_layer", "output_layer")]
-    for layer in _all_layers(decoder):
+    for layer in decoder.layers:
         prefix = pynative_layer(decoder, layer)
         if layer >= decoder.num_layers:
             modules.append(("eh_proj", f"{prefix.removesuffix('transformer_layer.')}eh_proj"))
@@ -243,7 +239,7 @@ def _plain_attention_targets(config: Config, adapters: PetConfig) -> list[str]:
     decoder = config.decoder
     if latent_spec(decoder) is None or adapters.match == "search" or "(" in adapters.target_modules:
         return []
-    prefixes = [layer_prefix(layer) for layer in _all_layers(decoder)]
+    prefixes = [layer_prefix(layer) for layer in decoder.layers]
     plain = [
         ModuleNames((f"{prefix}self_attn.{letter}_proj", f"{prefix}attention.w{letter}"), ())
         for prefix in prefixes

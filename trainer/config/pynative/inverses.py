@@ -102,7 +102,7 @@ def target_modules(config: Config) -> Any:
         return adapters.target_modules
     modules: dict[str, list[str]] = {}
     chosen: dict[str, list[str]] = {}
-    for layer in range(settings.num_layers + settings.mtp_depth):
+    for layer in settings.layers:
         for names in adaptable_matrices(settings, layer).values():
             path = names.pynative[-1]
             module = path.rpartition(".")[2]

@@ -8,7 +8,15 @@ from copy import deepcopy
 from typing import Any
 
 from trainer.config.checks.parallel import SEMI_AUTO
-from trainer.config.families import FAMILIES, Family, known_class, layers_with_experts, named_family, source_class
+from trainer.config.families import (
+    FAMILIES,
+    Family,
+    SourceClass,
+    known_class,
+    layers_with_experts,
+    named_family,
+    source_class,
+)
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
@@ -212,7 +220,7 @@ def _from_source_class(resolved: Resolved, architecture: str) -> bool:
     place = resolved.positions[because].text
     if defaults.get("kv_lora_rank"):
         del defaults["num_key_value_heads"]  # without effect
-        _note_latent_differences(resolved, place, known.name)
+        _note_latent_differences(resolved, place, known)
     used = _set_class_defaults(resolved, defaults, because, known.name, implied=FAMILIES[architecture].model)
     if used:
         text = f"{place}: not in the file, so as in MindSpore Transformers' {known.name}: {', '.join(used)}"
@@ -220,12 +228,11 @@ def _from_source_class(resolved: Resolved, architecture: str) -> bool:
     return True
 
 
-def _note_latent_differences(resolved: Resolved, place: str, name: str) -> None:
+def _note_latent_differences(resolved: Resolved, place: str, known: SourceClass) -> None:
     """Adds notes where a file has other multi-head latent attention in MindSpore Transformers than here."""
     settings = resolved.section(_MODEL)
-    source = f"{place}: MindSpore Transformers' {name}"
-    if "use_qk_norm" not in settings:
-        resolved.notes.append(f"{source} has no norms on latent vectors unless qk_layernorm is True; here it has them")
+    source = f"{place}: MindSpore Transformers' {known.name}"
+    resolved.notes += [f"{source} {text}" for key, text in known.differences.items() if key not in settings]
     if settings.get("position_embedding_type", "rope") == "rope" and settings.get("rope_scaling") is None:
         text = f"{source} multiplies the scale of attention by (0.1 mscale ln(rotary_scaling_factor) + 1)^2 even"
         resolved.notes.append(f"{text} without yarn, by default 1.59; here it does not")

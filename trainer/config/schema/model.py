@@ -396,9 +396,14 @@ class ModelConfig(Section):
         return layer % moe.moe_layer_freq == 0
 
     @property
+    def layers(self) -> range:
+        """Returns the numbers of all layers; those of MTP modules begin at num_layers."""
+        return range(self.num_layers + self.mtp_depth)
+
+    @property
     def moe_layers(self) -> tuple[int, ...]:
         """Returns the layers with experts, including MTP modules."""
-        return tuple(layer for layer in range(self.num_layers + self.mtp_depth) if self.is_moe_layer(layer))
+        return tuple(layer for layer in self.layers if self.is_moe_layer(layer))
 
     @property
     def balance_factor(self) -> float:

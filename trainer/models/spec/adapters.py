@@ -33,11 +33,11 @@ Matrix = TypeVar("Matrix", bound=Any)  # an array or a tensor
 
 
 def adapter_spec(settings: ModelConfig) -> AdapterSpec | None:
-    """Returns the rank, scale and dropout of all adapters of a model; None where it has none."""
+    """Returns what all adapters of a model have in common; None where it has none."""
     pet = settings.pet_config
     if pet is None:
         return None
-    return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout)
+    return AdapterSpec(pet.lora_rank, pet.scale, pet.lora_dropout, pet.lora_a_std, pet.lora_b_std)
 
 
 def projections(settings: ModelConfig) -> list[str]:

@@ -30,7 +30,7 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
     """Returns the description of a decoder. Equal layers are one object."""
     kinds: dict[tuple[object, ...], LayerSpec] = {}
     layers = []
-    for layer in range(settings.num_layers + settings.mtp_depth):
+    for layer in settings.layers:
         is_mtp = layer >= settings.num_layers
         is_moe = settings.is_moe_layer(layer)
         targets = layer_targets(settings, layer)
@@ -63,7 +63,7 @@ def dropout_sites(settings: ModelConfig, layer: int) -> dict[str, int]:
     if adapter_spec(settings) is None:
         return sites
     names = projections(settings)
-    first = (settings.num_layers + settings.mtp_depth) * len(_DROPOUT_SITES) + layer * len(names)
+    first = len(settings.layers) * len(_DROPOUT_SITES) + layer * len(names)
     return sites | {name: first + names.index(name) for name in layer_targets(settings, layer)}
 
 

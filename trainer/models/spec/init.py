@@ -27,6 +27,7 @@ import numpy as np
 
 from trainer.config.patterns import read_pattern
 from trainer.config.schema.classifier import ClassifierConfig
+from trainer.models.spec.adapters import adapter_spec
 from trainer.models.spec.names import starts_with_name
 from trainer.parallel.sharding import ShardSpec, full_shard_spec
 
@@ -85,12 +86,12 @@ def _deviation(parameter: ParameterSpec, settings: ModelConfig | ClassifierConfi
         return settings.initializer_range
     if parameter.init == "residual":
         return settings.initializer_range / (2 * settings.num_layers) ** 0.5
-    adapters = settings.pet_config
-    if adapters is None:
+    adapter = adapter_spec(settings)
+    if adapter is None:
         return None
     if parameter.init == "lora_a":
-        return adapters.lora_a_std
-    return adapters.lora_b_std
+        return adapter.a_std
+    return adapter.b_std
 
 
 def _draw_shard(draw: Callable[[np.ndarray], object], size: int, part: ShardSpec) -> np.ndarray:

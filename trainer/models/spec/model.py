@@ -62,6 +62,9 @@ class AdapterSpec(NamedTuple):
     rank: int
     scale: float
     dropout: float = 0.0
+    a_std: float | None = None
+    """Standard deviation of A's initial values; None where they are uniform."""
+    b_std: float = 0.0
 
 
 class LatentSpec(NamedTuple):

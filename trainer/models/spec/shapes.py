@@ -79,8 +79,7 @@ def adapted_projections(settings: ModelConfig) -> tuple[str, ...]:
     """Returns the projections that have an adapter in some layer, in forward order."""
     if adapter_spec(settings) is None:
         return ()
-    layers = range(settings.num_layers + settings.mtp_depth)
-    adapted = {name for layer in layers for name in layer_targets(settings, layer)}
+    adapted = {name for layer in settings.layers for name in layer_targets(settings, layer)}
     return tuple(name for name in projections(settings) if name in adapted)
 
 
