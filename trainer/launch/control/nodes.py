@@ -32,7 +32,6 @@ _RETRY_SECONDS = 0.3
 _GOODBYE_SECONDS = 1.0
 _PATIENCE_SECONDS = 5.0
 """After so long a node says why it is not connected yet."""
-_HANDSHAKE_SECONDS = 5.0
 _MOST_CALLERS = 64
 _MOST_WHEN_STARVED = 8  # where the launcher itself would have no file descriptor left
 _MOST_NAMED = 20
@@ -44,14 +43,12 @@ class NodeLink:
 
     Attributes:
         heard_at: When the last message arrived, or the call.
-        is_welcome: Whether node 0 has accepted the other node; nothing is sent to it before.
         is_done: Whether the workers there have ended.
     """
 
     channel: SignedChannel
     heard_at: float
     address: str = ""
-    is_welcome: bool = False
     is_done: bool = False
 
     @functools.cached_property
@@ -80,7 +77,7 @@ class Nodes:
     began: float = field(default_factory=time.monotonic)
     links: dict[int, NodeLink] = field(default_factory=dict)
     _events: list[NodeMessage] = field(default_factory=list)  # for the supervisor
-    _told: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got: stop, failed, done
+    _told: set[str] = field(default_factory=set)  # the kinds of messages that all nodes got
     _is_done: bool = False  # the workers of this node have ended
     _beat_at: float = 0.0
     _moved: bool = False  # whether a rank made progress since the last heartbeat
@@ -124,17 +121,17 @@ class Nodes:
 
     def report_failure(self, exit_code: int, lines: list[str]) -> None:
         """Reports that this node's part of the job failed."""
-        self._broadcast(failure_message(exit_code, lines))
+        self._send(failure_message(exit_code, lines))
 
     def send_stop(self, number: int) -> None:
         """Sends a signal for all workers to the other nodes."""
-        self._broadcast(NodeMessage(kind="stop", number=number, node=self.options.node_rank))
+        self._send(NodeMessage(kind="stop", number=number, node=self.options.node_rank))
 
     def report_done(self) -> None:
         """Reports, once, that the workers of this node have ended well; node 0 does so when those of all nodes have."""
         self._is_done = True
         if (self.options.node_rank or self.finished) and "done" not in self._told:
-            self._broadcast(NodeMessage(kind="done"))
+            self._send(NodeMessage(kind="done"))
 
     def close(self) -> None:
         """Closes the connections once the others have received everything."""
@@ -156,7 +153,7 @@ class Nodes:
             self._moved = self._moved or len(self.links) > 1
             self._events.append(message)
         elif message.kind == "stop" or (message.kind == "failed" and "failed" not in self._told):
-            self._broadcast(message, but=node)  # the first failure ends the job
+            self._send(message, but=node)  # the first failure ends the job
             self._events.append(message)
 
     def _lose(self, node: int, now: float) -> None:
@@ -181,16 +178,13 @@ class Nodes:
 
     def _fail(self, reason: str, exit_code: int = EXIT_RUN_FAILED) -> None:
         message = failure_message(exit_code, [f"error: {reason}."])
-        self._broadcast(message)
+        self._send(message)
         self._events.append(message)
 
-    def _broadcast(self, message: NodeMessage, but: int | None = None) -> None:
-        self._told.add(message.kind)
-        self._send(message, but)
-
     def _send(self, message: NodeMessage, but: int | None = None) -> None:
+        self._told.add(message.kind)
         for node, link in self.links.items():
-            if node != but and link.is_welcome:
+            if node != but:
                 link.channel.send(message)
 
 
@@ -218,8 +212,8 @@ class NodeServer(Nodes):
             if messages and messages[0].kind == "hello":
                 self._callers.remove(caller)
                 caller.heard_at = now
-                self._answer(caller, messages[0])
-            elif messages or caller.channel.closed or now - caller.heard_at > scale_timeout(_HANDSHAKE_SECONDS):
+                self._accept(caller, messages[0])
+            elif messages or caller.channel.closed or now - caller.heard_at > scale_timeout(LOST_SECONDS):
                 self._drop(caller)
         most = _MOST_CALLERS
         if self.listening.starved:
@@ -241,36 +235,35 @@ class NodeServer(Nodes):
             what = "called the control port without the secret of this job; its connections are dropped"
             self.note(f"note: {caller.address} {what}")
 
-    def _answer(self, caller: NodeLink, hello: NodeMessage) -> None:
+    def _accept(self, caller: NodeLink, hello: NodeMessage) -> None:
         """Accepts a node of the job; tells any other caller the reason of the refusal."""
-        answer = NodeMessage(kind="welcome", lines=[self.resume])
-        reason = self._mismatch(hello)
-        if hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
-            answer = NodeMessage(kind="later", lines=["has not ended its own workers of the start before yet"])
-        elif reason:
-            answer = NodeMessage(kind="refused", lines=[reason])
+        answer = self._answer(hello)
         caller.channel.send(answer)
         if answer.kind != "welcome":
             caller.channel.close()
             return
         self.links[hello.node] = caller
-        caller.is_welcome = True
         if len(self.links) == self.options.nodes - 1:
             self._send(NodeMessage(kind="start"))
             self._set_connected()
 
-    def _mismatch(self, hello: NodeMessage) -> str:
-        """Returns why a caller is no node of this job; empty if it is one."""
+    def _answer(self, hello: NodeMessage) -> NodeMessage:
+        """Returns the answer to a call: a welcome with the checkpoint to continue from, or why the caller has to wait
+        or is no node of this job."""
         nodes = self.options.nodes
+        if hello.attempt > self.attempt:  # a failure ended its workers sooner than those of this node
+            return NodeMessage(kind="later", lines=["has not ended its own workers of the start before yet"])
         if not 0 < hello.node < nodes:
-            return f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
-        if hello.worker_num != self.options.worker_num:
-            return f"worker_num is {hello.worker_num} there and {self.options.worker_num} on node 0"
-        if hello.attempt < self.attempt:
-            return f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
-        if hello.node in self.links:
-            return f"another launcher is node {hello.node} already"
-        return ""
+            reason = f"node_rank is {hello.node}, and node 0 expects 1 to {nodes - 1}"
+        elif hello.worker_num != self.options.worker_num:
+            reason = f"worker_num is {hello.worker_num} there and {self.options.worker_num} on node 0"
+        elif hello.attempt < self.attempt:
+            reason = f"it has started the job again {hello.attempt} times, and node 0 {self.attempt} times"
+        elif hello.node in self.links:
+            reason = f"another launcher is node {hello.node} already"
+        else:
+            return NodeMessage(kind="welcome", lines=[self.resume])
+        return NodeMessage(kind="refused", lines=[reason])
 
     def close(self) -> None:
         """Closes the port and the connections, and removes the secret if this node made it."""
@@ -290,6 +283,7 @@ class NodeClient(Nodes):
     secret: bytes | None
     secret_path: Path  # in place of the secret: the file that node 0 makes
     connected: bool = False
+    _is_welcome: bool = False  # node 0 has accepted this node
     _why_not: str = ""  # not connected: what node 0 said
     _call_at: float = 0.0
 
@@ -310,10 +304,9 @@ class NodeClient(Nodes):
             self._call_later(now, "does not answer")
         else:
             options = self.options
-            hello = NodeMessage(
-                kind="hello", node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt
+            channel.send(
+                NodeMessage(kind="hello", node=options.node_rank, worker_num=options.worker_num, attempt=self.attempt)
             )
-            channel.send(hello)
             self.links[0] = NodeLink(channel, now)
             self._why_not = ""
 
@@ -321,7 +314,7 @@ class NodeClient(Nodes):
         """Handles the answer of node 0 to the call, too."""
         if message.kind == "welcome":
             self.resume = message.lines[0]
-            self.links[node].is_welcome = True
+            self._is_welcome = True
             self.note("connected to the launcher of node 0")
         elif message.kind == "later":
             self._why_not = message.lines[0]  # and node 0 closes the connection
@@ -334,7 +327,7 @@ class NodeClient(Nodes):
 
     def _lose(self, node: int, now: float) -> None:
         """Calls again later if node 0 has not accepted this node yet."""
-        if self.links[node].is_welcome or "failed" in self._told:
+        if self._is_welcome or "failed" in self._told:
             super()._lose(node, now)
             return
         channel = self.links.pop(node).channel
