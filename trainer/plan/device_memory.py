@@ -38,7 +38,7 @@ from trainer.plan.division import RankParams, micro_batch_tokens, rank_params_pe
 from trainer.plan.graph_memory import graph_memory, is_flash, kept_scores
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from trainer.config import Config
     from trainer.config.schema.model import ModelConfig
@@ -120,9 +120,9 @@ def _stage_memory(
     if not trained:
         parts["weights in half precision"] = copies
         return parts | {"total": sum(parts.values())}
-    trained = {name: trained[name] for name in names if name in trained}
-    groups = parameter_groups(trained, config.optimizer)
-    of_trained = [name for name in trained if not is_buffer(name)]
+    local = {name: trained[name] for name in names if name in trained}
+    groups = parameter_groups(local, config.optimizer)
+    of_trained = [name for name in local if not is_buffer(name)]
     adds_up = micro_batches_per_step(config, degrees) > 1
     level = zero_level(config)
     shares_sums = shares_state and level != "level1" or shares_weights and not adds_up
@@ -150,7 +150,8 @@ def _stage_memory(
                     waiting -= sum(size(name, shares_sums) for name in unsharded)
                 copies = max(copies - sum(unsharded.values()) // 2, 0)
     else:
-        kept = _activations(config, degrees, params, half, _layer_gradient_bytes(of_trained, matrices, half))
+        gradients = _layer_gradient_bytes(of_trained, matrices, half)
+        kept = _activations(config, degrees, params, trained, half, gradients)
     parts["weights in half precision"] = copies
     # Gradients take the place of activations, as the backward pass goes on.
     if adds_up:
@@ -246,10 +247,15 @@ def _largest_layer(sizes: Mapping[str, int]) -> int:
     return max(layers.values(), default=0)
 
 
-def _activations(config: Config, degrees: Degrees, params: RankParams, half: bool, layer_gradients: int) -> int:
+def _activations(
+    config: Config, degrees: Degrees, params: RankParams, trained: Collection[str], half: bool, layer_gradients: int
+) -> int:
     """Returns the bytes of activations at their peak in explicit mode.
 
     The peak is at the end of the forward pass, or while the backward pass recomputes a layer and its gradients appear.
+
+    Args:
+        trained: The trained parameters of all stages.
     """
     settings = config.decoder
     tokens = micro_batch_tokens(config, degrees)
@@ -258,7 +264,7 @@ def _activations(config: Config, degrees: Degrees, params: RankParams, half: boo
         rows = degrees.model_parallel
     spec = model_spec(settings).local(degrees.model_parallel)
     again = recomputed_parts(config)
-    first = spec.first_reached(trained_shapes(config))
+    first = spec.first_reached(trained)
     kept = 0  # bytes of a token
     largest = 0  # of a layer that is not recomputed
     largest_recomputed = 0

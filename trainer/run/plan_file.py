@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.config.checks.parallel import fit_problems, parallel_degrees, resolve_for_job, zero_level
 from trainer.config.checks.problem import ConfigError, problem, raise_problems, rename_keys, value_of
@@ -39,7 +39,9 @@ _GIB = 1 << 30
 _MOST_DOUBLINGS = 14
 """Of the ranks of a file that needs more memory."""
 _MAX_RANK_FACTOR = 8
-"""A fix has at most this many times the ranks of the file."""
+"""A fix has at most this many times the ranks of a file that says its data-parallel ranks."""
+_MOST_LAYERS = 2000
+"""Layers whose memory is estimated in search of a better fix, once there is one; 1,000 take about half a second."""
 _DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
 """An error in one of these sections prevents a check of the data."""
 _MEMORY_SECTIONS = frozenset(("model", "parallel", "parallel_config", "use_parallel", "context"))
@@ -329,25 +331,90 @@ def _memory_notes(config: Config, world: World, memory_bytes: Mapping[str, int])
 def _memory_fix(config: Config, world: World, limit_bytes: float) -> str:
     """Returns settings with which a rank has enough memory: the fewest ranks, then the fewest changes."""
     rules_before = _broken_rules(config, world)
+    alone = _memory(_with_settings(config, {"use_parallel": False}), SINGLE_PROCESS)
     fallback = ""  # enough for what is certain, too little for the activations
-    for ranks, changes in _sharding_candidates(config, world):
-        changed = _with_settings(config, changes)
-        job = world_of(ranks)
-        if _broken_rules(changed, job) - rules_before:
+    most = world.size
+    layers = 0
+    for ranks, candidates in itertools.groupby(_sharding_candidates(config, world), key=lambda each: each[0]):
+        families = _families(config, ranks, [changes for _, changes in candidates], rules_before)
+        if not families:
             continue
-        memory_bytes = _memory(changed, job)
-        if fixed_bytes(memory_bytes) > limit_bytes:
+        most = ranks
+        if (alone["weights"] + alone.get("optimizer state", 0)) / ranks > limit_bytes:  # at best each has its share
             continue
-        settings = ", ".join(f"{config.source.name(key)} to {value}" for key, value in changes.items())
-        needed = f"{memory_bytes['total'] / _GIB:.1f} GiB with the estimated activations"
-        fix = f"for example set {settings}: each of {ranks} ranks then needs {needed}"
-        if memory_bytes["total"] <= limit_bytes:
-            return fix
-        fallback = fallback or fix
+        smallest = max((family[-1] for family in families), key=lambda layout: layout.order)
+        if fixed_bytes(_memory(smallest.config, smallest.world)) > limit_bytes:
+            continue
+        for family in families:
+            memory_bytes = _memory(family[-1].config, family[-1].world)
+            layers += config.decoder.num_layers
+            if fixed_bytes(memory_bytes) > limit_bytes:
+                continue
+            if memory_bytes["total"] > limit_bytes:
+                fallback = fallback or family[-1].fix_text(config, memory_bytes)
+                continue
+            for layout in family:
+                memory_bytes = _memory(layout.config, layout.world)
+                if memory_bytes["total"] <= limit_bytes:
+                    return layout.fix_text(config, memory_bytes)
+        if fallback and layers > _MOST_LAYERS:
+            break
     if fallback:
         return fallback
-    no_degrees = f"no degrees help with up to {_MAX_RANK_FACTOR} times as many ranks"
-    return f"use a smaller model or devices with more memory: {no_degrees}"
+    return f"use a smaller model or devices with more memory: no degrees help with up to {most} ranks"
+
+
+class _ShardedLayout(NamedTuple):
+    """A configuration whose model is sharded further, and its job."""
+
+    changes: dict[str, Any]
+    config: Config
+    world: World
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Returns a key that orders layouts of as many ranks: that with the smallest shards of the model is last."""
+        degrees = parallel_degrees(self.config, self.world)
+        tensor = degrees.model_parallel
+        return degrees.pipeline_stage * tensor, tensor, degrees.expert_parallel, zero_level(self.config)
+
+    def fix_text(self, before: Config, memory_bytes: Mapping[str, int]) -> str:
+        """Returns what to write in the file of the configuration `before`."""
+        needed = f"{memory_bytes['total'] / _GIB:.1f} GiB with the estimated activations"
+        settings = _settings_text(before, self.config, self.changes)
+        return f"for example {settings}: each of {self.world.size} ranks then needs {needed}"
+
+
+def _families(
+    config: Config, ranks: int, candidates: Iterable[dict[str, Any]], rules_before: set[tuple[str, str]]
+) -> list[list[_ShardedLayout]]:
+    """Returns the valid candidates; those of a list differ in tensor_parallel, and the last one needs least memory."""
+    families: dict[Any, list[_ShardedLayout]] = {}
+    job = world_of(ranks)
+    for changes in candidates:
+        changed = resolve_for_job(_with_settings(config, changes), job)
+        if not _broken_rules(changed, job) - rules_before:
+            others = parallel_degrees(changed, job)._replace(model_parallel=1, data_parallel=1)
+            key = others, changed.parallel.enable_parallel_optimizer, zero_level(changed)
+            families.setdefault(key, []).append(_ShardedLayout(changes, changed, job))
+    return list(families.values())
+
+
+def _settings_text(config: Config, changed: Config, changes: Mapping[str, Any]) -> str:
+    """Returns what to write in the file for these changes: ``set parallelism.tensor_parallel to 8``."""
+    settings = {config.source.name(key): value for key, value in changes.items()}
+    if config.source.source_places:
+        from trainer.config.pynative.reverse import source_statements
+
+        before = source_statements(config)
+        settings = {
+            key: statement.value
+            for key, statement in source_statements(changed).items()
+            if key.startswith("parallelism.") and (key not in before or before[key].value != statement.value)
+        }
+    if not settings:
+        return "start more ranks"
+    return f"set {', '.join(f'{key} to {value}' for key, value in settings.items())}"
 
 
 def _sharding_candidates(config: Config, world: World) -> list[tuple[int, dict[str, Any]]]:
@@ -365,19 +432,28 @@ def _sharding_candidates(config: Config, world: World) -> list[tuple[int, dict[s
         larger = range(expert_degrees[0] + 1, experts.expert_num + 1)
         expert_degrees += [size for size in larger if experts.expert_num % size == 0]
     candidates = []
-    for stages, tensor, expert, zero in itertools.product((1, 2, 4, 8), (1, 2, 4, 8), expert_degrees, zero_settings):
-        if stages * tensor > _MAX_RANK_FACTOR:
-            continue
+    for stages, tensor, expert, zero in itertools.product(
+        (1, 2, 4, 8, 16), (1, 2, 4, 8), expert_degrees, zero_settings
+    ):
+        model_ranks = stages * tensor
         settings = {
             "use_parallel": True, "parallel_config.pipeline_stage": degrees.pipeline_stage * stages,
             "parallel_config.model_parallel": degrees.model_parallel * tensor,
             "parallel_config.expert_parallel": expert, **zero,
         }  # fmt: skip
+        if tensor > 1 and config.source.source_places:  # MindSpore Transformers refuses one without the other
+            settings["parallel_config.use_seq_parallel"] = True
         changes = {key: value for key, value in settings.items() if value_of(config, key) != value}
-        if changes:
-            if config.parallel_config.expert_model_parallel:  # the loader multiplies the degree that a file has
-                changes |= {"parallel_config.expert_parallel": expert, "parallel_config.expert_model_parallel": 1}
-            candidates.append((degrees.ranks * stages * tensor, changes))
+        if changes and config.parallel_config.expert_model_parallel:
+            # The loader multiplies the degree that a file has.
+            changes |= {"parallel_config.expert_parallel": expert, "parallel_config.expert_model_parallel": 1}
+        numbers = [degrees.ranks * model_ranks]
+        if config.parallel_config.data_parallel is None:  # data-parallel ranks take what is left
+            others = degrees.ranks // degrees.data_parallel * model_ranks
+            numbers = [world.size << n for n in range(_MOST_DOUBLINGS) if (world.size << n) % others == 0]
+        elif model_ranks > _MAX_RANK_FACTOR:
+            continue
+        candidates += [(ranks, changes) for ranks in numbers if changes or ranks > world.size]
     return sorted(candidates, key=lambda candidate: (candidate[0], len(candidate[1])))
 
 

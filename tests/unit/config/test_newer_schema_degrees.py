@@ -210,3 +210,29 @@ def test_a_plan_without_ranks_takes_the_fewest_with_enough_memory(keys: str, lim
         assert "GiB for weights, gradients and optimizer state" in failed(keys, text, world_of(ranks // 2))
     nothing = loaded(keys, text.replace(limit, "0.1GB"))
     assert fewest_ranks(nothing, SINGLE_PROCESS)[0].size in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "limit", "settings"),
+    [
+        ("", "4GB", "tensor_parallel: 4, sequence_parallel: True"),
+        ("data_parallel_shard: 1", "4GB", "tensor_parallel: 4, sequence_parallel: True, data_parallel_shard: -1,"
+                                          " data_parallel_shard_strategy: optim_grads"),
+        (TENSOR, "2GB", "tensor_parallel: 4"),
+        ("", "1GB", ""),
+    ],
+)  # fmt: skip
+def test_too_little_memory_names_degrees_that_fit(keys: str, limit: str, settings: str):
+    text = LARGE.replace("device_target: Ascend", f"device_target: Ascend, max_device_memory: {limit}")
+    message = failed(keys, text, fewest_ranks(loaded(keys, text), SINGLE_PROCESS)[0])
+    if not settings:
+        assert "no degrees help with up to 128 ranks" in message  # 64 sequences of a step, on 2 stages
+        return
+    words = ", ".join(f"parallelism.{setting}".replace(":", " to") for setting in settings.split(", "))
+    assert f"for example set {words}: each of" in message, message
+    names = [setting.partition(":")[0] for setting in settings.split(", ")]
+    kept = [key for key in keys.split(", ") if key and key.partition(":")[0] not in names]
+    changed = loaded(", ".join([*kept, settings]), text)
+    job, _ = fewest_ranks(changed, SINGLE_PROCESS)
+    total = plan_file(changed, job, []).memory_bytes["total"]
+    assert f"each of {job.size} ranks then needs {total / 2**30:.1f} GiB" in message
