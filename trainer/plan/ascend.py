@@ -55,7 +55,11 @@ def _pipeline_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError
     copies = spec.tied or spec.mtp_modules
     if shares and copies and degrees.data_parallel * degrees.context_parallel > 1:
         rule = "not yet supported on an Ascend with an embedding that two stages of a pipeline have"
-        yield problem(config, "parallel.enable_parallel_optimizer", rule, "set it to False")
+        key = "parallel.enable_parallel_optimizer"
+        fix = "set it to False"
+        if config.source.name(key) != key:  # data_parallel_shard of the newer schema is a number
+            fix = "set it to 1"
+        yield problem(config, key, rule, fix)
 
 
 def _expert_problems(config: Config, moe: MoEConfig, degrees: Degrees) -> Iterator[ConfigError]:

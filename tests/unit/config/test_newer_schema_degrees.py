@@ -184,6 +184,14 @@ def test_what_ranks_of_an_ascend_cannot_do_is_an_error(keys: str, part: str):
     assert not any(older in message for older in OLDER), message
 
 
+def test_a_sharding_strategy_means_what_the_device_of_a_flag_can_do():
+    levels = [
+        load(text, f"context.device_target={device}").parallel.parallel_optimizer_config.optimizer_level
+        for text in (SMALL, ASCEND) for device in ("CPU", "Ascend")
+    ]
+    assert levels == ["level3", "level2", "level3", "level2"]
+
+
 LARGE = ASCEND.replace("hidden_size: 64", "hidden_size: 4096").replace("vocab_size: 300", "vocab_size: 150000")
 LARGE = LARGE.replace("global_batch_size: 8", "global_batch_size: 64")
 TENSOR = "tensor_parallel: 2, sequence_parallel: True"

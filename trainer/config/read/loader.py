@@ -93,10 +93,13 @@ def _translate(
     from trainer.config.pynative.translate import is_pynative_key, translate
 
     nulls = ("null", "None", "~")  # these remove any key that is written
+    device = "context.device_target"  # a key of both schemas, which decides what a sharding strategy means
     source_overrides = [
         override
         for override in overrides
-        if is_pynative_key(override.key) or (override.text in nulls and find_entry(root, override.key))
+        if is_pynative_key(override.key)
+        or override.key == device
+        or (override.text in nulls and find_entry(root, override.key))
     ]
     # In MindSpore Transformers `--mode 1` selects the schema; here `--context.mode 1` runs operator by operator.
     others = [
