@@ -34,8 +34,15 @@ def source_statements(config: Config) -> dict[str, Statement]:
         if value is not ...:
             places = tuple(other.new for other in ROWS if other.old == row.old and other.new)
             values[row.old] = Statement(value, places, row.default)
+
+    def value_of(key: str) -> Any:
+        """Returns the value of a key; for a section, whether the configuration states a key of it."""
+        if key in values:
+            return values[key].value
+        return any(old.startswith(f"{key}.") for old in values)
+
     rows = {row.old: row for row in ROWS}
-    stated = {old: statement for old, statement in values.items() if _applies(rows[old], values)}
+    stated = {old: statement for old, statement in values.items() if rows[old].applies(value_of)}
     last = {place: old for old, one in stated.items() for place in one.places}
     stated = {old: one for old, one in stated.items() if rows[old].inverse or old in last.values()}
     return stated | _copies(here, set(last))
@@ -52,21 +59,9 @@ def _old_value(row: Row, config: Config, here: dict[str, Any]) -> Any:
         if row.transform.backward is None:
             return ...
         return row.transform.backward(value)
-    if isinstance(value, dict) or (row.kind and type(value).__name__ not in row.kind.replace("float", "int|float")):
+    if isinstance(value, dict) or not row.accepts(value):
         return ...
     return value
-
-
-def _applies(row: Row, values: dict[str, Statement]) -> bool:
-    """Returns whether the condition of a row holds, as `translate` reads it."""
-    condition, _, expected = row.when.partition("=")
-    if not condition:
-        return True
-    if expected:
-        return condition in values and values[condition].value == expected
-    if condition in values:
-        return bool(values[condition].value)
-    return any(old.startswith(f"{condition}.") for old in values)
 
 
 def _copies(here: dict[str, Any], stated: set[str]) -> dict[str, Statement]:

@@ -16,9 +16,9 @@ from trainer.config.read.rows import Row
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.root import Config
 
-_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
-    "int": ((int,), "an integer"), "float": ((int, float), "a number"), "bool": ((bool,), "True or False"),
-    "str": ((str,), "a string"), "list": ((list,), "a list"), "dict": ((dict,), "a section"),
+_KINDS = {
+    "int": "an integer", "float": "a number", "bool": "True or False", "str": "a string", "list": "a list",
+    "dict": "a section",
 }  # fmt: skip
 
 
@@ -57,12 +57,8 @@ def translate(name: str, root: Table) -> Translation:
 
 def _apply(work: Translation, row: Row) -> None:
     """Sets the target key of a row, if it applies."""
-    condition, _, expected = row.when.partition("=")
-    present = work.values.get(condition, condition in work.entries)
-    if expected:
-        present = present == expected
     is_in_section = not row.kind and row.old in work.entries
-    if is_in_section or (row.when and not present):
+    if is_in_section or not row.applies(lambda key: work.values.get(key, key in work.entries)):
         return
     value = work.values[row.old]
     if row.apply is not None:
@@ -81,15 +77,9 @@ def _checked(work: Translation, row: Row) -> Any:
     if row.old not in work.entries:
         return row.default
     value = plain(work.entries[row.old].node)
-    if not row.kind:
+    if row.accepts(value) or (value is None and row.default is None):
         return value
-    kinds = [_KINDS[name] for name in row.kind.split("|")]
-    is_known = any(isinstance(value, types) for types, _ in kinds)
-    if isinstance(value, bool) and "bool" not in row.kind:
-        is_known = False
-    if is_known or (value is None and row.default is None):
-        return value
-    texts = " or ".join(text for _, text in kinds)
+    texts = " or ".join(_KINDS[name] for name in row.kind.split("|"))
     work.problem(row.old, f"must be {texts}", f"write {texts}")
     del work.entries[row.old]
     return row.default

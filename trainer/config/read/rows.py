@@ -45,6 +45,17 @@ class Row(NamedTuple):
     keeps_null: bool = False
     """Whether null is a value of the key; elsewhere it means that the key is not set."""
 
+    def accepts(self, value: Any) -> bool:
+        """Returns whether a value has one of the types of the key; a float may be written as an integer."""
+        return not self.kind or type(value).__name__ in self.kind.replace("float", "int|float").split("|")
+
+    def applies(self, value_of: Callable[[str], Any]) -> bool:
+        """Returns whether the condition of the row holds, for a function that returns the value of an old key."""
+        condition, _, expected = self.when.partition("=")
+        if expected:
+            return value_of(condition) == expected
+        return not condition or bool(value_of(condition))
+
 
 def reverse(rows: tuple[Row, ...]) -> dict[str, str]:
     """Returns the places of a table from here to there; of several rows with one place here, the first counts."""
