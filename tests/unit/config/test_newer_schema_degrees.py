@@ -192,6 +192,12 @@ def test_a_sharding_strategy_means_what_the_device_of_a_flag_can_do():
     assert levels == ["level3", "level2", "level3", "level2"]
 
 
+def test_a_pipeline_with_a_tied_embedding_says_how_its_ranks_can_train():
+    message = failed("pipeline_parallel: 2", ASCEND.replace("model:\n", "model:\n  tie_word_embeddings: True\n", 1))
+    assert "parallelism.data_parallel_shard = -1: not yet supported on an Ascend with an embedding" in message
+    assert "Fix: set it to 1." in message
+
+
 LARGE = ASCEND.replace("hidden_size: 64", "hidden_size: 4096").replace("vocab_size: 300", "vocab_size: 150000")
 LARGE = LARGE.replace("global_batch_size: 8", "global_batch_size: 64")
 TENSOR = "tensor_parallel: 2, sequence_parallel: True"
