@@ -22,7 +22,7 @@ from trainer.run.prepare import local_shard_specs  # noqa: E402
 from trainer.run.session import open_training  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-STEPS, ROWS = 20, 4  # sequences of a step, of all ranks together
+STEPS, ROWS = 8, 4  # sequences of a step, of all ranks together
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "aux_loss_factor": 0.3}
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"tie_word_embeddings": True},
