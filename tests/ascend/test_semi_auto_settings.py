@@ -5,12 +5,15 @@ Every case has a process of its own: MindSpore 2.10 takes the shards of one grap
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
 from ascend_cases import SEMI, on_ascend
 
+from trainer.config import parse_config
 from trainer.dryrun.process import Measurement
+from trainer.models.spec.shapes import all_shapes
 
 Bench = Callable[[str], Measurement]
 
@@ -84,6 +87,20 @@ def test_the_losses_of_routers_travel_with_the_residual_stream(bench: Bench) -> 
     """One number for each micro-batch, and its gradient back."""
     moves = [each for each in bench("first stage with experts").collectives if each.bytes == 4]
     assert [sum(each.name == way for each in moves) for way in ("Send", "Receive")] == [2, 2]
+
+
+def test_ranks_share_weights_and_sums_of_micro_batches(bench: Bench) -> None:
+    """Each of eight ranks has an eighth; of a matrix a tensor-parallel half is shared by four."""
+    name = "shared gradients, evaluated"
+    found = bench(name)
+    decoder = parse_config(name, CASES[name].case.config).decoder
+    numbers = sum(map(math.prod, all_shapes(decoder).values()))
+    shapes = found.found["shapes"]
+    sums = {weight: shape for weight, shape in shapes.items() if weight.startswith("accu_grads.")}
+    shards = {weight: shape for weight, shape in shapes.items() if weight not in sums}
+    assert shards.keys() == all_shapes(decoder).keys()
+    assert sum(map(math.prod, shards.values())) < numbers / 7
+    assert "AllGather" in {each.name for each in found.collectives}
 
 
 def test_stages_hand_their_micro_batches_on(bench: Bench) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from ascend_cases import DENSE, EXPERTS, on_ascend
+from ascend_cases import DENSE, EXPERTS, LEGACY, on_ascend
 
 from trainer.dryrun.process import Measurement
 
@@ -24,11 +24,11 @@ SHARED = {
 PLAIN = {"context": {"mode": 1}}
 EVERY_NORM = {"runner_wrapper": {"clip_by_group": True, "local_norm": True}}
 OVERLAPPED = {"task": "tests.ascend.step_tasks:overlapped", "bucket_bytes": BUCKET_BYTES, "ranks": RANKS, "rank": 3}
-# Compiled blocks alone: see test_explicit.py.
 READS_ONCE = {
     "one read, every norm": on_ascend(DENSE, PLAIN | EVERY_NORM),
     "one read, experts and MTP": on_ascend(EXPERTS, PLAIN, model={"mtp_depth": 1, "moe_config": DEEPSEEK}),
-    "one read, 8 ranks": on_ascend(DENSE, **OVERLAPPED),
+    # Of compiled blocks, one of them recomputed.
+    "one read, 8 ranks": on_ascend(DENSE, {"recompute_config": {"recompute": [1, 0]}}, **OVERLAPPED),
     "one read, 8 ranks with shared state": on_ascend(DENSE, PLAIN | SHARED, **OVERLAPPED),
     # The matrix of the embedding is used four times, and its gradient comes once.
     "one read, 8 ranks with experts": on_ascend(
@@ -45,6 +45,8 @@ def test_the_host_reads_one_small_tensor_a_step(bench: Bench, name: str) -> None
     found = bench(name)
     assert found.failure is None
     assert found.found["updated"]
+    assert found.legacy.keys() <= LEGACY.keys()
+    assert found.peak_bytes > 0
     assert [count for count, _ in found.host_reads.values()] == [1], found.host_reads
     assert found.host_bytes < MOST_BYTES
 

@@ -39,7 +39,7 @@ TENSOR, ROWS = {"model_parallel": 2}, {"model_parallel": 2, "use_seq_parallel": 
 BY_GROUP = {"runner_wrapper": CLIP | {"clip_by_group": True, "local_norm": True}}
 SCALED = {"runner_wrapper": CLIP | SCALE}
 TWO_LAYERS = {"num_layers": 2, "tie_word_embeddings": True}
-STEPS, LONG = 2, 20
+STEPS, LONG = 2, 8
 CASES: dict[str, dict[str, Any]] = {
     # ranks (4 by default), steps, stages, other degrees than data_parallel, chunks of a stage, micro-batches, and what
     # of the configuration differs

@@ -27,7 +27,7 @@ from trainer.run import session  # noqa: E402
 from trainer.step.evaluate import evaluate  # noqa: E402
 from trainer.step.train_step import TrainStep  # noqa: E402
 
-STEPS, RESUMED_AT = 2, 20
+STEPS, RESUMED_AT = 2, 8
 CLIPPED = {"runner_wrapper": {"use_clip_grad": True, "max_grad_norm": 1.0, "local_norm": True}}
 EXPERTS = {"expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "first_k_dense_replace": 1}
 CASES: dict[str, dict[str, Any]] = {

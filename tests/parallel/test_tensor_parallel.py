@@ -22,7 +22,7 @@ from tolerances import (
 from trainer.parallel.world import World
 from trainer.plan.division import model_layout_for
 
-LONG, SHORT = 20, 2
+LONG, SHORT = 8, 2
 DENSE, MIXTRAL = "dense", "Mixtral, shared gate, frozen"
 DEEPSEEK, RECOMPUTED = "DeepSeek", "DeepSeek, recomputed"
 ADAPTERS, LATENT_ADAPTERS = "one key head, adapters", "latent attention, adapters"

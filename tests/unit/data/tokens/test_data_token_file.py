@@ -472,7 +472,8 @@ def test_concurrent_builders_all_succeed_and_share_one_file(tmp_path, damaged):
     if damaged:
         path = find_token_file(source, ByteTokenizer(), cache, chunk_bytes=4096).path
         (path / "tokens.bin").write_bytes(b"")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])  # imported once
     barrier, results = context.Barrier(4), context.Queue()
     workers = [context.Process(target=build_in_process, args=(source, cache, barrier, results)) for _ in range(4)]
     for worker in workers:
