@@ -242,15 +242,18 @@ def _latent_formula(
     """Computes latent attention by equations 37 to 47 of DeepSeek-V2 (DeepSeek-AI 2024)."""
     latent = spec.latent
     nope, tokens = latent.nope_size, len(y)
+
+    def norm(name: str, x: np.ndarray) -> np.ndarray:
+        if not latent.normed:
+            return x
+        return numpy_kernels.rms_norm(x, weights[f"self_attn.{name}.weight"], latent.eps)
+
     if latent.query_rank is None:
         q = linear("q_proj", y)
     else:
-        down = linear("q_a_proj", y)
-        q = linear("q_b_proj", numpy_kernels.rms_norm(down, weights["self_attn.q_a_layernorm.weight"], latent.eps))
+        q = linear("q_b_proj", norm("q_a_layernorm", linear("q_a_proj", y)))
     both = linear("kv_a_proj_with_mqa", y)
-    normed = numpy_kernels.rms_norm(
-        both[:, : latent.key_value_rank], weights["self_attn.kv_a_layernorm.weight"], latent.eps
-    )
+    normed = norm("kv_a_layernorm", both[:, : latent.key_value_rank])
     key = _rotated(spec, sequences, both[:, latent.key_value_rank :], latent.rope_size)
     keys_values = linear("kv_b_proj", normed).reshape(tokens, spec.heads, -1)
     q = q.reshape(tokens, spec.heads, -1)
@@ -359,6 +362,7 @@ ATTENTION: dict[str, tuple[dict, list]] = {
         {**LATENT, "q_lora_rank": None, "rope_interleave": True, **adapters(0.3, ".*_proj.*"), **DROPOUT, **BIASES},
         PACKED,
     ),
+    "latent, no norms, a scale": ({**LATENT, "use_qk_norm": False, "softmax_scale": 0.9, **adapters()}, PACKED),
 }  # fmt: skip
 
 

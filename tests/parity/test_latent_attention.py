@@ -45,14 +45,14 @@ def adapted(request: pytest.FixtureRequest) -> TinyTrainer:
     return with_adapters(request.param)
 
 
-def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: TinyTrainer) -> None:
-    """The logits after each token, whether it comes with the prompt or by itself."""
+def check_cache(made: TinyTrainer) -> None:
+    """Compares the logits after each token, whether it comes with the prompt or by itself, with those of the row."""
     ids_BT = make_batch(1, 9, rows=2).input_ids
     positions_BT = np.tile(np.arange(TOKENS, dtype=np.int32), (2, 1))
-    whole = adapted.build_inputs(Batch(ids_BT, ids_BT, positions_BT, np.zeros_like(ids_BT)))
-    right_BTV = adapted.model.logits(whole).asnumpy().reshape(2, TOKENS, -1)
-    limit = decoder_limits(adapted.model.settings, rows=2).loss
-    generator = Generator(adapted.model, adapted.build_inputs, eos_ids=())
+    whole = made.build_inputs(Batch(ids_BT, ids_BT, positions_BT, np.zeros_like(ids_BT)))
+    right_BTV = made.model.logits(whole).asnumpy().reshape(2, TOKENS, -1)
+    limit = decoder_limits(made.model.settings, rows=2).loss
+    generator = Generator(made.model, made.build_inputs, eos_ids=())
     cache = generator.new_cache(2, TOKENS)
     assert [store.shape[-1] for store in cache.layers[0]] == [8, 2]  # and not 4 heads of 6 + 7 numbers
     first = 5
@@ -61,6 +61,10 @@ def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: T
         found.append(generator.forward(cache, ids_BT[:, place : place + 1], np.full(2, place), np.zeros(2, int)))
     for place, logits_BV in enumerate(found, first - 1):
         assert distance(logits_BV, right_BTV[:, place]) < limit, place
+
+
+def test_a_cache_of_latent_vectors_gives_the_numbers_of_the_whole_row(adapted: TinyTrainer) -> None:
+    check_cache(adapted)
 
 
 def test_adapters_and_merged_weights_are_the_same_model(adapted: TinyTrainer) -> None:
@@ -97,6 +101,24 @@ def test_recomputation_with_dropout_gives_the_same_bits(native: bool) -> None:
         states.append(state_of(step.optimizer, trainer) | {"losses": np.array(losses)})
     for state in states[1:]:
         assert_same_bits(state, states[0])
+
+
+def test_cells_without_norms_have_the_numbers_of_native_layers() -> None:
+    """Native layers are held to NumPy in test_native_layers.py."""
+    batch = make_batch(1, 9, rows=2)
+    found = []
+    for native in (True, False):
+        trainer = tiny(native=native, use_qk_norm=False, softmax_scale=0.4)
+        check_cache(trainer)
+        step = trainer.step()
+        part = step.backward(batch, 0, 1.0)
+        names = step.optimizer.parameters
+        found.append({name: one.asnumpy() for name, one in zip(names, part.gradients, strict=True)})
+        found[-1]["logits"] = trainer.model.logits(trainer.build_inputs(batch)).asnumpy()
+    assert not any("_a_layernorm" in name for name in found[0])
+    limit = 2 * decoder_limits(trainer.model.settings, rows=2).gradients  # both are rounded
+    for name, right in found[0].items():
+        assert distance(found[1][name], right) < limit, name
 
 
 def test_it_learns_by_muon_with_frozen_norms() -> None:

@@ -139,7 +139,7 @@ def mlp_on_ranks(case: Case, sequence_parallel: bool, dtype: type = np.float32) 
 
 SHARED = [
     "plain", "one group, interleaved", "partial, biases", "head norms, window", "everything", "latent",
-    "latent, adapters", "latent, everything",
+    "latent, adapters", "latent, everything", "latent, no norms, a scale",
 ]  # fmt: skip
 
 

@@ -33,7 +33,7 @@ class SourceClass(NamedTuple):
     unread: tuple[str, ...] = ()
     """Keys of Hugging Face's class that it drops."""
     differences: Mapping[str, str] = {}
-    """Keys -> how models of files without them differ from those here."""
+    """Keys -> how models of files without them differ from those here. In the newer schema they are then False."""
 
 
 class Family(NamedTuple):
@@ -92,8 +92,10 @@ _CORE_EXPERTS = _CORE | {
     "moe_router_bias_update_rate": 0.001,
 }  # fmt: skip
 _CORE_SIGMOID = {"moe_router_enable_expert_bias": True, **_CORE_EXPERTS}
+LATENT_DEFAULTS = {"use_qk_norm": True}
+"""Keys of ``model_config`` that multi-head latent attention implies, as in DeepSeek's models."""
 _LATENT_NORMS = {
-    "use_qk_norm": "has no norms on latent vectors unless qk_layernorm is True; here it has them",
+    "use_qk_norm": "has no norms on latent vectors unless qk_layernorm is True; here it has them: write qk_layernorm",
 }  # fmt: skip
 _DROPPED_WINDOWS = ("max_window_layers", "sliding_window", "use_sliding_window")
 _ALL: dict[str, Any] = {
@@ -342,6 +344,12 @@ def source_class(architecture: str, settings: Mapping[str, Any]) -> SourceClass 
         elif settings.get("type") == candidate.name:
             return candidate
     return None
+
+
+def has_latent_attention(architecture: str, settings: Mapping[str, Any]) -> bool:
+    """Returns whether a ``model_config`` of a family has multi-head latent attention."""
+    key = "multi_latent_attention"
+    return settings.get(key, FAMILIES[architecture].model.get(key)) is True
 
 
 def known_class(name: Any) -> str:

@@ -127,6 +127,8 @@ _FACTS = (
     _Fact(lambda s: s.experts is not None, "experts", "no experts"),
     _Fact(lambda s: attention_spec(s).latent is not None, "multi-head latent attention",
           "no multi-head latent attention"),
+    _Fact(lambda s: (latent := attention_spec(s).latent) and latent.normed, "norms on latent vectors",
+          "no norms on latent vectors"),
     _Fact(lambda s: s.layers_group, "weights that layers share"),
     _Fact(lambda s: s.maps_embedding and s.embedding_size, "an embedding of another width"),
     _Fact(lambda s: None if attention_spec(s).latent else attention_spec(s).head_norm, "norms on query and key",

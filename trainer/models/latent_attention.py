@@ -6,9 +6,10 @@ DeepSeek-AI 2024, DeepSeek-V2, section 2.1. With y the normed residual stream, f
     [l; r] = W_kva y,  c = norm(l)      k_h = [W_k,h c; rotate(r)],      v_h = W_v,h c
     o_h = softmax(scale q_h k_h^T) v_h
 
-Without q_lora_rank one matrix makes the queries from y. rotate(r) is one key for all heads. Prediction caches only c
-and rotate(r), and never makes the keys and values of cached tokens: q_nope W_k,h c = (q_nope W_k,h) c, so c serves as
-one key of all heads, and W_v,h multiplies the weighted sum of the c (same section, "absorbed").
+Without q_lora_rank one matrix makes the queries from y. Without `LatentSpec.normed` c_q and c are not normed.
+rotate(r) is one key for all heads. Prediction caches only c and rotate(r), and never makes the keys and values of
+cached tokens: q_nope W_k,h c = (q_nope W_k,h) c, so c serves as one key of all heads, and W_v,h multiplies the weighted
+sum of the c (same section, "absorbed").
 
 Legend: N tokens, D hidden, H heads, L = kv_lora_rank, d = qk_nope_head_dim, R = qk_rope_head_dim, v = v_head_dim,
 C = H * (d + R), V = H * v, B sequences of a prediction, S cached tokens.
@@ -65,12 +66,15 @@ class LatentAttentionLayer(nn.Cell):
         if self.has_query_latent:
             query = "self_attn.q_b_proj"
             self.query_down = Projection("self_attn.q_a_proj", settings, kernels)
-            self.query_norm = kernels.rms_norm(latent.query_rank, latent.eps)
-            self.query_norm_weight = names.index("self_attn.q_a_layernorm.weight")
         self.query = Projection(query, settings, kernels)
         self.key_value_down = Projection("self_attn.kv_a_proj_with_mqa", settings, kernels)
-        self.key_value_norm = kernels.rms_norm(latent.key_value_rank, latent.eps)
-        self.key_value_norm_weight = names.index("self_attn.kv_a_layernorm.weight")
+        self.normed = latent.normed
+        if self.normed and self.has_query_latent:
+            self.query_norm = kernels.rms_norm(latent.query_rank, latent.eps)
+            self.query_norm_weight = names.index("self_attn.q_a_layernorm.weight")
+        if self.normed:
+            self.key_value_norm = kernels.rms_norm(latent.key_value_rank, latent.eps)
+            self.key_value_norm_weight = names.index("self_attn.kv_a_layernorm.weight")
         self.key_value = Projection("self_attn.kv_b_proj", settings, kernels)
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
@@ -111,16 +115,19 @@ class LatentAttentionLayer(nn.Cell):
         self, x_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
         weights: Sequence[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Returns rotated queries [N, C], normed latent vectors [N, L] and the rotated key of all heads [N, R].
+        """Returns rotated queries [N, C], latent vectors [N, L] and the rotated key of all heads [N, R].
 
         A prediction caches the last two.
         """
         y_ND = self.norm(x_ND, weights[self.norm_weight])
         query_input = y_ND
         if self.has_query_latent:
-            query_input = self.query_norm(self.query_down(y_ND, weights), weights[self.query_norm_weight])
+            query_input = self.query_down(y_ND, weights)
         latent_NL, key_NR = self.cut_down(self.key_value_down(y_ND, weights))
-        latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
+        if self.normed and self.has_query_latent:
+            query_input = self.query_norm(query_input, weights[self.query_norm_weight])
+        if self.normed:
+            latent_NL = self.key_value_norm(latent_NL, weights[self.key_value_norm_weight])
         if self.column_parallel_input is not None:
             # In one collective: two that do not depend on each other would have no order.
             joined = self.concat((query_input, latent_NL, key_NR))
@@ -174,10 +181,12 @@ class LatentAttentionLayer(nn.Cell):
         self.norm.shard_over(tokens)
         copies = data * tensor // tokens
         self.key_value_down.shard_over(tokens, copies=copies)
-        self.key_value_norm.shard_over(tokens)
         if self.has_query_latent:
             self.query_down.shard_over(tokens, copies=copies)
+        if self.normed and self.has_query_latent:
             self.query_norm.shard_over(tokens)
+        if self.normed:
+            self.key_value_norm.shard_over(tokens)
         self.cut_down.shard_over(tokens, 1)
         for projection in (self.query, self.key_value):
             projection.shard_over(data, columns=tensor)

@@ -12,6 +12,7 @@ from trainer.config import preflight
 from trainer.config.checks.notes import pipeline_notes
 from trainer.config.checks.parallel import micro_batches_per_step, parallel_degrees, resolve_for_job, runs_semi_auto
 from trainer.config.checks.problem import ConfigError
+from trainer.config.checks.unsupported import offload_problems
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.device.resolve import resolve_device
 from trainer.launch import heartbeat
@@ -84,7 +85,8 @@ class ExplicitBackend:
     def check_device(self, device: str) -> None:
         """Raises a UserError if an Ascend cannot run the configuration. `preflight` checks what a CPU cannot run."""
         if device == "Ascend":
-            for problem in ascend_problems(self.config, parallel_degrees(self.config, self.world)):
+            degrees = parallel_degrees(self.config, self.world)
+            for problem in (*offload_problems(self.config), *ascend_problems(self.config, degrees)):
                 raise problem.error
 
     def problems(self) -> list[ConfigError]:

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.problem import raise_problems
+from trainer.config.checks.unsupported import offload_problems
 from trainer.semi_auto.rules import (
     data_config,
     missing_files,
@@ -44,9 +45,11 @@ class SemiAutoBackend:
         return "one graph, sharded by MindSpore"
 
     def check_device(self, device: str) -> None:
-        """Raises a UserError on a CPU, for which MindSpore does not compile this mode."""
+        """Raises a UserError on a CPU, for which MindSpore does not compile this mode, and for offloading."""
         if device == "CPU":
             raise semi_auto_without_device(self.config)
+        for problem in offload_problems(self.config):
+            raise problem.error
 
     def problems(self) -> list[ConfigError]:
         """Returns the keys that this mode does not support."""

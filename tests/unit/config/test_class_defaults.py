@@ -13,11 +13,14 @@ from config_helpers import error_of, load, notes
 
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
+from trainer.config.hugging_face import class_differences
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
 from trainer.config.schema.moe import MoEConfig
 from trainer.config.schema.root import Config
+from trainer.convert.convert import older_text
 from trainer.models.spec.shapes import parameter_shapes
+from trainer.models.spec.sublayers import attention_spec
 
 SOURCE = "mindspore-ai/mindformers, commit 167a50dec750bf8ea0b03f1dabf2818c28747a5a"
 FACTS = {
@@ -255,10 +258,58 @@ def test_the_expert_bias_of_deepseek_is_on_with_a_rate_unless_the_file_switches_
     assert moe.has_expert_bias and moe.topk_bias_update_rate == 0.001
     off = load(newer(text.format(", moe_router_enable_expert_bias: False"))).decoder.experts
     assert not off.has_expert_bias and off.topk_bias_update_rate == 0
-    told = notes(newer(text.replace(", qk_layernorm: True", "").format("")))
-    assert "DeepseekV3Config has no norms on latent vectors" in told and "by default 1.59; here it does not" in told
-    yarn = newer(text.format(", position_embedding_type: yarn, rotary_scaling_factor: 40"))
-    assert "MindSpore Transformers' DeepseekV3Config has" not in notes(yarn) and "1.59" not in notes(yarn)
+
+
+LATENT = f"model_type: deepseek_v3, {SMALL}, qk_nope_head_dim: 12, qk_rope_head_dim: 4, mtp_num_layers: 0"
+
+
+@pytest.mark.parametrize(
+    ("keys", "normed", "factor"),
+    [
+        ("", False, 0.1 * 0.707 * math.log(40) + 1),
+        (", qk_layernorm: False, rotary_scaling_factor: 10, mscale: 2", False, 0.2 * math.log(10) + 1),
+        (", qk_layernorm: True, rotary_scaling_factor: 1", True, 1),
+        (", position_embedding_type: yarn, rotary_scaling_factor: 40", False, 0.1 * 0.707 * math.log(40) + 1),
+        (", rope_scaling: {type: yarn, factor: 8}", False, 0.1 * 0.707 * math.log(8) + 1),
+        (", rope_scaling: {type: yarn, factor: 8, mscale: 1, mscale_all_dim: 1}", False, 0.1 * math.log(8) + 1),
+    ],
+)  # fmt: skip
+def test_norms_and_scale_of_latent_attention_are_those_of_the_class(keys: str, normed: bool, factor: float) -> None:
+    """mindformers/pynative/transformers/multi_latent_attention.py, line 181, and gpt_layer_specs.py, line 166."""
+    text = newer(LATENT + keys)
+    config = load(text)
+    spec = attention_spec(config.decoder)
+    assert spec.scale == pytest.approx(factor**2 / 4, rel=1e-12)
+    assert any("_a_layernorm" in name for name in parameter_shapes(config.decoder)) == normed
+    assert ("a.yaml:4: the file has no qk_layernorm, so" in notes(text)) == ("qk_layernorm" not in keys)
+    assert parse_config("again", dump_config(config)) == config
+    assert parse_config("older", older_text("a.yaml", text)[0]).decoder == config.decoder
+    assert bool(class_differences(config.decoder, "DeepseekV3ForCausalLM")) == (not normed)
+
+
+def test_a_published_config_json_and_a_model_without_a_class_have_deepseeks_norms_and_scale() -> None:
+    keys = f"{SMALL}, multi_latent_attention: True, qk_nope_head_dim: 12, qk_rope_head_dim: 4"
+    published = f"model_config: {{{LATENT}}}\n"
+    for text in (f"model_config: {{{keys}}}\n", newer(keys), published):
+        spec = attention_spec(load(text).decoder)
+        assert spec.scale == 1 / 4 and spec.latent.normed
+    assert "DeepseekV3Config has no norms on latent vectors" in notes(published)
+    assert "by default 1.59; here it does not: write softmax_scale" in notes(published)
+    written = published.replace("12,", "12, qk_layernorm: False, softmax_scale: 0.3,")
+    spec = attention_spec(load(written).decoder)
+    assert (spec.scale, spec.latent.normed) == (0.3, False)
+    assert "here it" not in notes(written)
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        ("rope_scaling: {type: yarn, factor: 8, mscale: 1}", "mscale = 1: is not mscale_all_dim 0.707"),
+        ("position_embedding_type: yarn, scaling_factor: 8, mscale_all_dim: 1", "mscale = 0.707: is not mscale_all"),
+    ],
+)
+def test_scales_that_the_class_has_otherwise_are_errors(keys: str, part: str) -> None:
+    assert part in error_of(newer(f"{LATENT}, {keys}"))
 
 
 def test_a_loss_of_the_tokens_of_a_rank_is_that_of_a_sequence_if_they_are_one() -> None:

@@ -272,6 +272,21 @@ def test_select_recomputation_names_modules():
     assert recomputed_parts(load(SMALL + "recompute: {mode: None, full_recompute_layer: [0]}\n")) == ("",) * 4
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("swap: {enable: True}\n", "swap.enable = True"),
+        ("parallelism: {cpu_offload: True}\n", "parallelism.cpu_offload = True"),
+    ],
+)
+def test_moving_data_to_the_host_is_an_error_on_an_ascend_and_a_note_on_a_cpu(text: str, key: str):
+    name = key.partition(" ")[0]
+    assert f"{name} (a.yaml:19): only Ascend devices have it" in notes(SMALL + text)
+    config = load(SMALL.replace("CPU", "Ascend") + text)
+    message = failure(lambda: plan_file(config, SINGLE_PROCESS, []))
+    assert f"a.yaml:19: {key}: an Ascend does not yet move" in message and "a CPU ignores it" in message
+
+
 def test_keys_without_a_counterpart_are_notes_with_their_lines():
     told = notes(FULL)
     assert "a.yaml: a file of MindSpore Transformers' newer schema" in told

@@ -31,6 +31,12 @@ _QUERY_NORM = "self_attn.q_a_layernorm.weight"
 _LATENT_NORM = "self_attn.kv_a_layernorm.weight"
 
 
+def _apply(norm: CpuRmsNorm | None, call: SublayerCall, weight: str, x_nQ: np.ndarray, tile: Tile) -> np.ndarray:
+    if norm is None:
+        return x_nQ
+    return norm.apply(x_nQ, call.weights[weight], tile)
+
+
 class LatentProjections:
     """Makes queries, keys and values of all heads from latent vectors; has the methods of `HeadProjections`."""
 
@@ -51,14 +57,18 @@ class LatentProjections:
         self.rank = latent.key_value_rank
         self.scale = np.float32(spec.scale)
         self.norm = CpuRmsNorm(spec.hidden, spec.eps)
-        self.latent_norm = CpuRmsNorm(self.rank, latent.eps)
+        self.latent_norm: CpuRmsNorm | None = None
+        if latent.normed:
+            self.latent_norm = CpuRmsNorm(self.rank, latent.eps)
         self.query_norm: CpuRmsNorm | None = None
+        self.has_query_latent = latent.query_rank is not None
         self.query_width = spec.hidden
         query_name = "self_attn.q_proj"
         if latent.query_rank is not None:
-            self.query_norm = CpuRmsNorm(latent.query_rank, latent.eps)
             self.query_width = latent.query_rank
             query_name = "self_attn.q_b_proj"
+            if latent.normed:
+                self.query_norm = CpuRmsNorm(latent.query_rank, latent.eps)
 
         def linear(name: str) -> CpuLinear:
             """Returns the product with the weight of a projection, and with its adapter if it has one."""
@@ -96,7 +106,7 @@ class LatentProjections:
     def _latents(
         self, call: SublayerCall, x_ND: np.ndarray, tile: Tile, dtype: type
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns three arrays for a tile: the input of the queries, the normed latent vector, and the shared key.
+        """Returns three arrays for a tile: the input of the queries, the latent vector, and the shared key.
 
         The key is not rotated yet. The arrays have the dtype of the products.
         """
@@ -108,20 +118,20 @@ class LatentProjections:
         if call.save:
             call.saved["scale"][tile.rows, 0] = scale_n
         queries_from = y_nD
-        if self.query_norm is not None:
+        if self.has_query_latent:
             if call.save:
                 plain_nQ = call.saved["query_latent"][tile.rows]
             else:
                 plain_nQ = tile.take(self.query_width, dtype)
             self.query_down.forward(call, y_nD, plain_nQ, tile)
-            queries_from = self.query_norm.apply(plain_nQ, call.weights[_QUERY_NORM], tile)
+            queries_from = _apply(self.query_norm, call, _QUERY_NORM, plain_nQ, tile)
         down = tile.take(self.rank + self.rope_size, dtype)
         self.down.forward(call, y_nD, down, tile)
         plain_nL = tile.take(self.rank, dtype)
         if call.save:
             plain_nL = call.saved["latent"][tile.rows]
         plain_nL[...] = down[:, : self.rank]
-        latent_nL = self.latent_norm.apply(plain_nL, call.weights[_LATENT_NORM], tile)
+        latent_nL = _apply(self.latent_norm, call, _LATENT_NORM, plain_nL, tile)
         return queries_from, latent_nL, down[:, self.rank :]
 
     def _gather(self, call: SublayerCall, x_ND: np.ndarray, dtype: type) -> np.ndarray:
@@ -272,15 +282,15 @@ class _LatentBackward:
             self.query_grad = empty(rows, of.heads * (of.nope_size + of.rope_size), dtype=dtype)[1]
         self.latent_NL = empty(rows, of.rank, dtype=dtype)[1]
         self.queries_from = self.y_ND
-        if of.query_norm is not None or of.gathers:
+        if of.has_query_latent or of.gathers:
             self.queries_from = empty(rows, of.query_width, dtype=dtype)[1]
         self.query_down_grad: np.ndarray | None = None
-        if of.query_norm is not None:
+        if of.has_query_latent:
             self.query_down_grad = empty(stream, of.query_width, dtype=dtype)[1]
 
     def recompute_inputs(self, tile: Tile) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Recomputes three arrays for a tile: the input of the queries, the normed latent vector, and the normed
-        residual stream."""
+        """Recomputes three arrays for a tile: the input of the queries, the latent vector, and the normed residual
+        stream."""
         of = self.of
         call = self.call
         y_nD = self.y_ND[tile.rows]
@@ -291,10 +301,9 @@ class _LatentBackward:
         of.norm(self.x_ND[tile.rows], call.weights[INPUT_NORM], call.saved["scale"][tile.rows, 0], wide_nD)
         to_bfloat16_if_needed(wide_nD, y_nD)
         queries_from = y_nD
-        if of.query_norm is not None:
-            plain_nQ = call.saved["query_latent"][tile.rows]
-            queries_from = of.query_norm.apply(plain_nQ, call.weights[_QUERY_NORM], tile)
-        latent_nL = of.latent_norm.apply(call.saved["latent"][tile.rows], call.weights[_LATENT_NORM], tile)
+        if of.has_query_latent:
+            queries_from = _apply(of.query_norm, call, _QUERY_NORM, call.saved["query_latent"][tile.rows], tile)
+        latent_nL = _apply(of.latent_norm, call, _LATENT_NORM, call.saved["latent"][tile.rows], tile)
         return queries_from, latent_nL, y_nD
 
     def backward_heads(
@@ -338,7 +347,7 @@ class _LatentBackward:
         call = self.call
         of_queries, of_latent, of_key = of._split(grad_nG)
         out_nD = out_ND[tile.rows]
-        if of.query_norm is None:
+        if not of.has_query_latent:
             out_nD[...] = of_queries
         else:
             factor_nQ = self._through_norm(of.query_norm, _QUERY_NORM, "query_latent", of_queries, tile)
@@ -358,9 +367,11 @@ class _LatentBackward:
         out_nD += grad_ND[tile.rows]
 
     def _through_norm(
-        self, norm: CpuRmsNorm, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
+        self, norm: CpuRmsNorm | None, weight: str, saved: str, grad_nQ: np.ndarray, tile: Tile
     ) -> np.ndarray:
-        """Returns the gradient of the input of a norm of latent vectors."""
+        """Returns the gradient of latent vectors before their norm, if they have one."""
+        if norm is None:
+            return grad_nQ
         input_grad_nQ = tile.take(grad_nQ.shape[1])
         input_grad_nQ[...] = grad_nQ
         norm.backward(self.call, weight, self.call.saved[saved][tile.rows], input_grad_nQ, tile)

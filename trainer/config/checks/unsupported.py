@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.checks.problem import ConfigError, problem, value_of
 from trainer.config.families import FAMILIES, known_class
 from trainer.config.schema.fields import Section, Support, support_of
 from trainer.config.schema.moe import MoEConfig
@@ -60,6 +60,16 @@ def not_yet_problems(config: Config) -> list[ConfigError]:
         for unsupported in find_unsupported(config)
         if unsupported.support == "not_yet" and not _unread_reason(config, unsupported)
     ]
+
+
+def offload_problems(config: Config) -> Iterator[ConfigError]:
+    """Yields an error for each key that asks an Ascend to move data to the memory of its host."""
+    moved = {"swap_config.swap": "activations", "context.memory_offload": "weights and their states"}
+    for key, what in moved.items():
+        if value_of(config, key) in (True, "ON"):
+            rule = f"an Ascend does not yet move {what} to the memory of its host"
+            fix = "leave it out, and recompute layers or shard over more ranks if memory is short; a CPU ignores it"
+            yield problem(config, key, rule, fix)
 
 
 def _unread_reason(config: Config, unsupported: UnsupportedKey) -> str:

@@ -10,7 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.config.families import named_family, source_class
+from trainer.config.checks.problem import problem_at
+from trainer.config.families import has_latent_attention, named_family, source_class
 from trainer.config.note import Note
 from trainer.config.pynative import inverses
 from trainer.config.pynative.degrees import (
@@ -23,6 +24,7 @@ from trainer.config.pynative.degrees import (
     set_stage_layers,
     set_ulysses_degree,
 )
+from trainer.config.pynative.latent import set_latent_attention
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Entry, Items, Table, plain, tree
 from trainer.config.read.rows import Row, Transform, reverse
@@ -153,9 +155,13 @@ def _model(work: Translation, row: Row) -> None:
                 work.notes.append(text)
             continue
         if name in _GRAPH_MODE_ONLY and settings[name] is not None:
-            text = "acts here; MindSpore Transformers' PynativeTrainer does not read it"
-            work.notes.append(f"{entry.place.text}: {key}.{name}: {text}")
+            rule = "MindSpore Transformers' PynativeTrainer does not read it, so the file trains another model there"
+            fix = "remove it to train as there, or write the file in the older schema (`convert`), where it acts"
+            work.problems.append(problem_at(entry.place, f"{key}.{name}", rule, fix, settings[name]))
+            continue
         work.set_key(f"{_MODEL}.{name}", entry.node, f"{key}.{name}", place=entry.place)
+    if known is not None and has_latent_attention(family, settings):
+        set_latent_attention(work, family, known)
 
 
 def _targets(work: Translation, row: Row) -> None:
@@ -311,6 +317,9 @@ ROWS = (
         Transform(_texts), inverse=inverses.full_recompute_layer),
     Row("recompute.select_module", "recompute_config.select_recompute", "dict|list", None, "recompute.mode=select",
         apply=_recompute_modules, inverse=inverses.select_module),
+    # Both are errors on an Ascend, and without effect on a CPU.
+    Row("swap.enable", "swap_config.swap", "bool", False, "swap.enable"),
+    Row("parallelism.cpu_offload", "context.memory_offload", "bool", False, "parallelism.cpu_offload", _ON),
     Row("context", "context", "dict", {}, apply=_context),
     Row("context.device_target", "context.device_target", default="Ascend"),
     Row("context.max_device_memory", "context.max_device_memory", default="59GB", when="context.device_target=Ascend"),

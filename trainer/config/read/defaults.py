@@ -10,6 +10,7 @@ from typing import Any
 from trainer.config.checks.parallel import SEMI_AUTO
 from trainer.config.families import (
     FAMILIES,
+    LATENT_DEFAULTS,
     Family,
     SourceClass,
     known_class,
@@ -20,7 +21,7 @@ from trainer.config.families import (
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.read.resolve import Resolved
-from trainer.config.schema.fields import Section, beside_of, fields_by_yaml_name, yaml_names
+from trainer.config.schema.fields import Section, fields_by_yaml_name, yaml_names
 from trainer.config.schema.model import LATENT_SIZES, ModelConfig, window_layer_types
 from trainer.config.schema.moe import MoEConfig
 
@@ -137,10 +138,9 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
     if family is not None:
         for name, value in family.model.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
-    for name, field in ModelConfig.model_fields.items():
-        rule = beside_of(field)
-        if rule is not None and rule.value != field.default and resolved.section(_MODEL).get(rule.other) is True:
-            _set_default(resolved, f"{_MODEL}.{name}", rule.value, f"{_MODEL}.{rule.other}")
+    if resolved.section(_MODEL).get("multi_latent_attention") is True:
+        for name, value in LATENT_DEFAULTS.items():
+            _set_default(resolved, f"{_MODEL}.{name}", value, f"{_MODEL}.multi_latent_attention")
     if family is not None and not is_complete and not has_source_class:
         _released_sizes(resolved, family)
     if family is not None:
@@ -229,13 +229,17 @@ def _from_source_class(resolved: Resolved, architecture: str) -> bool:
 
 
 def _note_latent_differences(resolved: Resolved, place: str, known: SourceClass) -> None:
-    """Adds notes where a file has other multi-head latent attention in MindSpore Transformers than here."""
+    """Adds notes where a file has other multi-head latent attention in MindSpore Transformers than here.
+
+    A file of this schema may have the keys of a published config.json, whose model is meant then.
+    """
     settings = resolved.section(_MODEL)
     source = f"{place}: MindSpore Transformers' {known.name}"
     resolved.notes += [f"{source} {text}" for key, text in known.differences.items() if key not in settings]
-    if settings.get("position_embedding_type", "rope") == "rope" and settings.get("rope_scaling") is None:
+    is_plain = settings.get("position_embedding_type", "rope") == "rope" and settings.get("rope_scaling") is None
+    if is_plain and settings.get("softmax_scale") is None:
         text = f"{source} multiplies the scale of attention by (0.1 mscale ln(rotary_scaling_factor) + 1)^2 even"
-        resolved.notes.append(f"{text} without yarn, by default 1.59; here it does not")
+        resolved.notes.append(f"{text} without yarn, by default 1.59; here it does not: write softmax_scale")
 
 
 def _released_sizes(resolved: Resolved, family: Family) -> None:
@@ -405,12 +409,12 @@ def _from_window_size(resolved: Resolved) -> None:
     layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
     if settings.get("window_attn_skip_freq") is None or type(layers) is not int:
         return
-    types = window_layer_types(layers, settings["window_attn_skip_freq"])
+    frequency = settings["window_attn_skip_freq"]
+    types = window_layer_types(layers, frequency)
     _set_default(resolved, f"{_MODEL}.layer_types", types, f"{_MODEL}.window_attn_skip_freq")
-    if len(types) > 1 and types[0] != types[1]:
+    if frequency == 2 or (isinstance(frequency, list) and frequency[:1] != frequency[1:2]):
         place = resolved.positions[f"{_MODEL}.window_attn_skip_freq"]
-        text = "MindSpore Transformers' code takes layer 0 for layer 1; here each is as written"
-        resolved.notes.append(f"{place.text}: {place.key}: {text}")
+        resolved.notes.append(f"{place.text}: {place.key}: layer 0 is like layer 1, as in MindSpore Transformers")
 
 
 def _from_grouped_schedule(resolved: Resolved) -> None:

@@ -29,13 +29,17 @@ WindowSide = Annotated[int, Field(ge=-1, le=LENGTH)]
 
 
 def window_layer_types(layers: int, skip_frequency: Any) -> list[str]:
-    """Converts Megatron-LM's frequency of layers without a window to ``layer_types``."""
+    """Converts MindSpore Transformers' ``window_attn_skip_freq`` to ``layer_types``.
+
+    It gives layer 0 the attention of layer 1 (attention.py, line 149: ``max(1, layer_number)``).
+    """
     if isinstance(skip_frequency, list):
         windowed = [bool(value) for value in skip_frequency]
     elif isinstance(skip_frequency, int) and skip_frequency > 0:
         windowed = [(layer + 1) % skip_frequency != 0 for layer in range(layers)]
     else:
         windowed = [True] * layers
+    windowed[:1] = windowed[1:2] or windowed[:1]
     return ["sliding_attention" if has_window else "full_attention" for has_window in windowed]
 
 
@@ -148,7 +152,7 @@ class ModelConfig(Section):
         fix="write [W, 0] for a window of W tokens before the current one")
     window_attn_skip_freq: Layer | list[Layer] | None = setting(
         None, "Layers without the window of window_size: every Nth for an integer N; a list has 1 (window) or 0 for"
-        " each layer. Default null: none, or layer_types.")
+        " each layer. Layer 0 is like layer 1, as there. Default null: none, or layer_types.")
     position_embedding_type: Literal["rope", "yarn", "llama3", "none"] = setting(
         "rope", "Kind of positions: rotary, whose stretching rope_scaling describes; none: there are none.")
     nope_layer_interval: int | None = setting(
@@ -156,8 +160,8 @@ class ModelConfig(Section):
     nope_layers: list[Layer] | None = setting(
         None, "Layers without rotary positions, counted from 0. Default null: none.")
     softmax_scale: float | None = setting(
-        None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head).", gt=0,
-        beside=Beside("multi_latent_attention", None, "multi_latent_attention has a scale of its own"))
+        None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head), with yarn and"
+        " multi_latent_attention times the square of its mscale.", gt=0)
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(
@@ -177,9 +181,8 @@ class ModelConfig(Section):
     mlp_down_has_bias: bool | None = setting(
         None, "Bias on the output of the feed-forward layer and of each expert. Default null: mlp_has_bias.")
     use_qk_norm: bool = setting(
-        False, "RMSNorm on query and key of each head (Qwen3).", aliases="qk_layernorm qk_norm",
-        beside=Beside("multi_latent_attention", True, "multi_latent_attention always has norms on its latent vectors,"
-                      " as DeepSeek's models have"))
+        False, "RMSNorm on query and key of each head (Qwen3). With multi_latent_attention on its latent vectors, and"
+        " True by default.", aliases="qk_layernorm qk_norm")
     post_self_attn_layernorm: bool = setting(
         False, "RMSNorm on the output of attention (GLM-4).",
         beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))

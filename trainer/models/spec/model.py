@@ -78,6 +78,8 @@ class LatentSpec(NamedTuple):
     """Width of the part of a query or key that is not rotated."""
     rope_size: int
     """Width of the rotated part, whose key all heads share."""
+    normed: bool = True
+    """Whether latent vectors are normed before the matrices that take them."""
     eps: float = 1e-6
     """Epsilon of the norms of latent vectors, which in transformers and in DeepSeek's code does not depend on the
     epsilon of the other norms."""

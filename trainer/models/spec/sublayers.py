@@ -43,6 +43,7 @@ def latent_spec(settings: ModelConfig) -> LatentSpec | None:
         key_value_rank=settings.kv_lora_rank,
         nope_size=settings.qk_nope_head_dim,
         rope_size=settings.qk_rope_head_dim,
+        normed=settings.use_qk_norm,
     )
 
 
@@ -217,10 +218,12 @@ def _latent_attention_parameters(
         yield ParameterSpec("self_attn.q_proj.weight", (queries, hidden), "column")
     else:
         yield from _linear("self_attn.q_a_proj", latent.query_rank, hidden, bias, "replicated")
-        yield _norm("self_attn.q_a_layernorm.weight", latent.query_rank)
+        if latent.normed:
+            yield _norm("self_attn.q_a_layernorm.weight", latent.query_rank)
         yield ParameterSpec("self_attn.q_b_proj.weight", (queries, latent.query_rank), "column")
     yield from _linear("self_attn.kv_a_proj_with_mqa", rank + latent.rope_size, hidden, bias, "replicated")
-    yield _norm("self_attn.kv_a_layernorm.weight", rank)
+    if latent.normed:
+        yield _norm("self_attn.kv_a_layernorm.weight", rank)
     yield ParameterSpec("self_attn.kv_b_proj.weight", (keys_and_values, rank), "column")
     values = spec.heads * spec.value_size
     yield from _linear("self_attn.o_proj", hidden, values, settings.attn_proj_has_bias, "row", "residual")

@@ -150,7 +150,6 @@ def test_a_published_config_json(tmp_path: Path) -> None:
     [
         (dense(qk_rope_head_dim=7), ["qk_rope_head_dim = 7", "rotary embedding", "even number"]),
         (dense(rotary_pct=0.5), ["rotary_pct = 0.5", "qk_rope_head_dim"]),
-        (dense(use_qk_norm=False), ["use_qk_norm = False", "always has norms"]),
         (dense(post_self_attn_layernorm=True), ["post_self_attn_layernorm = True", "not yet supported"]),
         (dense(pet_config={"target_modules": ".*q_b_proj|.*k_proj|.*wv"}), ["that matches .*k_proj, .*wv", "kv_b"]),
         (dense(pet_config={"target_modules": ".*key"}), ["matches none", "kv_a_proj_with_mqa"]),

@@ -1,0 +1,62 @@
+"""Translates multi-head latent attention: norms and scale as MindSpore Transformers' classes have them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trainer.config.checks.problem import problem_at
+from trainer.config.families import FAMILIES, SourceClass
+from trainer.config.pynative.work import Translation
+from trainer.config.read.relocate import parent
+from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.model import ModelConfig
+
+_MODEL = "model.model_config"
+_FACTORS = ("rotary_scaling_factor", "scaling_factor")
+_SCALE_KEYS = (*_FACTORS, "mscale", "mscale_all_dim")
+_DEFAULTS = {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}
+"""The defaults of its MLATransformerConfig."""
+
+
+def set_latent_attention(work: Translation, family: str, known: SourceClass) -> None:
+    """Sets norms and scale of latent attention where a file leaves them out.
+
+    Its latent vectors have norms only with qk_layernorm. Even without yarn the scale is
+    (0.1 mscale ln(rotary_scaling_factor) + 1)^2 / sqrt(width of a query) (softmax_scale of its MultiLatentAttention).
+    """
+    names = yaml_names(ModelConfig)
+    settings = {names.get(name, name): value for name, value in work.values["model"].items() if value is not None}
+    source = f"of MindSpore Transformers' {known.name}"
+    entries = work.table("model").explicit
+    place = entries["model_type"].place
+    for key in known.differences.keys() - settings.keys():
+        work.set_key(f"{_MODEL}.{key}", False, "model", place=place._replace(key="model.qk_layernorm"))
+        text = f"the file has no qk_layernorm, so the latent vectors {source} have no norms"
+        work.notes.append(f"{place.text}: {text}; the released DeepSeek-V3 has them: write qk_layernorm: True")
+    scaling = settings.get("rope_scaling", {})
+    if not isinstance(scaling, dict):
+        return  # an error follows
+    values: dict[str, Any] = {name: settings.get(name, default) for name, default in _DEFAULTS.items()}
+    values["factor"] = next((settings[name] for name in _FACTORS if name in settings), values["factor"])
+    values |= {name: scaling[name] for name in _DEFAULTS if scaling.get(name) is not None}
+    defaults = FAMILIES[family].defaults
+    width: Any = [settings.get(name, defaults[name]) for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    if not all(type(value) in (int, float) for value in (*values.values(), *width)):
+        return  # an error follows
+    if "yarn" in (settings.get("position_embedding_type"), scaling.get("type"), scaling.get("rope_type")):
+        if values["mscale"] != values["mscale_all_dim"]:
+            rule = f"is not mscale_all_dim {values['mscale_all_dim']}: rotary angles {source} grow then, not yet here"
+            where = next(entries[name].place for name in ("mscale", "rope_scaling", "model_type") if name in entries)
+            work.problems.append(problem_at(where, "mscale", rule, "write one number for both", values["mscale"]))
+        for name in ("mscale", "mscale_all_dim"):
+            if scaling and name not in scaling:
+                work.set_key(f"{_MODEL}.rope_scaling.{name}", values[name], "model", place=place)
+        return
+    for name in _SCALE_KEYS:
+        parent(work.root, f"{_MODEL}.{name}", place).explicit.pop(name, None)
+    if values["factor"] > 1:
+        factor = (0.1 * values["mscale"] * math.log(values["factor"]) + 1) ** 2
+        work.set_key(f"{_MODEL}.softmax_scale", factor / math.sqrt(sum(width)), "model", place=place)
+        text = f"the scale of the attention {source} has the factor {factor:.4g}"
+        work.notes.append(f"{place.text}: {text}, (0.1 mscale ln(rotary_scaling_factor) + 1)^2, even without yarn")
