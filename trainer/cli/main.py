@@ -390,10 +390,11 @@ def _smoke(
 
     def show_changes(changes: list[Change]) -> None:
         if not json_:
-            print_sections([changes_section(changes)])
+            print_sections([changes_section(changes, loaded)])
 
     try:
-        result = smoke(_load(context.obj, problems), problems, steps, ranks, report_progress, show_changes)
+        loaded = _load(context.obj, problems)
+        result = smoke(loaded, problems, steps, ranks, report_progress, show_changes)
     except UserError as error:
         if json_:
             invalid = {"result": "invalid", "file": context.obj.config, "problem": str(error), "exit_code": 2}
@@ -402,7 +403,7 @@ def _smoke(
     if json_:
         print(json.dumps(smoke_result_dict(result), indent=1))
     else:
-        print("\n".join(outcome_lines(result)))
+        print("\n".join(outcome_lines(result, loaded.source)))
     return result.exit_code
 
 

@@ -100,7 +100,10 @@ def stage_problems(config: Config) -> Iterator[ConfigError]:
     sizes = [size for row in chunk_sizes(config) for size in row]
     if min(sizes) < 0 or sum(sizes) != settings.num_layers:
         rule = f"the stages would have {sum(sizes)} layers, and the model has {settings.num_layers}"
-        yield problem(config, _KEY, rule, f"its sum must be {settings.num_layers % (stages * chunks)}")
+        fix = f"its sum must be {settings.num_layers % (stages * chunks)}"
+        if config.source.source_places:  # a list of ranges
+            fix = f"write ranges of {settings.num_layers} layers"
+        yield problem(config, _KEY, rule, fix)
 
 
 def _rows(written: Any) -> list[list[int]]:

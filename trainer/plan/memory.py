@@ -291,6 +291,6 @@ def memory_notes(rank_bytes: int, left_bytes: int | None = None, ranks: int = 1)
             who = f"the {ranks} ranks of this host need"
         yield (
             f"{who} about {needed_bytes / mib:,.0f} MiB of memory and {left_bytes / mib:,.0f} MiB are left:"
-            " a smaller runner_config.batch_size with more gradient_accumulation_steps, or recompute_config.recompute,"
+            " a smaller runner_config.batch_size with more micro-batches a step, or recompute_config.recompute,"
             " needs less"
         )

@@ -99,7 +99,7 @@ def _run_rows(plan: Plan) -> Rows:
         hosts = ""
         if plan.host_ranks != plan.ranks:
             hosts = f", {plan.host_ranks} of them on this host"
-        degrees = ", ".join(f"{name} {size}" for name, size in plan.degrees.items())
+        degrees = plan.config.source.name_keys(", ".join(f"{name} {size}" for name, size in plan.degrees.items()))
         rows.append(("ranks", f"{plan.ranks}{hosts}: {degrees}"))
     rows += [("execution", plan.execution), ("output_dir", plan.output_dir)]
     if plan.resumes is not None:

@@ -182,7 +182,8 @@ def plan_file(
     notes = _notes_elsewhere(not_implemented, paths)
     if not has_sizes:
         return _without_sizes(config, plan, notes)
-    return replace(plan, notes=(*plan.notes, *notes, *memory_notes))
+    added = [Note(config.source.name_keys(note), note.kind) for note in (*notes, *memory_notes)]
+    return replace(plan, notes=(*plan.notes, *added))
 
 
 def _check_data(config: Config, section: str, is_missing: bool) -> None:

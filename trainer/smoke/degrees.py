@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from trainer.config import Config
 from trainer.config.checks.parallel import parallel_degrees, parallel_problems
+from trainer.config.schema.root import ConfigSource
 from trainer.errors import UserError
 from trainer.parallel.mesh import Degrees
 from trainer.parallel.world import World, world_of
@@ -79,6 +80,14 @@ def parallelism_kinds(config: Config, world: World) -> list[str]:
         return []
     kinds = Layout(parallel_degrees(config, world), bool(config.parallel.enable_parallel_optimizer)).kinds()
     return [kind for kind in KINDS if kind in kinds]
+
+
+def kind_name(kind: str, source: ConfigSource) -> str:
+    """Returns a kind of parallelism under its name in the file's schema: tensor_parallel for model_parallel."""
+    section = "parallel_config"
+    if kind == SHARING:
+        section = "parallel"
+    return source.name(f"{section}.{kind}").rpartition(".")[2]
 
 
 def refusals(config: Config, ranks: int, device: str) -> Iterator[str]:

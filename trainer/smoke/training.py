@@ -88,7 +88,7 @@ def _steps(config: Config, setup: Setup) -> Iterator[Change]:
     else:
         why = _SMALLER
         if micro_batches(config) > accumulated:
-            why = f"in place of micro_batch_num {section.micro_batch_num} of the pipeline"
+            why = f"in place of the {section.micro_batch_num} micro-batches of the pipeline"
         yield from change_key(config, "parallel_config.micro_batch_num", 1)
         yield from change_key(config, f"{runner}.gradient_accumulation_steps", micro_batches(config), why)
     if config.runner_config.rampup_batch_size is not None:

@@ -9,7 +9,7 @@ import pytest
 from smoke_files import ALPACA, DENSE, EXPERTS
 from tolerances import SIZES_OF_TWO_ROUNDINGS, SMALL_SIZE
 
-from trainer.config import Config, Override, parse_config
+from trainer.config import Config, Override, load_config, parse_config
 from trainer.config.families import FAMILIES
 from trainer.config.recompute import comm_recompute_layers, recomputed_parts
 from trainer.models.spec.adapters import layer_targets
@@ -18,8 +18,9 @@ from trainer.optim.freeze import frozen_names
 from trainer.parallel.mesh import Degrees
 from trainer.smoke.changes import Setup, smoke_text
 from trainer.smoke.data import sections_read
-from trainer.smoke.degrees import KINDS, possible_layouts
-from trainer.smoke.run import smoke_changes
+from trainer.smoke.degrees import KINDS, kind_name, possible_layouts
+from trainer.smoke.report import changes_section
+from trainer.smoke.run import _resolve_batch, smoke_changes
 
 
 def small(text: str, *pairs: str, ranks: int = 1, missing: bool = True) -> tuple[Config, dict[str, tuple]]:
@@ -159,7 +160,7 @@ def test_layouts_keep_as_many_kinds_as_there_are_ranks_for():
 def test_micro_batches_of_a_pipeline_are_accumulated():
     config, told = small(EXPERTS)
     assert config.runner_config.gradient_accumulation_steps == 2
-    assert "in place of micro_batch_num 2" in told["runner_config.gradient_accumulation_steps"][2]
+    assert "in place of the 2 micro-batches" in told["runner_config.gradient_accumulation_steps"][2]
 
 
 def test_data_that_is_not_here_has_the_same_form():
@@ -293,3 +294,21 @@ def test_a_model_of_each_class_becomes_small(kind):
     assert weights < 2_000_000 and config.model.arch.type == kind and config.decoder.mtp_depth == before.mtp_depth
     parts = {name.split(".", 3)[-1] for name in all_shapes(before)}
     assert {name.split(".", 3)[-1] for name in all_shapes(config.decoder)} == parts, "kinds of weights are missing"
+
+
+def test_the_table_of_a_newer_file_has_its_keys_and_values():
+    file = Path(__file__).resolve().parents[3] / "configs" / "pynative" / "pipeline.yaml"
+    config = load_config(str(file))
+    setup = Setup(3, 1, Path("/tmp/smoke"), "CPU", dict.fromkeys(sections_read(config), ""))
+    rows = changes_section(smoke_changes(_resolve_batch(config), setup), config)[1][1:]
+    values = {key: (before, after) for key, before, after, _ in rows}
+    assert values["parallelism.pipeline_parallel"] == ("2", "1")
+    assert values["parallelism.pipeline_parallel_layers_per_stage"][0] == '["0-6, 14-20", "7-13, 21-27"]'
+    assert values["training.steps"] == ("1000", "3") and values["training.global_batch_size"] == ("16", "2")
+    assert values["model.num_hidden_layers"] == ("28", "2")
+    sections = ("model", "train_dataset", "training", "lr_scheduler", "checkpoint", "parallelism", "context")
+    assert {key.partition(".")[0] for key in values} == set(sections)
+    assert "model_config" not in str(rows) and "micro_batch_num" not in str(rows)
+    names = [kind_name(kind, config.source) for kind in KINDS]
+    assert names == ["pipeline_parallel", "tensor_parallel", "expert_parallel", "context_parallel", "data_parallel",
+                     "data_parallel_shard"]

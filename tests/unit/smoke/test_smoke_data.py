@@ -11,6 +11,7 @@ from config_helpers import CLASSIFIER
 from smoke_files import ALPACA, EXPERTS
 
 from trainer.config import Config, load_config
+from trainer.config.schema.root import ConfigSource
 from trainer.data import build_datasets
 from trainer.data.batches.mindrecord import build_mindrecord
 from trainer.errors import RunError, UserError
@@ -141,11 +142,12 @@ def test_the_verdict(losses, again, evaluation, says):
 
 def test_the_last_lines_say_which_kinds_of_parallelism_ran():
     verdict = SmokeResult("a.yaml", "out", 8, [], [], ["pipeline_stage", "data_parallel"], ["context_parallel"])
-    assert "parallelism: pipeline_stage, data_parallel; left out: context_parallel" in outcome_lines(verdict)
+    lines = outcome_lines(verdict, ConfigSource())
+    assert "parallelism: pipeline_stage, data_parallel; left out: context_parallel" in lines
     verdict.left_out = []
-    assert "parallelism: pipeline_stage, data_parallel" in outcome_lines(verdict)
+    assert "parallelism: pipeline_stage, data_parallel" in outcome_lines(verdict, ConfigSource())
     verdict.ranks = 1
-    assert "parallelism" not in "".join(outcome_lines(verdict))
+    assert "parallelism" not in "".join(outcome_lines(verdict, ConfigSource()))
 
 
 def test_a_small_copy_that_is_not_valid_is_a_failure(tmp_path):

@@ -99,9 +99,9 @@ def set_stage_layers(work: Translation, row: Row) -> None:
             return
         sizes.append(end + 1 - begin)
         first = end + 1
-    layers = _number_of_layers(work)
+    name, layers = _number_of_layers(work)
     if layers != first:
-        work.problem(row.old, f"has {first} layers, and the model {layers} (num_hidden_layers)", "write all of them")
+        work.problem(row.old, f"has {first} layers, and the model has {name} {layers}", "write all of them")
         return
     offset: list[Any] = [size - first // (stages * chunks) for size in sizes]
     if chunks > 1:
@@ -195,7 +195,11 @@ def _choice(work: Translation, key: str, choices: Mapping[str, str]) -> str | No
     return choices.get(name)
 
 
-def _number_of_layers(work: Translation) -> Any:
+def _number_of_layers(work: Translation) -> tuple[str, Any]:
+    """Returns the key that has the number of layers, as the file writes it, and its value; None without one."""
     names = ["num_layers", *aliases_of(ModelConfig.model_fields["num_layers"])]
-    entries = [find_entry(work.root, f"model.model_config.{name}") for name in names]
-    return next((entry.node.value for entry in entries if entry is not None and isinstance(entry.node, Scalar)), None)
+    for name in names:
+        entry = find_entry(work.root, f"model.model_config.{name}")
+        if entry is not None and isinstance(entry.node, Scalar):
+            return f"model.{name}", entry.node.value
+    return "model.num_hidden_layers", None
