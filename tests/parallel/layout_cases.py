@@ -85,6 +85,7 @@ class Trained(NamedTuple):
     losses: list[float]
     norms: list[float]
     weights: dict[str, np.ndarray]
+    logits: np.ndarray | None = None  # the largest of each step, layer and head
 
 
 def has_layout(model: str, layout: str) -> bool:

@@ -27,6 +27,7 @@ STEPS, ROWS = 6, 4  # sequences of a step, each a micro-batch
 FILE = f"""\
 context: {{device_target: CPU}}
 training: {{steps: {STEPS}, local_batch_size: 1, global_batch_size: {ROWS}}}
+callbacks: [{{type: MaxLogitsMonitor}}]
 optimizer: {{type: AdamW, eps: 1.e-5}}
 lr_scheduler: {{type: ConstantWarmUpLR, learning_rate: 4.e-3, warmup_steps: 0}}
 train_dataset:
@@ -96,4 +97,5 @@ def trained(group: ProcessGroup, keys: str) -> Trained:
     for place in range(STEPS):
         rows = [make_batch(10 * place + row, TOKENS - 3 * row) for row in range(ROWS)]
         results.append(step(rows[first : first + number]))
-    return Trained([one.loss for one in results], [one.global_norm for one in results], saved(step))
+    logits = np.array([one.max_logits for one in results])
+    return Trained([one.loss for one in results], [one.global_norm for one in results], saved(step), logits)

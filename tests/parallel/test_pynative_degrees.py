@@ -9,7 +9,7 @@ import pytest
 from layout_cases import Trained
 from pynative_cases import CASES, STEPS
 from rank_job import on_rank_processes
-from tolerances import RUN_LOSSES, RUN_NORMS, RUN_WEIGHTS
+from tolerances import RUN_LOSSES, RUN_NEAR_ZERO, RUN_NORMS, RUN_WEIGHTS
 
 
 @functools.cache
@@ -29,6 +29,7 @@ def test_each_degree_trains_what_one_rank_does(keys: str, ranks: int) -> None:
     for of_rank in trained_by(ranks)[keys]:
         np.testing.assert_allclose(of_rank.losses, expected.losses, rtol=RUN_LOSSES)
         np.testing.assert_allclose(of_rank.norms, expected.norms, rtol=RUN_NORMS)
+        np.testing.assert_allclose(of_rank.logits, expected.logits, rtol=RUN_NORMS, atol=RUN_NEAR_ZERO)
         assert of_rank.weights.keys() == expected.weights.keys()
         for name, weight in expected.weights.items():
             np.testing.assert_allclose(of_rank.weights[name], weight, atol=RUN_WEIGHTS, err_msg=name)

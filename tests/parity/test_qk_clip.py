@@ -1,4 +1,4 @@
-"""QK-clip against NumPy: the largest logit of each head, and algorithm 1 of Kimi K2 (arXiv 2507.20534) on the weights.
+"""The largest attention logits, and QK-clip: algorithm 1 of Kimi K2 (arXiv 2507.20534), against NumPy.
 
 Limits: tolerances.py. A missing square root, or a scaled value, is off by more than 1e-1.
 """
@@ -31,9 +31,12 @@ def cpu_threads() -> None:
     set_up_cpu_threads()
 
 
-def tiny(query_rank: int | None = 10, **model: object) -> TinyTrainer:
-    """Makes a model whose logits are a few units large."""
-    made = TinyTrainer(True, None, **MODEL | {"q_lora_rank": query_rank} | model)
+def latent(query_rank: int | None = 10) -> TinyTrainer:
+    return enlarged(TinyTrainer(True, None, **MODEL | {"q_lora_rank": query_rank}))
+
+
+def enlarged(made: TinyTrainer) -> TinyTrainer:
+    """Sets initial weights whose logits are a few units large."""
     random = np.random.default_rng(3)
     for name, value in made.initial.items():
         if "self_attn" in name and value.ndim == 2:
@@ -55,17 +58,17 @@ def max_logits(trainer: TinyTrainer, weights: dict[str, np.ndarray], batch: Batc
     """Returns the largest logit of each head of layer 0, at least 0, in float64."""
     weights = {name: value.astype(np.float64) for name, value in weights.items()}
     spec = attention_spec(trainer.model.settings)
-    latent = spec.latent
+    sizes = spec.latent
     x = weights["model.embed_tokens.weight"][batch.input_ids]
     x = normed(x, weights["model.layers.0.input_layernorm.weight"], spec.eps)
-    if latent.query_rank is None:
+    if sizes.query_rank is None:
         queries = x @ weights[f"{ATTENTION}q_proj.weight"].T
     else:
         low = x @ weights[f"{ATTENTION}q_a_proj.weight"].T
-        low = normed(low, weights[f"{ATTENTION}q_a_layernorm.weight"], latent.eps)
+        low = normed(low, weights[f"{ATTENTION}q_a_layernorm.weight"], sizes.eps)
         queries = low @ weights[f"{ATTENTION}q_b_proj.weight"].T
     down = x @ weights[f"{ATTENTION}kv_a_proj_with_mqa.weight"].T
-    low = normed(down[..., :LATENT], weights[f"{ATTENTION}kv_a_layernorm.weight"], latent.eps)
+    low = normed(down[..., :LATENT], weights[f"{ATTENTION}kv_a_layernorm.weight"], sizes.eps)
     both = (low @ weights[f"{ATTENTION}kv_b_proj.weight"].T).reshape(*x.shape[:2], spec.heads, NOPE + VALUE)
     queries = queries.reshape(*x.shape[:2], spec.heads, NOPE + ROPE)
     logits = np.einsum("bqhd,bkhd->bhqk", queries[..., :NOPE], both[..., :NOPE])
@@ -99,7 +102,7 @@ def muon(threshold: float, **changes: object) -> dict:
 @pytest.mark.parametrize(("query_rank", "query"), [(10, "q_b_proj"), (None, "q_proj")])
 def test_weights_of_large_heads_are_those_of_the_paper(query_rank: int | None, query: str) -> None:
     """A learning rate of 0 leaves the clip alone. The step after it has the threshold as its largest logits."""
-    trainer = tiny(query_rank)
+    trainer = latent(query_rank)
     batches = [unrotated(1), unrotated(2)]
     right_H = np.max([max_logits(trainer, trainer.initial, batch) for batch in batches], axis=0)
     threshold = float(np.sort(right_H)[1:3].mean())  # some heads are above it, some below
@@ -117,8 +120,30 @@ def test_weights_of_large_heads_are_those_of_the_paper(query_rank: int | None, q
     np.testing.assert_allclose(again.max_logits[0], np.minimum(right_H, threshold), rtol=10 * limit)
 
 
+def test_the_monitor_measures_grouped_heads_without_qk_clip() -> None:
+    """Two queries share each key. AdamW has nothing to clip, and no bit of its training changes."""
+    trainer = enlarged(TinyTrainer())
+    batch = unrotated(3)
+    first = {name.removeprefix("model.layers.0."): value for name, value in trainer.initial.items()}
+    eps = trainer.model.settings.rms_norm_eps
+    x = normed(first["model.embed_tokens.weight"][batch.input_ids], first["input_layernorm.weight"], eps)
+    queries = (x @ first["self_attn.q_proj.weight"].T).reshape(*x.shape[:2], 2, 2, 4)
+    keys = (x @ first["self_attn.k_proj.weight"].T).reshape(*x.shape[:2], 2, 4)
+    logits = np.einsum("bqkgd,btkd->bkgqt", queries, keys) / math.sqrt(4)
+    same = batch.segment_ids[:, :, None] == batch.segment_ids[:, None, :]
+    visible = (same & np.tri(TOKENS, dtype=bool))[:, None, None]
+    right_H = np.maximum(np.where(visible, logits, 0).max((0, 3, 4)), 0).reshape(-1)
+    results = []
+    for monitors in ([{"type": "MaxLogitsMonitor"}], []):
+        results.append((trainer.step(callbacks=monitors)([batch]), trainer.weights()))
+    limit = decoder_limits(trainer.model.settings, rows=2).loss
+    np.testing.assert_allclose(results[0][0].max_logits[0], right_H, rtol=limit)
+    assert results[0][0].clipped_heads is None and results[1][0].max_logits is None
+    assert_same_bits(results[0][1], results[1][1])
+
+
 def test_no_head_above_the_threshold_changes_no_bit() -> None:
-    trainer = tiny()
+    trainer = latent()
     results = []
     for section in (muon(1e6), {"type": "Muon", "qk_clip_enabled": False}):
         step = trainer.step(lambda update: 0.02, optimizer=section)
@@ -131,7 +156,7 @@ def test_no_head_above_the_threshold_changes_no_bit() -> None:
 
 def test_each_step_measures_its_own_logits_and_evaluation_none() -> None:
     """Compares the maxima of a step after others with those of a new step; the model computes logits in between."""
-    trainer = tiny()
+    trainer = latent()
     step = trainer.step(lambda update: 0.0, optimizer=muon(1e6))
     step([unrotated(1)])
     trainer.model.logits(trainer.build_inputs(unrotated(1, rows=1)))

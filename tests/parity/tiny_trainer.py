@@ -11,7 +11,7 @@ import numpy as np
 from mindspore import Tensor
 
 from trainer.config import Config, parse_config
-from trainer.config.checks.qk_clip import clips_queries
+from trainer.config.checks.qk_clip import clips_queries, measures_logits
 from trainer.config.recompute import recomputed_parts
 from trainer.data import IGNORE_INDEX, Batch
 from trainer.data.batches.batch import concatenate, padding_batch
@@ -92,12 +92,12 @@ class TinyTrainer:
             communicator = Communicator()
             communicator.data_rank = rank
         threshold = None
-        if clips_queries(config, "CPU"):
+        if clips_queries(config):
             threshold = config.optimizer.qk_clip_threshold
         return TrainStep(
             self.model, optimizer, schedule, self.build_inputs, config.runner_wrapper, seed=config.seed,
             communicator=communicator, stop_at_bad_loss=config.check_for_nan_in_loss_and_grad,
-            qk_clip_threshold=threshold,
+            qk_clip_threshold=threshold, measures_logits=measures_logits(config),
         )  # fmt: skip
 
 

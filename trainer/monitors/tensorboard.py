@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.monitors.metrics import DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, EvalMetrics, RunInfo, StepMetrics
 from trainer.monitors.tracking import eval_numbers, flat_numbers, wait_numbers
-from trainer.monitors.training_state import TrainingStateRecords
+from trainer.monitors.training_state import MAX_LOGIT, TrainingStateRecords
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 _LOSSES = {"aux_loss": "load-balancing-loss", "mtp_loss": "mtp-loss", "z_loss": "z-loss"}
-_LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY)
+_LAYER_FIELDS = (DROP_RATE, LOAD_IMBALANCE, ROUTER_ENTROPY, MAX_LOGIT)
 _SECONDS_PER_DAY = 86_400
 
 

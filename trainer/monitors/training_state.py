@@ -1,4 +1,4 @@
-"""Selects the records of `monitor_config`: norms of gradients, optimizer state and weights, and throughput."""
+"""Selects the records of `monitor_config`: norms of gradients, optimizer state and weights, logits and throughput."""
 
 from __future__ import annotations
 
@@ -6,18 +6,22 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from trainer.config.checks.qk_clip import logit_interval
 from trainer.config.patterns import read_pattern
 from trainer.models.spec.names import has_name
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics
+from trainer.monitors.tracking import flat_numbers
 
 if TYPE_CHECKING:
     from trainer.config import Config
 
 LOCAL_NORM = "local_norm"
+MAX_LOGIT = "max_attention_logit"
 WEIGHT_NORM = "weight_norm"
 OPTIMIZER_NORMS = {"exp_avg": "adam_m_norm", "exp_avg_sq": "adam_v_norm"}
 """Optimizer state of AdamW -> tags of MindSpore Transformers, which are also the fields of metrics.jsonl."""
 _FORMATS = {LOCAL_NORM: "local_norm_format", WEIGHT_NORM: "weight_state_format",
+            MAX_LOGIT: "max_attention_logit_format",
             **dict.fromkeys(OPTIMIZER_NORMS.values(), "optimizer_state_format")}  # fmt: skip
 
 
@@ -36,6 +40,7 @@ class TrainingStateRecords:
         if section.monitor_on:
             self._baseline = section.throughput_baseline
         self._ranks = 1
+        self._logit_interval = logit_interval(config)
         patterns = [read_pattern(text) for text in section.patterns]
         self.is_selected: Callable[[str], bool] = lru_cache(maxsize=None)(
             lambda name: any(has_name(pattern, name) for pattern in patterns) != section.invert
@@ -48,6 +53,11 @@ class TrainingStateRecords:
     def is_due(self, step: int) -> bool:
         """Returns whether the records of this step are written."""
         return self._section.monitor_on and step % self._section.step_interval == 0
+
+    def records_logits(self, step: int) -> bool:
+        """Returns whether the largest attention logits of this step are written, for a callback or this section."""
+        is_for_callback = self._logit_interval > 0 and step % self._logit_interval == 0
+        return is_for_callback or (self.is_due(step) and self.is_requested(MAX_LOGIT))
 
     def is_requested(self, name: str) -> bool:
         """Returns whether a record such as ``weight_norm`` is written anywhere."""
@@ -68,6 +78,8 @@ class TrainingStateRecords:
                 value = metrics.details.get(name)
             if isinstance(value, Mapping):
                 values |= {f"{name}/{key}": norm for key, norm in value.items() if self.is_selected(key)}
+            elif isinstance(value, list):
+                values |= flat_numbers({name: value})
             elif value is not None:
                 values[name] = value
         if self._baseline is not None and metrics.samples:

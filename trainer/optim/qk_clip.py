@@ -5,7 +5,8 @@ Legend: H heads of the model, h of this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from mindspore import Parameter
@@ -14,23 +15,60 @@ from trainer.models.spec.model import AttentionSpec
 from trainer.models.spec.names import layer_prefix
 from trainer.parallel.sharding import ShardSpec
 
+if TYPE_CHECKING:
+    from trainer.parallel.collectives import ProcessGroup
+
+
+LocalHeads: TypeAlias = Mapping[int, tuple[int, int]]
+"""The first head of a rank and the number of its heads, by layer; without the layers that the rank does not have."""
+
+
+def query_projection(attention: AttentionSpec) -> str:
+    """Returns the name of the matrix that computes the queries of all heads."""
+    if attention.latent is not None and attention.latent.query_rank is not None:
+        return "q_b_proj"
+    return "q_proj"
+
+
+def local_heads(
+    attention: AttentionSpec, layers: int, names: Collection[str], spec_of: Callable[[str], ShardSpec]
+) -> LocalHeads:
+    """Returns the heads of which a rank has weights.
+
+    Args:
+        names: The parameters of this rank.
+        spec_of: Returns the shard of a parameter that this rank has.
+    """
+    heads = {}
+    for layer in range(layers):
+        name = f"{layer_prefix(layer)}self_attn.{query_projection(attention)}.weight"
+        if name in names:
+            shard = spec_of(name).shard
+            heads[layer] = shard.start[0] // attention.head_size, shard.shape[0] // attention.head_size
+    return heads
+
+
+def exchanged_heads(heads: LocalHeads, ulysses: ProcessGroup) -> LocalHeads:
+    """Returns the heads of one of the ranks that exchange heads for tokens (Ulysses), of which all have weights."""
+    return {
+        layer: (first + ulysses.rank * (number // ulysses.size), number // ulysses.size)
+        for layer, (first, number) in heads.items()
+    }
+
 
 class MaxLogits:
     """The largest attention logit of each head in a step, at least 0, as attention adds it.
 
     Args:
-        heads: The first head of this rank and the number of its heads, by layer.
-        total: Heads of the model.
-        layers: Layers of the model, those of all ranks.
+        heads: The first head whose logits this rank computes and the number of these heads, by layer.
+        shape: Layers and heads of the model, those of all ranks.
         gather: Gathers the bytes of all ranks.
     """
 
-    def __init__(
-        self, heads: Mapping[int, tuple[int, int]], total: int, layers: int, gather: Callable[[bytes], list[bytes]]
-    ) -> None:
+    def __init__(self, heads: LocalHeads, shape: tuple[int, int], gather: Callable[[bytes], list[bytes]]) -> None:
         self.first = {layer: first for layer, (first, _) in heads.items()}
         self.local = {layer: np.zeros(number, np.float32) for layer, (_, number) in heads.items()}
-        self.shape = (layers, total)
+        self.shape = shape
         self.gather = gather
 
     def start(self) -> None:
@@ -55,8 +93,8 @@ class QkClip:
     rotated key, which all heads share, stays. So each logit of the head is scaled by gamma.
 
     Args:
+        heads: Those of which this rank has weights, see `local_heads`.
         parameters: The float32 weights of this rank by name; their memory is written.
-        spec_of: Returns the shard of a parameter that this rank has.
         ranges: The range of a flattened parameter that this rank updates, where ranks shard the weights.
     """
 
@@ -64,40 +102,27 @@ class QkClip:
         self,
         threshold: float,
         attention: AttentionSpec,
+        heads: LocalHeads,
         parameters: Mapping[str, Parameter],
-        spec_of: Callable[[str], ShardSpec],
         ranges: Mapping[str, slice],
     ) -> None:
         assert attention.latent is not None, "the configuration clips latent attention only"
         self.threshold = threshold
         self.latent = attention.latent
         self.value_size = attention.value_size
+        self.query = query_projection(attention)
+        self.heads = heads
         self.parameters = parameters
-        self.spec_of = spec_of
         self.ranges = ranges
-
-    def heads(self, layers: int) -> dict[int, tuple[int, int]]:
-        """Returns the first head and the number of heads of each layer of which this rank has weights."""
-        local_heads = {}
-        for layer in range(layers):
-            name = f"{layer_prefix(layer)}self_attn.kv_b_proj.weight"
-            if name in self.parameters:
-                size = self.latent.nope_size + self.value_size
-                shard = self.spec_of(name).shard
-                local_heads[layer] = shard.start[0] // size, shard.shape[0] // size
-        return local_heads
 
     def clip(self, logits_LH: np.ndarray) -> int:
         """Scales the weights of this rank; returns the number of clipped heads of the model."""
         gamma_LH = self.threshold / np.maximum(logits_LH.astype(np.float64), self.threshold)
-        for layer, (first, number) in self.heads(len(gamma_LH)).items():
+        for layer, (first, number) in self.heads.items():
             gamma_h = gamma_LH[layer, first : first + number]
             if (gamma_h < 1).any():
                 prefix = f"{layer_prefix(layer)}self_attn."
-                query = "q_b_proj"
-                if self.latent.query_rank is None:
-                    query = "q_proj"
-                self._scale(f"{prefix}{query}.weight", gamma_h, self.latent.rope_size, gamma_h)
+                self._scale(f"{prefix}{self.query}.weight", gamma_h, self.latent.rope_size, gamma_h)
                 self._scale(f"{prefix}kv_b_proj.weight", gamma_h, self.value_size, np.ones(number))
         return int((gamma_LH < 1).sum())
 

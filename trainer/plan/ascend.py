@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.parallel import zero_level
 from trainer.config.checks.problem import ConfigError, problem
-from trainer.config.checks.qk_clip import QK_CLIP_FIX, clips_queries, is_written
+from trainer.config.checks.qk_clip import clips_queries, unsupported_clip
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.models.spec.build import model_spec
 from trainer.models.spec.sublayers import latent_spec
@@ -42,9 +42,8 @@ def ascend_problems(config: Config, degrees: Degrees) -> Iterator[ConfigError]:
         key = "parallel.parallel_optimizer_config.optimizer_level"
         rule = "level3 (parallel_optimizer_comm_recompute means it, too) runs on CPUs or in semi-automatic mode"
         yield problem(config, key, rule, "write level2, or set parallel.parallel_mode to 1")
-    if is_written(config) and clips_queries(config, "CPU"):
-        rule = "an Ascend computes attention in one operator, which does not tell the largest logit"
-        yield problem(config, "optimizer.qk_clip_enabled", rule, QK_CLIP_FIX)
+    if clips_queries(config):
+        yield unsupported_clip(config, "an Ascend does not measure attention logits yet")
     if degrees.context_parallel > 1:
         yield from _context_problems(apply_device_defaults(config, "Ascend"))
 

@@ -17,6 +17,7 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
+from trainer.config.checks.qk_clip import logit_notes
 from trainer.config.note import Note
 from trainer.config.patterns import read_pattern
 from trainer.config.recompute import Part, recomputed_parts
@@ -57,7 +58,9 @@ if TYPE_CHECKING:
 _OPTIMIZER_KEYS = {
     "AdamW": ("betas", "eps", "weight_decay"),
     "SGD": ("momentum", "nesterov", "weight_decay"),
-    "Muon": ("momentum", "nesterov", "ns_steps", "matched_adamw_rms", "betas", "eps", "weight_decay"),
+    "Muon": (
+        "momentum", "nesterov", "ns_steps", "matched_adamw_rms", "qk_clip_enabled", "betas", "eps", "weight_decay",
+    ),
 }
 _SHOWN_IF_SET = ("ns_coefficients", "ns_eps", "adamw_include", "weight_decay_include", "weight_decay_exclude")
 
@@ -385,6 +388,8 @@ def _notes(
     if config.trains:
         for key, rule in _unmatched_rules(config):
             notes.append(Note(f"{key} {rule!r} ({config.source.where(key)}) matches no trained parameter", "ignored"))
+    if config.trains and not on_arrays(config, device, world):
+        notes += logit_notes(config)
     if on_arrays(config, device, world) and find_onednn().library is None:
         notes.append(f"{find_onednn().text}: NumPy computes the layers, which takes longer")
     if device == "CPU":

@@ -23,7 +23,7 @@ from trainer.config.checks.parallel import (
     shards_optimizer,
     zero_level,
 )
-from trainer.config.checks.qk_clip import clips_queries
+from trainer.config.checks.qk_clip import clips_queries, measures_logits
 from trainer.config.device_defaults import apply_device_defaults
 from trainer.config.recompute import recomputed_parts
 from trainer.data.batches.context import ContextShard
@@ -236,7 +236,7 @@ def open_training(
             shards = make_shards(trained)
     shard = session.model.shard
     threshold = None
-    if clips_queries(config, session.device):
+    if clips_queries(config):
         threshold = config.optimizer.qk_clip_threshold
     matrices = None
     if shard is not None and shard.tensor is not None:
@@ -253,6 +253,7 @@ def open_training(
         pipeline=session.pipeline,
         shards_gradients=bool(shards) and zero_level(config) != "level1",
         qk_clip_threshold=threshold,
+        measures_logits=measures_logits(config) and on_arrays(config, session.device, world),
     )
 
 

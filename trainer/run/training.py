@@ -26,7 +26,7 @@ from trainer.device.stop_signals import EXIT_CODES, StopSignals
 from trainer.errors import RunError
 from trainer.launch import heartbeat
 from trainer.monitors.metrics import Monitor, RunInfo, StepMetrics, peak_rss_bytes, routing_details
-from trainer.monitors.training_state import OPTIMIZER_NORMS, WEIGHT_NORM, TrainingStateRecords
+from trainer.monitors.training_state import MAX_LOGIT, OPTIMIZER_NORMS, WEIGHT_NORM, TrainingStateRecords
 from trainer.ops.select import on_arrays, precision_of
 from trainer.optim.freeze import trained_shapes
 from trainer.optim.schedules import build_schedule
@@ -460,8 +460,10 @@ def _details(job: Job, engine: Engine, step: int, sequences: int, result: StepRe
     details: dict[str, object] = {}
     if job.plan.steps.sizes.rampup is not None:
         details["global_batch_size"] = sequences
-    if result.max_logits is not None:
-        details["max_attention_logit"] = result.max_logits.max(1).tolist()
+    if result.max_logits is not None and job.records.records_logits(step):
+        logits = result.max_logits.max(1).tolist()
+        details[MAX_LOGIT] = [logit if math.isfinite(logit) else None for logit in logits]
+    if result.clipped_heads is not None:
         details["clipped_heads"] = result.clipped_heads
     if result.local_norms:
         details["local_norm"] = result.local_norms

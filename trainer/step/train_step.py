@@ -30,7 +30,7 @@ from trainer.ops.dropout import DropoutKey
 from trainer.ops.measures import metric_functions
 from trainer.ops.routing import RouterRates, RoutingCounts, StepExpertLoad
 from trainer.optim.groups import parameter_of
-from trainer.optim.qk_clip import MaxLogits, QkClip
+from trainer.optim.qk_clip import MaxLogits, QkClip, exchanged_heads, local_heads
 from trainer.parallel.communicator import Communicator
 from trainer.parallel.sharding import ShardedArray, ShardSpec, full_shard_spec
 from trainer.step.accumulate import (
@@ -83,7 +83,7 @@ class StepResult:
     rank_flags: Sequence[float] | None = None  # sums of the flags over the ranks
     bubble_share: float | None = None  # see StepGradients
     max_logits: np.ndarray | None = None  # largest attention logit of each layer and head, [L, H], if it was measured
-    clipped_heads: int = 0  # heads whose queries and keys QK-clip has scaled
+    clipped_heads: int | None = None  # heads whose queries and keys QK-clip has scaled; None: it did not act
 
 
 class CheckpointShard(NamedTuple):
@@ -112,7 +112,8 @@ class TrainStep:
         pipeline: The pipeline whose stage the model is; None: no pipeline parallelism.
         shards_gradients: ZeRO stage 2: the ranks that shard the optimizer's state also shard the gradients.
         qk_clip_threshold: The attention logit above which QK-clip scales a head of latent attention after an update;
-            None: no head, and no logit is measured.
+            None: no head.
+        measures_logits: Whether native layers measure the largest attention logits; QK-clip requires it.
     """
 
     computes_together = False  # ranks evaluate different batches
@@ -131,6 +132,7 @@ class TrainStep:
         pipeline: Pipeline | None = None,
         shards_gradients: bool = False,
         qk_clip_threshold: float | None = None,
+        measures_logits: bool = False,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -172,14 +174,17 @@ class TrainStep:
 
         self.qk_clip: QkClip | None = None
         self.max_logits: MaxLogits | None = None
-        if qk_clip_threshold is not None:
+        if measures_logits:
             layers = model_spec(model.settings).layers
-            ranges = model.compute_weights.local_ranges
-            self.qk_clip = QkClip(
-                qk_clip_threshold, layers[0].attention, model.parameters_by_name, self.shard_spec, ranges
-            )
-            heads = self.qk_clip.heads(len(layers))
-            self.max_logits = MaxLogits(heads, model.settings.num_heads, len(layers), self.communicator.gather_bytes)
+            attention = layers[0].attention
+            heads = local_heads(attention, len(layers), model.parameters_by_name, self.shard_spec)
+            if qk_clip_threshold is not None:
+                ranges = model.compute_weights.local_ranges
+                self.qk_clip = QkClip(qk_clip_threshold, attention, heads, model.parameters_by_name, ranges)
+            if model.shard is not None and model.shard.ulysses is not None:
+                heads = exchanged_heads(heads, model.shard.ulysses)
+            shape = len(layers), model.settings.num_heads
+            self.max_logits = MaxLogits(heads, shape, self.communicator.gather_bytes)
         self.current_call: DecoderCall | None = None
         self.current_sums: LossSums | None = None
 
@@ -219,9 +224,11 @@ class TrainStep:
         )  # fmt: skip
         self.model.compute_weights.end_step()
         result = apply_gradients(gradients, lr, self.optimizer, self.wrapper, self.guards)
-        if result.updated and self.qk_clip is not None and self.max_logits is not None:
+        if self.max_logits is not None:
             logits_LH = self.max_logits.reduce_max()
-            result = replace(result, max_logits=logits_LH, clipped_heads=self.qk_clip.clip(logits_LH))
+            result = replace(result, max_logits=logits_LH)
+            if result.updated and self.qk_clip is not None:
+                result = replace(result, clipped_heads=self.qk_clip.clip(logits_LH))
         if result.updated:
             self.model.compute_weights.refresh(self.optimizer.parameters)
             self.model.update_expert_bias(gradients.routing)

@@ -15,6 +15,7 @@ from fork_server import FORKED, ensure_server
 
 from trainer.config import Override, dump_config, parse_config
 from trainer.config.checks.parallel import resolve_for_job
+from trainer.config.checks.qk_clip import logit_interval
 from trainer.config.pynative.table import ROWS
 from trainer.config.read.nodes import plain
 from trainer.config.read.rows import reverse
@@ -108,7 +109,7 @@ monitor:
   train_state: {{local_norm: True, device_loss: True}}
   tensorboard: {{output_dir: "tb", log_interval: 5}}
 callbacks:
-  - {{type: MaxLogitsMonitor}}
+  - {{type: MaxLogitsMonitor, step_interval: 4}}
 context: {{mode: 1, device_target: "Ascend", max_device_memory: "58GB"}}
 profiler: {{enable_profiling: True, start_step: 7, end_step: 8, profiler_rank: [1], profile_cpu: False}}
 {MODEL}"""
@@ -126,6 +127,9 @@ def test_every_section_becomes_ours():
     schedule = config.lr_schedule
     assert (schedule.type, schedule.warmup_ratio, schedule.total_steps) == ("CosineWithWarmUpLR", 0.1, -1)
     assert [one.type for one in config.callbacks] == ["MaxLogitsMonitor", "MFLossMonitor", "CheckpointMonitor"]
+    assert (config.callbacks[0].step_interval, logit_interval(config)) == (4, 4)
+    lists = ("[]", "[{type: MaxLogitsReset}]", "[{type: MaxLogitsMonitor, step_interval: 3}, {type: MaxLogitsReset}]")
+    assert [logit_interval(load(f"{SMALL}callbacks: {one}\n")) for one in lists] == [0, 1, 3]
     assert config.checkpoint_monitor.async_save
     window = config.profile_monitor
     assert (window.start_step, window.stop_step, window.profile_rank_ids, window.with_stack) == (7, 8, [1], True)
@@ -233,6 +237,15 @@ def test_eps_and_betas_of_muon_are_those_of_newton_schulz_and_none():
     written = SMALL + "optimizer: {type: Muon, betas: [0.8, 0.9], adamw_betas: [0.7, 0.6], eps: -1.0}\n"
     assert "a.yaml:19: optimizer.eps = -1.0: must be greater than 0" in error_of(written)
     assert "betas of Muon (a.yaml:19): no effect" in notes(written.replace("-1.0", "1.e-8"))
+
+
+def test_a_flag_for_the_optimizer_is_as_if_the_file_had_it():
+    written = "optimizer: {type: Muon, betas: [0.8, 0.9], eps: 1.e-9}\n"
+    for file, other in ((SMALL, "optimizer: {type: Muon}\n"), (SMALL + written.replace("type: Muon, ", ""), written)):
+        for name in ("Muon", "muon"):
+            assert load(file, f"optimizer.type={name}").optimizer == load(SMALL + other).optimizer
+    betas = load(SMALL, "optimizer.type=Muon", "optimizer.adamw_betas=[0.7,0.6]").optimizer.betas
+    assert betas == [0.7, 0.6]
 
 
 def test_the_highest_rate_of_a_cosine_annealing_is_base_lr():
@@ -350,6 +363,10 @@ def test_mistakes_have_the_file_s_lines_and_names(change: str, into: str, parts:
         (
             SMALL.replace("hidden_size: 64", "hidden_size: 65\n  head_dim: null"), 1,
             ["num_attention_heads = 4: must divide hidden_size"],
+        ),
+        (
+            SMALL.replace("CPU", "Ascend") + "callbacks: [{type: MaxLogitsMonitor, step_interval: 5}]\n", 1,
+            ["callbacks.0 MaxLogitsMonitor: no attention logit is recorded, only native layers on CPUs measure them"],
         ),
         (SMALL + "profiler: {profile_communication: 1}\n", 1, ["a.yaml:19: profiler.profile_communication: unknown"]),
     ],

@@ -48,7 +48,7 @@ def model_problems(config: Config) -> Iterator[ConfigError]:
         rule = f"only an {CLASSIFIER} has it, and {_CLASS} is {config.model.arch.type}"
         yield problem(config, "model.classifier", rule, f"write {_CLASS}: {CLASSIFIER}, or remove it", value="...")
     for rules in (_sizes, _contradictions, _positions, _attention, _initial_values, adapter_problems, _family,
-                  _sparse_layers, _vocabulary, _precision, recompute_problems):  # fmt: skip
+                  _sparse_layers, _vocabulary, _precision, recompute_problems, qk_clip_problems):  # fmt: skip
         yield from rules(config)
 
 
@@ -79,7 +79,8 @@ def _sizes(config: Config) -> Iterator[ConfigError]:
     head = decoder.head_size
     rotary = decoder.rotary_size
     if decoder.multi_latent_attention:
-        yield from _latent(config)
+        if decoder.qk_rope_head_dim % 2:
+            yield problem(config, f"{_KEY}.qk_rope_head_dim", _EVEN, "use 64, as DeepSeek-V3 does")
     elif latent_keys := [n for n in LATENT_SIZES if getattr(decoder, n) != ModelConfig.model_fields[n].default]:
         fix = "write multi_latent_attention: True, or leave it out"
         yield problem(config, f"{_KEY}.{latent_keys[0]}", "requires multi_latent_attention: True", fix)
@@ -118,13 +119,6 @@ def _embedding(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{_KEY}.embedding_size", rule, fix)
     if decoder.mtp_depth >= decoder.seq_length:
         yield problem(config, f"{_KEY}.mtp_depth", f"must be less than seq_length ({decoder.seq_length})", "use 1")
-
-
-def _latent(config: Config) -> Iterator[ConfigError]:
-    """Yields errors about sizes of multi-head latent attention, and about its clipping where it is not supported."""
-    if config.decoder.qk_rope_head_dim % 2:
-        yield problem(config, f"{_KEY}.qk_rope_head_dim", _EVEN, "use 64, as DeepSeek-V3 does")
-    yield from qk_clip_problems(config)
 
 
 def _contradictions(config: Config) -> Iterator[ConfigError]:

@@ -15,7 +15,6 @@ from trainer.config.checks.parallel import (
     runs_semi_auto,
     shards_optimizer,
 )
-from trainer.config.checks.qk_clip import qk_clip_notes
 from trainer.config.checks.rules import starts_anew
 from trainer.config.families import named_family
 from trainer.config.hugging_face import class_differences, saved_class
@@ -109,9 +108,6 @@ _UNUSED = (
             lambda c: c.optimizer.type == "AdamW", "optimizer.type is AdamW"),
     _Unused("optimizer", "qk_clip_threshold", lambda c: c.optimizer.type != "Muon" or not c.optimizer.qk_clip_enabled,
             "only Muon with qk_clip_enabled uses it"),
-    _Unused("optimizer", "qk_clip_threshold",
-            lambda c: c.optimizer.type == "Muon" and not c.decoder.multi_latent_attention,
-            "it acts on multi-head latent attention alone"),
     _Unused("optimizer", "ns_steps",
             lambda c: c.optimizer.type == "Muon" and len(c.optimizer.newton_schulz) != c.optimizer.ns_steps,
             "ns_coefficients has the steps"),
@@ -136,8 +132,9 @@ _UNUSED = (
     _Unused("runner_wrapper", "max_grad_norm clip_type clip_by_group clip_value",
             lambda c: c.trains and not c.runner_wrapper.use_clip_grad,
             "runner_wrapper.use_clip_grad is False", "use_clip_grad"),
-    _Unused("monitor_config", "local_norm_format optimizer_state_format weight_state_format throughput_baseline"
-            " print_struct", lambda c: not c.monitor_config.monitor_on, "monitor_config.monitor_on is False"),
+    _Unused("monitor_config", "local_norm_format optimizer_state_format weight_state_format"
+            " max_attention_logit_format throughput_baseline print_struct",
+            lambda c: not c.monitor_config.monitor_on, "monitor_config.monitor_on is False"),
     _Unused("tensorboard", "log_loss_scale_to_tensorboard log_timers_to_tensorboard log_interval"
             " tensorboard_queue_size", lambda c: not c.tensorboard.tensorboard_dir, "tensorboard_dir is not set"),
     _Unused("", "trackers", lambda c: not c.trains, _run_mode),
@@ -206,8 +203,7 @@ def rule_notes(config: Config, device: str) -> list[str]:
     unused = [Note(text, "ignored") for text in _unused(config)]
     dtypes = [Note(text, "dtype") for text in _precision(config, device)]
     recomputed = [Note(text, "ignored") for text in recompute_notes(config)]  # the numbers are the same
-    unclipped = qk_clip_notes(config, device)
-    return [*unused, *dtypes, *_run(config), *unclipped, *_mixture(config), *adapter_notes(config), *recomputed]
+    return [*unused, *dtypes, *_run(config), *_mixture(config), *adapter_notes(config), *recomputed]
 
 
 def mode_notes(config: Config, world: World, device: str) -> Iterator[Note]:

@@ -1,56 +1,76 @@
-"""Whether a training clips the queries and keys of latent attention after an update of Muon: QK-clip."""
+"""Whether a training measures attention logits, and clips the queries and keys of latent attention: QK-clip."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.checks.degrees import ulysses_degree
 from trainer.config.checks.problem import ConfigError, problem
+from trainer.config.note import Note
+from trainer.config.schema.callbacks import MaxLogitsMonitor
 from trainer.config.schema.freeze import FreezeConfig
 from trainer.config.schema.root import Config
 from trainer.models.spec.sublayers import latent_spec
 
-QK_CLIP_FIX = "set it to False: the queries and keys are not clipped then, which is another training"
+_ENABLED = "optimizer.qk_clip_enabled"
+_FORMAT = "max_attention_logit_format"
+_FIX = "set it to False: the queries and keys are not clipped then, which is another training"
 
 
-def is_written(config: Config) -> bool:
-    """Returns whether the file asks for QK-clip, which is on by default."""
-    source = config.source
-    return bool(source.where("optimizer.qk_clip_enabled") or source.where("optimizer.qk_clip_threshold"))
+def clips_queries(config: Config) -> bool:
+    """Returns whether a training clips the queries and keys of latent attention after an update of Muon."""
+    return _is_enabled(config) and latent_spec(config.decoder) is not None
+
+
+def _is_enabled(config: Config) -> bool:
+    return config.trains and config.optimizer.type == "Muon" and config.optimizer.qk_clip_enabled
 
 
 def qk_clip_problems(config: Config) -> Iterator[ConfigError]:
-    """Yields an error where a file asks for QK-clip and a CPU cannot do it."""
-    obstacle = _obstacle(config)
-    if _is_requested(config) and is_written(config) and obstacle:
-        yield problem(config, "optimizer.qk_clip_enabled", f"not yet supported {obstacle}", QK_CLIP_FIX)
-
-
-def _is_requested(config: Config) -> bool:
-    optimizer = config.optimizer
-    clips = config.trains and optimizer.type == "Muon" and optimizer.qk_clip_enabled
-    return clips and latent_spec(config.decoder) is not None
-
-
-def _obstacle(config: Config) -> str:
-    """Returns with what QK-clip is not supported on a CPU; "" if it is."""
+    """Yields an error where QK-clip, which is on by default, has nothing to clip or is not supported on any device."""
+    if _is_enabled(config) and not clips_queries(config) and not config.source.is_of_run:
+        key = _ENABLED
+        if not config.source.where(key):
+            key = "optimizer.qk_clip_threshold"
+        rule = "QK-clip scales the heads of multi-head latent attention (MLA) alone"
+        yield problem(config, key, rule, "leave it out, or set qk_clip_enabled to False")
+    if not clips_queries(config):
+        return
     if config.context.mode != 0:
-        return "with context.mode 1"
-    if ulysses_degree(config) > 1:
-        return "where context-parallel ranks exchange heads"
-    if config.has_adapters or config.freeze != FreezeConfig():
-        return "with adapters or frozen weights"
-    return ""
+        yield unsupported_clip(config, "not yet supported with context.mode 1")
+    elif config.has_adapters or config.freeze != FreezeConfig():
+        yield unsupported_clip(config, "not yet supported with adapters or frozen weights")
 
 
-def clips_queries(config: Config, device: str) -> bool:
-    """Returns whether a training clips the queries and keys of latent attention after an update of Muon."""
-    return _is_requested(config) and device == "CPU" and not _obstacle(config)
+def unsupported_clip(config: Config, rule: str) -> ConfigError:
+    """Returns the error of a training that cannot clip; `rule` says why."""
+    return problem(config, _ENABLED, rule, _FIX, because="optimizer.type")
 
 
-def qk_clip_notes(config: Config, device: str) -> Iterator[str]:
-    """Yields a note where MindSpore Transformers clips queries and keys, and this run does not."""
-    if _is_requested(config) and not clips_queries(config, device):
-        reason = _obstacle(config) or f"on {device}"
-        yield (f"optimizer.qk_clip_enabled: attention logits above {config.optimizer.qk_clip_threshold:g} are not"
-               f" clipped {reason}, and MindSpore Transformers clips them")
+def logit_interval(config: Config) -> int:
+    """Returns the steps between records of the largest attention logits; 0: no callback and no QK-clip asks for them.
+
+    In MindSpore Transformers QK-clip adds a MaxLogitsMonitor, of which MaxLogitsReset is the former name. Of several
+    the first records: it resets what the others would read.
+    """
+    monitors = (callback for callback in config.callbacks if isinstance(callback, MaxLogitsMonitor))
+    monitor = next(monitors, None)
+    if monitor is not None:
+        return monitor.step_interval
+    return int(clips_queries(config))
+
+
+def measures_logits(config: Config) -> bool:
+    """Returns whether a training measures the largest attention logits, where its layers can."""
+    is_monitored = bool(config.monitor_config.destinations(_FORMAT))
+    return config.trains and (is_monitored or logit_interval(config) > 0)
+
+
+def logit_notes(config: Config) -> Iterator[Note]:
+    """Yields a note about what asks for the largest attention logits, for layers that cannot measure them."""
+    names = [f"callbacks.{number} {callback.type}" for number, callback in enumerate(config.callbacks)
+             if isinstance(callback, MaxLogitsMonitor)]  # fmt: skip
+    if config.monitor_config.destinations(_FORMAT):
+        names.append(f"monitor_config.{_FORMAT}")
+    if names:
+        text = "no attention logit is recorded, only native layers on CPUs measure them"
+        yield Note(f"{', '.join(names)}: {text}", "ignored")

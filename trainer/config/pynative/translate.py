@@ -14,6 +14,7 @@ from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Table, children, is_null, plain
 from trainer.config.read.rows import Row
 from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.optimizer import OptimizerConfig
 from trainer.config.schema.root import Config
 
 _KINDS = {
@@ -23,8 +24,13 @@ _KINDS = {
 
 
 def is_pynative_key(key: str) -> bool:
-    """Returns whether a dotted key of the command line belongs to the newer schema: ``training.steps``."""
+    """Returns whether a dotted key of the command line belongs to the newer schema: ``training.steps``.
+
+    The type of the optimizer, which both schemas have, is one: it says what its other keys mean in the file.
+    """
     first, _, rest = key.partition(".")
+    if key == "optimizer.type":
+        return True
     if first in ("model", "recompute"):
         return bool(rest) and rest.split(".")[0] not in ("arch", "model_config", "classifier")
     keys, sections = _keys()
@@ -47,6 +53,8 @@ def translate(name: str, root: Table) -> Translation:
     rows = [row for row in ROWS if row.old in _keys()[0]]
     for row in rows:
         work.values[row.old] = _checked(work, row)
+    kind = work.values["optimizer.type"]
+    work.values["optimizer.type"] = OptimizerConfig.type_aliases.get(kind, kind)
     for row in rows:
         _apply(work, row)
     _note_unused(work)

@@ -461,6 +461,8 @@ def _from_optimizer(resolved: Resolved) -> None:
     if optimizer.get("type") == "Muon":
         for name, value in deepcopy(_MUON).items():
             _set_default(resolved, f"optimizer.{name}", value, "optimizer.type")
+        if not resolved.section(_MODEL).get("multi_latent_attention") and "qk_clip_threshold" not in optimizer:
+            _set_default(resolved, "optimizer.qk_clip_enabled", False, "optimizer.type")
     rate = optimizer.get("learning_rate")
     because = "optimizer.learning_rate"
     if rate is None or isinstance(rate, bool):

@@ -57,10 +57,10 @@ class SummaryMonitor(Section):
 
 
 class MaxLogitsMonitor(Section):
-    """The largest logit of each attention layer."""
-    support = "ignored"
-    support_reason = "the largest logits of attention are not recorded"
+    """Records the largest attention logit of each layer in metrics.jsonl and TensorBoard."""
+
     type: Literal["MaxLogitsMonitor", "MaxLogitsReset"] = setting(REQUIRED, "Kind of monitor.")
+    step_interval: int = setting(1, "Optimizer steps between records; each is of one step.", ge=1, le=COUNT)
 
 
 class StopMonitor(Section):

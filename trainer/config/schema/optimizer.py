@@ -67,7 +67,8 @@ class OptimizerConfig(Section):
         ["*word_embeddings*", "*output_layer*"], "Muon: matrices that AdamW updates, as patterns for their names in"
         " MindSpore Transformers. Default: embedding and head.")
     qk_clip_enabled: bool = setting(
-        True, "Muon with latent attention (MLA): scales queries and keys of heads with a logit above the threshold.")
+        True, "Muon with latent attention (MLA): scales queries and keys of heads with a logit above the threshold."
+        " Default True, without latent attention False.")
     qk_clip_threshold: float = setting(100.0, "Attention logit above which QK-clip scales a head. Default 100.", gt=0)
     matched_adamw_rms: float | None = setting(
         0.2, "Muon: root mean square of an update, before the learning rate: AdamW's is about 0.2. Null: an orthogonal"

@@ -177,6 +177,8 @@ class MonitorConfig(Section):
         None, "Where the norms of AdamW's two averages of each parameter go, which takes time. Default null: nowhere.")
     weight_state_format: Outlet | list[Outlet] | None = setting(
         None, "Where the norm of all trained weights goes, which takes time. Default null: nowhere.")
+    max_attention_logit_format: Outlet | list[Outlet] | None = setting(
+        None, "Where the largest attention logit of each layer goes. Default null: nowhere.")
     throughput_baseline: float | None = setting(
         None, "Samples per second and device of a baseline; the throughput is recorded relative to it. Default null:"
         " off.", gt=0)

@@ -227,8 +227,6 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ),
         ("callbacks: [{type: ObsMonitor}]\n", ["callbacks.0", "nothing is uploaded"]),
         ("callbacks: [{type: OnRequestExit, save_ckpt: True}]\n", ["SIGTERM and SIGINT always finish the step, save"]),
-        ("callbacks: [{type: MaxLogitsMonitor, step_interval: 5}, {type: MaxLogitsReset}]\n",
-         ["callbacks.0", "callbacks.1", "the largest logits of attention are not recorded"]),
         ("context: {infer_precision_sync: True}\n", ["context.infer_precision_sync", "the same bits"]),
         ("callbacks: [{type: CheckpointMonitor, prefix: x}]\n", ["callbacks.0.prefix"]),
         (
@@ -238,7 +236,6 @@ def test_a_mistake_in_a_part_that_is_not_yet_built_is_told_first():
         ("model_config: {seq_length: 64, max_position_embeddings: 32}\n", ["seq_length 64 exceeds"]),
         ("optimizer: {type: SGD, betas: [0.9, 0.95]}\n", ["optimizer.betas: not used, optimizer.type is SGD"]),
         ("optimizer: {ns_steps: 3, nesterov: True}\n", ["nesterov True, optimizer.ns_steps 3: not used, "]),
-        ("optimizer: {type: Muon, qk_clip_threshold: 50}\n", ["optimizer.qk_clip_threshold", "latent attention"]),
         ("optimizer: {momentum: 0.9}\n", ["optimizer.momentum 0.9: not used, optimizer.type is AdamW"]),
         (
             "eval_dataset: {data_loader: {type: SFTDataLoader}}\n",

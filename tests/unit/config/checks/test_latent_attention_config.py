@@ -16,6 +16,8 @@ from trainer.models.spec.shapes import adapter_shapes, attention_shapes, paramet
 from trainer.models.spec.sublayers import attention_spec
 from trainer.ops.precision import PartDtype, Precision
 from trainer.ops.select import select_kernels
+from trainer.parallel.mesh import Degrees
+from trainer.plan.ascend import ascend_problems
 from trainer.plan.memory import memory_estimate
 from trainer.plan.render import plan_text
 from trainer.run.prepare import build_plan
@@ -157,8 +159,11 @@ def test_a_published_config_json(tmp_path: Path) -> None:
         (dense(q_lora_rank=0), ["q_lora_rank = 0", "at least 1"]),
         (
             deepseek("num_layers: 4", "optimizer: {type: Muon, qk_clip_threshold: 9.0}\nfreeze: {layers: 0}\n"),
-            ["optimizer.qk_clip_enabled", "not yet supported with adapters or frozen weights"],
+            ["optimizer.qk_clip_enabled = True: not yet supported with adapters or frozen weights"],
         ),
+        (deepseek("num_layers: 4", "optimizer: {type: Muon}\ncontext: {mode: 1}\n"), ["supported with context.mode 1"]),
+        ("optimizer: {type: Muon, qk_clip_enabled: True}\n", ["qk_clip_enabled = True: QK-clip scales the heads of"]),
+        ("optimizer: {type: Muon, qk_clip_threshold: 100}\n", ["qk_clip_threshold = 100.0: QK-clip scales the head"]),
     ],
 )
 def test_what_is_refused(text: str, parts: list[str]) -> None:
@@ -167,12 +172,17 @@ def test_what_is_refused(text: str, parts: list[str]) -> None:
         assert part in message
 
 
-def test_muon_without_qk_clip_is_told() -> None:
+def test_muon_clips_latent_attention_alone_and_not_on_an_ascend() -> None:
     muon = "optimizer: {type: Muon}\n"
-    assert "not clipped" not in notes(deepseek("num_layers: 4", muon))
-    told = notes(deepseek("num_layers: 4", f"{muon}freeze: {{layers: 0}}\n"))
-    assert "attention logits above 100 are not clipped with adapters or frozen weights" in told
-    assert "not clipped" not in notes(deepseek("num_layers: 4", muon.replace("}", ", qk_clip_enabled: False}")))
+    clipped = deepseek("num_layers: 4", muon)
+    assert load(clipped).optimizer.qk_clip_enabled and not load(muon).optimizer.qk_clip_enabled
+    (refused,) = ascend_problems(load(clipped), Degrees())
+    assert "a.yaml:2: optimizer.qk_clip_enabled = True: an Ascend does not" in str(refused.error)
+    unclipped = load(clipped.replace("Muon}", "Muon, qk_clip_enabled: False}"))
+    assert not list(ascend_problems(unclipped, Degrees()))
+    text = dump_config(load(muon))
+    older = text.replace("qk_clip_enabled: false", "qk_clip_enabled: true")  # as an older version wrote it
+    assert older != text and load(older).optimizer.qk_clip_enabled
 
 
 # Names and shapes
