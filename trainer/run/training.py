@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from trainer.checkpoint.evaluations import EvalHistory, Evaluated
 from trainer.checkpoint.saver import Saver
 from trainer.checkpoint.state import Position, ResumedCheckpoint, save_stages
@@ -461,8 +463,8 @@ def _details(job: Job, engine: Engine, step: int, sequences: int, result: StepRe
     if job.plan.steps.sizes.rampup is not None:
         details["global_batch_size"] = sequences
     if result.max_logits is not None and job.records.records_logits(step):
-        logits = result.max_logits.max(1).tolist()
-        details[MAX_LOGIT] = [logit if math.isfinite(logit) else None for logit in logits]
+        logits_L = result.max_logits.max(1)
+        details[MAX_LOGIT] = np.where(np.isfinite(logits_L), logits_L, np.array(None)).tolist()
     if result.clipped_heads is not None:
         details["clipped_heads"] = result.clipped_heads
     if result.local_norms:

@@ -175,16 +175,7 @@ class TrainStep:
         self.qk_clip: QkClip | None = None
         self.max_logits: MaxLogits | None = None
         if measures_logits:
-            layers = model_spec(model.settings).layers
-            attention = layers[0].attention
-            heads = local_heads(attention, len(layers), model.parameters_by_name, self.shard_spec)
-            if qk_clip_threshold is not None:
-                ranges = model.compute_weights.local_ranges
-                self.qk_clip = QkClip(qk_clip_threshold, attention, heads, model.parameters_by_name, ranges)
-            if model.shard is not None and model.shard.ulysses is not None:
-                heads = exchanged_heads(heads, model.shard.ulysses)
-            shape = len(layers), model.settings.num_heads
-            self.max_logits = MaxLogits(heads, shape, self.communicator.gather_bytes)
+            self.measure_logits(qk_clip_threshold)
         self.current_call: DecoderCall | None = None
         self.current_sums: LossSums | None = None
 
@@ -199,6 +190,20 @@ class TrainStep:
         # Takes the gradient of the result: when MindSpore makes this gradient, it leaks 1.3 kB a call on a CPU.
         grad = ops.GradOperation(get_by_list=True, sens_param=True)
         self.compute_gradients = grad(minimised, ParameterTuple(targets))
+
+    def measure_logits(self, qk_clip_threshold: float | None) -> None:
+        """Makes the steps measure the largest attention logits, and clip heads above the threshold if there is one."""
+        model = self.model
+        layers = model_spec(model.settings).layers
+        attention = layers[0].attention
+        heads = local_heads(attention, len(layers), model.parameters_by_name, self.shard_spec)
+        if qk_clip_threshold is not None:
+            ranges = model.compute_weights.local_ranges
+            self.qk_clip = QkClip(qk_clip_threshold, attention, heads, model.parameters_by_name, ranges)
+        if model.shard is not None and model.shard.ulysses is not None:
+            heads = exchanged_heads(heads, model.shard.ulysses)
+        shape = len(layers), model.settings.num_heads
+        self.max_logits = MaxLogits(heads, shape, self.communicator.gather_bytes)
 
     def __call__(self, micro_batches: Sequence[Batch], rank_flags: RankFlags | None = None) -> StepResult:
         """Runs the micro-batches of one step, one or more of int32 arrays [B, T], and updates the weights.
