@@ -4,18 +4,21 @@
     torch-env/bin/python scripts/check_folders.py --trainer .venv/bin/python                   # golden models, exported
     torch-env/bin/python scripts/check_folders.py output/quickstart/checkpoints/step-00000100  # these folders
 
-The environment is that of make_golden.py. `--trainer` names the Python that run_trainer.py runs with. Exit code 1 on a
-difference.
+The environment is that of make_golden.py. `--trainer` names the Python that run_trainer.py runs with. If peft is
+installed too, adapters that PEFT saved are loaded by the trainer, and those that the trainer trained by PEFT: the
+logits, and those of the merged model, must be the same in both. Exit code 1 on a difference.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +32,38 @@ sys.path.insert(0, str(ROOT / "tests"))
 import golden_files  # noqa: E402  (beside the tests, which must run without torch)
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.2}
+ADAPTED = {"lora_rank": 4, "lora_alpha": 6.0}
+LAYER_1 = r"model\.layers\.1\..*(q_proj|o_proj|down_proj)"
+# Golden model, PEFT's settings, and the target_modules of the trainer for the same matrices.
+ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "list": ("model_qwen3", {"target_modules": ["q_proj", "v_proj", "down_proj"]}, "q_proj|v_proj|down_proj"),
+    "regex": ("model_qwen3", {"target_modules": LAYER_1}, LAYER_1),
+    "layers": (
+        "model_qwen3", {"target_modules": ["q_proj", "o_proj", "down_proj"], "layers_to_transform": [1]}, LAYER_1,
+    ),
+    "all matrices": ("model_llama", {"target_modules": "all-linear"}, ".*_proj"),
+    "biases": ("model_qwen2", {"target_modules": ["k_proj", "up_proj"]}, "k_proj|up_proj"),
+    "experts": ("experts_qwen3_moe", {"target_modules": ["q_proj", "k_proj"]}, "q_proj|k_proj"),
+    "latent attention": (
+        "experts_deepseek_v3", {"target_modules": ["q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
+        "q_b_proj|kv_a_proj_with_mqa|kv_b_proj",
+    ),
+}  # fmt: skip
+REFUSED = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 3}, "use_rslora": True, "use_dora": True}
+LOGITS = """
+import sys
+import numpy as np
+from trainer.checkpoint.adapters import load_initial_weights
+from trainer.config import load_config
+from trainer.data import Batch
+from trainer.run.session import open_session
+config = load_config(sys.argv[1])
+session = open_session(config, load_initial_weights(config))
+batch = np.load(sys.argv[2])
+inputs = Batch(batch["input_ids"], batch["input_ids"], batch["positions"], batch["segment_ids"])
+np.save(sys.argv[3], session.model.logits(session.build_inputs(inputs)).asnumpy())
+"""
+"""The program that computes logits in the trainer's environment."""
 TEXT = "It costs 5 \N{EURO SIGN}.\n\tTwo  spaces<|endoftext|>next"
 
 
@@ -56,13 +91,19 @@ def tokenizer_problems(folder: Path) -> list[str]:
     return found
 
 
-def export(name: str, trainer: str, folder: Path, dtype: str) -> Path:
-    """Exports a golden model through run_trainer.py."""
-    case, source, output = golden_files.load_model_case(name), folder / "source", folder / f"exported-{dtype}"
+def write_source(case: golden_files.ModelCase, folder: Path) -> Path:
+    """Writes a golden model as a folder of Hugging Face."""
+    source = folder / "source"
     source.mkdir(exist_ok=True)
     described = case.metadata["config_as_saved"] | {"num_nextn_predict_layers": 0}
     (source / "config.json").write_text(json.dumps(described))
     save_file(dict(case.weights), source / "model.safetensors", {"format": "pt"})
+    return source
+
+
+def export(name: str, trainer: str, folder: Path, dtype: str) -> Path:
+    """Exports a golden model through run_trainer.py."""
+    source, output = write_source(golden_files.load_model_case(name), folder), folder / f"exported-{dtype}"
     config = folder / "config.yaml"
     config.write_text(f"pretrained_model_dir: {source}\ntrain_dataset: {{tokenizer: {{type: bytes}}}}\n")
     command = [trainer, str(ROOT / "run_trainer.py"), "export", "--config", str(config), "--output", str(output),
@@ -83,6 +124,125 @@ def check(name: str, trainer: str, dtype: str) -> list[str]:
         return found + ([f"logits differ by {away:.2g}"] if away > TOLERANCE[dtype] else [])
 
 
+class AdapterCheck:
+    """Adapters of one golden model, in PEFT and in the trainer; shapes: B rows, T tokens, V vocabulary."""
+
+    def __init__(self, name: str, trainer: str, folder: Path, target_modules: str) -> None:
+        self.case = golden_files.load_model_case(name)
+        self.trainer = trainer
+        self.folder = folder
+        self.source = write_source(self.case, folder)
+        keys = ("input_ids", "positions", "segment_ids")
+        self.batch = {key: getattr(self.case, key) for key in keys}
+        np.savez(folder / "batch.npz", **self.batch)
+        pet_config = ADAPTED | {"target_modules": target_modules, "lora_b_std": 0.1}
+        self.settings: dict[str, Any] = {
+            "pretrained_model_dir": str(self.source), "run_mode": "finetune", "context": {"device_target": "CPU"},
+            "model": {"model_config": {"seq_length": 24, "pet_config": pet_config}},
+            "train_dataset": {"data_loader": {"type": "SyntheticDataset", "num_samples": 8}},
+            "runner_config": {"batch_size": 4, "epochs": 1},
+        }  # fmt: skip
+
+    def base(self) -> torch.nn.Module:
+        """Returns the model without adapters."""
+        return AutoModelForCausalLM.from_pretrained(self.source, attn_implementation="eager").float().eval()
+
+    def config(self, **changes: Any) -> Path:
+        """Writes the trainer's configuration."""
+        file = self.folder / "adapters.yaml"
+        file.write_text(json.dumps(self.settings | changes))
+        return file
+
+    def call(self, *arguments: object) -> subprocess.CompletedProcess:
+        """Runs the trainer's Python in the repository."""
+        command = [self.trainer, *map(str, arguments)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    def train(self) -> Path:
+        """Trains adapters for two steps; returns their checkpoint."""
+        output = self.folder / "run"
+        done = self.call("run_trainer.py", "--config", self.config(output_dir=str(output)))
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        return max((output / "checkpoints").glob("step-*"))
+
+    def differences(self, adapters: Path) -> list[str]:
+        """Returns the problems of a folder of adapters: names in PEFT, logits here, logits after a merge."""
+        import peft
+
+        settings = peft.PeftConfig.from_pretrained(adapters)
+        model = peft.get_peft_model(self.base(), settings)
+        result = peft.set_peft_model_state_dict(model, peft.load_peft_weights(adapters, device="cpu"))
+        missing = [name for name in result.missing_keys if "lora_" in name]
+        found = [f"PEFT: unexpected {name}" for name in result.unexpected_keys]
+        found += [f"PEFT: missing {name}" for name in missing]
+        model.eval()
+        with torch.no_grad():
+            theirs = forward(model, self.batch).numpy()
+            moved = float(np.abs(theirs - forward(self.base(), self.batch).numpy()).max())
+            merged = forward(model.merge_and_unload(), self.batch).numpy()
+        if moved < 100 * TOLERANCE["float32"]:
+            found.append(f"the adapters move logits by {moved:.2g} only")
+        config = self.config(adapter_id=str(adapters))
+        output = self.folder / "logits.npy"
+        done = self.call("-c", LOGITS, config, self.folder / "batch.npz", output)
+        if done.returncode:
+            return [*found, done.stderr.strip()]
+        found += difference("the trainer's logits", np.load(output).reshape(theirs.shape), theirs)
+        exported = self.folder / "merged"
+        flags = ("--adapter", adapters, "--merge", "--output", exported, "--force")
+        flags += ("--train_dataset.tokenizer.type", "bytes")
+        done = self.call("run_trainer.py", "export", "--config", self.config(), *flags)
+        if done.returncode:
+            return [*found, done.stderr.strip()]
+        loaded, problems = load(exported)
+        with torch.no_grad():
+            ours = forward(loaded, self.batch).numpy()
+        return found + problems + difference("the merged logits", ours, merged)
+
+
+def difference(what: str, ours: np.ndarray, theirs: np.ndarray) -> list[str]:
+    """Returns a sentence about logits that differ."""
+    away = float(np.abs(ours - theirs).max())
+    if away <= TOLERANCE["float32"]:
+        return []
+    return [f"{what} differ from PEFT's by {away:.2g}"]
+
+
+def save_with_peft(checked: AdapterCheck, folder: Path, **settings: Any) -> Path:
+    """Saves adapters with random A and B as PEFT does."""
+    import peft
+
+    described = {"r": ADAPTED["lora_rank"], "lora_alpha": ADAPTED["lora_alpha"], "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(checked.base(), peft.LoraConfig(**described))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator))
+    model.save_pretrained(folder)
+    return folder
+
+
+def check_adapters(trainer: str) -> dict[str, list[str]]:
+    """Returns the problems of each kind of adapters, saved by PEFT and trained here, and of those that are refused."""
+    results = {}
+    for what, (name, settings, target_modules) in ADAPTERS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            checked = AdapterCheck(name, trainer, Path(folder), target_modules)
+            saved = save_with_peft(checked, Path(folder) / "peft", **settings)
+            results[f"adapters of PEFT, {what}"] = checked.differences(saved)
+            results[f"trained adapters, {what}"] = checked.differences(checked.train())
+    with tempfile.TemporaryDirectory() as folder:
+        checked = AdapterCheck("model_qwen3", trainer, Path(folder), "q_proj|v_proj")
+        for key, value in REFUSED.items():
+            saved = save_with_peft(checked, Path(folder) / key, target_modules=["q_proj", "v_proj"], **{key: value})
+            done = checked.call("run_trainer.py", "plan", "--config", checked.config(adapter_id=str(saved)))
+            if done.returncode != 2 or key not in done.stderr:
+                results[f"adapters with {key}"] = [f"exit {done.returncode} instead of an error: {done.stderr}"]
+    return results
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER")
@@ -94,6 +254,8 @@ def main() -> int:
         names = [*golden_files.model_case_names(), *golden_files.model_case_names("experts")]
         results |= {f"{name} {dtype}": check(name, options.trainer, dtype) for name in names for dtype in TOLERANCE
                     if dtype == "float32" or name in ("model_qwen3", "experts_qwen3_moe")}
+        if importlib.util.find_spec("peft"):
+            results |= check_adapters(options.trainer)
     for name, found in results.items():
         print(f"{name}: {'; '.join(found) or 'loads'}")
     return int(any(results.values()))
