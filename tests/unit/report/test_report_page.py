@@ -94,7 +94,7 @@ def test_what_the_page_holds(tmp_path: Path) -> None:
 
 
 def test_a_long_run_is_a_small_file(tmp_path: Path) -> None:
-    page = page_of(make_run(tmp_path, steps=20_000, layers=24))
+    page = page_of(make_run(tmp_path, steps=6_000, layers=24))
     assert len(page.encode()) < 300_000
     data = data_of(page)
     loss = data["curves"]["fields"]["loss"]
