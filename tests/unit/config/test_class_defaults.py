@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from config_helpers import error_of, load, notes
+from tolerances import SCHEDULE
 
 from trainer.config import dump_config, parse_config
 from trainer.config.families import FAMILIES
@@ -279,7 +280,7 @@ def test_norms_and_scale_of_latent_attention_are_those_of_the_class(keys: str, n
     text = newer(LATENT + keys)
     config = load(text)
     spec = attention_spec(config.decoder)
-    assert spec.scale == pytest.approx(factor**2 / 4, rel=1e-12)
+    assert spec.scale == pytest.approx(factor**2 / 4, rel=SCHEDULE)
     assert any("_a_layernorm" in name for name in parameter_shapes(config.decoder)) == normed
     assert ("a.yaml:4: the file has no qk_layernorm, so" in notes(text)) == ("qk_layernorm" not in keys)
     assert parse_config("again", dump_config(config)) == config
