@@ -191,16 +191,6 @@ class RmsNormGrad:
         return Tensor(direct - x * rstd**2 * (direct * x).mean(-1, keepdims=True)), Tensor((dy * x * rstd).sum(0))
 
 
-class RotaryPositionEmbeddingGrad:
-    """(dy, cos, sin, None, mode) -> the gradient of x; without x none of the tables."""
-
-    def __call__(self, dy: Tensor, cos: Tensor, sin: Tensor, x: None, mode: int) -> tuple[Tensor, None, None]:
-        assert x is None and mode == 0
-        turned = dy.asnumpy() * sin.asnumpy()
-        first, second = np.split(turned, 2, -1)
-        return Tensor(dy.asnumpy() * cos.asnumpy() + np.concatenate([second, -first], -1)), None, None
-
-
 class SwigluGrad:
     """(dy, x, dim) -> the gradient of x, whose halves are a and b of Swish(a) b."""
 
@@ -214,7 +204,7 @@ class SwigluGrad:
 def documented(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
     """Returns the cases with the operators as documented."""
     monkeypatch.setattr(ascend, "FusedNorm", RmsNorm)
-    for kind in (RotaryPositionEmbedding, Swiglu, RmsNormGrad, RotaryPositionEmbeddingGrad, SwigluGrad):
+    for kind in (RotaryPositionEmbedding, Swiglu, RmsNormGrad, SwigluGrad):
         monkeypatch.setattr(ascend, kind.__name__, kind)
     return cases()
 
@@ -229,7 +219,7 @@ def test_documented_operator_computes_what_the_reference_does(name: str, documen
     assert distance(ours.asnumpy(), right.asnumpy()) < OPERATOR
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "rotary"])  # MindSpore derives its gradient
 def test_gradients_with_the_documented_operators(name: str, documented: dict[str, Case]) -> None:
     case = documented[name]
     arrays, numbers = [Tensor(array) for array in case.arrays], tuple(range(len(case.arrays)))

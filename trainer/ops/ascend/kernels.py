@@ -17,7 +17,6 @@ from mindspore.ops.auto_generate import RmsNorm as FusedNorm
 from mindspore.ops.auto_generate import (
     RmsNormGrad,
     RotaryPositionEmbedding,
-    RotaryPositionEmbeddingGrad,
     Swiglu,
     SwigluGrad,
 )
@@ -92,49 +91,29 @@ class _NormAndFactor(nn.Cell):
         return x if self.inside is None else x.astype(self.inside)
 
 
-class Rotary(nn.Cell):
+class Rotary(Sharded):
     """RotaryPositionEmbedding, mode 0: the first half of a head is paired with the second. All inputs have one dtype.
 
     The cell uses the operator because MindSpore 2.10 deprecates the function `ops.rotary_position_embedding`.
     """
 
+    axes: ClassVar = {"rotate": "d.t.,d...,d..."}
+
     def __init__(self, head_size: int, rotated_size: int | None = None, interleaved: bool = False) -> None:
         super().__init__()
         assert rotated_size in (None, head_size) and not interleaved, "select.py chooses the reference for these"
         self.head_size = head_size
-        self.core = _RotaryCore()
+        self.rotate = RotaryPositionEmbedding()
         self.reshape = P.Reshape()
 
     def construct(self, x_NC: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
-        """Rotates each head of x_NC by its angles in the tables."""
+        """Rotates each head of x_NC by its angles in the tables; no gradient flows into the tables."""
         rows = cos_BT1d.shape[0]
         length = cos_BT1d.shape[1]
         x_BTHd = self.reshape(x_NC, (rows, length, x_NC.shape[1] // self.head_size, self.head_size))
-        return self.reshape(self.core(x_BTHd, cos_BT1d, sin_BT1d), x_NC.shape)
-
-    def shard_over(self, data: int, tensor: int) -> None:
-        """Shards the batch over `data` and heads over `tensor` ranks."""
-        self.core.shard_over(data, tensor)
-
-
-class _RotaryCore(Sharded):
-    axes: ClassVar = {"rotate": "d.t.,d...,d..."}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rotate = RotaryPositionEmbedding()
-        self.grad = RotaryPositionEmbeddingGrad()
-
-    def construct(self, x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor) -> Tensor:
-        return self.rotate(x_BTHd, cos_BT1d, sin_BT1d, 0)
-
-    def bprop(
-        self, x_BTHd: Tensor, cos_BT1d: Tensor, sin_BT1d: Tensor, out: Tensor, grad_BTHd: Tensor
-    ) -> tuple[Tensor, ...]:
-        """Returns the gradient of x, and zeros for the tables."""
-        grad_x = self.grad(grad_BTHd, cos_BT1d, sin_BT1d, None, 0)[0]  # None: no gradients of the tables
-        no_grad = ops.zeros(cos_BT1d.shape, cos_BT1d.dtype)
-        return grad_x, no_grad, no_grad
+        # The derived gradient of x needs the tables alone, and x only for theirs.
+        out_BTHd = self.rotate(x_BTHd, ops.stop_gradient(cos_BT1d), ops.stop_gradient(sin_BT1d), 0)
+        return self.reshape(out_BTHd, x_NC.shape)
 
 
 class SwiGLU(Sharded):
