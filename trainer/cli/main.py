@@ -346,7 +346,7 @@ def _plan(
         except ConfigErrors as errors:
             if verbose:
                 raise errors.full from None
-            raise errors.short from None
+            raise
     if schedule is not None:
         from trainer.plan.pipeline import draw_schedule
 

@@ -44,8 +44,10 @@ _MOST_LAYERS = 2000
 """Layers whose memory is estimated in search of a better fix, once there is one; 1,000 take about half a second."""
 _DATA_SECTIONS = frozenset(("model", TRAIN, EVAL))
 """An error in one of these sections prevents a check of the data."""
-_MEMORY_SECTIONS = frozenset(("model", "parallel", "parallel_config", "use_parallel", "context"))
-"""An error in one of these sections prevents an estimate of the memory."""
+_MEMORY_SECTIONS = frozenset((
+    "model", "parallel", "parallel_config", "use_parallel", "context", "parallelism", "lora_config", "recompute",
+))  # fmt: skip
+"""An error in one of these sections, as the file names them, prevents an estimate of the memory."""
 
 
 def world_from_degrees(config: Config, world: World) -> World:

@@ -15,7 +15,6 @@ import numpy as np
 
 from trainer.config import Config, load_config, parse_config
 from trainer.config.checks.parallel import resolve_for_job
-from trainer.config.checks.problem import ConfigErrors
 from trainer.device.resolve import plans_elsewhere, resolve_device
 from trainer.errors import EXIT_OK, EXIT_RUN_FAILED, RunError, UserError
 from trainer.parallel.world import SINGLE_PROCESS, World, world_of
@@ -168,11 +167,8 @@ def _full_world(config: Config) -> World:
 def _plan(config: Config, problems: list[ConfigError]) -> Plan:
     from trainer.run.plan_file import plan_file
 
-    try:
-        # The small copy also runs if the devices have too little memory for the file: `full_run_requirements` says so.
-        return plan_file(config, _full_world(config), problems, opens_data=False, checks_memory=False)
-    except ConfigErrors as errors:
-        raise errors.short from None
+    # The small copy also runs if the devices have too little memory for the file: `full_run_requirements` says so.
+    return plan_file(config, _full_world(config), problems, opens_data=False, checks_memory=False)
 
 
 def _resolve_batch(config: Config) -> Config:

@@ -352,10 +352,8 @@ def test_the_first_twenty_problems_are_shown():
     found, left = caught.value, "\n... and 1981 more, in a.yaml, flag --yyy."
     assert str(found).startswith("2001 problems") and str(found).endswith(left)
     assert str(found).count("unknown key") == str(found).count("Fix: ") == 20
-    assert str(found.short).count("unknown key") == 20 and "... and 1981 more, in a.yaml" in str(found.short)
-    assert str(found.short).endswith("  Fix: correct all 2001; --verbose shows how.")
     assert str(found.full).count("unknown key") == str(found.full).count("Fix: ") == 2001
-    assert {error.exit_code for error in (found, found.short, found.full)} == {2}
+    assert {error.exit_code for error in (found, found.full)} == {2}
 
 
 def test_an_architecture_implies_what_its_name_says():

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from config_helpers import BASE, error_of, failure, load, notes
+from config_helpers import error_of, failure, load, notes
 from fork_server import FORKED, ensure_server
 
 from trainer.config import Override, dump_config, parse_config
@@ -193,7 +193,7 @@ def test_adapters_are_those_of_the_modules_that_the_expression_finds():
         ("{lora_rank: 4}", ["lora_config.target_modules: this key is required"]),
         ("{target_modules: '('}", ["lora_config.target_modules = '(': it is not a regular"]),
         ("{target_modules: x}", ["lora_config.target_modules = 'x': matches none", "linear_qkv, linear_proj"]),
-        ("{target_modules: layers.4}", ["lora_config.target_modules = 'layers.4': matches none"]),
+        ("{target_modules: layers.4}", ["'layers.4': matches only layers that the model does not have", "are 0 to 3"]),
         ("{target_modules: qkv, exclude_layers: decoder}", ["lora_config.exclude_layers = 'decoder': excludes every"]),
         ("{target_modules: layer}", ["'layer': matches output_layer", "Fix: write exclude_layers: 'output_layer'"]),
         ("{target_modules: qkv, lora_b_std: -1}", ["lora_config.lora_b_std = -1: must be at least 0"]),
@@ -380,11 +380,6 @@ def test_rules_fixes_and_notes_name_the_keys_and_values_of_the_file(text: str, r
         assert part in message, message
     for older in ("use_parallel True", "data_loader", "context.deterministic", "parallel_config."):
         assert older not in message
-
-
-def test_a_file_with_sections_of_both_is_of_the_older_one():
-    for text in (SMALL + "runner_config: {epochs: 2}\n", BASE + "training: {steps: 3}\n"):
-        assert "training: unknown key at the top level" in error_of(text)
 
 
 def test_keys_of_both_schemas_are_flags():

@@ -192,8 +192,8 @@ def test_all_problems_are_told_at_once():
         plan_of(broken)
     for part in ("batch_sise: unknown", "epochs = 'none'", "data_parallel = 'x'", "lr_scale = True", "MindSpore 2.10"):
         assert part in str(caught.value)
-    lines = str(caught.value.short).splitlines()
-    assert len(lines) == 1 + len(caught.value.errors) + 1 and lines[-1].startswith("  Fix: ")
+    fixes = [line for line in str(caught.value).splitlines() if line.startswith("  Fix: ")]
+    assert len(fixes) == len(caught.value.errors)
 
 
 def test_a_key_that_resembles_no_other_hides_no_rule():
@@ -221,11 +221,10 @@ eval_dataset: {{data_loader: {{type: MindDataset, dataset_dir: {tmp_path}/eval.m
     for broken in (text, text.replace("epochs: 2", "epochs: 0")):
         with pytest.raises(ConfigErrors) as caught:
             plan_of(broken)
-        lines = str(caught.value.short).splitlines()[1:-1]
+        lines = [str(error).splitlines()[0] for error in caught.value.errors]
         parts = ["epochs = 0"] * (broken != text)
         parts += ["train.mindrecord", "max_device_memory = '0.1GB'", "eval.mindrecord"]
         assert len(lines) == len(parts) and all(part in line for part, line in zip(parts, lines, strict=True)), lines
-        assert str(caught.value.full).count("  Fix: ") == len(parts)
 
 
 def test_a_tokenizer_that_is_here_must_fit_where_the_data_are_elsewhere(tmp_path):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from trainer.config.checks.problem import ConfigError, nearest, one_of, problem
 from trainer.config.families import FAMILIES
 from trainer.config.hugging_face import saved_class
-from trainer.config.layer_ranges import layer_text
+from trainer.config.layer_ranges import all_layers, layer_text
 from trainer.config.patterns import PatternError, read_pattern
 from trainer.config.schema.adapter import ModuleNames, PetConfig
 from trainer.config.schema.root import Config
@@ -33,6 +33,8 @@ SECTION = "model.model_config.pet_config"
 """The section of the file that describes the adapters."""
 _TARGETS = f"{SECTION}.target_modules"
 _EXCLUDED = f"{SECTION}.exclude_layers"
+_LARGEST_LAYER = 256
+"""Of a pattern with a layer that the model does not have."""
 _EXPERT_MODULES = (
     "mlp.gate", *(f"mlp.{part}.{name}_proj" for part in ("experts", "experts.0", "shared_experts")
                   for name in ("gate", "up", "down")),
@@ -67,7 +69,8 @@ def _pattern_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigErr
             for expression in expressions:
                 read_pattern(expression)
         except PatternError as error:
-            yield problem(config, key, str(error), "write one such as '.*q_proj|.*v_proj', in quotes")
+            names = _last_words(config.decoder, adapters)[:2]
+            yield problem(config, key, str(error), f"write one such as '{_alternatives(names, adapters)}', in quotes")
 
 
 def _target_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigError]:
@@ -88,8 +91,22 @@ def _target_problems(config: Config, adapters: PetConfig) -> Iterator[ConfigErro
     elif any(adapters.targets(names) for names in _all_matrices(decoder)):
         rule = "excludes every matrix that target_modules matches"
         yield problem(config, _EXCLUDED, rule, "name fewer layers or matrices")
+    elif _matches_other_layers(decoder, adapters):
+        rule = "matches only layers that the model does not have"
+        yield problem(config, _TARGETS, rule, f"the model's layers are {all_layers(decoder.num_layers)}")
     else:
         yield problem(config, _TARGETS, "matches none of the model's matrices", _nearest_targets(decoder, adapters))
+
+
+def _matches_other_layers(decoder: ModelConfig, adapters: PetConfig) -> bool:
+    """Returns whether target_modules would match matrices of layers behind the last one."""
+    first = adaptable_matrices(decoder, 0).values()
+    for layer in range(decoder.num_layers, _LARGEST_LAYER):
+        for names in first:
+            moved = [tuple(name.replace(".0.", f".{layer}.", 1) for name in kind) for kind in names]
+            if adapters.targets(ModuleNames(*moved)):
+                return True
+    return False
 
 
 def adapter_file_problems(config: Config) -> Iterator[ConfigError]:
@@ -129,7 +146,7 @@ def adapters_text(decoder: ModelConfig) -> str:
     layers_by_name: dict[str, list[int]] = {}
     for layer in decoder.layers:
         for name in layer_targets(decoder, layer):
-            layers_by_name.setdefault(name.rpartition(".")[2], []).append(layer)
+            layers_by_name.setdefault(_last_word(name), []).append(layer)
     phrases: dict[str, str] = {}
     for name, layers in layers_by_name.items():
         where = ""
@@ -167,8 +184,8 @@ def _separate_adapters_notes(config: Config) -> Iterator[str]:
     """Yields a note for each module of PyNative mode that is several matrices here."""
     by_module: dict[str, list[str]] = {}
     for name in _adapted_names(config.decoder):
-        module = module_names(config.decoder, 0, name).pynative[0].rpartition(".")[2]
-        by_module.setdefault(module, []).append(name.rpartition(".")[2])
+        module = _last_word(module_names(config.decoder, 0, name).pynative[0])
+        by_module.setdefault(module, []).append(_last_word(name))
     for module, names in by_module.items():
         if len(names) > 1:
             yield f"{_TARGETS}: {module} is {', '.join(names)} here, each with an adapter of its own"
@@ -264,21 +281,36 @@ def _last_words(decoder: ModelConfig, adapters: PetConfig) -> list[str]:
         names = [matrix.pynative[0] for matrix in matrices]
     else:
         names = [matrix.others[0] for matrix in matrices] + [matrix.others[1] for matrix in matrices]
-    return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    return list(dict.fromkeys(map(_last_word, names)))
+
+
+def _last_word(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _alternatives(names: list[str], adapters: PetConfig) -> str:
+    """Returns an expression for matrices with one of these last words."""
+    if adapters.match == "search":
+        return "|".join(names)
+    return "|".join(f".*{name}" for name in names)
 
 
 def _nearest_targets(decoder: ModelConfig, adapters: PetConfig) -> str:
     """Returns a fix with the most similar module name for each alternative of the expression."""
     words = _last_words(decoder, adapters)
     parts = [re.sub(r"\W+", ".", part).split(".")[-1] for part in adapters.target_modules.split("|")]
+    known: dict[str, str] = {}
+    if adapters.match == "search":
+        modules = [module_names(decoder, 0, name) for name in projections(decoder)]
+        known = {_last_word(other): _last_word(names.pynative[0]) for names in modules for other in names.others}
     # `query` resembles no name; its first letter says q_proj.
     matrices = words[: len(projections(decoder))]
     guesses = [
-        nearest(part, words) or next((name for name in matrices if part[:1] == name[0]), "") for part in parts
+        known.get(part) or nearest(part, words) or next((name for name in matrices if part[:1] == name[0]), "")
+        for part in parts
     ]
     names = list(dict.fromkeys(guess for guess in guesses if guess))
     fix = f"their names end in {one_of(words)}"
     if names:
-        written = "|".join(f".*{name}" for name in names)
-        fix = f"write {written}; {fix}"
+        fix = f"write {_alternatives(names, adapters)}; {fix}"
     return fix

@@ -127,24 +127,12 @@ class ConfigErrors(UserError):
             lines = list(map(str, self.errors))
         else:
             lines = [*map(str, self.errors[:_SHOWN]), *self._summarize_hidden()]
-        self._show(*lines)
+        self.args = ("\n".join([f"{len(self.errors)} problems in the configuration.", *lines]),)
 
     @property
     def full(self) -> UserError:
         """Returns an error whose message has every problem with its fix."""
         return ConfigErrors(self.errors, lists_all=True)
-
-    @property
-    def short(self) -> UserError:
-        """Returns an error whose message has one line for each of the first problems, without its fix."""
-        short = ConfigErrors(self.errors)
-        lines = [f"  {str(error).splitlines()[0]}" for error in self.errors[:_SHOWN]]
-        fix = f"  Fix: correct all {len(self.errors)}; --verbose shows how."
-        short._show(*lines, *(f"  {line}" for line in self._summarize_hidden()), fix)
-        return short
-
-    def _show(self, *lines: str) -> None:
-        self.args = ("\n".join([f"{len(self.errors)} problems in the configuration.", *lines]),)
 
     def _summarize_hidden(self) -> Iterator[str]:
         """Yields a line with the number of problems that are not shown, and their files or flags."""

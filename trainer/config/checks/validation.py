@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from annotated_types import Ge, Le
@@ -20,6 +21,7 @@ _KINDS = {
     "string_type": "a string", "list_type": "a list", "dict_type": "a section", "model_type": "a section",
     "model_attributes_type": "a section", "none_required": "null", "finite_number": "a finite number",
 }  # fmt: skip
+_DEFAULT = re.compile(r"Default .*$")
 _BOUNDS = {
     "greater_than": "greater than {gt}",
     "greater_than_equal": "at least {ge}",
@@ -108,7 +110,7 @@ def _problem(path: tuple[str, ...], items: list[Any], source: ConfigSource) -> C
     value = items[0]["input"]
     if source.place(key).value is not ...:
         value = source.place(key).value
-    return problem_at(place, name, _rule(items, path), _fix(path, items, value), value)
+    return problem_at(place, name, _rule(items, path), _fix(path, items, value, source), value)
 
 
 def _rule(items: list[Any], path: tuple[str, ...]) -> str:
@@ -140,7 +142,7 @@ def _literals(items: list[Any]) -> list[str]:
     return [part.strip().strip("'") for text in expected for part in text.split(",")]
 
 
-def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
+def _fix(path: tuple[str, ...], items: list[Any], value: Any, source: ConfigSource) -> str:
     types = {item["type"] for item in items}
     names = _literals(items)
     if names and isinstance(value, str):
@@ -153,12 +155,13 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
             return f"write one of {one_of(names)}"
         return f"write {names[0]}"
     if isinstance(value, str) and types & {"int_type", "float_type", "bool_type"}:
-        bare = value.strip().replace("_", "")
-        if bare.replace(".", "", 1).lstrip("+-").isdigit() or bare.lower() in ("true", "false"):
+        if bare := unquoted(value):
             return f"write {bare} without quotes"
-        if "bool_type" in types and bare.lower() in ("yes", "no", "on", "off", "y", "n"):
-            return f"write {bare.lower() in ('yes', 'on', 'y')}"
-    text = describe(path) or "correct the value"
+        word = value.strip().lower()
+        if "bool_type" in types and word in ("yes", "no", "on", "off", "y", "n"):
+            return f"write {word in ('yes', 'on', 'y')}"
+    default = source.source_defaults.get(source.name(".".join(path)), ...)
+    text = describe(path, default) or "correct the value"
     field = _declaration(path)
     if field is not None and fix_of(field) and types <= _BOUNDS.keys():
         return fix_of(field)
@@ -166,20 +169,36 @@ def _fix(path: tuple[str, ...], items: list[Any], value: Any) -> str:
     if field is None or not set(kinds) <= {"an integer", "a number", "True or False", "a string"}:
         return text
     fix = f"write {one_of(list(dict.fromkeys(kinds)))}"
-    if isinstance(field.default, int | float) and not isinstance(field.default, bool):
-        fix += f", for example {field.default}"
+    if default is ...:
+        default = field.default
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        fix += f", for example {default}"
     return f"{fix}; {text}"
 
 
-def describe(path: tuple[str, ...]) -> str:
-    """Returns the documentation of a key, or of its section if the key is unknown, for the fix of a message."""
+def unquoted(text: str) -> str:
+    """Returns the number or truth value that a string of the file holds; empty if it holds another text."""
+    bare = text.strip().replace("_", "")
+    if bare.replace(".", "", 1).lstrip("+-").isdigit() or bare.lower() in ("true", "false"):
+        return bare
+    return ""
+
+
+def describe(path: tuple[str, ...], default: Any = ...) -> str:
+    """Returns the documentation of a key, or of its section if the key is unknown, for the fix of a message.
+
+    `default` is that of the file's schema; ``...``: the documentation has it.
+    """
     field = _declaration(path)
     if field is None:
         if path:
             return describe(path[:-1])
         return ""
     name = next(part for part in reversed(path) if not part.isdecimal())
-    return f"{name}: {field.description}".rstrip(".")
+    description = field.description or ""
+    if default is not ...:
+        description = _DEFAULT.sub(f"Default {default}", description)
+    return f"{name}: {description}".rstrip(".")
 
 
 def _declaration(path: tuple[str, ...]) -> FieldInfo | None:

@@ -1,24 +1,27 @@
 """Translates files of MindSpore Transformers' newer schema, that of its PynativeTrainer (``--mode 1``).
 
-Only a file of that schema loads the modules of this folder.
+Only a file with a section of that schema loads the modules of this folder.
 """
 
-from trainer.config.read.nodes import Table
+from trainer.config.read.nodes import Table, find_entry
 
-_MARKS = ("training", "parallelism", "lr_scheduler", "checkpoint")
+_MARKS = ("training", "parallelism", "lr_scheduler", "checkpoint", "train_dataset.dataloader")
 _OLDER = (
     "runner_config", "runner_wrapper", "lr_schedule", "parallel", "parallel_config", "trainer", "model_config",
-    "train_dataset_task",
+    "train_dataset_task", "model.model_config", "model.arch",
 )  # fmt: skip
 
 
 def is_newer_schema(root: Table) -> bool:
-    """Returns whether a file has sections of the newer schema, and no section that only the older one has."""
-    entries = root.entries()
-    names: dict[str, set[str]] = {"train_dataset": set(), "model": set()}
-    for name in names:
-        if name in entries and isinstance(node := entries[name].node, Table):
-            names[name] = set(node.entries())
-    is_newer = any(name in entries for name in _MARKS) or "dataloader" in names["train_dataset"]
-    is_older = any(name in entries for name in _OLDER) or bool(names["model"] & {"model_config", "arch"})
-    return is_newer and not is_older
+    """Returns whether a file has sections of the newer schema.
+
+    Raises:
+        UserError: It also has sections that only the older schema has.
+    """
+    newer = {key: entry for key in _MARKS if (entry := find_entry(root, key)) is not None}
+    older = {key: entry for key in _OLDER if (entry := find_entry(root, key)) is not None}
+    if newer and older:
+        from trainer.config.pynative.mixed import mixed_schemas_error
+
+        raise mixed_schemas_error(newer, older)
+    return bool(newer)

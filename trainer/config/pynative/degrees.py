@@ -9,8 +9,7 @@ from typing import Any
 from trainer.config.checks.problem import one_of
 from trainer.config.note import Note
 from trainer.config.pynative.work import Translation
-from trainer.config.read.nodes import Scalar
-from trainer.config.read.relocate import find_entry
+from trainer.config.read.nodes import Scalar, find_entry
 from trainer.config.read.rows import Row
 from trainer.config.schema.fields import aliases_of
 from trainer.config.schema.model import ModelConfig
@@ -81,27 +80,30 @@ def set_stage_layers(work: Translation, row: Row) -> None:
     if stages == 1:
         work.notes.append(Note(f"{row.old}: not used, {_STAGES} is 1", "ignored"))
         return
-    fix = "write auto, or for two stages [0-3, 4-7]"
+    name, layers = _number_of_layers(work)
+    fix = f"write auto, or for example {_even_ranges(layers, stages, chunks)}"
     ranges = _ranges(written)
     if ranges is None:
         work.problem(row.old, "must be auto or a list of ranges of layers", fix)
         return
     if len(ranges) != stages or any(len(of_stage) != chunks for of_stage in ranges):
-        rule = f"must have {stages} entries ({_STAGES}) of {chunks} ranges each ({_CHUNKS})"
-        work.problem(row.old, rule, "write a range for each model chunk of each stage")
+        rule = f"must have a range for each of {stages} stages ({_STAGES})"
+        if chunks > 1:
+            rule = f"must have {chunks} ranges ({_CHUNKS}) for each of {stages} stages ({_STAGES})"
+        work.problem(row.old, rule, fix)
         return
     sizes = []
     first = 0
     for begin, end in (of_stage[chunk] for chunk in range(chunks) for of_stage in ranges):
         if begin != first or end < begin:
-            rule = f"range {begin}-{end} is where layer {first} should start"
-            work.problem(row.old, rule, "write the layers in order: the first ranges of all stages, then the second")
+            rule = f"has the range {begin}-{end} where one from layer {first} on belongs"
+            work.problem(row.old, rule, fix)
             return
         sizes.append(end + 1 - begin)
         first = end + 1
-    name, layers = _number_of_layers(work)
     if layers != first:
-        work.problem(row.old, f"has {first} layers, and the model has {name} {layers}", "write all of them")
+        total = " + ".join(map(str, sizes))
+        work.problem(row.old, f"has {total} = {first} layers, and the model has {name} {layers}", fix)
         return
     offset: list[Any] = [size - first // (stages * chunks) for size in sizes]
     if chunks > 1:
@@ -185,6 +187,16 @@ def _ranges(written: Any) -> list[list[tuple[int, int]]] | None:
         if None in matches:
             return None
     return ranges
+
+
+def _even_ranges(layers: Any, stages: int, chunks: int) -> list[str]:
+    """Returns ranges of nearly equal lengths for each stage; of two layers for each range if `layers` is no number."""
+    pieces = stages * chunks
+    if not isinstance(layers, int) or layers < pieces:
+        layers = 2 * pieces
+    bounds = [piece * layers // pieces for piece in range(pieces + 1)]
+    ranges = [f"{bounds[piece]}-{bounds[piece + 1] - 1}" for piece in range(pieces)]
+    return [", ".join(ranges[stage::stages]) for stage in range(stages)]
 
 
 def _choice(work: Translation, key: str, choices: Mapping[str, str]) -> str | None:

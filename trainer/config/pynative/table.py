@@ -123,8 +123,9 @@ def _dataset(work: Translation, row: Row) -> None:
     key = row.old
     table = work.table(key)
     if not table.explicit:
-        place = work.place("train_dataset")
-        work.problem(key, "there is no data to train on", "write dataloader: and its type below", place=place)
+        if key not in work.wrong and not any(each.error.key.startswith("train_dataset.") for each in work.problems):
+            place = work.place("train_dataset")
+            work.problem(key, "there is no data to train on", "write dataloader: and its type below", place=place)
         return
     if work.values[key].get("type") == "MindDataset":
         columns = table.explicit.pop("column_names", None)
@@ -343,6 +344,8 @@ ROWS = (
 # The settings of experts are flat keys there.
 SOURCE_PLACES = {**reverse(ROWS), f"{_MODEL}.moe_config": "model"}
 """Places here -> there."""
+SOURCE_DEFAULTS = {row.old: row.default for row in ROWS if row.default not in (None, "")}
+"""Keys there -> their defaults there, as far as these are values that a file may write."""
 
 
 @cache

@@ -5,15 +5,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from trainer.config.checks.problem import ConfigError, nearest, problem_at, unknown_key
+from trainer.config.checks.problem import ConfigError, nearest, one_of, problem_at, unknown_key
 from trainer.config.checks.unsupported import UnsupportedKey, ignored_texts, is_neutral
+from trainer.config.checks.validation import unquoted
 from trainer.config.location import SourceLocation
 from trainer.config.note import Note
 from trainer.config.pynative.table import ROWS, rows_without_effect
 from trainer.config.pynative.work import Translation
 from trainer.config.read.nodes import Table, children, is_null, plain
+from trainer.config.read.relocate import fields_at
 from trainer.config.read.rows import Row
-from trainer.config.schema.fields import yaml_names
+from trainer.config.schema.fields import aliases_of, yaml_names
 from trainer.config.schema.optimizer import OptimizerConfig
 from trainer.config.schema.root import Config
 
@@ -66,7 +68,8 @@ def translate(name: str, root: Table) -> Translation:
 def _apply(work: Translation, row: Row) -> None:
     """Sets the target key of a row, if it applies."""
     is_in_section = not row.kind and row.old in work.entries
-    if is_in_section or not row.applies(lambda key: work.values.get(key, key in work.entries)):
+    is_wrong = row.old in work.wrong
+    if is_in_section or is_wrong or not row.applies(lambda key: work.values.get(key, key in work.entries)):
         return
     value = work.values[row.old]
     if row.apply is not None:
@@ -87,10 +90,30 @@ def _checked(work: Translation, row: Row) -> Any:
     value = plain(work.entries[row.old].node)
     if row.accepts(value) or (value is None and row.default is None):
         return value
-    texts = " or ".join(_KINDS[name] for name in row.kind.split("|"))
-    work.problem(row.old, f"must be {texts}", f"write {texts}")
+    texts = one_of([_KINDS[name] for name in row.kind.split("|")])
+    work.problem(row.old, f"must be {texts}", _type_fix(row, value, texts))
+    work.wrong.add(row.old)
     del work.entries[row.old]
     return row.default
+
+
+def _type_fix(row: Row, value: Any, texts: str) -> str:
+    """Returns what to write instead of a value of another type."""
+    kinds = row.kind.split("|")
+    if isinstance(value, str) and (bare := unquoted(value)) and {"int", "float", "bool"} & {*kinds}:
+        return f"write {bare} without quotes"
+    if kinds == ["str"] and row.old.startswith("lora_config.") and isinstance(value, list) and value:
+        return f"write '{'|'.join(map(str, value))}', one regular expression"
+    if row.kind == "dict":
+        return f"write {row.old.rpartition('.')[2]}: and its keys indented below"
+    if row.kind == "list":
+        return "write a list, each item of which starts with '- '"
+    fix = f"write {texts}"
+    if isinstance(value, float) and value.is_integer() and row.kind == "int":
+        fix = f"write {int(value)}"
+    elif row.default not in (None, "", [], {}):
+        fix += f", or leave it out: the default is {row.default}"
+    return fix
 
 
 def _note_unused(work: Translation) -> None:
@@ -103,7 +126,7 @@ def _note_unused(work: Translation) -> None:
         if is_neutral(value, row.default):
             continue
         if row.is_refused:
-            work.problem(row.old, "cannot be translated", row.reason)
+            work.problem(row.old, row.reason, "leave it out")
         else:
             ignored.append((UnsupportedKey(row.old, value, "ignored", row.reason), work.place(row.old).text, row.old))
     work.notes += [Note(text, "ignored") for text in ignored_texts(ignored)]
@@ -135,4 +158,16 @@ def _unknown(path: str, name: str, place: SourceLocation) -> ConfigError:
     acting = dict.fromkeys(row.old[len(path) :].split(".")[0] for row in ROWS if row.old.startswith(path))
     homes = [f"write it in its section: {key}" for key in keys if key.endswith(f".{name}")]
     guess = nearest(name, list(known))
+    if renamed := _older_names().get(name):
+        homes.append(f"this schema has {renamed} for it")
     return unknown_key(place, path.rstrip("."), name, guess, next(iter(homes), ""), list(acting or known))
+
+
+@cache
+def _older_names() -> dict[str, str]:
+    """Returns the names of keys in this trainer's schema, where they differ -> the keys of the newer schema."""
+    names = {}
+    for row in reversed([row for row in ROWS if row.new]):
+        for place in (row.new, *(alias for field in fields_at(row.new) for alias in aliases_of(field))):
+            names[place.rpartition(".")[2]] = row.old
+    return {name: key for name, key in names.items() if name != key.rpartition(".")[2]}

@@ -23,6 +23,8 @@ class Translation:
     """The entries of the file, by source key."""
     values: dict[str, Any] = field(default_factory=dict)
     """The values of all source keys with a row, including defaults."""
+    wrong: set[str] = field(default_factory=set)
+    """The source keys with values of another type: nothing is set for them."""
 
     def place(self, key: str) -> SourceLocation:
         """Returns the location of a source key; for a default, the file."""

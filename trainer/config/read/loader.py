@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trainer.config.checks.notes import mode_notes, parallel_notes, rule_notes
 from trainer.config.checks.problem import ConfigError, raise_problems, rename_keys
@@ -15,9 +15,9 @@ from trainer.config.pynative import is_newer_schema
 from trainer.config.read.defaults import apply_derived_defaults
 from trainer.config.read.dump import RESOLVED, SMALL_COPY
 from trainer.config.read.model_folder import add_model_folder
-from trainer.config.read.nodes import Table
+from trainer.config.read.nodes import Table, find_entry
 from trainer.config.read.overrides import Override, apply_overrides
-from trainer.config.read.relocate import find_entry, move_to_canonical_sections
+from trainer.config.read.relocate import move_to_canonical_sections
 from trainer.config.read.resolve import resolve
 from trainer.config.read.yaml_reader import parse_document, read_text
 from trainer.config.schema.root import Config, ConfigSource
@@ -50,12 +50,14 @@ def parse_config(
     root, notes = parse_document(name, text)
     translation = None
     source_places: Mapping[str, str] = {}
+    source_defaults: Mapping[str, Any] = {}
     if is_newer_schema(root):
-        from trainer.config.pynative.table import SOURCE_PLACES
+        from trainer.config.pynative.table import SOURCE_DEFAULTS, SOURCE_PLACES
 
         translation, overrides = _translate(name, root, overrides)
         root = translation.root
         source_places = SOURCE_PLACES
+        source_defaults = SOURCE_DEFAULTS
         notes += translation.notes
     notes += move_to_canonical_sections(root)
     errors, override_notes = apply_overrides(root, overrides)
@@ -64,9 +66,8 @@ def parse_config(
     errors += resolved.problems
     apply_derived_defaults(resolved, is_complete=text.startswith((RESOLVED, SMALL_COPY)))
     all_notes = tuple(notes + override_notes + resolved.notes)
-    source = ConfigSource(
-        name, resolved.positions, all_notes, source_places, is_of_run=text.startswith(RESOLVED)
-    )
+    is_of_run = text.startswith(RESOLVED)
+    source = ConfigSource(name, resolved.positions, all_notes, source_places, source_defaults, is_of_run)
     config, invalid = validate(resolved.data, source, has_problems=bool(errors))
     errors = [rename_keys(error, source) for error in errors + invalid]
     if config is None:

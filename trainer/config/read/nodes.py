@@ -127,6 +127,19 @@ def is_null(node: Node) -> bool:
     return isinstance(node, Scalar) and node.value is None
 
 
+def find_entry(root: Table, key: str) -> Entry | None:
+    """Returns the entry at a dotted key; None if there is none."""
+    entry = Entry(root)
+    for part in key.split("."):
+        if not isinstance(entry.node, Table):
+            return None
+        entries = entry.node.entries()
+        if part not in entries:
+            return None
+        entry = entries[part]
+    return entry
+
+
 def look_up(sections: dict[str, Any], key: str) -> Any:
     """Returns the value of a dotted key in nested sections; None if there is none."""
     value: Any = sections

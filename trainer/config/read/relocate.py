@@ -12,7 +12,7 @@ from functools import cache
 from pydantic.fields import FieldInfo
 
 from trainer.config.location import SourceLocation
-from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, is_null, plain, writable_node
+from trainer.config.read.nodes import Entry, Items, Node, Scalar, Table, find_entry, is_null, plain, writable_node
 from trainer.config.read.rows import Row
 from trainer.config.schema.fields import Section, aliases_of, fields_by_yaml_name, shape_of, yaml_names
 from trainer.config.schema.model import ModelConfig
@@ -116,19 +116,6 @@ def _remove(table: Table, name: str) -> None:
         table.explicit = table.entries()
         table.bases = []
     del table.explicit[name]
-
-
-def find_entry(root: Table, key: str) -> Entry | None:
-    """Returns the entry at a dotted key; None if there is none."""
-    entry = Entry(root)
-    for part in key.split("."):
-        if not isinstance(entry.node, Table):
-            return None
-        entries = entry.node.entries()
-        if part not in entries:
-            return None
-        entry = entries[part]
-    return entry
 
 
 def parent(root: Table, key: str, place: SourceLocation) -> Table:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, PrivateAttr
 
@@ -75,6 +75,8 @@ class ConfigSource:
     notes: tuple[str, ...] = field(default=(), compare=False)
     source_places: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Places in this schema -> in that of the file, if it has another one."""
+    source_defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """Keys of the file's schema -> their defaults, if it is another one."""
     is_of_run: bool = field(default=False, compare=False)
     """Whether the file is the resolved config.yaml of a run."""
 
