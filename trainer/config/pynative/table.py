@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from trainer.config.checks.problem import problem_at
 from trainer.config.families import has_latent_attention, named_family, source_class
 from trainer.config.note import Note
 from trainer.config.pynative import inverses
