@@ -27,7 +27,7 @@ H query heads, K key/value heads of d numbers, E experts, F width of an expert o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -53,9 +53,7 @@ _JOINED = {
 }
 """Matrices that files join, each above the next; in the last one the heads take turns."""
 _PUBLISHED = {theirs: ours for family in FAMILIES.values() for theirs, ours in family.published_names.items()}
-_RENAMED = {theirs: ours for family in FAMILIES.values() for ours, theirs in family.tensor_names.items()}
-_FOREIGN_PIECES = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors))
-"""Pieces of names that only files in another form have, beside "transformer." at the beginning."""
+_JOINED_PIECES = tuple(f".{joined}." for family in FAMILIES.values() for joined in family.joined_tensors)
 
 
 # ---- matrices that are joined ----------------------------------------------------------------------------------------
@@ -63,22 +61,36 @@ _FOREIGN_PIECES = (*_RENAMED, *(f".{joined}." for family in FAMILIES.values() fo
 
 def split_fused_tensors(weights: Mapping[str, ArrayOrLazyArray], settings: ModelConfig) -> dict[str, ArrayOrLazyArray]:
     """Returns the tensors of a file under our names, each matrix by itself; others are kept as they are."""
-    if not any(name.startswith("transformer.") or any(piece in name for piece in _FOREIGN_PIECES) for name in weights):
+    renamed = _renamed_pieces(weights)
+    is_joined = any(piece in name for name in weights for piece in _JOINED_PIECES)
+    if not renamed and not is_joined and not any(name.startswith("transformer.") for name in weights):
         return dict(weights)
     tensors: dict[str, ArrayOrLazyArray] = {}
     for name, array in weights.items():
-        if name != "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
-            tensors |= _split(_renamed(name), array, settings)
+        if name == "transformer.rotary_pos_emb.inv_freq":  # computed from the configuration
+            continue
+        pieces = renamed
+        if name.startswith("transformer."):
+            pieces = _PUBLISHED | renamed
+        translated = name
+        for theirs, ours in pieces.items():
+            translated = translated.replace(theirs, ours)
+        tensors |= _split(translated, array, settings)
     return tensors
 
 
-def _renamed(name: str) -> str:
-    pieces = _RENAMED
-    if name.startswith("transformer."):
-        pieces = _PUBLISHED | _RENAMED
-    for theirs, ours in pieces.items():
-        name = name.replace(theirs, ours)
-    return name
+def _renamed_pieces(names: Collection[str]) -> dict[str, str]:
+    """Returns the pieces of names in a file -> ours, in the order in which they are replaced.
+
+    They are those of the family that has most of them, and all of them in this file: a name may mean another tensor in
+    another family.
+    """
+    found: dict[str, str] = {}
+    for family in FAMILIES.values():
+        pieces = {theirs: ours for ours, theirs in reversed(tuple(family.tensor_names.items()))}
+        if len(pieces) > len(found) and all(any(piece in name for name in names) for piece in pieces):
+            found = pieces
+    return found
 
 
 def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterator[tuple[str, ArrayOrLazyArray]]:

@@ -66,7 +66,7 @@ class Family(NamedTuple):
     source_classes: tuple[SourceClass, ...] = ()
     """MindSpore Transformers' classes of its configuration."""
     tensor_names: Mapping[str, str] = {}
-    """Parts of tensor names in memory -> on disk, if they differ."""
+    """Parts of tensor names in memory -> on disk, if they differ; they are replaced in this order."""
     joined_tensors: Mapping[str, tuple[str, ...]] = {}
     """Fused matrices on disk -> the matrices of equal shape in them, the first above the second."""
     expert_names: ExpertNames = ExpertNames()
