@@ -85,12 +85,12 @@ def _renamed_pieces(names: Collection[str]) -> dict[str, str]:
     They are those of the family that has most of them, and all of them in this file: a name may mean another tensor in
     another family.
     """
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for family in FAMILIES.values():
         pieces = {theirs: ours for ours, theirs in reversed(tuple(family.tensor_names.items()))}
-        if len(pieces) > len(found) and all(any(piece in name for name in names) for piece in pieces):
-            found = pieces
-    return found
+        if len(pieces) > len(result) and all(any(piece in name for name in names) for piece in pieces):
+            result = pieces
+    return result
 
 
 def _split(name: str, array: ArrayOrLazyArray, settings: ModelConfig) -> Iterator[tuple[str, ArrayOrLazyArray]]:
