@@ -41,6 +41,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers": (
         "model_qwen3", {"target_modules": ["q_proj", "o_proj", "down_proj"], "layers_to_transform": [1]}, LAYER_1,
     ),
+    "layers without rotary": ("family_smollm3", {"target_modules": ["q_proj", "down_proj"]}, "q_proj|down_proj"),
     "all matrices": ("model_llama", {"target_modules": "all-linear"}, ".*_proj"),
     "biases": ("model_qwen2", {"target_modules": ["k_proj", "up_proj"]}, "k_proj|up_proj"),
     "experts": ("experts_qwen3_moe", {"target_modules": ["q_proj", "k_proj"]}, "q_proj|k_proj"),
@@ -251,7 +252,8 @@ def main() -> int:
     logging.disable_progress_bar()
     results = {str(folder): load(folder)[1] for folder in options.folders}
     if options.trainer:
-        names = [*golden_files.model_case_names(), *golden_files.model_case_names("experts")]
+        names = [*golden_files.model_case_names(), *golden_files.model_case_names("experts"),
+                 *golden_files.model_case_names("family")]
         results |= {f"{name} {dtype}": check(name, options.trainer, dtype) for name in names for dtype in TOLERANCE
                     if dtype == "float32" or name in ("model_qwen3", "experts_qwen3_moe")}
         if importlib.util.find_spec("peft"):

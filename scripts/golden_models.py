@@ -134,10 +134,10 @@ def make_weight(seed_text: str, shape: tuple[int, ...]) -> np.ndarray:
     return (scale * normal).astype(np.float32)
 
 
-def make_batch(name: str, packed: bool) -> dict[str, np.ndarray]:
+def make_batch(name: str, packed: bool, vocabulary: int = VOCABULARY) -> dict[str, np.ndarray]:
     """Makes int32 [B, T] arrays as trainer.data does; some labels are ignored in every sequence."""
     generator = np.random.RandomState(zlib.crc32(f"{name}/tokens".encode()))
-    tokens = generator.randint(0, VOCABULARY, size=(ROWS, TOKENS + 1))
+    tokens = generator.randint(0, vocabulary, size=(ROWS, TOKENS + 1))
     lengths = DOCUMENT_LENGTHS if packed else ((TOKENS,),) * ROWS
     labels = tokens[:, 1:].copy()
     if packed:

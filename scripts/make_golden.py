@@ -32,9 +32,11 @@ import numpy as np
 import safetensors
 import torch
 import transformers
+from golden_families import FAMILY_CASES
 from golden_models import (
     BASE,
     IGNORE_INDEX,
+    VOCABULARY,
     Case,
     Removal,
     build_model,
@@ -58,7 +60,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 import golden_files  # noqa: E402  (beside the tests, which must run without torch)
 
-LARGEST_TOTAL_BYTES = 5_500_000
+LARGEST_TOTAL_BYTES = 6_000_000
 
 # A base of 500 puts the wavelengths of an 8-wide head at 6, 30, 141 and 664 positions: with 64 original positions
 # llama3 and yarn then keep, blend and stretch at least one frequency each.
@@ -172,12 +174,15 @@ CASES = {
     "mtp_1": Case("one module for a further token, dense", mtp_depth=1),
     "mtp_2": Case("two multi-token prediction modules, with experts; several documents in a row",
                   {**GLM4_MOE, "num_hidden_layers": 1}, "glm4_moe", packed=True, mtp_depth=2, salt="10"),
+    **FAMILY_CASES,
 }
 
 
 def file_name(name: str) -> str:
-    """Returns the file of a case; its prefix says which tests read it: dense model, experts or multi-token
-    prediction."""
+    """Returns the file of a case; its prefix says which tests read it: of a family, of a dense model, experts or
+    multi-token prediction."""
+    if name in FAMILY_CASES:
+        return f"family_{name}"
     if name.startswith("mtp_"):
         return name
     return ("experts_" if "_moe" in name or name.startswith(("mixtral", "deepseek")) else "model_") + name
@@ -185,7 +190,7 @@ def file_name(name: str) -> str:
 
 def make_model_case(name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     case = CASES[name]
-    batch = make_batch(name + case.salt, case.packed)
+    batch = make_batch(name + case.salt, case.packed, case.changes.get("vocab_size", VOCABULARY))
     model = build_model(case, name, {})
     with routers_watched(name, model) as margins:
         logits = forward(model, batch)
@@ -228,7 +233,7 @@ def _case_metadata(
     moved = require_effect(name, effects)
     metadata = {"what": case.what, "config": {"model_type": case.model_type, **BASE, **case.changes},
                 "config_as_saved": json.loads(model.config.to_json_string(use_diff=False)),
-                "effect_on_logits": float(f"{moved:.2g}")}
+                "effect_on_logits": float(f"{moved:.2g}"), "parameters": model.num_parameters()}
     if margins or case.mtp_depth:
         metadata |= {"config_json": json.loads(model.config.to_json_string()),
                      "smallest_margin": float(f"{min(margins, default=1.0):.2g}"),
@@ -281,7 +286,7 @@ def make_file(name: str) -> bytes:
     elif name.startswith("mtp_"):
         tensors, metadata = make_mtp_case(name)
     else:
-        tensors, metadata = make_model_case(name.removeprefix("model_").removeprefix("experts_"))
+        tensors, metadata = make_model_case(name.split("_", 1)[1])
     metadata["versions"] = {"torch": torch.__version__, "transformers": transformers.__version__,
                             "numpy": np.__version__, "safetensors": safetensors.__version__,
                             "python": ".".join(map(str, sys.version_info[:3]))}

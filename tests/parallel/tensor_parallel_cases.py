@@ -6,8 +6,10 @@ What is guarded is how a model is divided, so a model has one layer where that s
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 import sys
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +18,12 @@ from unittest import mock
 import numpy as np
 from mindspore import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parity"))
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "parity"), str(Path(__file__).resolve().parents[1])]
 
+from golden_files import load_model_case, model_case_names  # noqa: E402
 from tiny_trainer import TOKENS, config_of, make_batch  # noqa: E402
 
-from trainer.config import Config  # noqa: E402
+from trainer.config import Config, parse_config  # noqa: E402
 from trainer.models.spec import saved as saved_arrays  # noqa: E402
 from trainer.models.spec.shapes import all_shapes  # noqa: E402
 from trainer.ops.routing import SharedTokens  # noqa: E402
@@ -95,6 +98,7 @@ CASES["bfloat16, experts"] = {
     "model": LATENT | {"compute_dtype": "bfloat16", "moe_config": {
         "expert_num": 4, "num_experts_chosen": 2, "moe_intermediate_size": 12, "shared_expert_num": 1}}, **SMOOTH,
 }  # fmt: skip
+FAMILIES = model_case_names("family")
 CASES["DeepSeek, recomputed"] = CASES["DeepSeek"] | {"recompute_config": {"recompute": True}}
 
 
@@ -142,6 +146,8 @@ ALONE = Layout()
 
 def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -> Config:
     """Returns a configuration; one rank recomputes nothing, which would take longer and change no number."""
+    if name in FAMILIES:
+        return family_config(name, layout, ranks)
     sections = dict(CASES[name])
     model = {"vocab_size": VOCABULARY, "num_layers": layers} | sections.pop("model")
     if ranks > 1:
@@ -149,6 +155,17 @@ def config(name: str, layout: Layout = ALONE, ranks: int = 1, layers: int = 1) -
     else:
         sections.pop("recompute_config", None)
     return config_of(**sections, model=model)
+
+
+def family_config(name: str, layout: Layout, ranks: int) -> Config:
+    """Returns a configuration with the config.json of a golden model."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(load_model_case(name).metadata["config_as_saved"]))
+        sections = {
+            **SMOOTH, "pretrained_model_dir": folder, "model": {"model_config": {"seq_length": TOKENS}},
+            "use_parallel": ranks > 1, "parallel_config": layout.keys(ranks),
+        }  # fmt: skip
+        return parse_config(name, json.dumps(sections))
 
 
 def every_parted(world: ProcessGroup, suites: list[list[Any]]) -> list[tuple[dict[str, Trained], dict[str, Trained]]]:

@@ -9,7 +9,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from rank_job import on_rank_processes
-from tensor_parallel_cases import COUNTED_TWICE, NOT_COUNTED, Layout, Trained, assembled, config, every_parted, whole
+from tensor_parallel_cases import (
+    COUNTED_TWICE,
+    FAMILIES,
+    NOT_COUNTED,
+    Layout,
+    Trained,
+    assembled,
+    config,
+    every_parted,
+    whole,
+)
 from tolerances import (
     RUN_LOCAL_NORMS,
     RUN_LOSSES,
@@ -55,6 +65,7 @@ class Suite(NamedTuple):
 
 SUITES = {
     "tensor with rows": Suite(2, {"tensor": 2, "rows": True}, {DENSE: SHORT, LATENT_ADAPTERS: SHORT, BIASES: LONG}),
+    "families": Suite(2, {"tensor": 2, "rows": True}, dict.fromkeys(FAMILIES, 1)),
     "tensor": Suite(2, {"tensor": 2}, {ADAPTERS: 1, MIXTRAL: 1, BIASES: SHORT, ONE_HEAD_RECOMPUTED: SHORT}, {
         # Summed over all ranks, and over those with the same key head.
         ADAPTERS: [f"{_ATTENTION}{one}.weight" for one in ("q_proj.lora_A", "o_proj.lora_B", "v_proj.lora_B")] + [

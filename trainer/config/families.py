@@ -152,6 +152,22 @@ FAMILIES = {
             ),
         ),
     ),
+    "SmolLM3ForCausalLM": Family(
+        "smollm3",
+        _ALL | {
+            "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+            "num_attention_heads": 16, "num_key_value_heads": 4, "rope_theta": 2000000.0, "attention_bias": False,
+            "mlp_bias": False, "tie_word_embeddings": True, "use_sliding_window": False, "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+        {"nope_layer_interval": 4, "tie_word_embeddings": True},
+        written={
+            "no_rope_layers": lambda settings: [int(settings.has_rotary(n)) for n in range(settings.num_layers)],
+            "no_rope_layer_interval": lambda settings: settings.nope_layer_interval or 4,  # an integer of the class
+            "pad_token_id": lambda settings: None,  # the default of the class exceeds a small vocabulary
+        },
+        windows="other", has_output_bias=True,
+    ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(
         "mixtral",

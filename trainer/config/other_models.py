@@ -29,7 +29,6 @@ OTHERS = {
     "olmoe": "query and key have norms over all heads",
     "phi3": "query, key and value are one matrix, and so are gate and up",
     "qwen3_next": "some layers have linear attention",
-    "smollm3": "some layers have no rotary positions (no_rope_layers)",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",
 }  # fmt: skip
@@ -84,17 +83,6 @@ def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
     return value is None or (isinstance(value, int) and isinstance(base, int) and value <= base)
 
 
-def _has_every_layer(value: Any, settings: Mapping[str, Any]) -> bool:
-    return value is None or (isinstance(value, list) and all(value))
-
-
-def _is_beyond_layers(value: Any, settings: Mapping[str, Any]) -> bool:
-    if settings.get("no_rope_layers") is not None or not value:
-        return True
-    layers = settings.get("num_hidden_layers")
-    return isinstance(layers, int) and isinstance(value, int) and value > layers
-
-
 _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
     "embedding_multiplier": (_is_one_of(1, None), "a factor on the embeddings"),
     "residual_multiplier": (_is_one_of(1, None), "a factor on each sublayer's output"),
@@ -108,8 +96,6 @@ _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
     "final_logit_softcapping": (_is_one_of(None), "softcapping of the logits"),
     "query_pre_attn_scalar": (
         lambda value, settings: value in (None, _head_size(settings)), "a divisor of the queries"),
-    "no_rope_layers": (_has_every_layer, "layers without rotary positions"),
-    "no_rope_layer_interval": (_is_beyond_layers, "layers without rotary positions"),
     "hidden_activation": (_is_one_of("silu", None), "another activation"),
     "attention_chunk_size": (_is_one_of(None), "attention within chunks"),
     "clip_qkv": (_is_one_of(None), "bounds on query, key and value"),

@@ -24,6 +24,7 @@ DERIVED = {
     "rotary_pct": "rotary_size",
     "rope_theta": "rope_base",
     "embedding_size": "maps_embedding",
+    "no_rope_layers": "unrotated_layers",
     "use_sliding_window": "has_window",
     "max_window_layers": "has_window",
     "rope_ratio": "rope_base",

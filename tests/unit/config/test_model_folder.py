@@ -168,8 +168,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 TOLD = {
     "helium": "neighbouring numbers of a head", "granite": "embedding_multiplier 12.0 means a factor on the embeddings",
     "ernie4_5": "neighbouring numbers of a head", "gemma": "hidden_act gelu_pytorch_tanh",
-    "gemma2": "final_logit_softcapping 30.0", "smollm3": "no_rope_layers [1, 1, 1, 0] means layers without rotary",
-    "olmo2": "norms stand after the sublayers",
+    "gemma2": "final_logit_softcapping 30.0", "olmo2": "norms stand after the sublayers",
 }  # fmt: skip
 
 
@@ -232,7 +231,6 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
                      "logits_scaling = 8.0: not yet supported: a divisor of the logits"]),
         ("gemma", ["hidden_act = 'gelu_pytorch_tanh': not yet supported"]),
         ("gemma2", ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0", "hidden_activation"]),
-        ("smollm3", ["no_rope_layers = [1, 1, 1, 0]: not yet supported"]),
     ],
 )  # fmt: skip
 def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, name: str, parts: list[str]) -> None:

@@ -334,6 +334,7 @@ def _from_aliases(resolved: Resolved) -> None:
     is_group_number = resolved.name_in_file(heads) in ("multi_query_group_num", "")
     if settings.get("multi_query_attention") is False and is_group_number:
         settings["n_kv_heads"] = None
+    _from_rotated_layers(resolved)
     because = f"{_MODEL}.mlp_has_bias"
     if settings.get("mlp_has_bias") is True and resolved.name_in_file(because) == "add_bias_linear":
         # Megatron-LM's key is about all matrices of a layer.
@@ -358,6 +359,18 @@ def _from_aliases(resolved: Resolved) -> None:
     name = "use_skip_data_by_global_norm"  # older files write it at the top level
     if name in resolved.data:
         _set_default(resolved, f"runner_wrapper.{name}", resolved.data[name], name)
+
+
+def _from_rotated_layers(resolved: Resolved) -> None:
+    """Sets nope_layers from SmolLM3's no_rope_layers. Either wins over the interval of a family or a config.json."""
+    settings = resolved.section(_MODEL)
+    rotated = settings.pop("no_rope_layers", None)
+    if isinstance(rotated, list):
+        layers = [layer for layer, has_rotary in enumerate(rotated) if has_rotary == 0]
+        _set_default(resolved, f"{_MODEL}.nope_layers", layers, f"{_MODEL}.no_rope_layers")
+    is_interval_written = resolved.name_in_file(f"{_MODEL}.nope_layer_interval") == "nope_layer_interval"
+    if settings.get("nope_layers") is not None and not is_interval_written:
+        settings["nope_layer_interval"] = None
 
 
 def _from_flat_yarn(resolved: Resolved) -> None:

@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
     " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
     " chunk_size_feed_forward tokenizer_class attn_implementation _attn_implementation"
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
-    " no_rope_layers no_rope_layer_interval qk_head_dim".split()
+    " qk_head_dim".split()
 )
 """Keys that do not change what a model computes, or that other code checks."""
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
@@ -268,7 +268,7 @@ def classify_key(key: str, value: Any, family: str, named: str) -> Literal["read
         return "harmless"
     if named:
         return "unread"
-    if key in ("rope_interleave", "rope_interleaved"):
+    if key in yaml_names(ModelConfig) or key in yaml_names(MoEConfig):
         return "read"
     if value in (None, False, "", [], {}):
         return "harmless"

@@ -156,9 +156,13 @@ class ModelConfig(Section):
     position_embedding_type: Literal["rope", "yarn", "llama3", "none"] = setting(
         "rope", "Kind of positions: rotary, whose stretching rope_scaling describes; none: there are none.")
     nope_layer_interval: int | None = setting(
-        None, "Every Nth layer has no rotary positions (NoPE). Default null: nope_layers decides.", ge=1, le=LAYERS)
+        None, "Every Nth layer has no rotary positions (NoPE). Default null: nope_layers decides.", ge=1, le=LAYERS,
+        aliases="no_rope_layer_interval")
     nope_layers: list[Layer] | None = setting(
         None, "Layers without rotary positions, counted from 0. Default null: none.")
+    no_rope_layers: list[Layer] | None = setting(
+        None, "SmolLM3's nope_layers: for each layer 1, or 0 if it has no rotary positions. Default null: nope_layers"
+        " decides.")
     softmax_scale: float | None = setting(
         None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head), with yarn and"
         " multi_latent_attention times the square of its mscale.", gt=0)

@@ -1,0 +1,30 @@
+"""The golden models of tests/parity/test_families.py: one or two of each family, which these tests need no further
+entry for.
+
+Part of make_golden.py. Sizes are unusual on purpose: heads of 6 numbers, one key/value head, an odd vocabulary and
+several documents in a row. Two ranks can share the heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from golden_models import Case, Removal
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61, "hidden_size": 12, "intermediate_size": 10, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "rms_norm_eps": 1e-3,
+}
+"""The least epsilon of a norm that a test can feel is this one."""
+
+
+def family(what: str, model_type: str, changes: dict[str, Any], removals: dict[str, Removal]) -> Case:
+    return Case(what, SIZES | changes, model_type, packed=True, removals=removals)
+
+
+FAMILY_CASES = {
+    "smollm3": family(
+        "a layer without rotary positions", "smollm3", {"no_rope_layers": [0, 1], "pad_token_id": None},
+        {"no rotary": Removal({"no_rope_layers": [1, 1]}), "rotary": Removal({"no_rope_layers": [0, 0]})},
+    ),
+}  # fmt: skip
