@@ -22,9 +22,27 @@ def family(what: str, model_type: str, changes: dict[str, Any], removals: dict[s
     return Case(what, SIZES | changes, model_type, packed=True, removals=removals)
 
 
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.4, 1.8], "long_factor": [1.0, 2.5, 3.5]}
+PHI3 = {
+    "hidden_size": 20, "partial_rotary_factor": 0.6, "rope_theta": 20.0, "rope_scaling": LONG_ROPE,
+    "pad_token_id": None,
+}
 FAMILY_CASES = {
     "smollm3": family(
         "a layer without rotary positions", "smollm3", {"no_rope_layers": [0, 1], "pad_token_id": None},
         {"no rotary": Removal({"no_rope_layers": [1, 1]}), "rotary": Removal({"no_rope_layers": [0, 0]})},
+    ),
+    "phi3": family(
+        "long factors of LongRoPE on a part of a head", "phi3", {**PHI3, "original_max_position_embeddings": 8},
+        {
+            "long factors": Removal({"rope_scaling": {**LONG_ROPE, "long_factor": [1.0, 1.4, 1.8]}}),
+            "attention factor": Removal({"rope_scaling": {**LONG_ROPE, "attention_factor": 1.0}}),
+            "rotary on a part": Removal({"partial_rotary_factor": 1.0, "rope_scaling": None}),
+        },
+    ),
+    "phi3_short": family(
+        "short factors of LongRoPE, tied head", "phi3",
+        {**PHI3, "original_max_position_embeddings": 32, "tie_word_embeddings": True, "num_hidden_layers": 1},
+        {"short factors": Removal({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0, 2.5, 3.5]}})},
     ),
 }  # fmt: skip

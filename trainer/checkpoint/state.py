@@ -137,7 +137,7 @@ def save_stages(
         part = "model"
         shapes = all_shapes(config.network)
         kind = class_on_disk(config)
-        shards = _file_shards(weights, shapes, lambda specs: disk_slices(specs, kind))
+        shards = _file_shards(weights, shapes, lambda specs: disk_slices(specs, shapes, kind))
         documents |= files or {}
     else:
         part = adapters.PART

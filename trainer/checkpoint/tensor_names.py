@@ -9,7 +9,8 @@ fused      mlp.experts.gate_up_proj [E, 2F, D] and               the same
            mlp.experts.down_proj [E, D, F]
 Mixtral    block_sparse_moe.experts.{e}.{w1,w3,w2}.weight,       the same,
            block_sparse_moe.gate.weight                          mlp.gate.weight
-GLM        mlp.gate_up_proj [2F, D]                              mlp.gate_proj and up_proj [F, D]
+GLM, Phi3  mlp.gate_up_proj [2F, D]                              mlp.gate_proj and up_proj [F, D]
+Phi3       self_attn.qkv_proj [(H + 2K) d, D]                    self_attn.q_proj, k_proj and v_proj
 ChatGLM    transformer.encoder.layers.N.self_attention           model.layers.N.self_attn.q_proj, k_proj and
            .query_key_value [(H + 2K) d, D]                      v_proj [H d, D], [K d, D], [K d, D]
            transformer.encoder.layers.N.mlp.dense_h_to_4h        model.layers.N.mlp.gate_proj and up_proj
@@ -19,8 +20,8 @@ TeleChat2  transformer.h.N.self_attention.key_value [2K d, D]:   model.layers.N.
 =========  ====================================================  =============================================
 
 All forms can be read, ChatGLM's also under MindSpore Transformers' names, joined or not. Only the first form and those
-of Mixtral, GLM and Qwen2-MoE are written: classes of transformers find no other names. transformers 5 has the form
-"fused" in memory and can write it. `trainer.config.families` has the names.
+of Mixtral, GLM, Phi3 and Qwen2-MoE are written: classes of transformers find no other names. transformers 5 has the
+form "fused" in memory and can write it. `trainer.config.families` has the names.
 
 H query heads, K key/value heads of d numbers, E experts, F width of an expert or feed-forward layer, D hidden size.
 """
@@ -203,10 +204,12 @@ class DiskSlice(NamedTuple):
     spec: ShardSpec
 
 
-def disk_slices(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[DiskSlice]]:
+def disk_slices(parts: Mapping[str, ShardSpec], shapes: Shapes, kind: str) -> dict[str, list[DiskSlice]]:
     """Returns the slices of these shards of parameters that each tensor on disk gets, one tensor for each expert.
 
-    `kind` is the class that they are saved as: `model.arch.type` or another that computes the same.
+    Args:
+        shapes: Global shapes of all parameters of the model.
+        kind: The class that they are saved as: `model.arch.type` or another that computes the same.
     """
     form = PER_EXPERT
     if kind in FAMILIES:
@@ -219,38 +222,40 @@ def disk_slices(parts: Mapping[str, ShardSpec], kind: str) -> dict[str, list[Dis
         else:
             pieces = [(tensors[0], DiskSlice(name, slice(0, part.size), part))]
         for tensor, piece in pieces:
-            tensor_of_class, placed = _name_in_class(tensor, piece, kind)
+            tensor_of_class, placed = _name_in_class(tensor, piece, shapes, kind)
             slices.setdefault(tensor_of_class, []).append(placed)
     return slices
 
 
-def _name_in_class(tensor: str, piece: DiskSlice, kind: str) -> tuple[str, DiskSlice]:
+def _name_in_class(tensor: str, piece: DiskSlice, shapes: Shapes, kind: str) -> tuple[str, DiskSlice]:
     """Returns the name that a model class uses for a tensor, and the place of a slice if the class joins matrices."""
     if kind not in FAMILIES:
         return tensor, piece
-    for ours, theirs in FAMILIES[kind].tensor_names.items():
-        tensor = tensor.replace(ours, theirs)
     module, _, suffix = tensor.rpartition(".")
     for joined, matrices in FAMILIES[kind].joined_tensors.items():
         for place, matrix in enumerate(matrices):
             if module.endswith(f".{matrix}"):
-                part = _stacked_spec(piece.spec, place, len(matrices))
-                return f"{module.removesuffix(matrix)}{joined}.{suffix}", piece._replace(spec=part)
+                stem = module.removesuffix(matrix)
+                rows = [shapes[f"{stem}{each}.{suffix}"][0] for each in matrices]
+                spec = _stacked_spec(piece.spec, sum(rows[:place]), sum(rows))
+                return f"{stem}{joined}.{suffix}", piece._replace(spec=spec)
+    for ours, theirs in FAMILIES[kind].tensor_names.items():
+        tensor = tensor.replace(ours, theirs)
     return tensor, piece
 
 
-def _stacked_spec(part: ShardSpec, place: int, count: int) -> ShardSpec:
-    """Returns the spec of a shard of matrix number `place` in a stack of `count` equal matrices."""
-    rows, *others = part.global_shape
-    shard = part.shard._replace(start=(part.shard.start[0] + place * rows, *part.shard.start[1:]))
-    return ShardSpec((count * rows, *others), shard, part.flat_range)
+def _stacked_spec(part: ShardSpec, above: int, rows: int) -> ShardSpec:
+    """Returns the spec of a shard of a matrix in a stack of `rows` rows, of which `above` rows are above it."""
+    shard = part.shard._replace(start=(part.shard.start[0] + above, *part.shard.start[1:]))
+    return ShardSpec((rows, *part.global_shape[1:]), shard, part.flat_range)
 
 
 def to_disk(arrays: Mapping[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
     """Returns tensors to save as in `disk_slices`, as views where they are not made of several parameters."""
     tensors = {}
     specs = {name: full_shard_spec(array.shape) for name, array in arrays.items()}
-    for name, parts in disk_slices(specs, kind).items():
+    shapes = {name: array.shape for name, array in arrays.items()}
+    for name, parts in disk_slices(specs, shapes, kind).items():
         ordered = sorted(parts, key=lambda one: one.spec.shard.start)
         flat = [arrays[one.name].reshape(-1)[one.local_range] for one in ordered]
         tensors[name] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(parts[0].spec.global_shape)

@@ -68,7 +68,7 @@ class Family(NamedTuple):
     tensor_names: Mapping[str, str] = {}
     """Parts of tensor names in memory -> on disk, if they differ; they are replaced in this order."""
     joined_tensors: Mapping[str, tuple[str, ...]] = {}
-    """Fused matrices on disk -> the matrices of equal shape in them, the first above the second."""
+    """Fused matrices on disk -> the matrices in them, each above the next."""
     expert_names: ExpertNames = ExpertNames()
     published_names: Mapping[str, str] = {}
     """Parts of names in files whose names begin with "transformer." -> in memory, or of a fused matrix.
@@ -234,6 +234,23 @@ FAMILIES = {
         source_classes=(
             SourceClass("Glm4Config", "glm4", _CORE | {"pad_token_id": 151329}),
         ),
+    ),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        _ALL | {
+            "vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "num_key_value_heads": None,
+            "max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 1.0, "resid_pdrop": 0.0, "sliding_window": None,
+        },
+        written={
+            "original_max_position_embeddings": lambda settings: settings.trained_length,
+            "pad_token_id": lambda settings: None,  # the default of the class exceeds a small vocabulary
+        },
+        windows="every",
+        joined_tensors={
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        },
     ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",

@@ -41,6 +41,7 @@ _ROPE_KEYS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "mscale",
              "mscale_all_dim"),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor", "long_factor"),
 }  # fmt: skip
 
 
@@ -100,7 +101,7 @@ def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32"
         rope = {key: getattr(scaling, key) for key in ("rope_type", *_ROPE_KEYS[scaling.rope_type])}
         rope = {key: value for key, value in rope.items() if value is not None}
         if scaling.rope_type != "linear":
-            rope.setdefault("original_max_position_embeddings", settings.max_positions)
+            rope["original_max_position_embeddings"] = settings.trained_length
         keys["rope_scaling"] = dict(rope)
     keys["rope_parameters"] = {"rope_theta": settings.rope_base, **rope}
     if "partial_rotary_factor" in keys:

@@ -27,7 +27,6 @@ OTHERS = {
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "olmo2": "norms stand after the sublayers instead of before, and query and key have norms over all heads",
     "olmoe": "query and key have norms over all heads",
-    "phi3": "query, key and value are one matrix, and so are gate and up",
     "qwen3_next": "some layers have linear attention",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",

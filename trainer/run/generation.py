@@ -192,6 +192,12 @@ def context_length(config: Config) -> int:
         fix = f"use at most {positions}, or raise max_position_embeddings"
         rule = f"the model has positions for {positions} tokens"
         raise UserError(rule, where=config.source.where(key), key=key, value=limit, fix=fix)
+    scaling = settings.rope_scaling
+    if scaling and scaling.rope_type == "longrope" and limit > settings.trained_length >= settings.seq_length:
+        key = "model.model_config.max_decode_length"
+        rule = f"exceeds original_max_position_embeddings, and seq_length {settings.seq_length} has the short factors"
+        fix = f"write seq_length: {limit}, for the long factors"
+        raise UserError(rule, where=config.source.where(key), key=key, value=limit, fix=fix)
     return limit
 
 

@@ -25,6 +25,7 @@ DERIVED = {
     "rope_theta": "rope_base",
     "embedding_size": "maps_embedding",
     "no_rope_layers": "unrotated_layers",
+    "original_max_position_embeddings": "trained_length",
     "use_sliding_window": "has_window",
     "max_window_layers": "has_window",
     "rope_ratio": "rope_base",

@@ -14,7 +14,7 @@ from trainer.config.precision import PART_KEYS, level_dtype
 from trainer.config.recompute import recompute_problems
 from trainer.config.schema.data import IMAGES, TokenizerConfig
 from trainer.config.schema.fields import beside_of
-from trainer.config.schema.model import LATENT_SIZES, ModelConfig, window_layer_types
+from trainer.config.schema.model import LATENT_SIZES, ModelConfig, RopeScaling, window_layer_types
 from trainer.config.schema.root import CLASSIFIER, Config
 from trainer.config.schema.system import RecomputeConfig
 
@@ -155,9 +155,24 @@ def _positions(config: Config) -> Iterator[ConfigError]:
         rule = f"must be below high_freq_factor ({high})"
         fix = "use 1 and 4, as Llama 3 does"
         yield problem(config, f"{key}.low_freq_factor", rule, fix)
+    if scaling.rope_type == "longrope":
+        yield from _long_rope(config, scaling)
     if scaling.rope_type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
         rule = f"must be below beta_fast ({scaling.beta_fast})"
         yield problem(config, f"{key}.beta_slow", rule, "use 1 and 32, as yarn does")
+
+
+def _long_rope(config: Config, scaling: RopeScaling) -> Iterator[ConfigError]:
+    """Yields errors about the factors of LongRoPE: there is one for each frequency."""
+    for name in ("short_factor", "long_factor"):
+        factors = getattr(scaling, name)
+        count = config.decoder.rotary_size // 2
+        if factors is None or len(factors) != count:
+            rule = f"longrope requires {count} factors, one for each frequency of a head"
+            if factors is not None:
+                rule += f", not {len(factors)}"
+            fix = "write those of the model's config.json"
+            yield problem(config, f"{_KEY}.rope_scaling.{name}", rule, fix, value="...")
 
 
 def _unrotated_layers(config: Config) -> Iterator[ConfigError]:

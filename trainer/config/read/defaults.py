@@ -40,6 +40,7 @@ def apply_derived_defaults(resolved: Resolved, *, is_complete: bool = False) -> 
     _from_family(resolved, is_complete)
     _from_aliases(resolved)
     _from_flat_yarn(resolved)
+    _from_long_rope(resolved)
     _from_window_size(resolved)
     _from_grouped_schedule(resolved)
     _from_sparse_layers(resolved)
@@ -407,6 +408,30 @@ def _from_flat_yarn(resolved: Resolved) -> None:
         _set_default(resolved, f"{_MODEL}.rope_scaling.attention_factor", numerator / denominator, because)
     for name in (key, *names, "position_embedding_type"):  # rope_scaling replaces them
         settings.pop(name, None)
+
+
+def _from_long_rope(resolved: Resolved) -> None:
+    """Completes a rope_scaling of LongRoPE, which has short and long factors.
+
+    Phi-3's files have its trained length beside it, and may call it su or yarn, as Phi3Config of transformers may.
+    """
+    settings = resolved.section(_MODEL)
+    scaling = settings.get("rope_scaling")
+    key = "original_max_position_embeddings"
+    trained = None
+    if resolved.value("model.arch.type") == "Phi3ForCausalLM":
+        trained = settings.pop(key, None)
+    if not isinstance(scaling, dict) or scaling.get("short_factor") is None:
+        return
+    because = f"{_MODEL}.rope_scaling"
+    if scaling.get("rope_type") in (None, "su", "yarn"):
+        scaling["rope_type"] = "longrope"
+    if trained is not None:
+        scaling[key] = trained
+    longest = settings.get("max_position_embeddings")
+    trained = scaling.get(key)
+    if isinstance(longest, int) and isinstance(trained, int) and longest >= trained > 0:
+        _set_default(resolved, f"{because}.factor", longest / trained, because)
 
 
 def _from_window_size(resolved: Resolved) -> None:

@@ -39,8 +39,8 @@ _NAMES = ("architectures", "model_type")
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _TOP_K = 50
 """The top_k of transformers where generation_config.json leaves it out."""
-_VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn")}
-"""The supported values of these keys."""
+_VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn", "longrope", "su")}
+"""The supported values of these keys; su is an older name of longrope."""
 _QWENS_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 """The defaults of transformers if use_sliding_window is True."""
 _EVERY_CLASS = frozenset(
@@ -51,7 +51,7 @@ _HARMLESS = frozenset(
     " label2id pretraining_tp return_dict output_attentions output_hidden_states is_encoder_decoder problem_type"
     " chunk_size_feed_forward tokenizer_class attn_implementation _attn_implementation"
     " attention_type bos_token eos_token pad_token do_sample temperature top_k top_p repetition_penalty max_length"
-    " qk_head_dim".split()
+    " qk_head_dim embd_pdrop".split()
 )
 """Keys that do not change what a model computes, or that other code checks."""
 _WINDOW_KEYS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")

@@ -25,6 +25,7 @@ from trainer.config.schema.moe import MoEConfig
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 Probability = Annotated[float, Field(ge=0, lt=1)]
+Divisor = Annotated[float, Field(gt=0)]
 WindowSide = Annotated[int, Field(ge=-1, le=LENGTH)]
 
 
@@ -46,15 +47,20 @@ def window_layer_types(layers: int, skip_frequency: Any) -> list[str]:
 class RopeScaling(Section):
     """Stretches rotary positions beyond the trained length (YAML ``model_config.rope_scaling``)."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = setting(
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = setting(
         "linear", "Kind of scaling; default means none.", aliases="type")
-    factor: float = setting(1.0, "How many times longer the context gets.", ge=1)
+    factor: float = setting(
+        1.0, "How many times longer the context gets. Default of longrope: max_position_embeddings /"
+        " original_max_position_embeddings.", ge=1)
     low_freq_factor: float = setting(1.0, "llama3: frequencies below are scaled wholly.", gt=0)
     high_freq_factor: float = setting(4.0, "llama3: frequencies above are kept.", gt=0)
     original_max_position_embeddings: int | None = setting(
         None, "Trained length in tokens. Default null: max_position_embeddings.", ge=1, le=LENGTH)
     attention_factor: float | None = setting(
-        None, "yarn: factor on cosine and sine. Default null: from the scaling factor.", gt=0)
+        None, "yarn, longrope: factor on cosine and sine. Default null: from the scaling factor.", gt=0)
+    short_factor: list[Divisor] | None = setting(
+        None, "longrope: divisors of the frequencies up to a seq_length of original_max_position_embeddings.")
+    long_factor: list[Divisor] | None = setting(None, "longrope: divisors of the frequencies for a longer seq_length.")
     beta_fast: float = setting(32.0, "yarn: rotations above which a frequency is kept.", gt=0)
     beta_slow: float = setting(1.0, "yarn: rotations below which a frequency is scaled.", gt=0)
     mscale: float | None = setting(None, "yarn: numerator of the attention factor.", ge=0)
@@ -341,6 +347,18 @@ class ModelConfig(Section):
     def window_layers(self) -> tuple[int, ...]:
         """Returns the layers with a sliding window."""
         return tuple(layer for layer in range(self.num_layers) if self.has_window(layer))
+
+    @property
+    def trained_length(self) -> int:
+        """Returns the tokens up to which rotary positions were trained before they were stretched."""
+        if self.rope_scaling is None:
+            return self.max_positions
+        return self.rope_scaling.original_max_position_embeddings or self.max_positions
+
+    @property
+    def has_long_positions(self) -> bool:
+        """Returns whether sequences exceed the trained length: LongRoPE then takes its long factors."""
+        return self.seq_length > self.trained_length
 
     @property
     def rope_base(self) -> float:

@@ -1,7 +1,7 @@
 """Rotary position tables: cosines and sines of every position, with the scalings for longer contexts. numpy only.
 
-Sources: Su et al. 2021 (RoPE); linear: Chen et al. 2023; yarn: Peng et al. 2023; llama3: Meta's Llama 3.1 release. The
-arithmetic follows Hugging Face's `modeling_rope_utils`, against which it is tested.
+Sources: Su et al. 2021 (RoPE); linear: Chen et al. 2023; yarn: Peng et al. 2023; llama3: Meta's Llama 3.1 release;
+longrope: Ding et al. 2024. The arithmetic follows Hugging Face's `modeling_rope_utils`, against which it is tested.
 """
 
 from __future__ import annotations
@@ -43,12 +43,25 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
 
 def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
     """Returns scaled frequencies, and the factor on cosines and sines."""
-    trained_length = scaling.original_max_position_embeddings or settings.max_positions
+    trained_length = settings.trained_length
+    if scaling.rope_type == "longrope":
+        return _longrope(frequencies, settings, scaling)
     if scaling.rope_type == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.rope_type == "llama3":
         return _llama3(frequencies, scaling, trained_length), 1.0
     return _yarn(frequencies, settings, scaling, trained_length), _yarn_attention_factor(scaling)
+
+
+def _longrope(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
+    """Divides each frequency by its short factor, or where sequences exceed the trained length by its long factor."""
+    divisors = scaling.short_factor
+    if settings.has_long_positions:
+        divisors = scaling.long_factor
+    factor = scaling.attention_factor
+    if factor is None:
+        factor = math.sqrt(1 + math.log(scaling.factor) / math.log(settings.trained_length))
+    return frequencies / np.array(divisors, np.float64), factor
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling, trained_length: int) -> np.ndarray:
