@@ -55,6 +55,8 @@ class Family(NamedTuple):
     written: Mapping[str, Callable[[Any], Any]] = {}
     """Functions of the ``ModelConfig`` for keys that are written differently than in other families."""
     windows: Windows = ""
+    rope_types: tuple[str, ...] = ()
+    """The types of rope_scaling that its class accepts, if not all."""
     has_output_bias: bool = False
     """Whether its attention_bias also means a bias on o_proj."""
     in_transformers: bool = True
@@ -246,7 +248,7 @@ FAMILIES = {
             "original_max_position_embeddings": lambda settings: settings.trained_length,
             "pad_token_id": lambda settings: None,  # the default of the class exceeds a small vocabulary
         },
-        windows="every",
+        windows="every", rope_types=("default", "longrope"),
         joined_tensors={
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

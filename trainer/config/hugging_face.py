@@ -158,12 +158,17 @@ _FACTS_OF_EXPERTS = (
 
 def class_differences(settings: ModelConfig, architecture: str) -> list[str]:
     """Returns the features in which a model differs from the one that its config.json for a class describes."""
-    described = model_from_config_json(config_json(settings, FAMILIES[architecture].saved_as or architecture))
+    saved_as = FAMILIES[architecture].saved_as or architecture
+    described = model_from_config_json(config_json(settings, saved_as))
     facts = _FACTS
     if settings.experts is not None and described.experts is not None:
         facts += _FACTS_OF_EXPERTS
     words = (_difference(fact, fact.value(settings), fact.value(described)) for fact in facts)
-    return [text for text in words if text]
+    differences = [text for text in words if text]
+    types = FAMILIES[saved_as].rope_types
+    if types and settings.rope_scaling is not None and settings.rope_scaling.rope_type not in types:
+        differences.append(f"rotary positions with {settings.rope_scaling.rope_type} scaling")
+    return differences
 
 
 def _difference(fact: _Fact, value: Any, described: Any) -> str:
