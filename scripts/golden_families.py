@@ -45,4 +45,16 @@ FAMILY_CASES = {
         {**PHI3, "original_max_position_embeddings": 32, "tie_word_embeddings": True, "num_hidden_layers": 1},
         {"short factors": Removal({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0, 2.5, 3.5]}})},
     ),
+    "seed_oss": family(
+        "biases on query, key and value, heads wider than hidden / heads", "seed_oss",
+        {"head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,
+         "pad_token_id": None},
+        {"biases": Removal(neutral={".bias": 0.0})},
+    ),
+    "seed_oss_out": family(
+        "biases on the outputs too, tied head", "seed_oss",
+        {"head_dim": 6, "attention_out_bias": True, "mlp_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,
+         "pad_token_id": None, "num_hidden_layers": 1, "tie_word_embeddings": True},
+        {"biases": Removal(neutral={"o_proj.bias": 0.0, "down_proj.bias": 0.0})},
+    ),
 }  # fmt: skip

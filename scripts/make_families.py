@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = tuple(
-    "llama smollm3 mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe glm4_moe glm glm4 phi3 deepseek_v3".split()
+    "llama smollm3 mistral qwen2 qwen3 mixtral qwen2_moe qwen3_moe glm4_moe glm glm4 phi3 seed_oss deepseek_v3".split()
 )
 TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48,
         "num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

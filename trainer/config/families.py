@@ -254,6 +254,15 @@ FAMILIES = {
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         },
     ),
+    "SeedOssForCausalLM": Family(
+        "seed_oss",
+        _ALL | {
+            "vocab_size": 155136, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 80,
+            "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 524288, "attention_bias": True,
+            "attention_out_bias": False, "attention_dropout": 0.1, "residual_dropout": 0.1, "mlp_bias": False,
+        },
+        {"qkv_has_bias": True},
+    ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",
         {

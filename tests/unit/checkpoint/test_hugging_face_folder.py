@@ -126,7 +126,7 @@ MIXTURE = "expert_num: 4, num_experts_chosen: 2"
         ("LlamaForCausalLM", "sliding_window: 8, attention_bias: True", "a sliding window"),
         ("Phi3ForCausalLM", "rope_scaling: {type: linear, factor: 2}, rotary_pct: 0.5", "linear scaling"),
         ("MistralForCausalLM", "qkv_has_bias: True, attn_proj_has_bias: True, sliding_window: 8", "other biases"),
-        ("LlamaForCausalLM", "qkv_has_bias: True, mlp_has_bias: True", "other biases in the attention"),
+        ("LlamaForCausalLM", "qkv_has_bias: True, mlp_has_bias: True, sliding_window: 8", "other biases"),
         ("ChatGLM2ForConditionalGeneration", "use_qk_norm: True", "norms on query and key"),
         ("TelechatForCausalLM", "use_qk_norm: True, rope_interleave: True", "norms on query and key"),
         ("TelechatForCausalLM", f"{MIXTURE}, shared_expert_num: 1", "shared experts"),

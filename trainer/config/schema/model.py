@@ -182,7 +182,8 @@ class ModelConfig(Section):
         False, "Biases on query, key and value (Qwen2). As attention_bias it means what it means to Hugging Face's"
         " class: for Llama, Qwen3 and Qwen3-MoE attn_proj_has_bias as well.",
         aliases="attention_bias add_qkv_bias qkv_bias")
-    attn_proj_has_bias: bool = setting(False, "Bias on the attention's output.", aliases="out_proj_has_bias")
+    attn_proj_has_bias: bool = setting(
+        False, "Bias on the attention's output.", aliases="out_proj_has_bias attention_out_bias")
     mlp_has_bias: bool = setting(
         False, "Biases in the feed-forward layer. As add_bias_linear it means every matrix of a layer.",
         aliases="mlp_bias add_bias_linear",
@@ -203,7 +204,8 @@ class ModelConfig(Section):
     untie_embeddings_and_output_weights: bool | None = setting(
         None, "The opposite of tie_word_embeddings, Megatron's name. Default null: tie_word_embeddings decides.")
     hidden_dropout: Probability = setting(
-        0.0, "Dropout on each sub-layer's output.", aliases="hidden_dropout_rate hidden_dropout_prob resid_pdrop")
+        0.0, "Dropout on each sub-layer's output.",
+        aliases="hidden_dropout_rate hidden_dropout_prob resid_pdrop residual_dropout")
     attention_dropout: Probability = setting(
         0.0, "Dropout on attention weights.", aliases="attention_dropout_rate attention_dropout_prob attn_dropout")
     initializer_range: float = setting(
