@@ -57,4 +57,9 @@ FAMILY_CASES = {
          "pad_token_id": None, "num_hidden_layers": 1, "tie_word_embeddings": True},
         {"biases": Removal(neutral={"o_proj.bias": 0.0, "down_proj.bias": 0.0})},
     ),
+    "ernie4_5": family(
+        "neighbouring numbers of a head rotated, tied head", "ernie4_5",
+        {"head_dim": 6, "tie_word_embeddings": True, "pad_token_id": None, "use_bias": False},
+        {"pairs": Removal({"rope_theta": 1e30})},
+    ),
 }  # fmt: skip

@@ -124,6 +124,11 @@ _GLM = Family(
     written={"pad_token_id": lambda settings: None},  # the default of the class exceeds a small vocabulary
     joined_tensors={"mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
 )  # fmt: skip
+_ERNIE = {name: value for name, value in _ALL.items() if name != "attention_dropout"} | {
+    "vocab_size": 103424, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0,
+    "tie_word_embeddings": True, "use_bias": False,
+}
+_ERNIE_MODEL = {"rope_interleave": True, "tie_word_embeddings": True}
 
 FAMILIES = {
     "LlamaForCausalLM": Family(
@@ -262,6 +267,15 @@ FAMILIES = {
             "attention_out_bias": False, "attention_dropout": 0.1, "residual_dropout": 0.1, "mlp_bias": False,
         },
         {"qkv_has_bias": True},
+    ),
+    "Ernie4_5ForCausalLM": Family(
+        "ernie4_5",
+        _ERNIE | {
+            "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 18, "num_attention_heads": 16,
+            "num_key_value_heads": 2, "head_dim": 128,
+        },
+        _ERNIE_MODEL,
+        written={"use_bias": lambda settings: False},  # of every matrix
     ),
     "ChatGLM2ForConditionalGeneration": Family(
         "chatglm",

@@ -167,8 +167,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 TOLD = {
     "helium": "neighbouring numbers of a head", "granite": "embedding_multiplier 12.0 means a factor on the embeddings",
-    "ernie4_5": "neighbouring numbers of a head", "gemma": "hidden_act gelu_pytorch_tanh",
-    "gemma2": "final_logit_softcapping 30.0", "olmo2": "norms stand after the sublayers",
+    "gemma": "hidden_act gelu_pytorch_tanh", "gemma2": "final_logit_softcapping 30.0", "olmo2": "norms stand after the sublayers",
 }  # fmt: skip
 
 
@@ -213,7 +212,7 @@ def test_a_sliding_window_is_that_of_the_class(tmp_path: Path, kind: str, keys: 
 AS_LLAMA = "model: {arch: {type: LlamaForCausalLM}}\n"
 
 
-@pytest.mark.parametrize("name", ["helium", "ernie4_5"])
+@pytest.mark.parametrize("name", ["helium"])
 def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, name: str) -> None:
     text = key(folder_of(tmp_path, OTHERS[name]), AS_LLAMA)
     config = load(text)
