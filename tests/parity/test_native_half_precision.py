@@ -47,7 +47,7 @@ RANDOM = np.random.default_rng(5)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computes as on a processor without vector instructions for bfloat16."""
     monkeypatch.setattr(onednn, "bfloat16_products", lambda: "emulated")
-    monkeypatch.setattr(onednn, "has_bfloat16_casts", lambda: False)
+    monkeypatch.setattr(onednn, "has_avx512", lambda: False)
     monkeypatch.setattr(onednn, "_THREAD", threading.local())
 
 
@@ -56,7 +56,7 @@ def numbers(*shape: int) -> np.ndarray:
 
 
 def test_a_processor_without_instructions_is_seen() -> None:
-    code = "from trainer.ops.host_library import *; print(bfloat16_products(), has_bfloat16_casts())"
+    code = "from trainer.ops.host_library import *; print(bfloat16_products(), has_avx512())"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": "AVX2"}
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=root, capture_output=True, check=True)
@@ -185,7 +185,7 @@ def test_the_emulation_rounds_the_same_numbers(model: dict, request: pytest.Fixt
 
 def test_without_the_library_there_are_no_products_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_library, "library", lambda: None)
-    assert host_library.bfloat16_products() == "" and not host_library.has_bfloat16_casts()
+    assert host_library.bfloat16_products() == "" and not host_library.has_avx512()
 
 
 @pytest.mark.parametrize("dtype", NARROW)

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from trainer.ops.host_library import bfloat16_products, has_bfloat16_casts, library
+from trainer.ops.host_library import bfloat16_products, has_avx512, library
 from trainer.storage.bfloat16 import as_bfloat16, as_float32
 
 BFLOAT16 = np.uint16
@@ -36,6 +36,8 @@ _FORWARD = 64
 _SOFTMAX = 0x30000
 _SWISH = 0x2C
 _MULTIPLY = 0x1FFF1
+_CONFLICT = 512  # numbers between rows that compete for the lines of a cache
+_WIDE = 32  # rows and columns of a product that does not only wait for memory
 _SRC = 1
 _SRC_1 = 2
 _WEIGHTS = 33
@@ -206,7 +208,7 @@ class OneDnnOperators:
         self.gemm = {np.dtype(np.float32): _gemm(library, "sgemm"),
                      np.dtype(BFLOAT16): _gemm(library, "gemm_bf16bf16f32")}  # fmt: skip
         self.emulates = bfloat16_products() == "emulated"
-        self.casts = has_bfloat16_casts()
+        self.has_avx512 = has_avx512()
         self.wide = [np.empty(0, np.float32)] * 3
 
     def matmul(self, a: np.ndarray, b: np.ndarray, out: np.ndarray, accumulate: bool = False) -> None:
@@ -233,11 +235,11 @@ class OneDnnOperators:
         rows, inner = a.shape[-2:]
         columns = b.shape[-1]
         beta = float(accumulate)
-        if not (rows and inner and columns):
-            NUMPY_OPERATORS.matmul(a, b, out, accumulate)
-            return
         way_a, step_a = _layout(a)
         way_b, step_b = _layout(b)
+        if not (rows and inner and columns) or (not self.has_avx512 and _conflicts(a, way_a, step_a, b, way_b, step_b)):
+            NUMPY_OPERATORS.matmul(a, b, out, accumulate)
+            return
         step = _layout(out)[1]
         at_a = _address(a)
         at_b = _address(b)
@@ -270,7 +272,7 @@ class OneDnnOperators:
 
     def cast(self, x: np.ndarray, out: np.ndarray) -> None:
         """Casts with a cached reorder primitive, or with NumPy where oneDNN lacks the dtype."""
-        if not self.casts or not x.size or np.float16 in (x.dtype, out.dtype):
+        if not self.has_avx512 or not x.size or np.float16 in (x.dtype, out.dtype):
             NUMPY_OPERATORS.cast(x, out)
             return
         key = ("cast", x.dtype, x.shape, x.strides, out.strides)
@@ -285,7 +287,7 @@ class OneDnnOperators:
 
     def multiply(self, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
         """Multiplies by a bfloat16 array with a cached primitive, otherwise with NumPy."""
-        if y.dtype != BFLOAT16 or not self.casts or not x.size:
+        if y.dtype != BFLOAT16 or not self.has_avx512 or not x.size:
             NUMPY_OPERATORS.multiply(x, y, out)
             return
         key = ("multiply", x.shape, x.strides, y.strides, out.strides)
@@ -297,7 +299,7 @@ class OneDnnOperators:
 
     def softmax(self, x: np.ndarray, out: np.ndarray) -> None:
         """Computes the softmax with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
-        if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
+        if out.dtype == np.float16 or (not self.has_avx512 and out.dtype == BFLOAT16):
             NUMPY_OPERATORS.softmax(x, out)
             return
         key = ("softmax", x.shape, x.strides, out.dtype, out.strides)
@@ -311,8 +313,8 @@ class OneDnnOperators:
         primitive.run(self.stream, x, out)
 
     def softmax_gradient(self, y: np.ndarray, grad: np.ndarray, out: np.ndarray) -> None:
-        """Computes the gradient with a cached primitive, or with NumPy where oneDNN lacks the dtype."""
-        if out.dtype == np.float16 or (not self.casts and out.dtype == BFLOAT16):
+        """Computes the gradient with a cached primitive, or with NumPy where oneDNN is slow or lacks the dtype."""
+        if out.dtype == np.float16 or not self.has_avx512:
             NUMPY_OPERATORS.softmax_gradient(y, grad, out)
             return
         key = ("softmax_gradient", y.shape, y.strides, grad.strides, out.dtype, out.strides)
@@ -450,6 +452,18 @@ def _layout(matrix: np.ndarray) -> tuple[bytes, int]:
     if column_stride == matrix.itemsize or columns == 1:
         return b"N", max(row_stride // matrix.itemsize, columns)  # the stride of an axis of length 1 says nothing
     return b"T", max(column_stride // matrix.itemsize, rows)
+
+
+def _conflicts(a: np.ndarray, way_a: bytes, step_a: int, b: np.ndarray, way_b: bytes, step_b: int) -> bool:
+    """Returns whether oneDNN's product a b without AVX-512 loses its speed because rows compete for cache lines.
+
+    With at most some 380 rows it reads the matrices in place: rows that are a multiple of 2 KiB apart then lie in the
+    same few lines of a cache, and the product takes up to 2.5 times as long as NumPy's, which copies them first. With
+    both matrices transposed or b alone it reads along the stored rows, and is never slow.
+    """
+    if a.dtype != np.float32 or way_b == b"T" or min(*a.shape[-2:], b.shape[-1]) < _WIDE:
+        return False
+    return step_b % _CONFLICT == 0 or (way_a == b"T" and step_a % _CONFLICT == 0)
 
 
 def _address(array: np.ndarray) -> int:

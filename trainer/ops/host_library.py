@@ -49,8 +49,12 @@ def library() -> ctypes.CDLL | None:
     return find_onednn().library
 
 
-def has_bfloat16_casts() -> bool:
-    """Returns whether oneDNN casts between float32 and bfloat16 with vector instructions, not number by number."""
+def has_avx512() -> bool:
+    """Returns whether oneDNN computes with AVX-512.
+
+    Without it, oneDNN 3.10 casts to bfloat16 and computes gradients of a softmax number by number, and some of its
+    products take up to three times as long (`trainer.arrays.onednn`).
+    """
     return _has_instructions(_AVX512)
 
 

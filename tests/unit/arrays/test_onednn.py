@@ -111,6 +111,26 @@ def beside(view: np.ndarray) -> np.ndarray:
     return found
 
 
+@pytest.mark.parametrize(("layout_a", "layout_b", "by_numpy"), [
+    (contiguous, contiguous, True), (contiguous, transposed, False), (transposed, contiguous, True),
+    (columns, columns, False), (transposed, columns, True), (columns_transposed, columns, False),
+])  # fmt: skip
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_without_avx512_numpy_multiplies_rows_that_compete_for_cache_lines(
+    layout_a: Callable, layout_b: Callable, by_numpy: bool, accumulate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    matmul = onednn.NUMPY_OPERATORS.matmul
+    monkeypatch.setattr(onednn, "has_avx512", lambda: False)
+    monkeypatch.setattr(onednn.NUMPY_OPERATORS, "matmul", lambda *given: asked.append(given) or matmul(*given))
+    a, b, out = layout_a(512, 512), layout_b(512, 512), contiguous(512, 512)
+    right = a.astype(np.float64) @ b + accumulate * out.astype(np.float64)
+    added_up = np.abs(a).astype(np.float64) @ np.abs(b) + np.abs(out)
+    onednn.OneDnnOperators(LIBRARY).matmul(a, b, out, accumulate)
+    assert bool(asked) is by_numpy
+    assert np.abs(out - right).max() <= rounding_limit(513) * added_up.max()
+
+
 @BOTH
 def test_products_of_nothing_are_zero(run: onednn.Operators) -> None:
     out = np.ones((3, 4), np.float32)
