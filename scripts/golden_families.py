@@ -18,8 +18,10 @@ SIZES: dict[str, Any] = {
 """The least epsilon of a norm that a test can feel is this one."""
 
 
-def family(what: str, model_type: str, changes: dict[str, Any], removals: dict[str, Removal]) -> Case:
-    return Case(what, SIZES | changes, model_type, packed=True, removals=removals)
+def family(
+    what: str, model_type: str, changes: dict[str, Any], removals: dict[str, Removal], salt: str = ""
+) -> Case:
+    return Case(what, SIZES | changes, model_type, packed=True, removals=removals, salt=salt)
 
 
 LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.4, 1.8], "long_factor": [1.0, 2.5, 3.5]}
@@ -27,10 +29,19 @@ PHI3 = {
     "hidden_size": 20, "partial_rotary_factor": 0.6, "rope_theta": 20.0, "rope_scaling": LONG_ROPE,
     "pad_token_id": None,
 }
+OLMO = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": None}
+OLMO_REMOVALS = {
+    "norms of query and key": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
+    "norms after": Removal(neutral={"post_attention_layernorm.weight": 1.0, "post_feedforward_layernorm.weight": 1.0}),
+}
 FAMILY_CASES = {
     "smollm3": family(
         "a layer without rotary positions", "smollm3", {"no_rope_layers": [0, 1], "pad_token_id": None},
         {"no rotary": Removal({"no_rope_layers": [1, 1]}), "rotary": Removal({"no_rope_layers": [0, 0]})},
+    ),
+    "olmo2": family(
+        "norms after the sublayers only, norms over all heads of query and key, biases in the attention", "olmo2",
+        OLMO | {"attention_bias": True}, OLMO_REMOVALS | {"biases": Removal({"attention_bias": False})}, "1",
     ),
     "phi3": family(
         "long factors of LongRoPE on a part of a head", "phi3", {**PHI3, "original_max_position_embeddings": 8},

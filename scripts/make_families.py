@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = (
-    "llama", "smollm3", "mistral", "qwen2", "qwen3",
+    "llama", "smollm3", "mistral", "qwen2", "qwen3", "olmo2",
     "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
     "seed_oss", "ernie4_5",
@@ -38,7 +38,7 @@ TINY = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 4, "num_atten
 OTHERS: dict[str, dict[str, Any]] = {
     "helium": {"head_dim": 8}, "granite": {"embedding_multiplier": 12.0, "residual_multiplier": 0.22,
                                            "attention_multiplier": 0.0625, "logits_scaling": 8.0},
-    "gemma": {"head_dim": 8}, "gemma2": {"head_dim": 8}, "olmo2": {},
+    "gemma": {"head_dim": 8}, "gemma2": {"head_dim": 8},
 }  # fmt: skip
 # Not facts about a family.
 LEFT_OUT = ("id2label", "label2id", "transformers_version")

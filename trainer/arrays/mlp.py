@@ -41,9 +41,9 @@ class CpuMlp:
         self.scratch = scratch
         self.tensor = tensor
         norm = None
-        if is_sublayer:
+        if is_sublayer and spec.pre_norm:
             norm = CpuRmsNorm(spec.hidden, spec.eps)
-        self.input = NormedInput(norm, MLP_NORM, scratch, tensor)
+        self.input = NormedInput(norm, MLP_NORM, scratch, tensor, adds=is_sublayer)
         gate, up, down = (
             CpuLinear(name, spec.adapters.get(name))
             for name in (f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj")

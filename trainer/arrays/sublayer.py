@@ -228,13 +228,17 @@ class SequenceParallelComm(Protocol):
 class NormedInput:
     """The norm before a sublayer, and the gather of its rows with sequence parallelism.
 
-    Without a norm (shared experts) the sublayer takes x itself, which is not the residual stream.
+    Args:
+        norm: None: the sublayer takes x itself.
+        adds: Whether x is the residual stream, to which the sublayer adds; False for shared experts.
     """
 
     def __init__(
-        self, norm: CpuRmsNorm | None, norm_name: str, scratch: Scratch, tensor: SequenceParallelComm | None = None
-    ) -> None:
+        self, norm: CpuRmsNorm | None, norm_name: str, scratch: Scratch, tensor: SequenceParallelComm | None = None, *,
+        adds: bool = True,
+    ) -> None:  # fmt: skip
         self.norm = norm
+        self.adds = adds
         self.norm_name = norm_name
         self.scratch = scratch
         self.tensor = tensor
@@ -326,8 +330,8 @@ class NormedInput:
 
         Adds the gradient of the residual stream. With tensor parallelism `end_backward` does so for all rows.
         """
-        if self.tensor is None and self.norm is not None:
-            self._norm_gradient(call, x_ND, grad_ND, tile, out_ND)
+        if self.tensor is None:
+            self._input_gradient(call, x_ND, grad_ND, tile, out_ND)
 
     def end_backward(
         self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, into_ND: np.ndarray | None,
@@ -342,18 +346,18 @@ class NormedInput:
         def compute(tile: Tile) -> None:
             """Takes the summed gradients of a tile back through the norm."""
             out_ND[tile.rows] = sums_nD[tile.rows]
-            if self.norm is not None:
-                self._norm_gradient(call, x_ND, grad_ND, tile, out_ND)
+            self._input_gradient(call, x_ND, grad_ND, tile, out_ND)
 
         self.scratch.run(len(x_ND), compute)
 
-    def _norm_gradient(
+    def _input_gradient(
         self, call: SublayerCall, x_ND: np.ndarray, grad_ND: np.ndarray, tile: Tile, out_ND: np.ndarray
     ) -> None:
-        assert self.norm is not None
         out_nD = out_ND[tile.rows]
-        self.norm.backward(call, self.norm_name, x_ND[tile.rows], out_nD, tile, call.saved["scale"][tile.rows, 0])
-        out_nD += grad_ND[tile.rows]
+        if self.norm is not None:
+            self.norm.backward(call, self.norm_name, x_ND[tile.rows], out_nD, tile, call.saved["scale"][tile.rows, 0])
+        if self.adds:
+            out_nD += grad_ND[tile.rows]
 
 
 class SublayerOutput:

@@ -110,6 +110,14 @@ _QWEN = _ALL | {"use_sliding_window": False}
 _MISTRAL = _ALL | {
     "vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
 }  # fmt: skip
+_OLMO = {
+    "use_qk_norm": True, "qk_norm_all_heads": True, "input_norms": False, "post_self_attn_layernorm": True,
+    "post_mlp_layernorm": True,
+}  # fmt: skip
+_OLMO_NORMS = {
+    ".post_self_attn_layernorm.": ".post_attention_layernorm.",
+    ".post_mlp_layernorm.": ".post_feedforward_layernorm.",
+}
 _LOSSES = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
 _SIGMOID_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "aux_loss_factor": 0.0}
 """An expert bias instead of an auxiliary loss balances the load: noaux means "no auxiliary loss"."""
@@ -174,6 +182,14 @@ FAMILIES = {
             "pad_token_id": lambda settings: None,  # the default of the class exceeds a small vocabulary
         },
         windows="other", has_output_bias=True,
+    ),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        _ALL | {
+            "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None,
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
+        },
+        _OLMO, has_output_bias=True, tensor_names=_OLMO_NORMS,
     ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(

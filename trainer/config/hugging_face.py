@@ -134,6 +134,7 @@ _FACTS = (
     _Fact(lambda s: s.maps_embedding and s.embedding_size, "an embedding of another width"),
     _Fact(lambda s: None if attention_spec(s).latent else attention_spec(s).head_norm, "norms on query and key",
           "no norms on query and key"),
+    _Fact(lambda s: (attention_spec(s).norms_all_heads,), "norms on query and key over other numbers of heads"),
     _Fact(lambda s: (s.qkv_has_bias, s.attn_proj_has_bias), "other biases in the attention"),
     _Fact(lambda s: s.mlp_has_bias, "biases in the feed-forward layer"),
     _Fact(lambda s: s.down_has_bias != s.mlp_has_bias, "a bias on one side of the feed-forward layer"),
@@ -143,6 +144,7 @@ _FACTS = (
     _Fact(lambda s: s.window_layers, "layers with a sliding window"),
     _Fact(lambda s: s.softmax_scale, "another factor on the attention's scores"),
     _Fact(lambda s: (attention_spec(s).post_norm, mlp_spec(s).post_norm), "other norms after the sublayers"),
+    _Fact(lambda s: (s.input_norms,), "other norms before the sublayers"),
 )  # fmt: skip
 _FACTS_OF_EXPERTS = (
     _Fact(lambda s: _experts(s).score_function, "a {} router"),

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 class AttentionLayer(nn.Cell):
     """x_ND -> what attention adds to the residual stream, [N, D].
 
-    Norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection, optional norm.
+    Optional norm, projections, optional norm of queries and keys, rotary embedding, attention, output projection,
+    optional norm.
     `weights` are all weights of the block, in the order of `block_names`. With `tensor` the rank has some of the heads,
     and the weights are its shards.
     """
@@ -63,15 +64,18 @@ class AttentionLayer(nn.Cell):
             spec = spec.local(tensor.group.size)
         self.qk_norm = spec.head_norm
         self.head_size = spec.head_size
-        self.norm_weight = names.index("input_layernorm.weight")
+        self.has_pre_norm = spec.pre_norm
+        if self.has_pre_norm:
+            self.norm_weight = names.index("input_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.query, self.key, self.value = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
-        self.query_norm = kernels.head_norm(self.head_size, spec.eps)
-        self.key_norm = kernels.head_norm(self.head_size, spec.eps)
+        query_width, key_width = spec.norm_widths
+        self.query_norm = kernels.head_norm(query_width, spec.eps)
+        self.key_norm = kernels.head_norm(key_width, spec.eps)
         rotary_sizes = self.head_size, spec.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotary_sizes) for _ in range(2))
         self.heads = spec.heads
@@ -107,8 +111,10 @@ class AttentionLayer(nn.Cell):
         return self.project_qkv(self.attention_input(x_ND, weights), query_tables, key_tables, weights)
 
     def attention_input(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the normed residual stream, of all tokens where tensor-parallel ranks share the heads."""
-        y_ND = self.norm(x_ND, weights[self.norm_weight])
+        """Returns the input of the projections, of all tokens where tensor-parallel ranks share the heads."""
+        y_ND = x_ND
+        if self.has_pre_norm:
+            y_ND = self.norm(x_ND, weights[self.norm_weight])
         if self.column_parallel_input is None:
             return y_ND
         return self.column_parallel_input(y_ND)
@@ -163,14 +169,16 @@ class AttentionLayer(nn.Cell):
 class MlpLayer(nn.Cell):
     """x_ND -> what the feed-forward layer adds to the residual stream, [N, D].
 
-    Norm, gate and up projections, SwiGLU, down projection, optional norm. `weights` as in `AttentionLayer`.
+    Optional norm, gate and up projections, SwiGLU, down projection, optional norm. `weights` as in `AttentionLayer`.
     """
 
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         names = block_names(settings)
         spec = mlp_spec(settings)
-        self.norm_weight = names.index("post_attention_layernorm.weight")
+        self.has_pre_norm = spec.pre_norm
+        if self.has_pre_norm:
+            self.norm_weight = names.index("post_attention_layernorm.weight")
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
@@ -182,7 +190,9 @@ class MlpLayer(nn.Cell):
             self.post_norm_weight = names.index(POST_MLP_NORM)
 
     def construct(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        y_ND = self.norm(x_ND, weights[self.norm_weight])
+        y_ND = x_ND
+        if self.has_pre_norm:
+            y_ND = self.norm(x_ND, weights[self.norm_weight])
         if self.column_parallel_input is not None:
             y_ND = self.column_parallel_input(y_ND)
         out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)

@@ -31,7 +31,7 @@ from trainer.config.stages import stage_layers
 from trainer.data.batches.batch import IGNORE_INDEX
 from trainer.device.settings import jit_options
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix
+from trainer.models.spec.names import EMBEDDING, MAPPING_IN, is_buffer, layer_prefix, sublayer_of
 from trainer.models.spec.rotary import rotary_angles
 from trainer.models.spec.shapes import all_shapes
 from trainer.ops.kernel_set import load_kernels
@@ -184,7 +184,10 @@ def differentiated_names(config: Config) -> list[str]:
             others += [EMBEDDING, MAPPING_IN]
             has_trainable = has_trainable or not all(name.startswith(tuple(others)) for name in names)
         if layers and not has_trainable:
-            names.append(f"{layer_prefix(max(layers))}post_attention_layernorm.weight")
+            layer = max(layers)
+            parameters = model_spec(config.decoder).layers[layer].parameters
+            norms = [each.name for each in parameters if each.role == "norm" and sublayer_of(each.name) == "mlp"]
+            names.append(layer_prefix(layer) + norms[0])
     return names
 
 

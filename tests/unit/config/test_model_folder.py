@@ -167,7 +167,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 TOLD = {
     "helium": "neighbouring numbers of a head", "granite": "embedding_multiplier 12.0 means a factor on the embeddings",
-    "gemma": "hidden_act gelu_pytorch_tanh", "gemma2": "final_logit_softcapping 30.0", "olmo2": "norms stand after the sublayers",
+    "gemma": "hidden_act gelu_pytorch_tanh", "gemma2": "final_logit_softcapping 30.0",
 }  # fmt: skip
 
 
@@ -257,8 +257,8 @@ def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_p
 
 
 def test_names_of_two_families_are_an_error(tmp_path: Path) -> None:
-    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="olmo2")
-    assert "model_type = 'olmo2': this family is not known" in error_of(key(folder))
+    folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="stablelm")
+    assert "model_type = 'stablelm': this family is not known" in error_of(key(folder))
     assert "write model.arch.type: Qwen3ForCausalLM" in error_of(key(folder_of(tmp_path), AS_LLAMA))
     folder = folder_of(tmp_path, described(), architectures=["Qwen3ForCausalLM"], model_type="llama")
     message = error_of(key(folder))

@@ -47,12 +47,16 @@ class HeadProjections:
         self.head_size = spec.head_size
         self.widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
         self.scale = np.float32(spec.scale)
-        self.input = NormedInput(CpuRmsNorm(spec.hidden, spec.eps), INPUT_NORM, scratch, tensor)
+        norm = None
+        if spec.pre_norm:
+            norm = CpuRmsNorm(spec.hidden, spec.eps)
+        self.input = NormedInput(norm, INPUT_NORM, scratch, tensor)
         names = [f"self_attn.{name}_proj" for name in "qkv"]
         self.linears = [CpuLinear(name, spec.adapters.get(name)) for name in names]
-        self.head_norm: CpuRmsNorm | None = None
+        self.norm_widths = dict(zip("qk", spec.norm_widths, strict=True))
+        self.head_norms: dict[str, CpuRmsNorm] = {}
         if spec.head_norm:
-            self.head_norm = CpuRmsNorm(spec.head_size, spec.eps)
+            self.head_norms = {name: CpuRmsNorm(width, spec.eps) for name, width in self.norm_widths.items()}
 
     def forward(
         self, call: SublayerCall, x_ND: np.ndarray, positions: TokenPositions, q_NC: np.ndarray, k_NK: np.ndarray,
@@ -83,15 +87,17 @@ class HeadProjections:
             wide_nC = out_nC
         else:
             wide_nC = tile.take(out_nC.shape[1])
-        if self.head_norm is None:
+        norm = self.head_norms.get(name)
+        if norm is None:
             linear.forward(call, y_nD, wide_nC, tile)
         else:
             plain_nC = out_nC
             if call.saved:
                 plain_nC = call.saved[f"plain_{name}"][tile.rows]
             linear.forward(call, y_nD, plain_nC, tile)
-            x, out = (self._by_head(array) for array in (to_float32_if_needed(plain_nC, wide_nC), wide_nC))
-            self.head_norm(x, call.weights[f"self_attn.{name}_norm.weight"], self.head_norm.scales(x), out)
+            width = self.norm_widths[name]
+            x, out = (array.reshape(-1, width) for array in (to_float32_if_needed(plain_nC, wide_nC), wide_nC))
+            norm(x, call.weights[f"self_attn.{name}_norm.weight"], norm.scales(x), out)
         self.rotary.apply(wide_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
         if name == "q":
             wide_nC *= self.scale
@@ -131,8 +137,8 @@ class HeadProjections:
             rotation_n1h = positions.rotation_N1h[tile.rows].conj()
             for name, grad_nC in zip("qk", tile_grads, strict=False):
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
-                if self.head_norm is not None:
-                    self._head_norm_gradient(self.head_norm, call, name, grad_nC, tile)
+                if self.head_norms:
+                    self._head_norm_gradient(call, name, grad_nC, tile)
             into_nD = None
             if into_ND is not None:
                 into_nD = into_ND[tile.rows]
@@ -149,19 +155,16 @@ class HeadProjections:
         for linear, grad_NC, factor_NC in zip(self.linears, grads, narrow, strict=True):
             linear.add_gradients(call, factor_NC, y_ND, grad_NC)
 
-    def _head_norm_gradient(
-        self, norm: CpuRmsNorm, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile
-    ) -> None:
+    def _head_norm_gradient(self, call: SublayerCall, name: str, grad_nC: np.ndarray, tile: Tile) -> None:
         """Replaces the gradient of normed heads by that of the heads."""
+        norm = self.head_norms[name]
         key = f"self_attn.{name}_norm.weight"
-        x = self._by_head(tile.to_float32(call.saved[f"plain_{name}"][tile.rows]))
-        grad = self._by_head(grad_nC)
-        work = self._by_head(tile.take(grad_nC.shape[1]))
+        rows = (-1, self.norm_widths[name])
+        x = tile.to_float32(call.saved[f"plain_{name}"][tile.rows]).reshape(rows)
+        grad = grad_nC.reshape(rows)
+        work = tile.take(grad_nC.shape[1]).reshape(rows)
         weight_grad_d = norm.gradient(x, call.weights[key], norm.scales(x), grad, work)
         call.gradients.add_tile(key, tile, weight_grad_d)
-
-    def _by_head(self, x_nC: np.ndarray) -> np.ndarray:
-        return x_nC.reshape(-1, self.head_size)
 
 
 class CpuAttention:

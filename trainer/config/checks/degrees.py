@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from trainer.config.checks.problem import ConfigError, problem
 from trainer.config.schema.root import Config
 from trainer.config.stages import stage_layers, stage_problems
-from trainer.models.spec.sublayers import latent_spec
+from trainer.models.spec.sublayers import attention_spec, latent_spec
 
 _MODEL = "model.model_config"
 
@@ -39,6 +39,9 @@ def tensor_problems(config: Config, repeats_heads: bool = False) -> Iterator[Con
     if uneven:
         rule = f"must divide what it shards: {', '.join(uneven)}"
         yield problem(config, "parallel_config.model_parallel", rule, set_to_divisor(math.gcd(*parts.values())))
+    if degree > 1 and attention_spec(settings).norms_all_heads:
+        rule = "not yet supported for a model whose norms of query and key are over all heads, which ranks would shard"
+        yield problem(config, "parallel_config.model_parallel", rule, "set it to 1")
     tokens = config.runner_config.batch_size * settings.seq_length // section.context_parallel
     if section.use_seq_parallel and tokens % degree:
         rule = f"{_tokens_text(tokens, section.context_parallel)} are not divisible by model_parallel {degree}"

@@ -194,6 +194,14 @@ class ModelConfig(Section):
     use_qk_norm: bool = setting(
         False, "RMSNorm on query and key of each head (Qwen3). With multi_latent_attention on its latent vectors, and"
         " True by default.", aliases="qk_layernorm qk_norm")
+    qk_norm_all_heads: bool = setting(
+        False, "use_qk_norm: one RMSNorm over all heads of the query, and one over those of the key (OLMo), instead of"
+        " one over each head.",
+        beside=Beside("multi_latent_attention", False, "multi_latent_attention has norms on its latent vectors"))
+    input_norms: bool = setting(
+        True, "RMSNorm on the inputs of attention and feed-forward layer. False: none (OLMo-2), only those on their"
+        " outputs, which post_self_attn_layernorm and post_mlp_layernorm describe.",
+        beside=Beside("norms_every_input", True, "not yet supported with experts or multi_latent_attention"))
     post_self_attn_layernorm: bool = setting(
         False, "RMSNorm on the output of attention (GLM-4).",
         beside=Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"))
@@ -390,6 +398,11 @@ class ModelConfig(Section):
         if self.moe_config is not None and self.moe_config.expert_num > 1:
             return self.moe_config
         return None
+
+    @property
+    def norms_every_input(self) -> bool:
+        """Returns whether a sublayer of the model can only have a norm on its input."""
+        return self.experts is not None or self.multi_latent_attention
 
     @property
     def expert_size(self) -> int:

@@ -102,6 +102,8 @@ class AttentionSpec:
             rotary positions. Where no layer has them, the angles of all positions are 0 instead.
         rotary_interleaved: Rotates neighbouring numbers instead of the two halves.
         head_norm: Queries and keys of each head are normed before they are rotated.
+        norms_all_heads: With `head_norm`: the heads are normed together, not each.
+        pre_norm: The input is normed.
         post_norm: The output is normed before it is added to the residual stream.
         eps: Epsilon of the norms.
         dropout: Dropout rate of the attention probabilities.
@@ -120,6 +122,8 @@ class AttentionSpec:
     rotary_interleaved: bool = False
     window: int | None = None
     head_norm: bool = False
+    norms_all_heads: bool = False
+    pre_norm: bool = True
     post_norm: bool = False
     latent: LatentSpec | None = None
     dropout: float = 0.0
@@ -129,6 +133,13 @@ class AttentionSpec:
     def local(self, ranks: int) -> AttentionSpec:
         """Returns the attention of each of `ranks` tensor-parallel ranks, which has some of the heads."""
         return replace(self, heads=self.heads // ranks, kv_heads=max(1, self.kv_heads // ranks))
+
+    @property
+    def norm_widths(self) -> tuple[int, int]:
+        """Returns how many numbers of queries, and of keys, are normed together."""
+        if self.norms_all_heads:
+            return self.heads * self.head_size, self.kv_heads * self.head_size
+        return self.head_size, self.head_size
 
     @property
     def gathered_width(self) -> int:
@@ -169,12 +180,13 @@ class MlpSpec:
     """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x).
 
     Attributes:
-        post_norm, eps, output_dropout, adapters: As in `AttentionSpec`.
+        pre_norm, post_norm, eps, output_dropout, adapters: As in `AttentionSpec`.
     """
 
     hidden: int
     width: int
     eps: float
+    pre_norm: bool = True
     post_norm: bool = False
     output_dropout: float = 0.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)

@@ -44,7 +44,8 @@ def attention_saved(
         spec: With the heads of the rank.
         ulysses: Ranks of Ulysses attention, which share these heads.
     """
-    yield SavedArray("scale", 1, narrow=False, rows="stream")
+    if spec.pre_norm:
+        yield SavedArray("scale", 1, narrow=False, rows="stream")
     gathered = spec.hidden
     if spec.latent is not None:
         queries_from = spec.hidden
@@ -74,7 +75,8 @@ def attention_saved(
 
 def mlp_saved(spec: MlpSpec, sequence_parallel: bool = False) -> Iterator[SavedArray]:
     """Yields the arrays that a feed-forward sublayer saves besides its input; `spec` has the width of the rank."""
-    yield SavedArray("scale", 1, narrow=False, rows="stream")
+    if spec.pre_norm:
+        yield SavedArray("scale", 1, narrow=False, rows="stream")
     if sequence_parallel:
         yield SavedArray("normed", spec.hidden)
     yield SavedArray("gate", spec.width)

@@ -71,6 +71,8 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         rotary_interleaved=settings.rope_interleave,
         window=window,
         head_norm=settings.use_qk_norm and latent is None,
+        norms_all_heads=settings.use_qk_norm and settings.qk_norm_all_heads,
+        pre_norm=settings.input_norms,
         post_norm=settings.post_self_attn_layernorm and latent is None,
         latent=latent,
         dropout=settings.attention_dropout,
@@ -100,6 +102,7 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         hidden=settings.hidden_size,
         width=settings.ffn_size,
         eps=settings.rms_norm_eps,
+        pre_norm=settings.input_norms,
         post_norm=settings.post_mlp_layernorm,
         output_dropout=settings.hidden_dropout,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
@@ -140,7 +143,9 @@ def attention_parameters(settings: ModelConfig) -> list[ParameterSpec]:
 def mlp_parameters(settings: ModelConfig) -> list[ParameterSpec]:
     """Returns the parameters of the feed-forward sublayer of a dense layer, norm first, without adapters."""
     spec = mlp_spec(settings)
-    parameters = [_norm("post_attention_layernorm.weight", spec.hidden)]
+    parameters = []
+    if spec.pre_norm:
+        parameters.append(_norm("post_attention_layernorm.weight", spec.hidden))
     parameters += _linear("mlp.gate_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
     parameters += _linear("mlp.up_proj", spec.width, spec.hidden, settings.mlp_has_bias, "column")
     parameters += _linear("mlp.down_proj", spec.hidden, spec.width, settings.down_has_bias, "row", "residual")
@@ -187,15 +192,16 @@ def _grouped_attention_parameters(settings: ModelConfig, spec: AttentionSpec) ->
     hidden = spec.hidden
     queries = spec.heads * spec.head_size
     keys = spec.kv_heads * spec.head_size
-    yield _norm("input_layernorm.weight", hidden)
+    if spec.pre_norm:
+        yield _norm("input_layernorm.weight", hidden)
     yield from _linear("self_attn.q_proj", queries, hidden, settings.qkv_has_bias, "column")
     yield from _linear("self_attn.k_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
     yield from _linear("self_attn.v_proj", keys, hidden, settings.qkv_has_bias, "kv_column")
     yield from _linear("self_attn.o_proj", hidden, queries, settings.attn_proj_has_bias, "row", "residual")
     if spec.head_norm:
         # A rank norms the heads that it computes.
-        yield _norm("self_attn.q_norm.weight", spec.head_size, "partial")
-        yield _norm("self_attn.k_norm.weight", spec.head_size, "partial")
+        for name, width in zip("qk", spec.norm_widths, strict=True):
+            yield _norm(f"self_attn.{name}_norm.weight", width, "partial")
     if spec.post_norm:
         yield _norm(POST_ATTENTION_NORM, hidden)
 

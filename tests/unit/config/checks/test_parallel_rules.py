@@ -80,6 +80,10 @@ def test_what_fits_eight_ranks_gives_no_note(text: str) -> None:
             ["a.yaml:16: parallel_config.model_parallel = 8: must divide what it shards: 4 heads", "set it to 1, 2 or"],
         ),
         (
+            "parallel_config: {model_parallel: 2}\nmodel.arch.type=Olmo2ForCausalLM",
+            ["model_parallel = 2: not yet supported for a model whose norms of query and key are", "set it to 1"],
+        ),
+        (
             "parallel_config: {model_parallel: 2, pipeline_stage: 2, micro_batch_num: 2}\nrun_mode=chat",
             ["run_mode = 'chat': run_mode chat runs in one process, and the job has 8", "start it without launch"],
         ),
