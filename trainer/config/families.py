@@ -400,7 +400,7 @@ FAMILIES = {
                 differences=_LATENT_NORMS,
             ),
         ),
-        other_names=("TeleChat3MoeForCausalLM", "telechat3_moe"),
+        other_names=("TeleChat3MoeForCausalLM", "telechat3_moe", "kimi_k2"),
     ),
 }  # fmt: skip
 """Families by ``model.arch.type``: Hugging Face's class, or MindSpore Transformers' if transformers has none."""

@@ -157,8 +157,8 @@ def _positions(config: Config) -> Iterator[ConfigError]:
         yield problem(config, f"{key}.low_freq_factor", rule, fix)
     if scaling.rope_type == "longrope":
         yield from _long_rope(config, scaling)
-    if scaling.rope_type == "yarn" and scaling.beta_slow >= scaling.beta_fast:
-        rule = f"must be below beta_fast ({scaling.beta_fast})"
+    if scaling.rope_type == "yarn" and scaling.beta_slow > scaling.beta_fast:
+        rule = f"must be at most beta_fast ({scaling.beta_fast})"
         yield problem(config, f"{key}.beta_slow", rule, "use 1 and 32, as yarn does")
 
 

@@ -1,0 +1,60 @@
+"""The config.json of published models: the class that it is, and the number of weights that transformers counts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_helpers import load
+
+from trainer.models.spec.shapes import parameter_shapes
+
+YI = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "intermediate_size": 11008, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 48, "num_key_value_heads": 4, "rope_scaling": None,
+    "vocab_size": 64000,
+}  # fmt: skip
+"""Yi-1.5-9B."""
+KIMI = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "first_k_dense_replace": 1,
+    "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 131072,
+    "moe_intermediate_size": 2048, "n_group": 1, "n_routed_experts": 384, "n_shared_experts": 1,
+    "num_attention_heads": 64, "num_experts_per_tok": 8, "num_hidden_layers": 61, "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0, "q_lora_rank": 1536, "rope_scaling": {
+        "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "topk_group": 1, "v_head_dim": 128, "vocab_size": 163840,
+}  # fmt: skip
+"""Kimi-K2, whose yarn has no ramp."""
+GLM = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_size": 5120,
+    "partial_rotary_factor": 0.5, "intermediate_size": 12288, "model_type": "glm4_moe", "moe_intermediate_size": 1536,
+    "num_attention_heads": 96, "n_routed_experts": 160, "n_shared_experts": 1, "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3, "num_hidden_layers": 92, "num_key_value_heads": 8, "num_nextn_predict_layers": 0,
+    "use_qk_norm": True, "vocab_size": 151552,
+}  # fmt: skip
+"""GLM-4.6 without its module for a further token, which transformers leaves out."""
+
+
+@pytest.mark.parametrize(
+    ("described", "kind", "weights"),
+    [
+        (YI, "LlamaForCausalLM", 8_829_407_232),
+        (KIMI, "DeepseekV3ForCausalLM", 1_026_408_209_408),
+        (GLM, "Glm4MoeForCausalLM", 352_797_814_784),
+    ],
+    ids=["Yi", "Kimi", "GLM"],
+)
+def test_a_published_folder_has_as_many_weights_as_in_transformers(
+    tmp_path: Path, described: dict[str, Any], kind: str, weights: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    config = load(f"pretrained_model_dir: {tmp_path}\n")
+    assert config.model.arch.type == kind
+    shapes = parameter_shapes(config.decoder)
+    counted = sum(math.prod(shape) for name, shape in shapes.items() if not name.endswith("correction_bias"))
+    assert counted == weights
