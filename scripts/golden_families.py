@@ -43,6 +43,13 @@ FAMILY_CASES = {
         "norms after the sublayers only, norms over all heads of query and key, biases in the attention", "olmo2",
         OLMO | {"attention_bias": True}, OLMO_REMOVALS | {"biases": Removal({"attention_bias": False})}, "1",
     ),
+    "olmoe": family(
+        "norms over all heads of query and key, experts with weights as the softmax gives them", "olmoe",
+        {"num_hidden_layers": 1, "intermediate_size": 6, "num_experts": 4, "num_experts_per_tok": 2,
+         "norm_topk_prob": False, "pad_token_id": None},
+        {"norms of query and key": OLMO_REMOVALS["norms of query and key"],
+         "weights as they are": Removal({"norm_topk_prob": True})}, "1",
+    ),
     "phi3": family(
         "long factors of LongRoPE on a part of a head", "phi3", {**PHI3, "original_max_position_embeddings": 8},
         {

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = (
     "llama", "smollm3", "mistral", "qwen2", "qwen3", "olmo2",
-    "mixtral", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
+    "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
     "seed_oss", "ernie4_5",
     "deepseek_v3",

@@ -202,6 +202,19 @@ FAMILIES = {
         windows="every",
         expert_names=ExpertNames("block_sparse_moe", ("w1", "w3", "w2")),
     ),
+    "OlmoeForCausalLM": Family(
+        "olmoe",
+        _ALL | _LOSSES | {
+            "vocab_size": 50304, "hidden_size": 2048, "intermediate_size": 2048, "num_hidden_layers": 16,
+            "num_attention_heads": 16, "num_key_value_heads": None, "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5, "attention_bias": False, "num_experts": 64, "num_experts_per_tok": 8,
+            "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
+        },
+        {"use_qk_norm": True, "qk_norm_all_heads": True},
+        {"norm_topk_prob": False},
+        written={"intermediate_size": lambda settings: settings.expert_size},
+        has_output_bias=True,
+    ),
     "Qwen2MoeForCausalLM": Family(
         "qwen2_moe",
         _QWEN | _LOSSES | {

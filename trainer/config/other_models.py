@@ -24,7 +24,6 @@ OTHERS = {
     "granite": "embeddings, residuals, attention and logits have multipliers",
     "granitemoe": "embeddings, residuals, attention and logits have multipliers",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
-    "olmoe": "query and key have norms over all heads",
     "qwen3_next": "some layers have linear attention",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
     "starcoder2": "norms are LayerNorm, the feed-forward layer has no gate, and matrices have biases",
