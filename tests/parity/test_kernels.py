@@ -369,7 +369,7 @@ def test_block_and_head_call_every_kernel_once(options: dict, dropout: bool, mon
         name: cell for whole in (block, head) for name, cell in whole.cells_and_names() if isinstance(cell, kinds)
     }
     unused = () if settings.use_qk_norm else ("query_norm", "key_norm")
-    unused += () if settings.post_mlp_layernorm else ("post_norm",)
+    unused += () if settings.post_mlp_layernorm else ("output.norm",)
     unused += ("mapping",)  # of a head whose embedding has another width
     kernels_called = {name: cell for name, cell in kernels_called.items() if not any(part in name for part in unused)}
     outer = {name for name in kernels_called if any(name.startswith(f"{other}.") for other in kernels_called)}

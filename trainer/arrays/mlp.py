@@ -50,13 +50,9 @@ class CpuMlp:
         )
         self.gate = gate
         self.up = up
-        post_norm = None
-        if spec.post_norm:
-            post_norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.output = SublayerOutput(
-            down, scratch, tensor, norm=post_norm,
-            norm_name=POST_MLP_NORM, rate=spec.output_dropout, site="mlp_output", adds=is_sublayer,
-        )  # fmt: skip
+            down, spec, scratch, tensor, norm_name=POST_MLP_NORM, site="mlp_output", adds=is_sublayer
+        )
 
     def forward(self, call: SublayerCall, x_ND: np.ndarray) -> Tensor:
         """Returns the residual stream after the sublayer, or for shared experts their output, [N, D]."""

@@ -20,7 +20,7 @@ from trainer.arrays.tiles import CpuRmsNorm, Scratch, SublayerCall, Tile
 
 if TYPE_CHECKING:
     from trainer.arrays.dropout import LayerDropout
-    from trainer.models.spec.model import AdapterSpec
+    from trainer.models.spec.model import AdapterSpec, AttentionSpec, MlpSpec
     from trainer.models.spec.saved import SavedArray
 
 
@@ -366,22 +366,23 @@ class SublayerOutput:
     Norm and dropout are optional. Tensor-parallel ranks sum W y first, and then add the bias.
 
     Args:
-        norm: The norm of W y; None: the model has none.
-        rate: Dropout rate.
+        norm_name: Name of the weight of the norm, if `spec` has one.
         site: Name of the dropout mask.
         adds: Add the result to x; otherwise (shared experts) return W y.
     """
 
     def __init__(
-        self, linear: CpuLinear, scratch: Scratch, tensor: SequenceParallelComm | None = None, *,
-        norm: CpuRmsNorm | None = None, norm_name: str = "", rate: float = 0.0, site: str = "", adds: bool = True,
+        self, linear: CpuLinear, spec: AttentionSpec | MlpSpec, scratch: Scratch,
+        tensor: SequenceParallelComm | None = None, *, norm_name: str, site: str, adds: bool = True,
     ) -> None:  # fmt: skip
         self.linear = linear
         self.scratch = scratch
         self.tensor = tensor
-        self.norm = norm
+        self.norm = None
+        if spec.post_norm:
+            self.norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.norm_name = norm_name
-        self.rate = rate
+        self.rate = spec.output_dropout
         self.site = site
         self.adds = adds
 

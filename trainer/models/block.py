@@ -34,9 +34,35 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from trainer.config.schema.model import ModelConfig
+    from trainer.models.spec.model import AttentionSpec, MlpSpec
     from trainer.ops.kernel_set import KernelSet
     from trainer.ops.vocabulary import VocabShard
     from trainer.parallel.tensor import TensorParallel
+
+
+class SublayerOutput(nn.Cell):
+    """The output of a sublayer, [N, D], normed where the model has that; dropout comes later.
+
+    `weights` as in `AttentionLayer`.
+    """
+
+    def __init__(
+        self, spec: AttentionSpec | MlpSpec, names: Sequence[str], norm_name: str, kernels: KernelSet
+    ) -> None:
+        super().__init__()
+        self.has_norm = spec.post_norm
+        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
+        if self.has_norm:
+            self.norm_weight = names.index(norm_name)
+
+    def construct(self, out_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        if self.has_norm:
+            out_ND = self.norm(out_ND, weights[self.norm_weight])
+        return out_ND
+
+    def shard_over(self, tokens: int) -> None:
+        """Shards tokens over `tokens` ranks."""
+        self.norm.shard_over(tokens)
 
 
 class AttentionLayer(nn.Cell):
@@ -83,10 +109,8 @@ class AttentionLayer(nn.Cell):
         options = kernels.attention_options(settings, window)
         self.scale = spec.scale
         self.attention = kernels.attention(self.heads, spec.kv_heads, self.head_size, scale=self.scale, **options)
-        self.has_post_norm = spec.post_norm
-        self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
-        if self.has_post_norm:
-            self.post_norm_weight = names.index(POST_ATTENTION_NORM)
+        self.changes_output = spec.changes_output
+        self.output = SublayerOutput(spec, names, POST_ATTENTION_NORM, kernels)
 
     def construct(
         self, x_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
@@ -97,11 +121,9 @@ class AttentionLayer(nn.Cell):
         return self.project_output(self.attention(q_NC, k_NK, v_NK, masks[0], masks[1], dropout), weights)
 
     def project_output(self, context_NC: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Returns the output projection of the heads' results, [N, D], normed where the model has a norm after it."""
+        """Returns what the heads' results add to the residual stream, [N, D]."""
         out_ND = self.out(context_NC, weights)
-        if self.has_post_norm:
-            return self.post_norm(out_ND, weights[self.post_norm_weight])
-        return out_ND
+        return self.output(out_ND, weights) if self.changes_output else out_ND
 
     def project(
         self, x_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
@@ -154,8 +176,8 @@ class AttentionLayer(nn.Cell):
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """Shards heads over `tensor` ranks and tokens over `data` or `tokens` ranks, see `Block.shard_over`."""
-        for norm in (self.norm, self.post_norm):
-            norm.shard_over(tokens)
+        for part in (self.norm, self.output):
+            part.shard_over(tokens)
         for projection in (self.query, self.key, self.value):
             projection.shard_over(data, columns=tensor)
         self.out.shard_over(data, rows=tensor, tokens=tokens)
@@ -184,10 +206,8 @@ class MlpLayer(nn.Cell):
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
         self.down = Projection("mlp.down_proj", settings, kernels, tensor)
         self.swiglu = kernels.swiglu()
-        self.has_post_norm = spec.post_norm
-        self.post_norm = kernels.rms_norm(spec.hidden, spec.eps)
-        if self.has_post_norm:
-            self.post_norm_weight = names.index(POST_MLP_NORM)
+        self.changes_output = spec.changes_output
+        self.output = SublayerOutput(spec, names, POST_MLP_NORM, kernels)
 
     def construct(self, x_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         y_ND = x_ND
@@ -196,14 +216,12 @@ class MlpLayer(nn.Cell):
         if self.column_parallel_input is not None:
             y_ND = self.column_parallel_input(y_ND)
         out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
-        if self.has_post_norm:
-            return self.post_norm(out_ND, weights[self.post_norm_weight])
-        return out_ND
+        return self.output(out_ND, weights) if self.changes_output else out_ND
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """Shards columns over `tensor` ranks and tokens over `data` or `tokens` ranks, see `Block.shard_over`."""
-        for norm in (self.norm, self.post_norm):
-            norm.shard_over(tokens)
+        for part in (self.norm, self.output):
+            part.shard_over(tokens)
         for projection in (self.gate, self.up):
             projection.shard_over(data, columns=tensor)
         self.down.shard_over(data, rows=tensor, tokens=tokens)
@@ -345,6 +363,11 @@ class HeadInput(nn.Cell):
         if self.column_parallel_input is None:
             return y_NE
         return self.column_parallel_input(y_NE)
+
+    def shard_over(self, tokens: int) -> None:
+        """Shards tokens over `tokens` ranks."""
+        self.norm.shard_over(tokens)
+        self.mapping.linear.shard_over(tokens)
 
 
 class Head(nn.Cell):

@@ -210,7 +210,7 @@ class ActivationMemory:
         """
         row = spec.hidden * self.rows["tokens"]
         working = 2 * self.stream + (self.narrow + self.rounded) * row
-        if spec.post_norm or spec.output_dropout:
+        if spec.changes_output:
             working += self.stream
         if self.is_tensor_parallel:  # what the ranks sum
             working += _WIDE * row

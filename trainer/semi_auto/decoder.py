@@ -282,7 +282,6 @@ class HeadCell(nn.Cell):
 
     def shard_over(self, data: int, vocabulary: int, tokens: int) -> None:
         """Shards norm and mapping over `tokens`, and the loss over `data` x `vocabulary` ranks."""
-        self.head.normed.norm.shard_over(tokens)
-        self.head.normed.mapping.linear.shard_over(tokens)
+        self.head.normed.shard_over(tokens)
         self.head.cross_entropy.shard_over(data, vocabulary)
         shard_operators(self, {"squeeze": ".v."}, v=vocabulary)

@@ -195,12 +195,9 @@ class CpuAttention:
         if context is not None:
             heads = context.local_heads(*heads)
         self.attention = BlockAttention(spec, *heads)
-        post_norm = None
-        if spec.post_norm:
-            post_norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.output = SublayerOutput(
-            CpuLinear("self_attn.o_proj", spec.adapters.get("self_attn.o_proj")), scratch, tensor,
-            norm=post_norm, norm_name=POST_ATTENTION_NORM, rate=spec.output_dropout, site="attention_output",
+            CpuLinear("self_attn.o_proj", spec.adapters.get("self_attn.o_proj")), spec, scratch, tensor,
+            norm_name=POST_ATTENTION_NORM, site="attention_output",
         )  # fmt: skip
 
     @property

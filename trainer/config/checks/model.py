@@ -124,9 +124,9 @@ def _embedding(config: Config) -> Iterator[ConfigError]:
 def _contradictions(config: Config) -> Iterator[ConfigError]:
     """Yields errors for keys that must have one value because another key of the model is set."""
     for name, field in ModelConfig.model_fields.items():
-        rule = beside_of(field)
-        if rule is not None and getattr(config.decoder, rule.other) and getattr(config.decoder, name) != rule.value:
-            yield problem(config, f"{_KEY}.{name}", rule.rule, rule.fix)
+        for rule in beside_of(field):
+            if getattr(config.decoder, rule.other) and getattr(config.decoder, name) != rule.value:
+                yield problem(config, f"{_KEY}.{name}", rule.rule, rule.fix)
 
 
 def _divisor(number: int, near: int) -> int:

@@ -130,7 +130,7 @@ def setting(
     *,
     aliases: str = "",
     fix: str = "",
-    beside: Beside | None = None,
+    beside: Beside | tuple[Beside, ...] = (),
     **constraints: Any,
 ) -> Any:
     """Declares a key that acts.
@@ -140,7 +140,7 @@ def setting(
         description: What the key does, with its unit. The default is added unless the description has it.
         aliases: Other names of the key, separated by spaces; different values under two names are an error.
         fix: What to do about a value out of bounds, if the description is no help.
-        beside: Another key that allows only one value of this one; this value is then the default.
+        beside: Other keys that allow only one value of this one; this value is then the default.
         **constraints: Bounds for pydantic's ``Field``, such as ``ge=1``.
     """
     if default is not REQUIRED and "Default" not in description:
@@ -150,6 +150,8 @@ def setting(
         elif isinstance(default, float):
             default_text = f"{default:g}".replace("e-0", "e-")
         description += f" Default {default_text}."
+    if isinstance(beside, Beside):
+        beside = (beside,)
     extra = {_ALIASES: aliases.split(), _FIX: fix, _BESIDE: beside}
     return _declare(default, description, extra, constraints)
 
@@ -175,9 +177,9 @@ def fix_of(field: FieldInfo) -> str:
     return _extra(field, _FIX, "")
 
 
-def beside_of(field: FieldInfo) -> Beside | None:
-    """Returns the rule about another key that allows only one value of this one, if there is such a rule."""
-    return _extra(field, _BESIDE, None)
+def beside_of(field: FieldInfo) -> tuple[Beside, ...]:
+    """Returns the rules about other keys that allow only one value of this one."""
+    return _extra(field, _BESIDE, ())
 
 
 def support_of(field: FieldInfo) -> tuple[Support, str]:

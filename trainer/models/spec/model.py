@@ -142,6 +142,11 @@ class AttentionSpec:
         return self.head_size, self.head_size
 
     @property
+    def changes_output(self) -> bool:
+        """Returns whether the output is normed or dropped before it is added to the residual stream."""
+        return self.post_norm or self.output_dropout > 0
+
+    @property
     def gathered_width(self) -> int:
         """Returns the columns that tensor-parallel ranks gather before the matrices that they shard."""
         if self.latent is None:
@@ -190,6 +195,11 @@ class MlpSpec:
     post_norm: bool = False
     output_dropout: float = 0.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
+
+    @property
+    def changes_output(self) -> bool:
+        """Returns whether the output is normed or dropped before it is added to the residual stream."""
+        return self.post_norm or self.output_dropout > 0
 
     def local(self, ranks: int) -> MlpSpec:
         """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has some of the columns."""
