@@ -63,6 +63,13 @@ FAMILY_CASES = {
         {**PHI3, "original_max_position_embeddings": 32, "tie_word_embeddings": True, "num_hidden_layers": 1},
         {"short factors": Removal({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0, 2.5, 3.5]}})},
     ),
+    "granite": family(
+        "four factors", "granite",
+        {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 0.6,
+         "tie_word_embeddings": True},
+        {name: Removal({name: 1.0}) for name in (
+            "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")},
+    ),
     "seed_oss": family(
         "biases on query, key and value, heads wider than hidden / heads", "seed_oss",
         {"head_dim": 10, "attention_bias": True, "attention_dropout": 0.0, "residual_dropout": 0.0,

@@ -47,7 +47,9 @@ CASES: dict[str, dict[str, Any]] = {
     "micro-batches": {
         "parallel_config": {"data_parallel": 2, "model_parallel": 2},
         "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2},
-        "model": {"model_config": MODEL | {"use_qk_norm": True}},
+        "model": {"model_config": MODEL | {
+            "use_qk_norm": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.4,
+        }},
     },
 }
 RANKS = {case: math.prod(changes["parallel_config"].values()) for case, changes in CASES.items()}

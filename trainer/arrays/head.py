@@ -48,11 +48,14 @@ class FusedLinearCrossEntropy:
         width: E.
         tensor: The tensor-parallel ranks, which shard the vocabulary; None: this rank has all of it.
         vocabulary: Size of the vocabulary of all ranks; not needed without `tensor`.
+        scale: Factor on the logits, which multiplies the normed rows.
     """
 
     def __init__(
-        self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0
-    ) -> None:
+        self, width: int, eps: float, scratch: Scratch, tensor: TensorParallel | None = None, vocabulary: int = 0,
+        scale: float = 1.0,
+    ) -> None:  # fmt: skip
+        self.scale = np.float32(scale)
         self.mapping = CpuLinear("mapping", weight="mapping")
         self.norm = CpuRmsNorm(width, eps)
         self.width = width
@@ -71,6 +74,8 @@ class FusedLinearCrossEntropy:
             """Maps and normalizes the rows of a tile."""
             z_nE = self._mapped(call, x_nD[tile.rows], tile)
             self.norm(z_nE, call.weights["norm"], self.norm.scales(z_nE), y_nE[tile.rows])
+            if self.scale != 1:
+                y_nE[tile.rows] *= self.scale
 
         self.scratch.run(len(x_nD), compute)
         return y_nE
@@ -284,6 +289,8 @@ class FusedLinearCrossEntropy:
             into_nE = mapped_grad_nE[tile.rows]
             if not maps:
                 into_nE[...] = grad_nE[tile.rows]
+            if self.scale != 1:
+                into_nE *= self.scale
             self.norm.backward(call, "norm", self._mapped(call, x_nD[tile.rows], tile), into_nE, tile)
 
         self.scratch.run(len(x_nD), compute)

@@ -361,9 +361,9 @@ class NormedInput:
 
 
 class SublayerOutput:
-    """The last matrix of a sublayer and the way to the residual stream: x + dropout(norm(W y)).
+    """The last matrix of a sublayer and the way to the residual stream: x + scale * dropout(norm(W y)).
 
-    Norm and dropout are optional. Tensor-parallel ranks sum W y first, and then add the bias.
+    Norm, dropout and scale are optional. Tensor-parallel ranks sum W y first, and then add the bias.
 
     Args:
         norm_name: Name of the weight of the norm, if `spec` has one.
@@ -383,6 +383,7 @@ class SublayerOutput:
             self.norm = CpuRmsNorm(spec.hidden, spec.eps)
         self.norm_name = norm_name
         self.rate = spec.output_dropout
+        self.scale = np.float32(spec.output_scale)
         self.site = site
         self.adds = adds
 
@@ -445,6 +446,8 @@ class SublayerOutput:
             mask_nD = dropout.rows(self.site, tile.rows, added_nD.shape[1])
             mask_nD *= added_nD
             added_nD = mask_nD
+        if self.scale != 1:
+            added_nD *= self.scale
         np.add(x_nD, added_nD, out=out_nD)
 
     def begin_backward(
@@ -472,6 +475,8 @@ class SublayerOutput:
             np.multiply(grad_ND[tile.rows], dropout.rows(self.site, tile.rows, out_nD.shape[1]), out=out_nD)
         else:
             out_nD[...] = grad_ND[tile.rows]
+        if self.scale != 1:
+            out_nD *= self.scale
         if self.norm is not None:
             self.norm.backward(call, self.norm_name, call.saved["output"][tile.rows], out_nD, tile)
 
@@ -487,8 +492,8 @@ class SublayerOutput:
         self.linear.add_gradients(call, grad.factor_ND, y_NI, grad.local_ND)
 
     def _changes(self, call: SublayerCall) -> bool:
-        """Whether W y is normed or dropped before it is added."""
-        return self.norm is not None or self._dropout(call) is not None
+        """Whether W y is normed, dropped or scaled before it is added."""
+        return self.norm is not None or self.scale != 1 or self._dropout(call) is not None
 
     def _computes(self, call: SublayerCall) -> bool:
         """Whether the next sublayer, or the gradient of the norm, needs the result of the product."""

@@ -183,6 +183,15 @@ FAMILIES = {
         },
         windows="other", has_output_bias=True,
     ),
+    "GraniteForCausalLM": Family(
+        "granite",
+        _ALL | {
+            "vocab_size": 32000, "intermediate_size": 11008, "max_position_embeddings": 2048, "attention_bias": False,
+            "mlp_bias": False, "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+        has_output_bias=True,
+    ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
         _ALL | {

@@ -19,6 +19,7 @@ _WRITTEN: dict[str, Callable[[ModelConfig], Any]] = {
     "hidden_act": lambda s: "silu",
     "max_position_embeddings": lambda s: s.max_positions,
     "rope_theta": lambda s: s.rope_base,
+    "attention_multiplier": lambda s: attention_spec(s).scale,
     "use_sliding_window": lambda s: False,
     "sliding_window": lambda s: s.sliding_window if s.window_layers else None,
     "mlp_down_has_bias": lambda s: s.down_has_bias,
@@ -142,7 +143,9 @@ _FACTS = (
     _Fact(lambda s: (s.rope_interleave,), "other pairs of rotary positions"),
     _Fact(lambda s: s.unrotated_layers, "layers without rotary positions"),
     _Fact(lambda s: s.window_layers, "layers with a sliding window"),
-    _Fact(lambda s: s.softmax_scale, "another factor on the attention's scores"),
+    _Fact(lambda s: attention_spec(s).scale, "another factor on the attention's scores"),
+    _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),
+          "factors on embeddings, sublayers or logits"),
     _Fact(lambda s: (attention_spec(s).post_norm, mlp_spec(s).post_norm), "other norms after the sublayers"),
     _Fact(lambda s: (s.input_norms,), "other norms before the sublayers"),
 )  # fmt: skip

@@ -21,8 +21,8 @@ OTHERS = {
     "gemma3_text": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
                    " sqrt(hidden_size), the activation is GELU, and most layers have a sliding window",
     "gpt_oss": "attention has sinks, every other layer has a sliding window, and the activation is clipped",
-    "granite": "embeddings, residuals, attention and logits have multipliers",
-    "granitemoe": "embeddings, residuals, attention and logits have multipliers",
+    "granitemoe": "the output of experts has a factor, and one matrix has gate and up of all experts",
+    "granitemoeshared": "the output of experts has a factor, and one matrix has gate and up of all experts",
     "helium": "rotary positions turn neighbouring numbers of a head, not its two halves",
     "qwen3_next": "some layers have linear attention",
     "stablelm": "norms are LayerNorm, and rotary positions turn a part of a head",
@@ -68,11 +68,6 @@ def _is_one_of(*neutral: Any) -> _HasNoEffect:
     return lambda value, settings: value in neutral
 
 
-def _is_usual_scale(value: Any, settings: Mapping[str, Any]) -> bool:
-    size = _head_size(settings)
-    return value is None or (isinstance(value, int | float) and bool(size) and abs(value - size**-0.5) < 1e-6)
-
-
 def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
     """Returns whether TeleChat2's training_seqlen is at most base_seqlen: beyond, its code changes the rotary base."""
     base = settings.get("base_seqlen", value)
@@ -80,10 +75,6 @@ def _is_within_base(value: Any, settings: Mapping[str, Any]) -> bool:
 
 
 _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
-    "embedding_multiplier": (_is_one_of(1, None), "a factor on the embeddings"),
-    "residual_multiplier": (_is_one_of(1, None), "a factor on each sublayer's output"),
-    "attention_multiplier": (_is_usual_scale, "a factor on the attention's scores"),
-    "logits_scaling": (_is_one_of(1, None), "a divisor of the logits"),
     "logit_scale": (_is_one_of(1, None), "a factor on the logits"),
     "scale_emb": (_is_one_of(1, None), "a factor on the embeddings"),
     "scale_depth": (_is_one_of(None), "a factor on each sublayer's output"),

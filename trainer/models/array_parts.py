@@ -112,7 +112,9 @@ class ArrayParts:
         self.embedding = CpuEmbedding(tensor, self.vocabulary)
         self.mapping = CpuMapping(self.scratch)
         self.merge = CpuMerge(self.spec.hidden, self.spec.eps, self.scratch)
-        self.head = FusedLinearCrossEntropy(self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary)
+        self.head = FusedLinearCrossEntropy(
+            self.spec.embedding, self.spec.eps, self.scratch, tensor, self.vocabulary, 1 / settings.logits_scaling
+        )
         self.embedding_weights = self._part({EMBEDDING: EMBEDDING}, narrow=[])
         self.mapping_weights = self._part({MAPPING_IN: MAPPING_IN}, narrow=[MAPPING_IN])
         self.layers = [self._layer_parts(number, again) for number, again in enumerate(recomputed)]

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class SublayerOutput(nn.Cell):
-    """The output of a sublayer, [N, D], normed where the model has that; dropout comes later.
+    """The output of a sublayer, [N, D], normed and scaled where the model has that; dropout comes later.
 
     `weights` as in `AttentionLayer`.
     """
@@ -54,15 +54,20 @@ class SublayerOutput(nn.Cell):
         self.norm = kernels.rms_norm(spec.hidden, spec.eps)
         if self.has_norm:
             self.norm_weight = names.index(norm_name)
+        self.factor = spec.output_scale
+        self.scale = P.Mul()
 
     def construct(self, out_ND: Tensor, weights: Sequence[Tensor]) -> Tensor:
         if self.has_norm:
             out_ND = self.norm(out_ND, weights[self.norm_weight])
+        if self.factor != 1:
+            out_ND = self.scale(out_ND, self.factor)
         return out_ND
 
     def shard_over(self, tokens: int) -> None:
         """Shards tokens over `tokens` ranks."""
         self.norm.shard_over(tokens)
+        self.scale.shard(((tokens, 1), ()))
 
 
 class AttentionLayer(nn.Cell):
@@ -123,7 +128,9 @@ class AttentionLayer(nn.Cell):
     def project_output(self, context_NC: Tensor, weights: Sequence[Tensor]) -> Tensor:
         """Returns what the heads' results add to the residual stream, [N, D]."""
         out_ND = self.out(context_NC, weights)
-        return self.output(out_ND, weights) if self.changes_output else out_ND
+        if self.changes_output:
+            out_ND = self.output(out_ND, weights)
+        return out_ND
 
     def project(
         self, x_ND: Tensor, query_tables: tuple[Tensor, Tensor], key_tables: tuple[Tensor, Tensor],
@@ -216,7 +223,9 @@ class MlpLayer(nn.Cell):
         if self.column_parallel_input is not None:
             y_ND = self.column_parallel_input(y_ND)
         out_ND = self.down(self.swiglu(self.gate(y_ND, weights), self.up(y_ND, weights)), weights)
-        return self.output(out_ND, weights) if self.changes_output else out_ND
+        if self.changes_output:
+            out_ND = self.output(out_ND, weights)
+        return out_ND
 
     def shard_over(self, data: int, tensor: int, tokens: int) -> None:
         """Shards columns over `tensor` ranks and tokens over `data` or `tokens` ranks, see `Block.shard_over`."""
@@ -354,12 +363,16 @@ class HeadInput(nn.Cell):
         self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
+        self.factor = 1 / settings.logits_scaling
+        self.scale = P.Mul()
 
     def construct(self, x_ND: Tensor, norm_E: Tensor, mapping_ED: Tensor | None = None) -> Tensor:
         x_NE = x_ND
         if self.maps:
             x_NE = self.mapping(x_ND, mapping_ED)
         y_NE = self.norm(x_NE, norm_E)
+        if self.factor != 1:
+            y_NE = self.scale(y_NE, self.factor)  # logits are linear in it
         if self.column_parallel_input is None:
             return y_NE
         return self.column_parallel_input(y_NE)
@@ -368,6 +381,7 @@ class HeadInput(nn.Cell):
         """Shards tokens over `tokens` ranks."""
         self.norm.shard_over(tokens)
         self.mapping.linear.shard_over(tokens)
+        self.scale.shard(((tokens, 1), ()))
 
 
 class Head(nn.Cell):

@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mindspore import Parameter, Tensor, nn
+from mindspore.ops import operations as P
 
 from trainer.models.array_parts import ArrayParts
 from trainer.models.cell_parts import CellParts
@@ -65,6 +66,8 @@ class DecoderForward(nn.Cell):
         moe = settings.experts
         self.num_layers = num_layers
         self.mtp_modules = mtp_modules
+        self.embedding_factor = settings.embedding_multiplier
+        self.scale_embedding = P.Mul()
         self.mtp_factor = settings.mtp_loss_factor / max(1, mtp_modules)
         self.aux_factor = settings.balance_factor
         self.z_factor = 0.0
@@ -92,6 +95,8 @@ class DecoderForward(nn.Cell):
         x_ND = x
         if is_first:
             x_ND = self.run_embedding(x, call)
+            if self.embedding_factor != 1:
+                x_ND = self.scale_embedding(x_ND, self.embedding_factor)
         losses: tuple[Tensor | None, Tensor | None] = (None, None)
         for layer in layers:
             x_ND, losses = self.add_layer(layer, x_ND, losses, call)

@@ -120,6 +120,7 @@ class Generator:
         self.share = share
         self.agree = agree
         settings = model.settings
+        self.embedding_factor = settings.embedding_multiplier
         self.chunks = chunks or [StageChunk(range(settings.num_layers))]
         self.windows: list[int | None] = [None]
         if settings.window_layers:
@@ -221,6 +222,8 @@ class Generator:
         for chunk in self.chunks:
             if chunk.receive is None:
                 x_ND = parts.embed_tokens(ids_BQ.reshape(-1))
+                if self.embedding_factor != 1:
+                    x_ND = x_ND * self.embedding_factor
             else:
                 x_ND = chunk.receive()
             x_ND = parts.predict_layers(chunk.layers, x_ND, call)

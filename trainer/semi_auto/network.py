@@ -205,6 +205,7 @@ def set_strategies(loss: LossCell, settings: ModelConfig, degrees: Degrees, *, s
     if sequence:
         tokens = data * tensor
     decoder = loss.decoder
+    decoder.scale_embedding.shard(((tokens, 1), ()))
     loss.shard_over(data)
     for layer in decoder.layers:
         layer.shard_over(data, tensor, tokens)

@@ -166,8 +166,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 TOLD = {
-    "helium": "neighbouring numbers of a head", "granite": "embedding_multiplier 12.0 means a factor on the embeddings",
-    "gemma": "hidden_act gelu_pytorch_tanh", "gemma2": "final_logit_softcapping 30.0",
+    "helium": "neighbouring numbers of a head", "gemma": "hidden_act gelu_pytorch_tanh",
+    "gemma2": "final_logit_softcapping 30.0",
 }  # fmt: skip
 
 
@@ -226,8 +226,6 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("granite", ["embedding_multiplier = 12.0", "residual_multiplier = 0.22", "attention_multiplier = 0.0625",
-                     "logits_scaling = 8.0: not yet supported: a divisor of the logits"]),
         ("gemma", ["hidden_act = 'gelu_pytorch_tanh': not yet supported"]),
         ("gemma2", ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0", "hidden_activation"]),
     ],
@@ -240,14 +238,12 @@ def test_a_key_that_changes_the_numbers_is_never_left_out(tmp_path: Path, name: 
 
 
 def test_values_that_change_nothing_load_and_keys_that_nobody_knows_do_not(tmp_path: Path) -> None:
-    plain = {"embedding_multiplier": 1.0, "residual_multiplier": 1.0, "logits_scaling": 1.0,
-             "attention_multiplier": 8**-0.5}
-    folder = folder_of(tmp_path, OTHERS["granite"] | plain)
-    assert load(key(folder, AS_LLAMA)).decoder.hidden_size == 32
+    plain = {"embedding_multiplier": 1.0, "logit_scale": 1.0, "attention_multiplier": 0.25}
+    assert load(key(folder_of(tmp_path, OTHERS["helium"] | plain), AS_LLAMA)).decoder.softmax_scale == 0.25
     sizes = "num_layers: 2, hidden_size: 64, num_heads: 4, vocab_size: 300"
-    neutral = f"model_config: {{{sizes}, final_logit_softcapping: null, logits_scaling: 1}}\n"
+    neutral = f"model_config: {{{sizes}, final_logit_softcapping: null, logit_scale: 1}}\n"
     assert load(neutral).decoder.num_layers == 2
-    pasted = error_of(f"model_config: {{{sizes}, embedding_multiplier: 12.0}}\n")
+    pasted = error_of(f"model_config: {{{sizes}, scale_emb: 12.0}}\n")
     assert "a factor on the embeddings" in pasted and "remove" not in pasted
     odd = folder_of(tmp_path, OTHERS["helium"], mystery=0.5, silent=False)
     message = error_of(key(odd, AS_LLAMA))

@@ -171,7 +171,15 @@ class ModelConfig(Section):
         " decides.")
     softmax_scale: float | None = setting(
         None, "Factor on the scores of attention. Default null: 1 / sqrt(width of a head), with yarn and"
-        " multi_latent_attention times the square of its mscale.", gt=0)
+        " multi_latent_attention times the square of its mscale.", gt=0, aliases="attention_multiplier")
+    embedding_multiplier: float = setting(1.0, "Factor on the embeddings (Granite).", gt=0)
+    residual_multiplier: float = setting(
+        1.0, "Factor on the output of each sublayer, before it is added to the residual stream (Granite).", gt=0,
+        beside=(
+            Beside("experts", 1.0, "not yet supported with experts"),
+            Beside("multi_latent_attention", 1.0, "not yet supported with multi_latent_attention"),
+        ))
+    logits_scaling: float = setting(1.0, "Divisor of the logits (Granite).", gt=0)
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(

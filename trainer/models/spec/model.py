@@ -108,6 +108,7 @@ class AttentionSpec:
         eps: Epsilon of the norms.
         dropout: Dropout rate of the attention probabilities.
         output_dropout: Dropout rate of the output, before it is added to the residual stream.
+        output_scale: Factor on the output, after norm and dropout.
         adapters: By the name of the matrix, for example "self_attn.q_proj".
     """
 
@@ -128,6 +129,7 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     dropout: float = 0.0
     output_dropout: float = 0.0
+    output_scale: float = 1.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     def local(self, ranks: int) -> AttentionSpec:
@@ -143,8 +145,8 @@ class AttentionSpec:
 
     @property
     def changes_output(self) -> bool:
-        """Returns whether the output is normed or dropped before it is added to the residual stream."""
-        return self.post_norm or self.output_dropout > 0
+        """Returns whether the output is normed, dropped or scaled before it is added to the residual stream."""
+        return self.post_norm or self.output_dropout > 0 or self.output_scale != 1
 
     @property
     def gathered_width(self) -> int:
@@ -185,7 +187,7 @@ class MlpSpec:
     """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x).
 
     Attributes:
-        pre_norm, post_norm, eps, output_dropout, adapters: As in `AttentionSpec`.
+        pre_norm, post_norm, eps, output_dropout, output_scale, adapters: As in `AttentionSpec`.
     """
 
     hidden: int
@@ -194,12 +196,13 @@ class MlpSpec:
     pre_norm: bool = True
     post_norm: bool = False
     output_dropout: float = 0.0
+    output_scale: float = 1.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     @property
     def changes_output(self) -> bool:
-        """Returns whether the output is normed or dropped before it is added to the residual stream."""
-        return self.post_norm or self.output_dropout > 0
+        """Returns whether the output is normed, dropped or scaled before it is added to the residual stream."""
+        return self.post_norm or self.output_dropout > 0 or self.output_scale != 1
 
     def local(self, ranks: int) -> MlpSpec:
         """Returns the sublayer of each of `ranks` tensor-parallel ranks, which has some of the columns."""

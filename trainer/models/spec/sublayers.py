@@ -77,6 +77,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         latent=latent,
         dropout=settings.attention_dropout,
         output_dropout=settings.hidden_dropout,
+        output_scale=settings.residual_multiplier,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "attention"},
     )
 
@@ -105,6 +106,7 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         pre_norm=settings.input_norms,
         post_norm=settings.post_mlp_layernorm,
         output_dropout=settings.hidden_dropout,
+        output_scale=settings.residual_multiplier,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
     )
 
