@@ -38,9 +38,15 @@ class AdamW(Optimizer):
         super().__init__(parameters, groups, STATE_NAMES["AdamW"], shards)
 
     def new_array(self, shape: tuple[int, ...], name: str) -> Parameter | np.ndarray:
-        """Returns zeros: a NumPy array if the kernel updates arrays."""
+        """Returns zeros: a NumPy array if the kernel updates arrays.
+
+        `np.zeros` would leave the memory to the first step, which the system then hands out in small pages, twice for
+        each: once when it is read, once when it is written.
+        """
         if self.apply.takes_arrays:
-            return np.zeros(shape, np.float32)
+            array = np.empty(shape, np.float32)
+            array.fill(0)
+            return array
         return super().new_array(shape, name)
 
     def update(self, gradients: Sequence[Tensor], lr: float, scale: float | Sequence[float] = 1.0) -> None:
