@@ -30,6 +30,14 @@ KIMI = {
     "topk_group": 1, "v_head_dim": 128, "vocab_size": 163840,
 }  # fmt: skip
 """Kimi-K2, whose yarn has no ramp."""
+MOONLIGHT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "first_k_dense_replace": 1,
+    "hidden_size": 2048, "intermediate_size": 11264, "kv_lora_rank": 512, "max_position_embeddings": 8192,
+    "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "num_nextn_predict_layers": 0, "topk_group": 1, "vocab_size": 163840,
+}  # fmt: skip
+"""Moonlight-16B-A3B, whose queries have no latent vector."""
 GLM = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_size": 5120,
     "partial_rotary_factor": 0.5, "intermediate_size": 12288, "model_type": "glm4_moe", "moe_intermediate_size": 1536,
@@ -45,9 +53,10 @@ GLM = {
     [
         (YI, "LlamaForCausalLM", 8_829_407_232),
         (KIMI, "DeepseekV3ForCausalLM", 1_026_408_209_408),
+        (MOONLIGHT, "DeepseekV3ForCausalLM", 15_960_108_544),
         (GLM, "Glm4MoeForCausalLM", 352_797_814_784),
     ],
-    ids=["Yi", "Kimi", "GLM"],
+    ids=["Yi", "Kimi", "Moonlight", "GLM"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int

@@ -244,8 +244,13 @@ def _note_latent_differences(resolved: Resolved, place: str, known: SourceClass)
 
 
 def _released_sizes(resolved: Resolved, family: Family) -> None:
-    """Sets sizes that a file with multi-head latent attention leaves out to those of the family's released model."""
+    """Sets sizes that a file with multi-head latent attention leaves out to those of the family's released model.
+
+    A model folder has all sizes; a null among them is a value.
+    """
     settings = resolved.section(_MODEL)
+    if resolved.data.get("pretrained_model_dir"):
+        return
     if settings.get("multi_latent_attention") is not True or "multi_latent_attention" not in family.model:
         return
     sizes = {name: value for name, value in family.defaults.items() if name not in _NOT_SIZES}
