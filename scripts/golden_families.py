@@ -34,6 +34,14 @@ OLMO_REMOVALS = {
     "norms of query and key": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
     "norms after": Removal(neutral={"post_attention_layernorm.weight": 1.0, "post_feedforward_layernorm.weight": 1.0}),
 }
+DEEPSEEK_V2 = {
+    "num_key_value_heads": 2, "q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 7, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 12, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7,
+    "first_k_dense_replace": 1, "pad_token_id": None, "rope_theta": 20.0,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.707,
+                     "mscale_all_dim": 0.707},
+}
 FAMILY_CASES = {
     "smollm3": family(
         "a layer without rotary positions", "smollm3", {"no_rope_layers": [0, 1], "pad_token_id": None},
@@ -86,5 +94,24 @@ FAMILY_CASES = {
         "neighbouring numbers of a head rotated, tied head", "ernie4_5",
         {"head_dim": 6, "tie_word_embeddings": True, "pad_token_id": None, "use_bias": False},
         {"pairs": Removal({"rope_theta": 1e30})},
+    ),
+    "deepseek_v2": family(
+        "a softmax router with groups, a dense first layer, latent queries and yarn", "deepseek_v2", DEEPSEEK_V2,
+        {
+            "groups": Removal({"topk_method": "greedy"}),
+            "shared experts": Removal(neutral={"shared_experts.down_proj.weight": 0.0}),
+            "scaling factor": Removal({"routed_scaling_factor": 1.0}),
+            "dense first layer": Removal({"first_k_dense_replace": 0}),
+            "yarn": Removal({"rope_scaling": None}),
+        },
+        salt="2",
+    ),
+    "deepseek_v2_lite": family(
+        "a softmax router without groups, no latent queries, biases", "deepseek_v2",
+        {**DEEPSEEK_V2, "topk_method": "greedy", "n_group": 1, "topk_group": 1, "q_lora_rank": None,
+         "attention_bias": True, "rope_scaling": None, "first_k_dense_replace": 0, "num_hidden_layers": 1},
+        {"biases": Removal(neutral={"_proj.bias": 0.0, "_with_mqa.bias": 0.0}),
+         "scaling factor": Removal({"routed_scaling_factor": 1.0})},
+        salt="3",
     ),
 }  # fmt: skip

@@ -237,8 +237,9 @@ def margin(router: torch.nn.Module, logits_NE: torch.Tensor, chosen_Nk: torch.Te
     scores_NE = logits_NE.sigmoid() + router.e_score_correction_bias if is_sigmoid else logits_NE.softmax(-1)
     smallest, others_NE = scores_NE.gather(1, chosen_Nk).amin(1), scores_NE.scatter(1, chosen_Nk, -torch.inf)
     margins = []
-    if is_sigmoid and router.topk_group < router.num_group:
-        groups_NG = scores_NE.unflatten(1, (router.num_group, -1)).topk(2).values.sum(-1)
+    has_groups = is_sigmoid or getattr(router, "topk_method", "") == "group_limited_greedy"
+    if has_groups and router.topk_group < router.num_group:
+        groups_NG = scores_NE.unflatten(1, (router.num_group, -1)).topk(1 + is_sigmoid).values.sum(-1)
         ordered_NG, order_NG = groups_NG.sort(descending=True)
         margins.append(ordered_NG[:, router.topk_group - 1] - ordered_NG[:, router.topk_group])
         group_E = torch.arange(scores_NE.shape[1]) // (scores_NE.shape[1] // router.num_group)

@@ -87,6 +87,13 @@ def shared_experts(settings: Any) -> int:
     return -(-settings.shared_expert_size // settings.expert_size)
 
 
+def group_method(settings: Any) -> str:
+    """Returns DeepSeek-V2's name for how a router chooses experts: among groups, or not."""
+    if (settings.experts.n_group or 1) > 1:
+        return "group_limited_greedy"
+    return "greedy"
+
+
 _CORE = {"seq_length": 4096, "hidden_dropout": 0.1}
 """Defaults of MindSpore Transformers' TransformerConfig, which its classes by ``model_type`` leave as they are."""
 _CORE_EXPERTS = _CORE | {
@@ -423,6 +430,24 @@ FAMILIES = {
             ),
         ),
         other_names=("TeleChat3MoeForCausalLM", "telechat3_moe", "kimi_k2"),
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        _ALL | {
+            "vocab_size": 102400, "intermediate_size": 11008, "num_key_value_heads": None,
+            "max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False, "q_lora_rank": 1536,
+            "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": None, "moe_intermediate_size": 1407,
+            "norm_topk_prob": False, "routed_scaling_factor": 1.0, "n_group": None, "topk_group": None,
+            "topk_method": "greedy", "first_k_dense_replace": 0, "output_router_logits": False,
+        },
+        {"multi_latent_attention": True, "rope_interleave": True},
+        {"norm_topk_prob": False, "aux_loss_factor": 0.0},
+        written={
+            "n_shared_experts": lambda settings: max(shared_experts(settings), 1),  # never without, as DeepSeek-V3
+            "topk_method": group_method,
+        },
+        has_output_bias=True,
     ),
 }  # fmt: skip
 """Families by ``model.arch.type``: Hugging Face's class, or MindSpore Transformers' if transformers has none."""

@@ -12,7 +12,6 @@ OTHERS = {
     "cohere": "attention and feed-forward layer stand side by side, norms are LayerNorm, and logits are scaled",
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
-    "deepseek_v2": "attention is multi-head latent attention, and the router is another",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
     "gemma": "norms multiply by 1 + weight, embeddings are multiplied by sqrt(hidden_size), and the activation is GELU",
     "gemma2": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"

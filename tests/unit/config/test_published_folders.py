@@ -38,6 +38,11 @@ MOONLIGHT = {
     "q_lora_rank": None, "num_nextn_predict_layers": 0, "topk_group": 1, "vocab_size": 163840,
 }  # fmt: skip
 """Moonlight-16B-A3B, whose queries have no latent vector."""
+DEEPSEEK_LITE = {
+    **MOONLIGHT, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "intermediate_size": 10944,
+    "topk_method": "greedy", "norm_topk_prob": False, "vocab_size": 102400,
+}  # fmt: skip
+"""DeepSeek-V2-Lite."""
 GLM = {
     "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "head_dim": 128, "hidden_size": 5120,
     "partial_rotary_factor": 0.5, "intermediate_size": 12288, "model_type": "glm4_moe", "moe_intermediate_size": 1536,
@@ -54,9 +59,10 @@ GLM = {
         (YI, "LlamaForCausalLM", 8_829_407_232),
         (KIMI, "DeepseekV3ForCausalLM", 1_026_408_209_408),
         (MOONLIGHT, "DeepseekV3ForCausalLM", 15_960_108_544),
+        (DEEPSEEK_LITE, "DeepseekV2ForCausalLM", 15_706_484_224),
         (GLM, "Glm4MoeForCausalLM", 352_797_814_784),
     ],
-    ids=["Yi", "Kimi", "Moonlight", "GLM"],
+    ids=["Yi", "Kimi", "Moonlight", "DeepSeek-V2-Lite", "GLM"],
 )
 def test_a_published_folder_has_as_many_weights_as_in_transformers(
     tmp_path: Path, described: dict[str, Any], kind: str, weights: int
