@@ -37,8 +37,8 @@ OLMO_REMOVALS = {
 DEEPSEEK_V2 = {
     "num_key_value_heads": 2, "q_lora_rank": 6, "kv_lora_rank": 10, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
     "v_head_dim": 7, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2,
-    "moe_intermediate_size": 12, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7,
-    "first_k_dense_replace": 1, "pad_token_id": None, "rope_theta": 20.0,
+    "moe_intermediate_size": 12, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2,
+    "routed_scaling_factor": 1.7, "first_k_dense_replace": 1, "pad_token_id": None, "rope_theta": 20.0,
     "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "mscale": 0.707,
                      "mscale_all_dim": 0.707},
 }
