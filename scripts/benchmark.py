@@ -24,6 +24,7 @@ the number of experts, and with a capacity.
 `targets` compares a figure or two of everything with its target: training in float32 and bfloat16, experts, LoRA,
 latent attention, dropout, memory, prediction, evaluation, start, and what watching a run costs. A round takes ten
 minutes. With `--before EARLIER/run_trainer.py` some groups also measure an earlier checkout, in turns.
+With `--isa avx2` both sides compute as on a processor without AVX-512.
 
 `profile` says where the time of a training step goes, against what the machine can do at most.
 
