@@ -43,7 +43,7 @@ from trainer.arrays.attention.sublayer import CpuAttention
 from trainer.arrays.embedding import CpuEmbedding, CpuMapping, CpuMerge
 from trainer.arrays.head import FusedLinearCrossEntropy
 from trainer.arrays.mlp import CpuMlp
-from trainer.arrays.moe import dispatch, experts
+from trainer.arrays.moe import experts
 from trainer.arrays.tiles import Scratch, SublayerCall
 from trainer.device.threads import HostThreads
 from trainer.models.inputs import RouterStatistics
@@ -365,7 +365,7 @@ def test_what_threads_share_inside_their_work_stays_with_each() -> None:
 def everything(threads: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Tensor]]:
     """Results and gradients of all parts, computed by so many threads."""
     pool, scratch = HostThreads(threads), Scratch()
-    for module in (attention, dispatch, experts, head, memory, tiles):
+    for module in (attention, experts, head, memory, tiles):
         monkeypatch.setattr(module, "host_threads", lambda: pool)
     for name in ("head norms, window", "everything", "latent", "latent, everything"):
         case = attention_of(name)
