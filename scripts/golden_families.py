@@ -30,6 +30,10 @@ PHI3 = {
     "pad_token_id": None,
 }
 OLMO = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "pad_token_id": None}
+OLMO3_YARN = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 1.2,
+    "beta_fast": 32.0, "beta_slow": 1.0,
+}  # fmt: skip
 OLMO_REMOVALS = {
     "norms of query and key": Removal(neutral={"q_norm.weight": 1.0, "k_norm.weight": 1.0}),
     "norms after": Removal(neutral={"post_attention_layernorm.weight": 1.0, "post_feedforward_layernorm.weight": 1.0}),
@@ -50,6 +54,15 @@ FAMILY_CASES = {
     "olmo2": family(
         "norms after the sublayers only, norms over all heads of query and key, biases in the attention", "olmo2",
         OLMO | {"attention_bias": True}, OLMO_REMOVALS | {"biases": Removal({"attention_bias": False})}, "1",
+    ),
+    "olmo3": family(
+        "as OLMo-2, with a window in one of two layers, and yarn in the other", "olmo3",
+        OLMO | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "rope_theta": 20.0,
+                "rope_scaling": OLMO3_YARN},
+        OLMO_REMOVALS | {
+            "window": Removal({"layer_types": ["full_attention"] * 2}),
+            "yarn": Removal({"rope_scaling": None}),
+        }, "1",
     ),
     "olmoe": family(
         "norms over all heads of query and key, experts with weights as the softmax gives them", "olmoe",

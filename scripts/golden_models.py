@@ -117,6 +117,7 @@ def check_rotary_keys(hf_config: Any, config: dict[str, Any]) -> None:
     understood = getattr(hf_config, "rope_parameters", None)
     if understood is None:
         understood = {"rope_theta": hf_config.rope_theta, **(hf_config.rope_scaling or {"rope_type": "default"})}
+    understood = understood.get("full_attention", understood)
     wanted = {"rope_theta": config["rope_theta"], **(config["rope_scaling"] or {"rope_type": "default"})}
     if "partial_rotary_factor" in config:
         wanted["partial_rotary_factor"] = config["partial_rotary_factor"]
@@ -155,20 +156,24 @@ def make_batch(name: str, packed: bool, vocabulary: int = VOCABULARY) -> dict[st
     return {key: np.ascontiguousarray(array, dtype=np.int32) for key, array in arrays.items()}
 
 
-def attention_mask(batch: dict[str, np.ndarray]) -> torch.Tensor:
-    """Returns the additive mask [B, 1, T, T]: causal, and within a document."""
+def attention_mask(batch: dict[str, np.ndarray], window: int = TOKENS) -> torch.Tensor:
+    """Returns the additive mask [B, 1, T, T]: causal, within a document and the last `window` tokens."""
     segments = torch.from_numpy(batch["segment_ids"])
-    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril().triu(1 - window)
     may_attend = (segments[:, :, None] == segments[:, None, :]) & causal
     mask = torch.zeros(may_attend.shape).masked_fill(~may_attend, torch.finfo(torch.float32).min)
     return mask[:, None]
 
 
 def forward(model: torch.nn.Module, batch: dict[str, np.ndarray]) -> torch.Tensor:
-    """Logits [B, T, V]. A model with a sliding window makes its masks itself: one mask would be that of all layers."""
-    if getattr(model.config, "sliding_window", None):
+    """Logits [B, T, V]. A model with a sliding window makes its masks itself where no row has several documents."""
+    window = getattr(model.config, "sliding_window", None)
+    if window and not batch["segment_ids"].any():
         return model(input_ids=torch.from_numpy(batch["input_ids"]).long()).logits
-    return model(input_ids=torch.from_numpy(batch["input_ids"]).long(), attention_mask=attention_mask(batch),
+    masks: Any = attention_mask(batch)
+    if window:
+        masks = {"full_attention": masks, "sliding_attention": attention_mask(batch, window)}
+    return model(input_ids=torch.from_numpy(batch["input_ids"]).long(), attention_mask=masks,
                  position_ids=torch.from_numpy(batch["positions"]).long()).logits
 
 

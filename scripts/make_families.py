@@ -27,7 +27,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "golden" / "families.json"
 KNOWN = (
-    "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2",
+    "llama", "smollm3", "granite", "mistral", "qwen2", "qwen3", "olmo2", "olmo3",
     "mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "glm4_moe", "glm", "glm4",
     "phi3",
     "seed_oss", "ernie4_5",
@@ -54,6 +54,7 @@ def defaults(model_type: str) -> dict[str, Any]:
     base = config_json(transformers.PretrainedConfig(), every=True)
     found = config_json(CONFIG_MAPPING[model_type](), every=True)
     rope = found.pop("rope_parameters")
+    rope = rope.get("full_attention", rope)  # of layers without a sliding window
     if rope.pop("rope_type") != "default":
         raise SystemExit(f"{model_type}: rotary positions are scaled by default")
     kept = {key: value for key, value in found.items() if key not in base or base[key] != value}

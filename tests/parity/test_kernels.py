@@ -328,7 +328,7 @@ class SplitAndJoin(nn.Cell):
 
 def block_inputs(settings: ModelConfig, kernels: KernelSet, dropout: bool) -> list[Tensor | None]:
     """Arguments of `Block` for one row."""
-    tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))
+    tables = InputBuilder(settings, kernels).tables(np.arange(TOKENS))[0]
     masks = kernels.attention_masks(settings)(np.zeros((1, TOKENS), np.int32))
     scores = (settings.kv_heads, settings.num_heads // settings.kv_heads * TOKENS, TOKENS)
     stream = (TOKENS, settings.hidden_size)

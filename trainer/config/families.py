@@ -55,6 +55,8 @@ class Family(NamedTuple):
     written: Mapping[str, Callable[[Any], Any]] = {}
     """Functions of the ``ModelConfig`` for keys that are written differently than in other families."""
     windows: Windows = ""
+    full_attention_period: int = 0
+    """Which layers have no sliding window where layer_types does not say it: every Nth; 0: see `windows`."""
     rope_types: tuple[str, ...] = ()
     """The types of rope_scaling that its class accepts, if not all."""
     has_output_bias: bool = False
@@ -206,6 +208,16 @@ FAMILIES = {
             "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False,
         },
         _OLMO, has_output_bias=True, tensor_names=_OLMO_NORMS,
+    ),
+    "Olmo3ForCausalLM": Family(
+        "olmo3",
+        _ALL | {
+            "vocab_size": 50304, "intermediate_size": 11008, "num_key_value_heads": None,
+            "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False, "rope_theta": 500000.0,
+            "sliding_window": 4096,
+        },
+        _OLMO | {"window_rope_theta": 500000.0}, windows="listed", full_attention_period=4, has_output_bias=True,
+        tensor_names=_OLMO_NORMS,
     ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from trainer.config.families import FAMILIES, shared_experts
+from trainer.config.families import FAMILIES, Family, shared_experts
 from trainer.config.read.model_folder import model_from_config_json
 from trainer.config.schema.fields import yaml_names
 from trainer.config.schema.model import ModelConfig
@@ -74,12 +74,14 @@ def _written(settings: ModelConfig, architecture: str) -> dict[str, Any]:
     return values
 
 
-def _windows(settings: ModelConfig) -> dict[str, Any]:
+def _windows(settings: ModelConfig, family: Family) -> dict[str, Any]:
     """Returns the keys for a class in which each layer may or may not have a sliding window."""
     windows = settings.window_layers
-    keys: dict[str, Any] = {"use_sliding_window": True, "sliding_window": settings.sliding_window}
-    if windows == tuple(range(windows[0], settings.num_layers)):  # for versions of transformers without layer_types
-        keys["max_window_layers"] = windows[0]
+    keys: dict[str, Any] = {"sliding_window": settings.sliding_window}
+    if "use_sliding_window" in family.defaults:
+        keys["use_sliding_window"] = True
+        if windows == tuple(range(windows[0], settings.num_layers)):  # for versions of transformers without layer_types
+            keys["max_window_layers"] = windows[0]
     types = {False: "full_attention", True: "sliding_attention"}
     keys["layer_types"] = [types[settings.has_window(layer)] for layer in range(settings.num_layers)]
     return keys
@@ -94,8 +96,8 @@ def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32"
     keys: dict[str, Any] = {"architectures": [architecture], "model_type": family.model_type}
     keys |= {"dtype": dtype, "torch_dtype": dtype, "head_dim": settings.rotary_head_size}
     keys |= _written(settings, architecture)
-    if settings.window_layers and family.windows == "listed":
-        keys |= _windows(settings)
+    if family.windows == "listed" and (settings.window_layers or family.full_attention_period):
+        keys |= _windows(settings, family)
     scaling = settings.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if scaling is not None and scaling.rope_type != "default":
@@ -107,6 +109,9 @@ def config_json(settings: ModelConfig, architecture: str, dtype: str = "float32"
     keys["rope_parameters"] = {"rope_theta": settings.rope_base, **rope}
     if "partial_rotary_factor" in keys:
         keys["rope_parameters"]["partial_rotary_factor"] = settings.rotary_pct
+    if "window_rope_theta" in family.model:
+        window = {"rope_type": "default", "rope_theta": settings.window_rope_theta}
+        keys["rope_parameters"] = {"full_attention": keys["rope_parameters"], "sliding_attention": window}
     return {**keys, "use_cache": True}
 
 
@@ -143,6 +148,8 @@ _FACTS = (
     _Fact(lambda s: (s.rope_interleave,), "other pairs of rotary positions"),
     _Fact(lambda s: s.unrotated_layers, "layers without rotary positions"),
     _Fact(lambda s: s.window_layers, "layers with a sliding window"),
+    _Fact(lambda s: s.has_window_rotary, "other rotary positions in layers with a sliding window",
+          "the same rotary positions in all layers"),
     _Fact(lambda s: attention_spec(s).scale, "another factor on the attention's scores"),
     _Fact(lambda s: (s.embedding_multiplier, s.residual_multiplier, s.logits_scaling),
           "factors on embeddings, sublayers or logits"),

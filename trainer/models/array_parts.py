@@ -355,7 +355,7 @@ class ArrayParts:
             """Runs the layers on some of the sequences, with their tables, masks and cache."""
             tokens = slice(sequences.start * width, sequences.stop * width)
             masks = [mask if mask is None else mask[sequences] for mask in call.masks]
-            thread_call = PredictionCall(call.tables[tokens], masks, call.cache.select(sequences))
+            thread_call = PredictionCall([table[tokens] for table in call.tables], masks, call.cache.select(sequences))
             out_ND[tokens] = self._predict_layers(layers, x_ND[tokens], thread_call, thread)
 
         threads.run(row_blocks(slice(0, rows), -(-rows // threads.threads)), run)
@@ -368,9 +368,13 @@ class ArrayParts:
         for layer in layers:
             weights = self.merged_calls[layer]
             attention, mlp = self.layer_functions[layer]
-            mask = call.masks[attention.spec.window is not None]
+            has_window = attention.spec.window is not None
+            mask = call.masks[has_window]
+            rotation_N1h = call.tables[0]
+            if has_window:
+                rotation_N1h = call.tables[-1]
             tile = self.scratch.tile(rows, thread)
-            x_ND = attention.predict(weights, x_ND, call.tables, layer, call.cache, mask, tile)
+            x_ND = attention.predict(weights, x_ND, rotation_N1h, layer, call.cache, mask, tile)
             x_ND = mlp.predict(weights, x_ND, thread)
         return x_ND
 

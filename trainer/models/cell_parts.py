@@ -243,10 +243,12 @@ class CellParts:
             )
         ]
         mask = inputs.mask
+        tables = inputs.tables
         if self.settings.has_window(layer):
-            assert inputs.window_mask is not None
+            assert inputs.window_mask is not None and inputs.window_tables is not None
             mask = inputs.window_mask
-        return (*inputs.tables, *mask, *dropout_masks), adapter_masks
+            tables = inputs.window_tables
+        return (*tables, *mask, *dropout_masks), adapter_masks
 
     def _dropout_masks(self, key: DropoutKey | None, layer: int, inputs: ModelInputs, part: str) -> DropoutMasks:
         hidden = self.settings.hidden_dropout
@@ -312,9 +314,13 @@ class CellParts:
             if not self.spec.layers[layer].attention.rotary_size:
                 attention = self.unrotated_block.attention
             weights = [*self.layer_weights[layer], *([None] * len(self.adapter_masks.names))]
-            q_NC, *new = attention.project(x_ND, call.tables[0:2], call.tables[2:4], weights)
+            has_window = self.settings.has_window(layer)
+            tables = call.tables[0]
+            if has_window:
+                tables = call.tables[-1]
+            q_NC, *new = attention.project(x_ND, tables[0:2], tables[2:4], weights)
             cached = call.cache.update(layer, new)
-            mask = call.masks[self.settings.has_window(layer)]
+            mask = call.masks[has_window]
             x_ND = x_ND + attention.attend_over_cache(self.kernels.cached_attention, q_NC, cached, mask, weights)
             experts = self.layers[layer].get("experts")
             if isinstance(experts, MoeFunction):

@@ -14,7 +14,7 @@ from trainer.arrays.attention.positions import CpuRotary, TokenPositions, query_
 from trainer.data.batches.batch import IGNORE_INDEX, Batch
 from trainer.data.batches.context import ContextShard
 from trainer.models.spec.build import model_spec
-from trainer.models.spec.rotary import rotary_angles
+from trainer.models.spec.rotary import all_rotary_angles
 from trainer.ops.measures import metric_functions
 from trainer.ops.routing import Routing, RoutingCounts, StepExpertLoad
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from trainer.parallel.tensor import RankModelShard
 
 
-Positions: TypeAlias = tuple[tuple, tuple, "tuple | None", "TokenPositions | None"]
+Positions: TypeAlias = tuple[tuple, tuple, "tuple | None", "TokenPositions | None", "tuple | None"]
 """The positions of a batch: tables, mask, window_mask and positions of `ModelInputs`."""
 
 
@@ -81,6 +81,8 @@ class ModelInputs(NamedTuple):
     """Replaces tables and masks for native CPU layers."""
     rows: np.ndarray | None = None
     """Which tokens of the micro-batch these are, where context-parallel ranks share it; None: all."""
+    window_tables: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    """`tables` for layers with a sliding window, where they differ."""
 
 
 class LossSums(NamedTuple):
@@ -137,12 +139,12 @@ class PredictionCall(NamedTuple):
     """The arguments of one pass of a prediction, for the layers; the parts of the decoder make and use it.
 
     Attributes:
-        tables: Position tables of the new tokens, or their rotation.
+        tables: Position tables of the new tokens, or their rotation; the last item is that of layers with a window.
         masks: The terms that attention adds to its scores, without and with a sliding window.
         cache: The KV cache, which writes to the positions of the new tokens.
     """
 
-    tables: Any
+    tables: Sequence[Any]
     masks: Sequence[Any]
     cache: Any
 
@@ -176,14 +178,14 @@ class InputBuilder:
             attention = attention.local(self.tensor.group.size)
             heads = {"num_heads": attention.heads, "n_kv_heads": attention.kv_heads}
             self.masks = kernels.attention_masks(settings.model_copy(update=heads))
-        self.cos, self.sin = rotary_angles(settings, max(settings.seq_length, settings.max_positions))
+        self.angles = all_rotary_angles(settings, max(settings.seq_length, settings.max_positions))
         self.on_arrays = kernels.host_layers
         self.rotary = CpuRotary(attention)
         self._cached_positions: tuple[tuple[int, ...], Positions] | None = None
         self._means: tuple[tuple[int, int], Tensor, Tensor] | None = None
 
     def __call__(self, batch: Batch) -> ModelInputs:
-        tables, mask, window_mask, positions = self._positions(batch)
+        tables, mask, window_mask, positions, window_tables = self._positions(batch)
         labels = self.part.select_tokens(batch.labels).reshape(-1)
         valid = labels != IGNORE_INDEX
         counts_N1 = valid.astype(np.float32)[:, None]
@@ -206,6 +208,7 @@ class InputBuilder:
             window_mask,
             positions,
             rows,
+            window_tables,
         )
 
     def _sequence_weights(
@@ -226,14 +229,17 @@ class InputBuilder:
             tokens_B1[:] = tokens_B1.mean()
         return SequenceWeights(*self._means[1:], Tensor(tokens_B1), valid_N1)
 
-    def rotation(self, positions_N: np.ndarray) -> np.ndarray:
-        """Returns the rotations of tokens at these positions for native CPU layers, complex [N, 1, h]."""
-        return self.rotary.table(self.cos[positions_N], self.sin[positions_N])
+    def rotation(self, positions_N: np.ndarray) -> list[np.ndarray]:
+        """Returns the rotations of tokens at these positions for native CPU layers, complex [N, 1, h].
 
-    def tables(self, positions_N: np.ndarray) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the position tables of tokens at these positions, as the kernels take them."""
-        cos, sin = self.kernels.rotary_tables(self.cos[positions_N], self.sin[positions_N])
-        return cos, sin, cos, sin
+        A second item is for layers with a sliding window, if they have other rotary frequencies.
+        """
+        return [self.rotary.table(cos[positions_N], sin[positions_N]) for cos, sin in self.angles]
+
+    def tables(self, positions_N: np.ndarray) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Returns the position tables of tokens at these positions, as the kernels take them; items as `rotation`."""
+        tables = [self.kernels.rotary_tables(cos[positions_N], sin[positions_N]) for cos, sin in self.angles]
+        return [(cos, sin, cos, sin) for cos, sin in tables]
 
     def _positions(self, batch: Batch) -> Positions:
         length = batch.input_ids.shape[1]
@@ -251,9 +257,11 @@ class InputBuilder:
             window_mask = make_mask(batch.segment_ids, window=window)
         positions: Positions
         if self.on_arrays:
-            positions = (), (None, None), None, TokenPositions(self.rotation(positions_N), mask, window_mask)
+            rotation, *more = self.rotation(positions_N)
+            positions = (), (None, None), None, TokenPositions(rotation, mask, window_mask, *more), None
         else:
-            positions = self.tables(positions_N), mask, window_mask, None
+            tables = self.tables(positions_N)
+            positions = tables[0], mask, window_mask, None, tables[-1]
         if single:
             self._cached_positions = batch.input_ids.shape, positions
         return positions

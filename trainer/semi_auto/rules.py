@@ -199,6 +199,9 @@ def _pipeline(config: Config) -> Iterator[ConfigError]:
 def _not_in_one_graph(config: Config) -> Iterator[ConfigError]:
     """Yields errors about features that do not work in one graph of the whole step."""
     settings = config.decoder
+    if settings.has_window_rotary:
+        rule = f"{_NOT_YET}: rotary positions that differ between kinds of layers"
+        yield problem(config, "model.model_config.window_rope_theta", rule, "set parallel.parallel_mode to 0")
     sequence = config.parallel_config.use_seq_parallel
     adapter = adapter_spec(settings)
     if sequence and latent_spec(settings) is not None and adapter is not None and adapter.dropout:

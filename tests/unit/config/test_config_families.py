@@ -50,6 +50,16 @@ def test_glm4_moe_has_a_sigmoid_router_with_a_bias_on_the_choice_and_half_of_a_h
     assert (decoder.rotary_pct, decoder.experts.aux_loss_factor, decoder.experts.scoring_func) == (1, 1e-4, None)
 
 
+def test_olmo3_scales_positions_only_in_layers_without_a_window() -> None:
+    yarn = "{rope_type: yarn, factor: 8.0, original_max_position_embeddings: 16}"
+    keys = "sliding_window: 8, rope_theta: 500000.0"
+    decoder = load(family("Olmo3ForCausalLM", f"{keys}, rope_scaling: {yarn}")).decoder
+    assert decoder.window_layers == (0, 1, 2) and decoder.has_window_rotary
+    assert not load(family("Olmo3ForCausalLM", keys)).decoder.has_window_rotary
+    kinds = f"rope_parameters: {{full_attention: {{rope_type: default, rope_theta: 7.0}}, sliding_attention: {yarn}}}"
+    assert "sliding_attention.rope_type = 'yarn': not yet supported" in error_of(family("Olmo3ForCausalLM", kinds))
+
+
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_config_json_names_the_family_where_arch_does_not(kind: str) -> None:
     experts = ", num_experts: 4, n_shared_experts: 1" if FAMILIES[kind].is_mixture else ""

@@ -60,11 +60,19 @@ class TokenPositions:
         rotation_N1h: Rotary embedding: cos + i sin of the angle of each pair, complex, [N, 1, h].
         blocks: The query blocks of each sequence.
         window_blocks: The query blocks for layers with a sliding window; None if there are none.
+        window_rotation_N1h: `rotation_N1h` of these layers; None: that of all layers.
     """
 
     rotation_N1h: np.ndarray
     blocks: tuple[SequenceBlocks, ...]
     window_blocks: tuple[SequenceBlocks, ...] | None = None
+    window_rotation_N1h: np.ndarray | None = None
+
+    def select_rotation(self, window: int | None) -> np.ndarray:
+        """Returns the rotations of layers with this sliding window; None: without one."""
+        if window is None or self.window_rotation_N1h is None:
+            return self.rotation_N1h
+        return self.window_rotation_N1h
 
     def select_blocks(self, window: int | None) -> tuple[SequenceBlocks, ...]:
         """Returns the query blocks of layers with this sliding window; None: without one."""

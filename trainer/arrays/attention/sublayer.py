@@ -43,6 +43,7 @@ class HeadProjections:
         self, spec: AttentionSpec, rotary: CpuRotary, scratch: Scratch, tensor: SequenceParallelComm | None
     ) -> None:
         self.rotary = rotary
+        self.window = spec.window
         self.scratch = scratch
         self.head_size = spec.head_size
         self.widths = spec.heads * spec.head_size, spec.kv_heads * spec.head_size
@@ -64,9 +65,8 @@ class HeadProjections:
     ) -> None:  # fmt: skip
         """Writes rotated and scaled queries, rotated keys, and values."""
         rows = self.input.begin_forward(call, x_ND, q_NC.dtype)
-        self.scratch.run(
-            rows, lambda tile: self.compute(call, x_ND, positions.rotation_N1h, q_NC, k_NK, v_NK, tile)
-        )
+        rotation_N1h = positions.select_rotation(self.window)
+        self.scratch.run(rows, lambda tile: self.compute(call, x_ND, rotation_N1h, q_NC, k_NK, v_NK, tile))
 
     def compute(
         self, call: SublayerCall, x_ND: np.ndarray, rotation_N1h: np.ndarray, q_NC: np.ndarray, k_NK: np.ndarray,
@@ -126,6 +126,7 @@ class HeadProjections:
             grad_ND: Gradient of the residual stream after the sublayer.
         """
         dtype = call.saved["q"].dtype
+        rotation_N1h = positions.select_rotation(self.window)
         y_ND, into_ND = self.input.begin_backward(call, x_ND, out_ND, dtype, self.linears)
         narrow = grads  # the gradients in the dtype of the products
         if dtype != np.float32:
@@ -134,7 +135,7 @@ class HeadProjections:
         def compute(tile: Tile) -> None:
             tile_grads = [grad[tile.rows] for grad in grads]
             tile_grads[0][...] *= self.scale
-            rotation_n1h = positions.rotation_N1h[tile.rows].conj()
+            rotation_n1h = rotation_N1h[tile.rows].conj()
             for name, grad_nC in zip("qk", tile_grads, strict=False):
                 self.rotary.apply(grad_nC.reshape(tile.size, -1, self.head_size), rotation_n1h)
                 if self.head_norms:

@@ -139,6 +139,7 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
     if family is not None:
         for name, value in family.model.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
+        _alternate_windows(resolved, family, because)
     if resolved.section(_MODEL).get("multi_latent_attention") is True:
         for name, value in LATENT_DEFAULTS.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, f"{_MODEL}.multi_latent_attention")
@@ -154,6 +155,18 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
     is_attention_bias = resolved.name_in_file(key) == "attention_bias"
     if is_attention_bias and has_output_bias and resolved.section(_MODEL).get("qkv_has_bias") is True:
         _set_default(resolved, f"{_MODEL}.attn_proj_has_bias", True, key)
+
+
+def _alternate_windows(resolved: Resolved, family: Family, because: str) -> None:
+    """Sets the layer_types that a family has where a model with a sliding window leaves them out."""
+    settings = resolved.section(_MODEL)
+    layers = settings.get("num_layers", ModelConfig.model_fields["num_layers"].default)
+    if not family.full_attention_period or not settings.get("sliding_window") or type(layers) is not int:
+        return
+    if settings.get("layer_types") is None and settings.get("use_sliding_window") is None:
+        settings.pop("layer_types", None)
+        types = window_layer_types(layers, family.full_attention_period)
+        _set_default(resolved, f"{_MODEL}.layer_types", types, because)
 
 
 def _latent_attention_key(resolved: Resolved) -> str:

@@ -293,6 +293,9 @@ def _unsupported(key: str, entry: Entry) -> list[ConfigError]:
         known = {*yaml_names(RopeScaling), "rope_theta", "partial_rotary_factor"}
         for name, nested in entries.items():
             value = plain(nested.node)
+            if name in ("full_attention", "sliding_attention"):  # each kind of layers has its own
+                problems += _unsupported(key, nested)
+                continue
             if name not in known and value is not None:
                 rule = "not yet supported"
                 problems.append(problem_at(nested.place, f"{key}.{name}", rule, NOT_BUILT, value))

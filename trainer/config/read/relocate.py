@@ -99,7 +99,37 @@ def move_to_canonical_sections(root: Table) -> list[str]:
     settings = find_entry(root, _MODEL)
     if settings is not None and isinstance(settings.node, Table):
         _drop_total_width(settings.node)
+        _separate_rotary_kinds(settings.node)
     return notes
+
+
+def _separate_rotary_kinds(settings: Table) -> None:
+    """Replaces transformers' rope_parameters of each kind of layers by those of full attention and window_rope_theta.
+
+    Raises:
+        UserError: Layers with a sliding window have scaled positions.
+    """
+    scaling = settings.entries().get("rope_scaling")
+    if scaling is None or not isinstance(scaling.node, Table):
+        return
+    kinds = {name: entry.node for name, entry in scaling.node.entries().items()}
+    full = kinds.get("full_attention")
+    window = kinds.get("sliding_attention")
+    if not isinstance(full, Table) or not isinstance(window, Table):
+        return
+    kept = full.entries()
+    for name, key in (("rope_theta", "rope_theta"), ("partial_rotary_factor", "rotary_pct")):
+        if name in kept:
+            settings.explicit[key] = kept.pop(name)
+    settings.explicit["rope_scaling"] = Entry(Table(kept), scaling.place)
+    for name, entry in window.entries().items():
+        value = plain(entry.node)
+        if name == "rope_theta":
+            settings.explicit["window_rope_theta"] = entry
+        elif value not in (None, "default"):
+            rule = "not yet supported: positions of layers with a sliding window that are scaled"
+            fix = "use another model"
+            raise UserError(rule, where=entry.place.text, key=f"sliding_attention.{name}", value=value, fix=fix)
 
 
 def _drop_total_width(settings: Table) -> None:

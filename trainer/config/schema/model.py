@@ -184,6 +184,9 @@ class ModelConfig(Section):
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
     rope_theta: float = setting(
         10000.0, "Base of the rotary frequencies.", gt=0, aliases="theta rotary_base rotary_emb_base")
+    window_rope_theta: float | None = setting(
+        None, "Base of the rotary frequencies in layers with a sliding window, which rope_scaling then leaves as they"
+        " are (OLMo-3). Default null: as in all other layers.", gt=0)
     rope_ratio: float = setting(1.0, "Factor on rope_theta (ChatGLM).", gt=0)
     rope_scaling: RopeScaling | None = setting(None, "Stretching of the positions. Default null: none.")
     qkv_has_bias: bool = setting(
@@ -377,6 +380,14 @@ class ModelConfig(Section):
     def has_long_positions(self) -> bool:
         """Returns whether sequences exceed the trained length: LongRoPE then takes its long factors."""
         return self.seq_length > self.trained_length
+
+    @property
+    def has_window_rotary(self) -> bool:
+        """Returns whether layers with a sliding window have other rotary frequencies than the others."""
+        if self.window_rope_theta is None or not self.window_layers:
+            return False
+        is_scaled = self.rope_scaling is not None and self.rope_scaling.rope_type != "default"
+        return is_scaled or self.window_rope_theta != self.rope_base
 
     @property
     def rope_base(self) -> float:

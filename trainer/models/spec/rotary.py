@@ -41,6 +41,16 @@ def rotary_angles(settings: ModelConfig, positions: int) -> tuple[np.ndarray, np
     return cos.astype(np.float32), sin.astype(np.float32)
 
 
+def all_rotary_angles(settings: ModelConfig, positions: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Returns the tables of `rotary_angles`; a second item has those of layers with a sliding window, if they differ.
+    """
+    angles = [rotary_angles(settings, positions)]
+    if settings.has_window_rotary:
+        changes = {"rope_theta": settings.window_rope_theta, "rope_ratio": 1.0, "rope_scaling": None}
+        angles.append(rotary_angles(settings.model_copy(update=changes), positions))
+    return angles
+
+
 def _scale(frequencies: np.ndarray, settings: ModelConfig, scaling: RopeScaling) -> tuple[np.ndarray, float]:
     """Returns scaled frequencies, and the factor on cosines and sines."""
     trained_length = settings.trained_length
