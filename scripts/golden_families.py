@@ -84,6 +84,11 @@ FAMILY_CASES = {
         {**PHI3, "original_max_position_embeddings": 32, "tie_word_embeddings": True, "num_hidden_layers": 1},
         {"short factors": Removal({"rope_scaling": {**LONG_ROPE, "short_factor": [1.0, 2.5, 3.5]}})},
     ),
+    "gemma": family(
+        "norms of 1 + weight, a factor on the embeddings, GELU; a tied head", "gemma",
+        {"head_dim": 6, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+        {"GELU": Removal({"hidden_act": "silu"}), "norms": Removal(neutral={"norm.weight": 0.0})},
+    ),
     "granite": family(
         "four factors", "granite",
         {"embedding_multiplier": 6.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7, "logits_scaling": 0.6,

@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
         "runner_config": {"batch_size": 2, "gradient_accumulation_steps": 2},
         "model": {"model_config": MODEL | {
             "use_qk_norm": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 0.4,
+            "layernorm_zero_centered_gamma": True, "hidden_act": "gelu_pytorch_tanh",
         }},
     },
 }

@@ -64,12 +64,14 @@ class PartWeights:
         dtype: Dtype of the products.
         narrow: Names of the weights that products take in this dtype.
         unsharded: Returns a context in which sharded parameters are unsharded.
+        centered: Names of norms whose weights are zero-centered: the part takes 1 + weight.
     """
 
     def __init__(
         self, named: Mapping[str, Parameter], dtype: str, narrow: Collection[str] = (),
-        unsharded: Unsharded = keep_sharding,
+        unsharded: Unsharded = keep_sharding, centered: Collection[str] = (),
     ) -> None:  # fmt: skip
+        self.centered = tuple(name for name in centered if name in named)
         self.named = dict(named)
         self.unsharded = unsharded
         self.dtype = DTYPES[dtype]
@@ -80,6 +82,8 @@ class PartWeights:
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns the weights by name, in the dtypes in which the part computes with them."""
         arrays = {name: host_array(weight) for name, weight in self.named.items()}
+        for name in self.centered:
+            arrays[name] = 1 + arrays[name]
         return arrays | {name: narrow_weight(arrays[name], self.dtype) for name in self.narrow if name in arrays}
 
     @property

@@ -335,3 +335,56 @@ def swiglu_gradient(
     run.silu_gradient(wide_gate_nF, grad_nF, wide_gate_nF)
     to_bfloat16_if_needed(wide_gate_nF, gate_nF)
     store(silu_nF, up_nF)
+
+
+_GELU = np.float32((2 / np.pi) ** 0.5)
+_GELU_CUBE = np.float32(0.044715)
+
+
+def geglu(gate_nF: np.ndarray, up_nF: np.ndarray, out_nF: np.ndarray) -> None:
+    """Writes gelu(gate) * up in float32 to `out_nF`; `out_nF` may be gate.
+
+    Here gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2 (Hendrycks and Gimpel 2016, section 2).
+    """
+    wide_gate_nF = to_float32_if_needed(gate_nF, out_nF)
+    half_nF = _half_of_tanh(wide_gate_nF)
+    half_nF *= wide_gate_nF
+    operators().multiply(half_nF, up_nF, out_nF)
+
+
+def geglu_gradient(
+    gate_nF: np.ndarray, up_nF: np.ndarray, grad_nF: np.ndarray, inner_nF: np.ndarray | None, tile: Tile
+) -> None:
+    """Does what `swiglu_gradient` does, for `geglu`."""
+    gate = tile.to_float32(gate_nF)
+    up = tile.to_float32(up_nF)
+    half_nF = _half_of_tanh(gate)
+    gelu_nF = half_nF * gate
+    if inner_nF is not None:
+        store(gelu_nF * up, inner_nF)
+    # The derivative of half = (1 + tanh(y)) / 2 is 2 half (1 - half) y'.
+    slope_nF = gate * gate
+    slope_nF *= 3 * _GELU_CUBE
+    slope_nF += 1
+    slope_nF *= 2 * _GELU
+    slope_nF *= gelu_nF
+    slope_nF *= 1 - half_nF
+    slope_nF += half_nF
+    slope_nF *= grad_nF
+    slope_nF *= up
+    gelu_nF *= grad_nF
+    store(slope_nF, gate_nF)
+    store(gelu_nF, up_nF)
+
+
+def _half_of_tanh(x_nF: np.ndarray) -> np.ndarray:
+    """Returns (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    half_nF = x_nF * x_nF
+    half_nF *= _GELU_CUBE
+    half_nF += 1
+    half_nF *= x_nF
+    half_nF *= _GELU
+    np.tanh(half_nF, out=half_nF)
+    half_nF += 1
+    half_nF *= np.float32(0.5)
+    return half_nF

@@ -59,6 +59,8 @@ class Family(NamedTuple):
     """Which layers have no sliding window where layer_types does not say it: every Nth; 0: see `windows`."""
     rope_types: tuple[str, ...] = ()
     """The types of rope_scaling that its class accepts, if not all."""
+    scales_embeddings: bool = False
+    """Whether embeddings are multiplied by the root of their width."""
     has_output_bias: bool = False
     """Whether its attention_bias also means a bias on o_proj."""
     in_transformers: bool = True
@@ -147,6 +149,10 @@ _ERNIE = {name: value for name, value in _ALL.items() if name != "attention_drop
 }
 _ERNIE_MODEL = {"rope_interleave": True, "tie_word_embeddings": True}
 
+_GEMMA = {
+    "hidden_act": "gelu_pytorch_tanh", "layernorm_zero_centered_gamma": True, "tie_word_embeddings": True,
+}  # fmt: skip
+
 FAMILIES = {
     "LlamaForCausalLM": Family(
         "llama",
@@ -218,6 +224,15 @@ FAMILIES = {
         },
         _OLMO | {"window_rope_theta": 500000.0}, windows="listed", full_attention_period=4, has_output_bias=True,
         tensor_names=_OLMO_NORMS,
+    ),
+    "GemmaForCausalLM": Family(
+        "gemma",
+        _ALL | {
+            "vocab_size": 256000, "hidden_size": 3072, "intermediate_size": 24576, "num_hidden_layers": 28,
+            "num_attention_heads": 16, "num_key_value_heads": 16, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 8192, "tie_word_embeddings": True, "attention_bias": False,
+        },
+        _GEMMA, scales_embeddings=True, has_output_bias=True,
     ),
     "MistralForCausalLM": Family("mistral", _MISTRAL | {"sliding_window": 4096}, windows="every"),
     "MixtralForCausalLM": Family(

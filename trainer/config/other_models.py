@@ -13,7 +13,6 @@ OTHERS = {
     "deepseek_v4": "residual streams are hyper-connections, attention is compressed and sparse, and the first layers"
                    " route tokens by a hash",
     "ernie4_5_moe": "rotary positions turn neighbouring numbers of a head, and the router is another",
-    "gemma": "norms multiply by 1 + weight, embeddings are multiplied by sqrt(hidden_size), and the activation is GELU",
     "gemma2": "norms multiply by 1 + weight and stand after the sublayers too, embeddings are multiplied by"
               " sqrt(hidden_size), the activation is GELU, scores and logits are softcapped, and every other layer has"
               " a sliding window",
@@ -83,6 +82,7 @@ _EFFECTS: dict[str, tuple[_HasNoEffect, str]] = {
     "query_pre_attn_scalar": (
         lambda value, settings: value in (None, _head_size(settings)), "a divisor of the queries"),
     "hidden_activation": (_is_one_of("silu", None), "another activation"),
+    "use_bidirectional_attention": (_is_one_of(False, None), "attention to later tokens"),
     "attention_chunk_size": (_is_one_of(None), "attention within chunks"),
     "clip_qkv": (_is_one_of(None), "bounds on query, key and value"),
     "use_bias": (_is_one_of(False, None), "biases in every matrix"),
@@ -126,5 +126,5 @@ def differences(settings: Mapping[str, Any]) -> Iterator[str]:
         others = sorted(set(map(str, types)) - {"full_attention", "sliding_attention"})
         if others:
             yield f"layer_types has layers of {', '.join(others)}"
-    if settings.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu"):
+    if settings.get("hidden_act") not in (None, "silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"):
         yield f"hidden_act {settings['hidden_act']} means another activation"

@@ -140,7 +140,10 @@ class ArrayParts:
     def _part(self, names: Mapping[str, str], narrow: Collection[str]) -> PartWeights:
         """Returns the weights of a part that this rank has; `names` maps names in the part to full names."""
         named = {name: self.parameters[full] for name, full in names.items() if full in self.parameters}
-        return PartWeights(named, self.dtype, narrow, self.unsharded)
+        centered: list[str] = []
+        if self.spec.norm_offset:
+            centered = [name for name in named if name == "norm" or name.endswith("norm.weight")]
+        return PartWeights(named, self.dtype, narrow, self.unsharded, centered)
 
     def _layer_parts(self, number: int, again: str) -> dict[str, PartWeights]:
         """Returns the weights of the parts of a layer, in order.

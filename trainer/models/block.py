@@ -40,6 +40,32 @@ if TYPE_CHECKING:
     from trainer.parallel.tensor import TensorParallel
 
 
+class CenteredNorm(nn.Cell):
+    """A norm of zero-centered weights: it multiplies by offset + weight."""
+
+    def __init__(self, norm: nn.Cell, offset: float) -> None:
+        super().__init__()
+        self.norm = norm
+        self.offset = offset
+        self.add = P.Add()
+
+    def construct(self, x_ND: Tensor, weight_D: Tensor) -> Tensor:
+        """Returns the normed x in the dtype of the norm."""
+        return self.norm(x_ND, self.add(weight_D, self.offset))
+
+    def shard_over(self, *degrees: int) -> None:
+        """Shards the norm; each rank has all weights."""
+        self.norm.shard_over(*degrees)
+        self.add.shard(((1,), ()))
+
+
+def make_norm(norm: nn.Cell, offset: float) -> nn.Cell:
+    """Returns a norm that adds `offset` to its weights."""
+    if offset:
+        return CenteredNorm(norm, offset)
+    return norm
+
+
 class SublayerOutput(nn.Cell):
     """The output of a sublayer, [N, D], normed and scaled where the model has that; dropout comes later.
 
@@ -51,7 +77,7 @@ class SublayerOutput(nn.Cell):
     ) -> None:
         super().__init__()
         self.has_norm = spec.post_norm
-        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
+        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
         if self.has_norm:
             self.norm_weight = names.index(norm_name)
         self.factor = spec.output_scale
@@ -98,15 +124,15 @@ class AttentionLayer(nn.Cell):
         self.has_pre_norm = spec.pre_norm
         if self.has_pre_norm:
             self.norm_weight = names.index("input_layernorm.weight")
-        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
+        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.query, self.key, self.value = (Projection(f"self_attn.{name}_proj", settings, kernels) for name in "qkv")
         self.out = Projection("self_attn.o_proj", settings, kernels, tensor)
         if self.qk_norm:
             self.q_norm, self.k_norm = (names.index(f"self_attn.{name}_norm.weight") for name in "qk")
         query_width, key_width = spec.norm_widths
-        self.query_norm = kernels.head_norm(query_width, spec.eps)
-        self.key_norm = kernels.head_norm(key_width, spec.eps)
+        self.query_norm = make_norm(kernels.head_norm(query_width, spec.eps), spec.norm_offset)
+        self.key_norm = make_norm(kernels.head_norm(key_width, spec.eps), spec.norm_offset)
         rotary_sizes = self.head_size, spec.rotary_size, spec.rotary_interleaved
         self.query_rotary, self.key_rotary = (kernels.rotary(*rotary_sizes) for _ in range(2))
         self.heads = spec.heads
@@ -208,11 +234,13 @@ class MlpLayer(nn.Cell):
         self.has_pre_norm = spec.pre_norm
         if self.has_pre_norm:
             self.norm_weight = names.index("post_attention_layernorm.weight")
-        self.norm = kernels.rms_norm(spec.hidden, spec.eps)
+        self.norm = make_norm(kernels.rms_norm(spec.hidden, spec.eps), spec.norm_offset)
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
         self.gate, self.up = (Projection(f"mlp.{name}_proj", settings, kernels) for name in ("gate", "up"))
         self.down = Projection("mlp.down_proj", settings, kernels, tensor)
         self.swiglu = kernels.swiglu()
+        if spec.is_gelu:
+            self.swiglu = kernels.geglu()
         self.changes_output = spec.changes_output
         self.output = SublayerOutput(spec, names, POST_MLP_NORM, kernels)
 
@@ -360,7 +388,8 @@ class HeadInput(nn.Cell):
     def __init__(self, settings: ModelConfig, kernels: KernelSet, tensor: TensorParallel | None = None) -> None:
         super().__init__()
         self.column_parallel_input = None if tensor is None else tensor.column_parallel_input()
-        self.norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
+        norm = kernels.rms_norm(settings.embedding_width, settings.rms_norm_eps)
+        self.norm = make_norm(norm, settings.norm_offset)
         self.maps = settings.maps_embedding
         self.mapping = EmbeddingMapping(kernels)
         self.factor = 1 / settings.logits_scaling

@@ -77,6 +77,7 @@ class KernelSet:
     head_norm: MakeCell
     rotary: MakeCell
     swiglu: MakeCell
+    geglu: MakeCell
     attention: MakeCell
     cross_entropy: MakeCell
     chunked_loss: MakeCell | None
@@ -183,6 +184,7 @@ def load_kernels(
         head_norm=lambda size, eps: plain.HeadNorm(norm_of_heads(size, eps), size),
         rotary=elementwise("rotary_embedding", "Rotary", rotary, first=True),
         swiglu=elementwise("swiglu", "SwiGLU", compute),
+        geglu=elementwise("geglu", "GeGLU", compute),
         attention=partial(attention.Attention, dtype=compute, softmax_dtype=softmax),
         cross_entropy=partial(plain.CrossEntropy, dtype=compute),
         chunked_loss=chunked_loss,

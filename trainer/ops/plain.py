@@ -270,6 +270,21 @@ class SwiGLU(Sharded):
         return self.silu_grad(grad_NF * up_NF, gate_NF), grad_NF * self.silu(gate_NF)
 
 
+class GeGLU(Sharded):
+    """gelu(gate) * up, with GELU approximated by tanh, as MindSpore's operator computes it."""
+
+    axes: ClassVar = {"gelu": "dt", "multiply": "dt,dt"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gelu = P.GeLU()
+        self.multiply = P.Mul()
+
+    def construct(self, gate_NF: Tensor, up_NF: Tensor) -> Tensor:
+        """Returns the input of the down projection."""
+        return self.multiply(self.gelu(gate_NF), up_NF)
+
+
 class Attention(Sharded):
     """softmax(scale q k^T + bias) v for grouped query heads, causal, without repeating keys and values.
 

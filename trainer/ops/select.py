@@ -110,6 +110,8 @@ def _limitation(kernel: str, settings: ModelConfig, precision: Precision) -> str
     if kernel == "attention" and values > settings.head_size:
         here = f"here {values} and {settings.head_size}"
         return f"flash_attention_score takes values that are no wider than the queries, {here}"
+    if kernel == "swiglu" and settings.activation != "silu":
+        return f"swiglu computes SiLU; the model's activation is {settings.activation}"
     turned = settings.rotary_head_size
     if kernel == "rotary_embedding" and settings.rotary_size != turned:
         part = f"rotary_pct {settings.rotary_pct:g} rotates only {settings.rotary_size}"

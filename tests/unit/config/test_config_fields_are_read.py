@@ -24,6 +24,7 @@ DERIVED = {
     "rotary_pct": "rotary_size",
     "rope_theta": "rope_base",
     "embedding_size": "maps_embedding",
+    "layernorm_zero_centered_gamma": "norm_offset",
     "no_rope_layers": "unrotated_layers",
     "original_max_position_embeddings": "trained_length",
     "use_sliding_window": "has_window",

@@ -166,7 +166,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 TOLD = {
-    "helium": "neighbouring numbers of a head", "gemma": "hidden_act gelu_pytorch_tanh",
+    "helium": "neighbouring numbers of a head",
     "gemma2": "final_logit_softcapping 30.0",
 }  # fmt: skip
 
@@ -226,7 +226,6 @@ def test_a_family_is_taken_as_a_llama_where_the_yaml_says_so(tmp_path: Path, nam
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("gemma", ["hidden_act = 'gelu_pytorch_tanh': not yet supported"]),
         ("gemma2", ["final_logit_softcapping = 30.0", "attn_logit_softcapping = 50.0", "hidden_activation"]),
     ],
 )  # fmt: skip

@@ -127,6 +127,8 @@ def _contradictions(config: Config) -> Iterator[ConfigError]:
         for rule in beside_of(field):
             if getattr(config.decoder, rule.other) and getattr(config.decoder, name) != rule.value:
                 yield problem(config, f"{_KEY}.{name}", rule.rule, rule.fix)
+    if config.decoder.experts is not None and config.decoder.activation != "silu":
+        yield problem(config, f"{_KEY}.hidden_act", "not yet supported with experts", "use another model")
 
 
 def _divisor(number: int, near: int) -> int:

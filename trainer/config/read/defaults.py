@@ -140,6 +140,9 @@ def _from_family(resolved: Resolved, is_complete: bool) -> None:
         for name, value in family.model.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, because)
         _alternate_windows(resolved, family, because)
+    width = resolved.section(_MODEL).get("hidden_size")
+    if family is not None and family.scales_embeddings and isinstance(width, int) and width > 0:
+        _set_default(resolved, f"{_MODEL}.embedding_multiplier", math.sqrt(width), because)
     if resolved.section(_MODEL).get("multi_latent_attention") is True:
         for name, value in LATENT_DEFAULTS.items():
             _set_default(resolved, f"{_MODEL}.{name}", value, f"{_MODEL}.multi_latent_attention")

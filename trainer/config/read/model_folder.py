@@ -39,7 +39,10 @@ _NAMES = ("architectures", "model_type")
 _GENERATION = ("do_sample", "temperature", "top_k", "top_p", "repetition_penalty")
 _TOP_K = 50
 """The top_k of transformers where generation_config.json leaves it out."""
-_VALUES = {"hidden_act": ("silu",), "rope_type": ("default", "linear", "llama3", "yarn", "longrope", "su")}
+_VALUES = {
+    "hidden_act": ("silu", "gelu_pytorch_tanh"),
+    "rope_type": ("default", "linear", "llama3", "yarn", "longrope", "su"),
+}
 """The supported values of these keys; su is an older name of longrope."""
 _QWENS_WINDOW = {"sliding_window": 4096, "max_window_layers": 28}
 """The defaults of transformers if use_sliding_window is True."""

@@ -182,6 +182,13 @@ class ModelConfig(Section):
     logits_scaling: float = setting(1.0, "Divisor of the logits (Granite).", gt=0)
     rms_norm_eps: float = setting(
         1e-6, "Added to the mean square in RMSNorm.", gt=0, aliases="layernorm_epsilon layer_norm_epsilon")
+    layernorm_zero_centered_gamma: bool = setting(
+        False, "RMSNorm multiplies by 1 + weight (Gemma).", aliases="zero_centered_gamma",
+        beside=(
+            Beside("experts", False, "not yet supported with experts"),
+            Beside("multi_latent_attention", False, "not yet supported with multi_latent_attention"),
+            Beside("mtp_depth", False, "not yet supported with multi-token prediction modules"),
+        ))
     rope_theta: float = setting(
         10000.0, "Base of the rotary frequencies.", gt=0, aliases="theta rotary_base rotary_emb_base")
     window_rope_theta: float | None = setting(
@@ -232,8 +239,8 @@ class ModelConfig(Section):
     param_init_std_rules: list[InitRule] | None = setting(
         None, "Standard deviations of new weights by name; of several rules the last one counts. Default null:"
         " initializer_range.")
-    hidden_act: Literal["silu", "swiglu", "fusedswiglu"] = setting(
-        "silu", "Activation: silu with a gate (SwiGLU), under each of its names.")
+    hidden_act: Literal["silu", "swiglu", "fusedswiglu", "gelu_pytorch_tanh"] = setting(
+        "silu", "Activation, with a gate: silu (SwiGLU), under each of its names, or GELU approximated by tanh.")
     compute_dtype: Dtype | None = setting(
         None, "Dtype of matrix products. Default null: amp_level decides; without it float32, on an Ascend bfloat16.")
     layernorm_compute_type: Dtype | None = setting(
@@ -316,6 +323,18 @@ class ModelConfig(Section):
         if self.head_dim is None:
             return self.hidden_size // self.num_heads
         return self.head_dim
+
+    @property
+    def activation(self) -> Literal["silu", "gelu_pytorch_tanh"]:
+        """Returns the activation of the feed-forward layers."""
+        if self.hidden_act == "gelu_pytorch_tanh":
+            return "gelu_pytorch_tanh"
+        return "silu"
+
+    @property
+    def norm_offset(self) -> float:
+        """Returns what is added to the weights of norms before these multiply."""
+        return float(self.layernorm_zero_centered_gamma)
 
     @property
     def rotary_head_size(self) -> int:

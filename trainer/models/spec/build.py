@@ -45,6 +45,7 @@ def model_spec(settings: ModelConfig) -> ModelSpec:
         eps=settings.rms_norm_eps,
         layers=tuple(layers),
         mtp_modules=settings.mtp_depth,
+        norm_offset=settings.norm_offset,
         tied=settings.tie_word_embeddings,
         maps_embedding=settings.maps_embedding,
         attention_group=settings.layers_group,

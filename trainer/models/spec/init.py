@@ -52,7 +52,10 @@ def initial_value(
     deviation = _rule_deviation(parameter, settings)
     if deviation is None:
         if parameter.init == "ones":
-            return np.ones(part.shape, np.float32)
+            value = 1.0
+            if not isinstance(settings, ClassifierConfig):
+                value -= settings.norm_offset
+            return np.full(part.shape, value, np.float32)
         deviation = _deviation(parameter, settings)
     if deviation == 0:
         return np.zeros(part.shape, np.float32)

@@ -109,6 +109,7 @@ class AttentionSpec:
         dropout: Dropout rate of the attention probabilities.
         output_dropout: Dropout rate of the output, before it is added to the residual stream.
         output_scale: Factor on the output, after norm and dropout.
+        norm_offset: Added to the weights of the norms: 1 where these are zero-centered, else 0.
         adapters: By the name of the matrix, for example "self_attn.q_proj".
     """
 
@@ -130,6 +131,7 @@ class AttentionSpec:
     dropout: float = 0.0
     output_dropout: float = 0.0
     output_scale: float = 1.0
+    norm_offset: float = 0.0
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     def local(self, ranks: int) -> AttentionSpec:
@@ -187,7 +189,8 @@ class MlpSpec:
     """A gated feed-forward sublayer: W_down (silu(W_gate x) * W_up x).
 
     Attributes:
-        pre_norm, post_norm, eps, output_dropout, output_scale, adapters: As in `AttentionSpec`.
+        is_gelu: The activation is GELU in its approximation by tanh, instead of silu.
+        pre_norm, post_norm, eps, output_dropout, output_scale, norm_offset, adapters: As in `AttentionSpec`.
     """
 
     hidden: int
@@ -197,6 +200,8 @@ class MlpSpec:
     post_norm: bool = False
     output_dropout: float = 0.0
     output_scale: float = 1.0
+    norm_offset: float = 0.0
+    is_gelu: bool = False
     adapters: Mapping[str, AdapterSpec] = field(default_factory=dict, hash=False)
 
     @property
@@ -285,6 +290,7 @@ class ModelSpec:
         embedding: Width of the embedding and of the head; `hidden` unless matrices map between the two.
         layers: The layers; the last `mtp_modules` are those of the MTP modules. Equal layers are one object.
         eps: Epsilon of the norm before the head and of the norms of the MTP modules.
+        norm_offset: As in `AttentionSpec`, of the norm before the head.
         tied: The head is the embedding.
         maps_embedding: A matrix maps the embedding to the residual stream, another one the residual stream to the head.
         attention_group: How many consecutive layers share the attention parameters of the first of them.
@@ -296,6 +302,7 @@ class ModelSpec:
     eps: float
     layers: tuple[LayerSpec, ...]
     mtp_modules: int = 0
+    norm_offset: float = 0.0
     tied: bool = False
     maps_embedding: bool = False
     attention_group: int = 1

@@ -78,6 +78,7 @@ def attention_spec(settings: ModelConfig, layer: int = 0, adapters: Adapters = M
         dropout=settings.attention_dropout,
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
+        norm_offset=settings.norm_offset,
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "attention"},
     )
 
@@ -107,6 +108,8 @@ def mlp_spec(settings: ModelConfig, adapters: Adapters = MappingProxyType({})) -
         post_norm=settings.post_mlp_layernorm,
         output_dropout=settings.hidden_dropout,
         output_scale=settings.residual_multiplier,
+        norm_offset=settings.norm_offset,
+        is_gelu=settings.activation != "silu",
         adapters={name: adapter for name, adapter in adapters.items() if sublayer_of(name) == "mlp"},
     )
 
